@@ -1,0 +1,31 @@
+"""`ebbflow demo`: the main job, a real answer in two minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbflow.cli.common import AsJson, err
+from ebbflow.cli.report import show_report
+from ebbflow.cli.study import Jobs, run_with_progress
+from ebbflow.studies.study import load_study
+
+__all__ = ["demo"]
+
+
+def demo(
+    out_folder: Annotated[Path, typer.Option("--out", help="Folder of the results.")] = Path("ebbflow-demo"),
+    jobs: Jobs = None,
+    json: AsJson = False,
+) -> None:
+    """Three rules on two spot traces and a static fleet, two seeds each, on handwritten digits: about two minutes."""
+    study = load_study("demo")
+    err.print(
+        f"Which learning-rate rule suits a small network when its workers come and go?\n"
+        f"{len(study.arms())} runs: {', '.join(study.rules)} on {', '.join(study.traces)}; {len(study.seeds)} seeds each.",
+        markup=False,
+    )
+    run_with_progress(study, out_folder, jobs=jobs)
+    show_report(out_folder, as_json=json)

@@ -1,0 +1,50 @@
+"""`ebbflow report`: from the records of a study or a run to the table, the page and the figures."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbflow.cli.common import AsJson, err, out, print_json
+
+__all__ = ["report", "show_report"]
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a study or a run, or one record file.")],
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the report; by default 'report' beside the records.")
+    ] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Make the report of a study: the table, one self-contained HTML page, figures as SVG and PNG.
+
+    Reads records only, so it works while a study is running, after a crash, and again at any time.
+    """
+    page = show_report(folder, out_folder=out_folder, as_json=json)
+    if open_page:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def show_report(folder: Path, *, out_folder: Path | None = None, as_json: bool = False) -> Path:
+    """Write the report, print its table and what to take from it (or the cells as JSON); the path of the page."""
+    # Imported here: matplotlib and jinja2 take a while that other verbs need not wait for.
+    from ebbflow.report.export import terminal
+    from ebbflow.report.html import write_report
+    from ebbflow.report.takeaway import takeaways
+
+    paths = write_report(folder, out=out_folder)
+    for problem in paths.results.problems:
+        err.print(f"warning: {problem}", markup=False, soft_wrap=True)
+    if as_json:
+        print_json(paths.summary.as_json())
+        return paths.page
+    out.print(terminal(paths.summary, width=out.width))
+    for text in takeaways(paths.summary):
+        out.print(text, markup=False)
+    out.print(f"\nreport: {paths.page}", markup=False, soft_wrap=True)
+    return paths.page

@@ -1,0 +1,80 @@
+"""`ebbflow study`: a grid of runs, and its report."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ebbflow.cli.common import AsJson, command_line, err, out
+from ebbflow.cli.report import show_report
+from ebbflow.errors import ConfigError
+from ebbflow.studies import runner
+from ebbflow.studies.study import Study, load_study, recipe_names
+from ebbflow.units import parse_seconds
+
+__all__ = ["run_with_progress", "study"]
+
+Jobs = Annotated[int | None, typer.Option(help="Arms at once. [default: one a core]")]
+
+
+def study(
+    config: Annotated[str | None, typer.Argument(help="A study file (.toml, .yaml), or a recipe by name.")] = None,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder of the study. [default: below runs/]")] = None,
+    jobs: Jobs = None,
+    checkpoint_every: Annotated[str, typer.Option(help="Time between checkpoints of an arm.")] = "30s",
+    keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the final weights of every arm.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the recipes that come with ebbflow.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Run rules x traces x workloads x seeds in parallel and report. The same command continues after a kill."""
+    if listed:
+        for name in recipe_names():
+            out.print(f"{name}: {len(load_study(name).arms())} arms")
+        return
+    if config is None:
+        raise ConfigError(f"no study was given; write one (see the guide) or name a recipe: {', '.join(recipe_names())}")
+    chosen = load_study(config)
+    folder = out_folder or Path("runs") / chosen.name
+    run_with_progress(chosen, folder, jobs=jobs, checkpoint_every=checkpoint_every, keep_weights=keep_weights)
+    show_report(folder, as_json=json)
+
+
+def run_with_progress(
+    chosen: Study,
+    folder: Path,
+    *,
+    jobs: int | None = None,
+    checkpoint_every: str = "30s",
+    keep_weights: bool = False,
+) -> None:
+    """Run a study with one bar for all of it; failures are told at once, on standard error."""
+    arms = chosen.arms()
+    fractions = dict.fromkeys((arm.id for arm in arms), 0.0)
+    over: dict[str, str] = {}
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(), console=err,
+    ) as bar:  # fmt: skip
+        task = bar.add_task(f"0/{len(arms)} arms", total=len(arms))
+
+        def on_progress(progress: runner.Progress) -> None:
+            fractions[progress.arm] = max(fractions[progress.arm], progress.fraction)
+            if progress.what in ("found", "finished", "diverged", "failed"):
+                over[progress.arm] = progress.what
+            if progress.what in ("failed", "diverged"):
+                err.print(f"{progress.arm} {progress.what}: {progress.text}", markup=False)
+            bar.update(task, completed=sum(fractions.values()), description=f"{len(over)}/{len(arms)} arms")
+
+        runner.run_study(
+            chosen,
+            folder,
+            jobs=jobs or os.cpu_count() or 1,
+            command=command_line(),
+            checkpoint_every_s=parse_seconds(checkpoint_every),
+            keep_weights=keep_weights,
+            on_progress=on_progress,
+        )

@@ -1,0 +1,124 @@
+"""`ebbflow trace`: look at availability traces, convert them, make them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ebbflow.cli.common import AsJson, out, print_json
+from ebbflow.errors import TraceError
+from ebbflow.traces.draw import chart, figure
+from ebbflow.traces.formats import FORMATS, write
+from ebbflow.traces.synthetic import GENERATORS, load
+from ebbflow.traces.trace import Trace
+from ebbflow.units import Seconds, format_seconds, parse_seconds
+
+__all__ = ["FormatName", "TraceText", "app"]
+
+app = typer.Typer(help="Look at availability traces, convert them, make them.", no_args_is_help=True)
+
+TraceText = Annotated[
+    str, typer.Argument(metavar="FILE", help="A trace file, or a generator's text such as 'gcp-a100-like(seed=3)'.")
+]
+FormatName = Annotated[
+    str | None,
+    typer.Option("--format", help=f"The file's format, if it is not to be found out: {', '.join(FORMATS)}."),
+]
+
+
+@app.command()
+def show(
+    file: TraceText,
+    to: Annotated[Path | None, typer.Option("--out", help="Also draw into this .svg, .png or .pdf file.")] = None,
+    width: Annotated[int, typer.Option(help="Columns of the drawing.", min=20)] = 80,
+    format: FormatName = None,
+) -> None:
+    """Draw a trace in the terminal, and into a file."""
+    trace = load(file, format=format)
+    if to is not None:
+        figure(trace, to)
+    out.print(trace.name, style="bold", markup=False, soft_wrap=True)
+    out.print(chart(trace, width=width), markup=False, soft_wrap=True)
+    out.print(_summary(trace))
+    if to is not None:
+        out.print(f"wrote {to}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def stats(file: TraceText, format: FormatName = None, json: AsJson = False) -> None:
+    """Duration, least, mean and greatest count, changes, accelerator-hours, share of the time without workers."""
+    trace = load(file, format=format)
+    found = trace.stats()
+    if json:
+        print_json(dataclasses.asdict(found))
+        return
+    out.print(trace.name, style="bold", markup=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_row("duration", format_seconds(found.duration_s))
+    table.add_row("least workers", str(found.min))
+    table.add_row("mean workers", f"{found.mean:.1f}")
+    table.add_row("most workers", str(found.max))
+    table.add_row("changes", str(found.changes))
+    table.add_row("mean between changes", format_seconds(found.duration_s / found.changes) if found.changes else "-")
+    table.add_row("accelerator-hours", f"{found.accelerator_hours:,.1f} h")
+    table.add_row("time without workers", f"{found.zero_fraction:.1%}")
+    out.print(table)
+
+
+@app.command()
+def convert(
+    file: TraceText,
+    to: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; packed if it ends in .gz.")],
+    format: FormatName = None,
+    start: Annotated[str, typer.Option(help="Leave out what lies before this time, such as 30min.")] = "0s",
+    stop: Annotated[str | None, typer.Option(help="Leave out what lies after this time.")] = None,
+    max_workers: Annotated[int | None, typer.Option(help="Scale, so that this is the greatest count.")] = None,
+) -> None:
+    """Write a trace in the canonical format (time_s,accelerators), cut and scaled if asked."""
+    trace = load(file, format=format)
+    trace = trace.slice(parse_seconds(start), None if stop is None else parse_seconds(stop))
+    _write(trace if max_workers is None else trace.scale(max_workers=max_workers), to)
+
+
+def _list_generators(wanted: bool) -> None:
+    if not wanted:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("generator")
+    table.add_column("what it makes")
+    for entry in GENERATORS:
+        form = ", ".join(f"{name}={default}" if default else name for name, default, _ in entry.parameters)
+        table.add_row(entry.name, f"{entry.summary}\n[dim]({form})[/]")
+    out.print(table)
+    raise typer.Exit
+
+
+@app.command()
+def make(
+    text: Annotated[str, typer.Argument(metavar="GENERATOR", help="Such as 'poisson(workers=8, seed=1)'.")],
+    to: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; packed if it ends in .gz.")],
+    listed: Annotated[
+        bool, typer.Option("--list", callback=_list_generators, is_eager=True, help="List the generators and leave.")
+    ] = False,
+) -> None:
+    """Write a synthetic trace in the canonical format."""
+    if Path(text).exists():
+        raise TraceError(f"{text} is a file, not a generator; use: ebbflow trace convert {text} {to}")
+    _write(load(text), to)
+
+
+def _write(trace: Trace, to: Path) -> None:
+    write(trace, to)
+    out.print(f"wrote {to}: {_summary(trace)}", markup=False, soft_wrap=True)
+
+
+def _summary(trace: Trace) -> str:
+    stats = trace.stats()
+    duration = format_seconds(Seconds(stats.duration_s))
+    return f"{stats.min} to {stats.max} workers, mean {stats.mean:.1f}, {stats.changes} changes in {duration}"

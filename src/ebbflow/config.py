@@ -1,0 +1,134 @@
+"""One run as data: everything that decides what a run computes, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ebbflow.errors import ConfigError
+from ebbflow.spec import nearest
+
+__all__ = ["RunConfig", "load_plugins"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What to train, on which fleet, by which rule. None means: what the workload's recipe says."""
+
+    workload: str
+    """Name or text form, for example digits-mlp or digits-cnn(width=32)."""
+    rule: str = "linear"
+    """Text form of the rule, for example linear+warmup(5ep)."""
+    trace: str = "constant(workers=8)"
+    """A trace file, or a generator such as gcp-a100-like(seed=1)."""
+    plan: str | None = None
+    """A step,batchsize file instead of a trace."""
+    label: str = ""
+    """What the trace is called in tables; by default its name."""
+    seed: int = 0
+    """Of the model's initial weights, the order of the samples, dropout and augmentation."""
+    epochs: int | None = None
+    lr: float | None = None
+    """Base learning rate, at the reference batch."""
+    ref_batch: int | None = None
+    """The batch at which `lr` was tuned, in samples."""
+    local_batch: int | None = None
+    """Samples a worker takes a step."""
+    optimizer: str | None = None
+    schedule: str | None = None
+    policy: str = "follow"
+    """How the batch follows the workers: follow, fixed(TOTAL), capped(max_batch=N)."""
+    step_time: str = "fit"
+    """How long a step takes, for example 0.6s; fit: such that the run spans the whole trace."""
+    offset: str = "0s"
+    """Where in the trace the run starts."""
+    on_change: str = "finish"
+    """What becomes of a step that a change of workers cuts: finish or lose."""
+    repeat: bool = False
+    """Play the trace again when it ends before the run."""
+    piece: int | None = None
+    """At most so many samples in one backward pass; by default a worker's share."""
+    validate_every: int = 1
+    """Epochs between validations; the last epoch is always validated."""
+    data: str | None = None
+    """Folder or file of the data set, for workloads that need one."""
+    device: str = "cpu"
+    threads: int = 1
+    """CPU threads. Part of the configuration because results are equal bit for bit only with the same number."""
+    plugins: tuple[str, ...] = ()
+    """Python files that register rules, workloads or traces of your own."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "lr", "ref_batch", "local_batch", "piece", "validate_every", "threads"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} is {value}; expected a number above 0")
+        if self.on_change not in ("finish", "lose"):
+            raise ConfigError(f"on_change is {self.on_change!r}; {nearest(self.on_change, ['finish', 'lose'])}")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], *, where: str) -> RunConfig:
+        """A configuration from the settings of a file; `where` names the file in errors."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for name, value in values.items():
+            if name not in fields:
+                raise ConfigError(f"{where}: unknown setting {name!r}; {nearest(name, list(fields))}")
+            check_type(value, str(fields[name].type), f"{where}: {name}")
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for records."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()}
+
+    def fingerprint(self) -> str:
+        """Equal for two configurations exactly if they compute the same; guards the resuming of a run."""
+        ignored = {"label", "data", "plugins", "device"}  # where things lie, not what is computed
+        content = {key: value for key, value in self.as_dict().items() if key not in ignored}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_ACCEPTED: dict[str, tuple[tuple[type, ...], str]] = {
+    "str": ((str,), "a text"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "true or false"),
+    "tuple[str, ...]": ((list, tuple), "a list of texts"),
+}
+
+
+def check_type(value: Any, annotation: str, where: str) -> None:
+    """Refuse a value of a study file that is not of the annotated type."""
+    wanted = annotation.removesuffix(" | None")
+    types, expected = _ACCEPTED[wanted]
+    if value is None and annotation.endswith(" | None"):
+        return
+    if not isinstance(value, types) or (isinstance(value, bool) and wanted != "bool"):
+        raise ConfigError(f"{where} is {value!r}; expected {expected}")
+
+
+def load_plugins(paths: Iterable[str]) -> None:
+    """Import Python files, each once, so that what they register can be used by name."""
+    for text in paths:
+        path = Path(text).resolve()
+        name = f"ebbflow_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+        if name in sys.modules:
+            continue
+        if not path.is_file():
+            raise ConfigError(f"the plugin {text} does not exist; expected a Python file")
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ConfigError(f"the plugin {text} is not a Python file; expected a name that ends in .py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise ConfigError(f"the plugin {text} cannot be imported: {type(error).__name__}: {error}") from error

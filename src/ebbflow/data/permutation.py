@@ -1,0 +1,152 @@
+"""A shuffle without memory: position -> sample, computed, not stored.
+
+A shuffled list of 10^9 indices takes minutes and gigabytes before the first sample is read, and again after every
+resume. `Permutation` computes any part of the order from (n, seed, epoch) alone: start, memory and a jump to any
+position cost the same for a thousand samples and for 10^12.
+
+How: a Feistel network. The position is cut into a low part of k bits and a high part below b, where 2^k b is n rounded
+up to a multiple of 2^k, both about sqrt(n). Each round adds to one part a hash of the other, modulo the part's own
+range, so each round can be undone and the whole is a permutation of 2^k b. The few results beyond n (a share of about
+1/sqrt(n)) are sent through again until they fall below n, which leaves a permutation of n (cycle walking).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbflow.errors import ConfigError, DataError
+
+__all__ = ["MOST_SAMPLES", "Permutation"]
+
+MOST_SAMPLES = 1 << 40
+"""Largest n: both parts of a position stay below 2^21, so that their sums and hashes fit in 32 bits."""
+
+# Measured over a whole epoch on one 2.8 GHz core with AVX-512, ms, shuffle against network: 0.09 and 0.19 at n = 2^12,
+# 0.22 and 0.36 at 2^14, 0.45 and 0.56 at 2^15, 0.92 and 1.09 at 2^16, 2.0 and 2.1 at 2^17. The shuffle's gain fades
+# while its cost, all of it at the start, passes 1 ms; at 2^15 it still wins and starts in half a millisecond.
+_SMALL = 1 << 15
+# After four rounds, positions that share their low part still show it: the tests' chi-square over their differences is
+# 12 standard deviations off at n = 100,003. After five and six nothing is left to find.
+_ROUNDS = 6
+# 4 temporaries of 4 bytes each: 512 KB, which a second-level cache holds. Measured at n = 10^9, ns an index:
+# 25 at 2^12, 16 at 2^14, 15 at 2^15 and 2^16, 18 at 2^17.
+_BLOCK = 1 << 15
+
+_U32 = npt.NDArray[np.uint32]
+_U64 = npt.NDArray[np.uint64]
+
+
+def _u32(value: int) -> _U32:
+    """A constant for ufuncs: an array without dimensions, since a scalar costs half a microsecond more at each call."""
+    return np.array(value, dtype=np.uint32)
+
+
+# A 32-bit integer hash of Wellons' "hash-prospector", less its first xor-shift, which is idle for inputs this small.
+_MULTIPLIERS = _u32(0x21F0AAAD), _u32(0xD35A2D97)
+_FIFTEEN = _u32(15)
+_ONE = _u32(1)
+
+
+class Permutation:
+    """A pseudo-random order of `range(n)` that depends on n, seed and epoch only; immutable, safe to share by threads.
+
+    Guarantees: a bijection for every n from 1 to 2^40; the same order on every platform and NumPy version (only
+    unsigned integer arithmetic and NumPy's frozen bit streams are used); constant time and memory to start anywhere.
+    Not guaranteed: cryptographic strength, or that all n! orders can occur.
+
+    >>> Permutation(10, seed=0, epoch=0).indices(0, 10)
+    array([3, 1, 0, 7, 8, 5, 2, 4, 9, 6])
+    >>> Permutation(10**9, seed=0, epoch=3).indices(500_000_000, 500_000_003)
+    array([700896112, 324102674, 765051439])
+    >>> Permutation(10, seed=0, epoch=0, shuffle=False).indices(3, 6)
+    array([3, 4, 5])
+    """
+
+    def __init__(self, n: int, seed: int, epoch: int, *, shuffle: bool = True) -> None:
+        if not 1 <= n <= MOST_SAMPLES:
+            raise DataError(f"an order of {n} samples was asked for; expected 1 to 2^40")
+        if seed < 0 or epoch < 0:
+            raise ConfigError(f"seed is {seed} and epoch is {epoch}; expected whole numbers from 0 up")
+        self.n = n
+        self._stored: npt.NDArray[np.int64] | None = None
+        self._keys: tuple[_U32, ...] = ()
+        if not shuffle:
+            return
+        # The epoch goes in as spawn key: as a second word of entropy, (seed 1, epoch 5) would equal (seed 1 + 5 * 2^32,
+        # epoch 0).
+        source = np.random.SeedSequence(seed, spawn_key=(epoch,))
+        if n <= _SMALL:
+            self._stored = _shuffled(n, source)
+            return
+        self._keys = tuple(_u32(int(key)) for key in source.generate_state(_ROUNDS))
+        self._bits = (n - 1).bit_length() // 2
+        self._mask = _u32((1 << self._bits) - 1)
+        self._highs = _u32(-(-n >> self._bits))  # b = ceil(n / 2^k)
+
+    def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The samples at positions start to stop - 1 of the order."""
+        if not 0 <= start <= stop <= self.n:
+            raise DataError(f"positions {start} to {stop} were asked for; expected 0 <= start <= stop <= {self.n}")
+        if self._stored is not None:
+            return self._stored[start:stop]
+        order = np.arange(start, stop, dtype=np.uint64)
+        if self._keys:
+            scratch = np.empty((4, min(_BLOCK, stop - start)), dtype=np.uint32)
+            for first in range(0, stop - start, _BLOCK):
+                self._permute(order[first : first + _BLOCK], scratch)
+        return order.view(np.int64)
+
+    def _permute(self, x: _U64, scratch: _U32) -> None:
+        """Replace positions by samples, in place."""
+        self._network(x, scratch)
+        outside = np.flatnonzero(x >= self.n)
+        while outside.size:
+            again = x[outside]
+            self._network(again, scratch)
+            x[outside] = again
+            outside = outside[again >= self.n]
+
+    def _network(self, x: _U64, scratch: _U32) -> None:
+        """One pass of the Feistel network over 2^k b, in place."""
+        low, high, h, t = scratch[:, : x.size]
+        low[:] = x  # keeps the lower 32 bits, of which the mask leaves k
+        np.bitwise_and(low, self._mask, out=low)
+        np.right_shift(x, np.uint64(self._bits), out=x)
+        high[:] = x
+        # Consecutive positions share their high part; hashing the low one first makes the first round count.
+        for i, key in enumerate(self._keys):
+            np.add(high if i % 2 else low, key, out=h)
+            for multiplier in _MULTIPLIERS:
+                np.multiply(h, multiplier, out=h)
+                np.right_shift(h, _FIFTEEN, out=t)
+                np.bitwise_xor(h, t, out=h)
+            if i % 2:
+                np.bitwise_and(h, self._mask, out=h)
+                np.bitwise_xor(low, h, out=low)
+            else:  # high = (high + h) mod b; dividing by a constant is fast in NumPy, the remainder is not
+                np.right_shift(h, _ONE, out=h)  # leaves room for the sum
+                np.add(high, h, out=high)
+                np.floor_divide(high, self._highs, out=t)
+                np.multiply(t, self._highs, out=t)
+                np.subtract(high, t, out=high)
+        x[:] = high
+        np.left_shift(x, np.uint64(self._bits), out=x)
+        np.bitwise_or(x, low, out=x)
+
+
+def _shuffled(n: int, source: np.random.SeedSequence) -> npt.NDArray[np.int64]:
+    """A stored shuffle: sort by random keys that carry their index in the lowest bits.
+
+    Not `Generator.permutation`, whose algorithm may change with NumPy's version, and with it the order in which a saved
+    run continues; raw bit streams are frozen. Keys are distinct, so every sorting algorithm gives the same order.
+    """
+    index_bits = (n - 1).bit_length()
+    keys = np.random.PCG64(source).random_raw(n)
+    np.left_shift(keys, np.uint64(index_bits), out=keys)
+    np.bitwise_or(keys, np.arange(n, dtype=np.uint64), out=keys)
+    keys.sort()
+    np.bitwise_and(keys, np.uint64((1 << index_bits) - 1), out=keys)
+    stored: npt.NDArray[np.int64] = keys.view(np.int64)
+    stored.flags.writeable = False  # slices of it are handed out
+    return stored

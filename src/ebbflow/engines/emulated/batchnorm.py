@@ -1,0 +1,67 @@
+"""Batch norm as a fleet has it: each worker normalises with its own samples; running statistics move once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["LocalBatchNorm"]
+
+
+class LocalBatchNorm:
+    """Running statistics of a step = the sample-weighted mean over its pieces, applied once, when the step commits.
+
+    While a piece runs, the momentum of every layer is 1, so that the layer's buffers hold just this piece's
+    statistics; they are collected, and the buffers of before the step are what the mean is blended into. Until
+    `commit` nothing is lost: `rollback` restores the buffers. A layer that is called several times in one forward
+    pass counts with its last call.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self._before: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        """Remember the buffers of before the step."""
+        self._before = [
+            (layer.running_mean.clone(), layer.running_var.clone(), int(layer.num_batches_tracked))  # type: ignore[union-attr, arg-type]
+            for layer in self.layers
+        ]
+        self._sums = [(torch.zeros_like(mean), torch.zeros_like(var)) for mean, var, _ in self._before]
+
+    @contextmanager
+    def piece(self, weight: float) -> Iterator[None]:
+        """Run the forward pass of one piece inside; `weight` is its share of the step's samples."""
+        momenta = [layer.momentum for layer in self.layers]
+        for layer in self.layers:
+            layer.momentum = 1.0
+        try:
+            yield
+        finally:
+            for layer, momentum in zip(self.layers, momenta, strict=True):
+                layer.momentum = momentum
+        for layer, (mean, var) in zip(self.layers, self._sums, strict=True):
+            if layer.training:
+                mean.add_(layer.running_mean, alpha=weight)  # type: ignore[arg-type]
+                var.add_(layer.running_var, alpha=weight)  # type: ignore[arg-type]
+
+    def commit(self) -> None:
+        """Blend the mean of the pieces into the running statistics, as one update."""
+        for layer, (old_mean, old_var, count), (mean, var) in zip(self.layers, self._before, self._sums, strict=True):
+            if not layer.training:
+                continue
+            share = layer.momentum if layer.momentum is not None else 1.0 / (count + 1)
+            layer.running_mean.copy_(old_mean.lerp_(mean, share))  # type: ignore[union-attr]
+            layer.running_var.copy_(old_var.lerp_(var, share))  # type: ignore[union-attr]
+            layer.num_batches_tracked.fill_(count + 1)  # type: ignore[union-attr]
+
+    def rollback(self) -> None:
+        """Put the buffers of before the step back."""
+        for layer, (mean, var, count) in zip(self.layers, self._before, strict=True):
+            layer.running_mean.copy_(mean)  # type: ignore[union-attr]
+            layer.running_var.copy_(var)  # type: ignore[union-attr]
+            layer.num_batches_tracked.fill_(count)  # type: ignore[union-attr]

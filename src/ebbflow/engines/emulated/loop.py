@@ -1,0 +1,117 @@
+"""The reference engine: a plain loop over virtual workers, one small backward pass each.
+
+Slow on a GPU and simple enough to be believed; every faster or distributed engine is compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ebbflow.data.ledger import Assignment, shares
+from ebbflow.data.permutation import Permutation
+from ebbflow.engines.base import Engine, Faults, Gradients
+from ebbflow.engines.emulated.batchnorm import LocalBatchNorm
+from ebbflow.plan.plan import BatchPlan, StepSize
+
+__all__ = ["Fetch", "Loss", "LoopEngine", "piece_seed"]
+
+Fetch = Callable[[npt.NDArray[np.int64]], tuple[torch.Tensor, torch.Tensor]]
+"""Inputs and targets of the samples with these indices, on the model's device."""
+Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Mean loss of the model over inputs and targets."""
+
+_MASK = (1 << 64) - 1
+
+
+def piece_seed(seed: int, epoch: int, start: int) -> int:
+    """The seed of dropout and augmentation for the piece that starts at a position of an epoch.
+
+    A function of the position alone (a splitmix64 mix of the three numbers): a resumed run, or one in which a step
+    was lost and repeated, draws what an undisturbed run draws.
+    """
+    value = 0
+    for part in (seed, epoch, start):
+        value = (value + part + 0x9E3779B97F4A7C15) & _MASK
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+        value ^= value >> 31
+    return value >> 1  # torch takes seeds below 2**63 on every platform
+
+
+class LoopEngine(Engine):
+    """Emulates the workers of a plan one after another in this process.
+
+    The gradient is the sample-weighted mean over the pieces. Batch norm sees one worker's samples at a time; running
+    statistics are updated once a step. Seeds torch's global generator before every piece.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        fetch: Fetch,
+        loss: Loss,
+        plan: BatchPlan,
+        *,
+        samples: int,
+        seed: int = 0,
+        piece: int | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        """`samples`: size of an epoch. `piece`: at most so many samples a backward pass; by default a worker's share."""
+        self.model = model
+        self.fetch = fetch
+        self.loss = loss
+        self.plan = plan
+        self.samples = samples
+        self.seed = seed
+        self.piece = piece
+        self.faults = faults or Faults()
+        self._batch_norm = LocalBatchNorm(model)
+        self._epoch = 0
+        self._order = Permutation(samples, seed, 0)
+        self._step = 0
+
+    def members(self, step: int) -> StepSize:
+        """What the plan says, less the workers that the script of faults took away."""
+        self._step = step
+        return self.faults.present(step, self.plan.at(step))
+
+    def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:
+        """One forward and backward pass a piece, accumulated with each piece's share as weight."""
+        if assignment.epoch != self._epoch:
+            self._epoch = assignment.epoch
+            self._order = Permutation(self.samples, self.seed, assignment.epoch)
+        indices = self._order.indices(assignment.start, assignment.stop)
+        share = -(-size.samples // size.workers)
+        pieces = shares(assignment, workers=size.workers, piece=min(share, self.piece or share))
+        self.model.train()
+        self.model.zero_grad(set_to_none=True)
+        self._batch_norm.begin()
+        total: torch.Tensor | float = 0.0
+        for part in pieces:
+            inputs, targets = self._fetch(assignment, indices, part.start, part.stop)
+            weight = (part.stop - part.start) / len(indices)
+            with self._batch_norm.piece(weight):
+                loss = self.loss(self.model, inputs, targets) * weight
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return Gradients(loss=float(total), pieces=len(pieces))
+
+    def _fetch(
+        self, assignment: Assignment, indices: npt.NDArray[np.int64], start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(piece_seed(self.seed, assignment.epoch, start))
+        return self.fetch(indices[start - assignment.start : stop - assignment.start])
+
+    def commit(self) -> bool:
+        """True, unless the script of faults has a worker die in this attempt."""
+        if self.faults.strike(self._step):
+            self._batch_norm.rollback()
+            self.model.zero_grad(set_to_none=True)
+            return False
+        self._batch_norm.commit()
+        return True

@@ -1,0 +1,104 @@
+"""What can go wrong, as one small tree.
+
+    EbbflowError
+    |-- InputError            what the user gave cannot be used        (also a ValueError)
+    |   |-- UnitError         "90s", "5ep": a quantity without or with the wrong unit
+    |   |-- SpecError         the text form: unknown name, wrong or missing argument
+    |   |-- TraceError        an availability trace: file or definition
+    |   |-- PlanError         a batch plan: too short, impossible batch
+    |   |-- ConfigError       a study file, a setting, a combination of settings
+    |   |-- DataError         a data set that is missing or not of the expected form
+    |   |-- RecordError       a record that cannot be read
+    |   `-- CheckpointError   a checkpoint of another run, or a damaged one
+    |-- LedgerError           a step that would lose or repeat a sample; a bug of ours or of an engine
+    |-- OutputError           the disk is full, the folder is read-only  (also an OSError)
+    |-- Diverged              the loss stopped being a finite number
+    `-- MissingExtra          an optional dependency is not installed    (also an ImportError)
+
+Every message says what was found, what was expected and what to do. The command line prints the message, not the
+traceback, and exits with code 2.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "Diverged",
+    "EbbflowError",
+    "InputError",
+    "LedgerError",
+    "MissingExtra",
+    "OutputError",
+    "PlanError",
+    "RecordError",
+    "SpecError",
+    "TraceError",
+    "UnitError",
+]
+
+
+class EbbflowError(Exception):
+    """The root: catch this to catch everything that Ebbflow raises on purpose."""
+
+
+class InputError(EbbflowError, ValueError):
+    """Something that the user gave cannot be used."""
+
+
+class UnitError(InputError):
+    """A quantity without a unit, or with one that does not fit."""
+
+
+class SpecError(InputError):
+    """The text form of a rule, policy, trace, schedule or optimizer cannot be understood."""
+
+
+class TraceError(InputError):
+    """An availability trace, a file or a definition, cannot be used."""
+
+
+class PlanError(InputError):
+    """A batch plan is impossible or does not reach far enough."""
+
+
+class ConfigError(InputError):
+    """A setting, or a combination of settings, cannot be used."""
+
+
+class DataError(InputError):
+    """A data set is missing or does not have the expected form."""
+
+
+class RecordError(InputError):
+    """A record cannot be read."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is damaged or belongs to another run."""
+
+
+class LedgerError(EbbflowError):
+    """A step would lose or repeat a sample. Never the user's fault: please report it."""
+
+
+class OutputError(EbbflowError, OSError):
+    """A result cannot be written."""
+
+
+class Diverged(EbbflowError):
+    """The loss stopped being a finite number; the run ends and says so in its record."""
+
+
+class MissingExtra(EbbflowError, ImportError):
+    """An optional dependency is not installed.
+
+    >>> raise MissingExtra("torchft", extra="live", needed_for="ebbflow launch")
+    Traceback (most recent call last):
+    ...
+    ebbflow.errors.MissingExtra: ebbflow launch needs torchft, which is not installed; run: pip install 'ebbflow[live]'
+    """
+
+    def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
+        super().__init__(f"{needed_for} needs {package}, which is not installed; run: pip install 'ebbflow[{extra}]'")

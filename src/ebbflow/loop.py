@@ -1,0 +1,66 @@
+"""One step, one arrow of the flow a line. Decides nothing itself."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ebbflow.data.ledger import Ledger
+from ebbflow.engines.base import Engine
+from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.record import StepRow
+from ebbflow.rules.base import StepContext
+
+__all__ = ["Flow"]
+
+
+@dataclass
+class Flow:
+    """The parts of a run that meet in a step, and its position."""
+
+    engine: Engine
+    optimizer: ElasticOptimizer
+    ledger: Ledger
+    step: int = 0
+    total_samples: int = 0
+    """Samples in the whole run; 0 if it has no end."""
+    wall_s: float = 0.0
+    """Seconds of computing so far; resumed runs go on counting."""
+
+    def run_step(self) -> StepRow | None:
+        """One step from the fleet to the record; None if it was lost, and then nothing has happened."""
+        began = time.perf_counter()
+        size = self.engine.members(self.step)  #                         traces, plan: who, and how much
+        assignment = self.ledger.assign(size.samples)  #                 data: which samples
+        gradients = self.engine.gradients(assignment, size)  #           engines: the mean gradient
+        if not self.engine.commit():
+            self.wall_s += time.perf_counter() - began
+            return None  # the samples go back: an assignment that is not committed leaves no trace
+        context = StepContext(
+            step=self.step,
+            batch=assignment.stop - assignment.start,
+            ref_batch=self.optimizer.base_batch,
+            samples=self.ledger.total,
+            workers=size.workers,
+            epoch_samples=self.ledger.samples,
+            total_samples=self.total_samples,
+        )
+        update = self.optimizer.update(context)  #                       rules, optim: the step
+        self.ledger = self.ledger.commit(assignment)
+        self.step += 1
+        self.wall_s += time.perf_counter() - began
+        return StepRow(  #                                               record: what happened
+            step=context.step,
+            time_s=size.time_s,
+            wall_s=round(self.wall_s, 6),
+            epoch=assignment.epoch,
+            samples=self.ledger.total,
+            workers=size.workers,
+            batch=context.batch,
+            pieces=gradients.pieces,
+            lr_base=update.lr_base,
+            lr=update.lr,
+            multiplier=update.multiplier,
+            loss=gradients.loss,
+            stats=update.stats,
+        )

@@ -1,0 +1,379 @@
+"""`BatchPlan`: how big each step is, and when it happens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbflow.errors import PlanError
+from ebbflow.plan import timeline
+from ebbflow.plan.batchfile import read_batches
+from ebbflow.plan.epochs import SampleCount, cut_step
+from ebbflow.plan.policies import Policy, make_policy
+from ebbflow.plan.steptime import ConstantStepTime, StepTime, StepTimeLike, make_step_time
+from ebbflow.traces.trace import Trace
+from ebbflow.units import Seconds, format_seconds
+
+__all__ = ["BatchPlan", "PlanRun", "PlanSummary", "StepSize", "cut_step", "fit_step_time", "plan_for"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+_BEGINNING = Seconds(0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSize:
+    """One step of a plan."""
+
+    workers: int
+    samples: int
+    """The whole step's batch, over all workers."""
+    time_s: float
+    """When the step begins; training begins at 0 s."""
+    duration_s: float
+
+
+class PlanRun(NamedTuple):
+    """Equal steps in a row, from `first` up to but without `stop` (None: without end)."""
+
+    first: int
+    stop: int | None
+    workers: int
+    samples: int
+    start_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSummary:
+    """How far a plan has to be followed; the field names are the keys of `ebbflow plan --json`."""
+
+    steps: int
+    time_s: float
+    """From the start of training to the end of the last step, waiting included."""
+    samples: int
+    """What training takes: epochs times the samples of an epoch."""
+    batch_min: int
+    """Of the planned batches, as are the next two: a step that an epoch's end cuts counts with what it wanted."""
+    batch_mean: float
+    batch_max: int
+    changes: int
+    """Steps that have other workers or another planned batch than the step before."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class BatchPlan:
+    """Workers, samples and time of each step; run-length encoded and immutable, so that 10^7 steps are small.
+
+    Made by `from_trace`, `read` or `constant`. A plan says what a step wants; that an epoch ends inside a step is the
+    business of whoever follows the plan (`cut_step`, `for_epochs`).
+
+    >>> plan = BatchPlan.from_trace(Trace.parse("0s:4 60s:0 90s:6 120s"), "follow(32)", "10s")
+    >>> plan.steps, plan.at(5), plan.at(6)
+    (9, StepSize(workers=4, samples=128, time_s=50.0, duration_s=10.0), StepSize(workers=6, samples=192, time_s=90.0, duration_s=10.0))
+    """  # noqa: E501
+
+    first: Ints
+    """Number of each run's first step."""
+    workers: Ints
+    samples: Ints
+    start_s: Floats
+    """When each run's first step begins."""
+    step_s: Floats
+    """Duration of each of the run's steps."""
+    steps: int | None
+    """How many steps the plan has; None: its last run has no end."""
+    source: Mapping[str, Any] = field(default_factory=dict)
+    """What the plan was made from, as JSON values, for the header of a run."""
+
+    def __post_init__(self) -> None:
+        for array in (self.first, self.workers, self.samples, self.start_s, self.step_s):
+            array.flags.writeable = False
+
+    # -- making one ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_trace(
+        cls,
+        trace: Trace,
+        policy: Policy | str,
+        step_time: StepTimeLike,
+        *,
+        offset: Seconds = _BEGINNING,
+        on_change: str = "finish",
+    ) -> BatchPlan:
+        """Follow a trace g from its time `offset` on; training begins there, at its own 0 s.
+
+        With a constant step time dt and `finish` this is the formula of Andre, Strati and Klimovic (2022): the step at
+        position i has the batch of g(i dt + offset). Steps sit on the grid of multiples of dt; a position at which
+        nobody is there gives no step, and training goes on at the next position.
+
+        With a step time that depends on the workers, a step begins when the one before it ends, or when somebody is
+        there again. A change inside a step: `finish` lets it end as it began; `lose` throws it away with the time it
+        took, and a new one starts at the change (also for a constant step time, which leaves the grid then). A change
+        that the policy does not pass on, such as one above a cap, is none. The last step begins (`finish`) or ends
+        (`lose`) before the trace does.
+        """
+        policy, model = make_policy(policy), make_step_time(step_time)
+        stretches = _stretches(_from(trace, offset), policy, model)
+        runs = _steps(stretches, on_change, grid=isinstance(model, ConstantStepTime))
+        if not len(runs.counts):
+            raise PlanError(f"the trace {trace.name} from {offset:g} s on leaves no room for a single step; "
+                            f"it has {stretches.workers.max()} workers at most")  # fmt: skip
+        return cls._from_runs(
+            runs,
+            source={
+                "trace": trace.name,
+                "policy": str(policy),
+                "step_time": str(model),
+                "offset_s": float(offset),
+                "on_change": on_change,
+            },
+        )
+
+    @classmethod
+    def read(cls, path: Path | str, local_batch: int, step_time: StepTimeLike = 1.0) -> BatchPlan:
+        """From a CSV file `step,batchsize`, one row a step; the order of the rows counts, not the step column.
+
+        Each batch must be a multiple of the local batch: so many workers share it. The file says nothing about time,
+        so it is given here; with the default a second is a step.
+        """
+        path = Path(path)
+        sizes = read_batches(path, local_batch=local_batch)
+        model = make_step_time(step_time)
+        begins = np.flatnonzero(np.append(True, np.diff(sizes) != 0))
+        samples, counts = sizes[begins], np.diff(begins, append=len(sizes))
+        seconds = model.seconds(samples // local_batch)
+        stops = np.cumsum(counts * seconds)
+        runs = timeline.Runs(
+            counts=counts, workers=samples // local_batch, samples=samples,
+            start_s=np.append(0.0, stops[:-1]), seconds=seconds,
+        )  # fmt: skip
+        return cls._from_runs(runs, source={"file": path.name, "local_batch": local_batch, "step_time": str(model)})
+
+    @classmethod
+    def constant(
+        cls, workers: int, samples: int, *, step_time: StepTimeLike = 1.0, steps: int | None = None
+    ) -> BatchPlan:
+        """The same step again and again, without end or `steps` times: a fleet that nobody takes away."""
+        if workers < 1 or samples < workers or (steps is not None and steps < 1):
+            raise PlanError(f"{samples} samples on {workers} workers, {steps} steps, is no plan; expected at least one "
+                            f"of each, and a sample for each worker")  # fmt: skip
+        model = make_step_time(step_time)
+        fleet = np.array([workers], np.int64)
+        return cls(
+            first=np.zeros(1, np.int64),
+            workers=fleet,
+            samples=np.array([samples], np.int64),
+            start_s=np.zeros(1),
+            step_s=model.seconds(fleet),
+            steps=steps,
+            source={"workers": workers, "samples": samples, "step_time": str(model)},
+        )
+
+    @classmethod
+    def _from_runs(cls, runs: timeline.Runs, source: Mapping[str, Any]) -> BatchPlan:
+        stops = np.cumsum(runs.counts)
+        return cls(
+            first=stops - runs.counts,
+            workers=runs.workers,
+            samples=runs.samples,
+            start_s=runs.start_s,
+            step_s=runs.seconds,
+            steps=int(stops[-1]),
+            source=source,
+        )
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    def at(self, step: int) -> StepSize:
+        """The step with this number, counted from 0, in O(log runs)."""
+        run = self._run(step)
+        return StepSize(
+            workers=int(self.workers[run]),
+            samples=int(self.samples[run]),
+            time_s=float(self.start_s[run] + (step - self.first[run]) * self.step_s[run]),
+            duration_s=float(self.step_s[run]),
+        )
+
+    def batches(self, start: int = 0, stop: int | None = None) -> Ints:
+        """The samples of each step from `start` up to but without `stop` (or the plan's end), as an array."""
+        stop = self.steps if stop is None else stop
+        if stop is None or not 0 <= start <= stop or (self.steps is not None and stop > self.steps):
+            raise PlanError(f"steps {start} to {stop} are not all in the plan, which has {self._length}")
+        if start == stop:
+            return np.zeros(0, np.int64)
+        low, high = self._run(start), self._run(stop - 1) + 1
+        edges = np.clip(np.append(self.first[low:high], stop), start, stop)
+        return np.repeat(self.samples[low:high], np.diff(edges))
+
+    def runs(self) -> Iterator[PlanRun]:
+        """The runs of equal steps, in order."""
+        stops: list[int | None] = [*self.first[1:].tolist(), self.steps]
+        columns = (self.workers, self.samples, self.start_s, self.step_s)
+        rows = zip(self.first.tolist(), stops, *(column.tolist() for column in columns), strict=True)
+        return (PlanRun(*row) for row in rows)
+
+    def for_epochs(self, samples: int, epochs: int, *, cut: bool = True) -> PlanSummary:
+        """How far training of so many epochs over so many samples goes, or a PlanError if the plan is too short.
+
+        `cut`: each epoch ends with a smaller step (`cut_step`), as training does it; else steps run across epoch ends.
+        """
+        if samples < 1 or epochs < 1:
+            raise PlanError(f"{epochs} epochs of {samples} samples are no training; expected at least one of each")
+        reached, steps = self._count.epochs(samples, epochs, cut=cut, limit=self.steps)
+        if reached < epochs:
+            raise PlanError(
+                f"the plan is too short: its {steps:,} steps ({format_seconds(self._end_of(steps))}) reach "
+                f"{math.floor(reached * 100) / 100:g} of {epochs} epochs; repeat the trace (repeat=True, --repeat), "
+                f"start it earlier or ask for fewer epochs"
+            )
+        last = self._run(steps - 1) + 1
+        workers, sizes = self.workers[:last], self.samples[:last]
+        return PlanSummary(
+            steps=steps,
+            time_s=self._end_of(steps),
+            samples=samples * epochs,
+            batch_min=int(sizes.min()),
+            batch_mean=self._count.before(steps) / steps,
+            batch_max=int(sizes.max()),
+            changes=int(np.count_nonzero((np.diff(workers) != 0) | (np.diff(sizes) != 0))),
+        )
+
+    def epochs_reached(self, samples: int, epochs: int) -> float:
+        """Epochs over so many samples that the plan is long enough for, at most `epochs`; epoch ends cut steps."""
+        return self._count.epochs(samples, epochs, cut=True, limit=self.steps)[0]
+
+    def describe(self) -> dict[str, Any]:
+        """What the plan was made from and what it is, as JSON values."""
+        return {
+            **self.source,
+            "steps": self.steps,
+            "runs": len(self.first),
+            "duration_s": None if self.steps is None else self._end_of(self.steps),
+            "batch_min": int(self.samples.min()),
+            "batch_max": int(self.samples.max()),
+        }
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _length(self) -> str:
+        return "no end" if self.steps is None else f"{self.steps:,} steps"
+
+    @cached_property
+    def _count(self) -> SampleCount:
+        return SampleCount(self.first, self.samples)
+
+    def _run(self, step: int) -> int:
+        if step < 0 or (self.steps is not None and step >= self.steps):
+            raise PlanError(f"step {step} is not in the plan, which has {self._length}; repeat the trace to go on")
+        return int(np.searchsorted(self.first, step, side="right")) - 1
+
+    def _end_of(self, steps: int) -> float:
+        last = self.at(steps - 1)
+        return last.time_s + last.duration_s
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BatchPlan):
+            return NotImplemented
+        return list(self.runs()) == list(other.runs())
+
+    def __hash__(self) -> int:
+        return hash((self.first.tobytes(), self.samples.tobytes(), self.steps))
+
+    def __repr__(self) -> str:
+        sizes = f"{self.samples.min()} to {self.samples.max()} samples"
+        return f"BatchPlan({self._length}, {sizes}, {len(self.first)} runs)"
+
+
+def plan_for(
+    trace: Trace,
+    policy: Policy | str,
+    step_time: StepTimeLike,
+    *,
+    samples: int,
+    epochs: int,
+    offset: Seconds = _BEGINNING,
+    repeat: bool = False,
+    on_change: str = "finish",
+) -> BatchPlan:
+    """A plan that is long enough for the epochs; with `repeat` the trace is repeated as often as that takes.
+
+    Without, a trace that is too short is a PlanError that says how far it reaches.
+    """
+    if not repeat:
+        plan = BatchPlan.from_trace(trace, policy, step_time, offset=offset, on_change=on_change)
+        plan.for_epochs(samples, epochs)
+        return plan
+    times = int(offset // trace.end) + 2  # so that at least one whole repetition lies behind the offset
+    while True:
+        plan = BatchPlan.from_trace(trace.repeat(times), policy, step_time, offset=offset, on_change=on_change)
+        reached = plan.epochs_reached(samples, epochs)
+        if reached >= epochs:
+            return plan
+        times = max(times + 1, int(times * epochs / max(reached, 1e-6)))
+
+
+def fit_step_time(
+    trace: Trace,
+    policy: Policy | str,
+    *,
+    samples: int,
+    epochs: int,
+    offset: Seconds = _BEGINNING,
+    on_change: str = "finish",
+) -> Seconds:
+    """The longest constant step time with which the epochs fit into the trace, so that the run spans all of it.
+
+    To a millionth of itself; epoch ends cut steps.
+    """
+    whole = _stretches(_from(trace, offset), make_policy(policy), ConstantStepTime(Seconds(1.0)))
+    if not whole.samples.any():
+        raise PlanError(f"the trace {trace.name} has no workers from {offset:g} s on; no step time fits")
+
+    def fits(step: float) -> bool:
+        runs = _steps(replace(whole, seconds=np.full(len(whole.times), step)), on_change, grid=True)
+        if not len(runs.counts):
+            return False
+        return BatchPlan._from_runs(runs, source={}).epochs_reached(samples, epochs) >= epochs
+
+    short = long = whole.end
+    while not fits(short):
+        short, long = short / 2, short
+    while long - short > 1e-6 * short:
+        middle = (short + long) / 2
+        short, long = (middle, long) if fits(middle) else (short, middle)
+    return Seconds(short)
+
+
+def _from(trace: Trace, offset: Seconds) -> Trace:
+    if not 0 <= offset < trace.end:
+        raise PlanError(f"the offset of {offset:g} s lies outside of the trace, which covers 0 to {trace.end:g} s")
+    return trace.shift(offset)
+
+
+def _stretches(trace: Trace, policy: Policy, step_time: StepTime) -> timeline.Stretches:
+    """The trace as the policy sees it: neighbours that mean the same step are one."""
+    workers, samples = policy.sizes(trace.workers)
+    begins = np.flatnonzero(np.append(True, (workers[1:] != workers[:-1]) | (samples[1:] != samples[:-1])))
+    workers, samples = workers[begins], samples[begins]
+    seconds = step_time.seconds(np.maximum(workers, 1))
+    return timeline.Stretches(
+        times=trace.times[begins], end=trace.end, workers=workers, samples=samples, seconds=seconds
+    )
+
+
+def _steps(stretches: timeline.Stretches, on_change: str, *, grid: bool) -> timeline.Runs:
+    if on_change == "finish":
+        return timeline.steps_on_grid(stretches) if grid else timeline.steps_finished(stretches)
+    if on_change == "lose":
+        return timeline.steps_kept(stretches)
+    raise PlanError(f"on_change is {on_change!r}; expected 'finish' or 'lose'")

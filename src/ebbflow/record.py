@@ -1,0 +1,310 @@
+"""What happened: one row a step, one a validation, append-only.
+
+A record is a file of JSON lines. The first line is the header, which makes the run repeatable (configuration, seed,
+versions, commit); every further line is a step, a validation, an event or the end. Engines and the simulator write the
+same rows, and reports read nothing but rows, so a report can be made anew at any time from the files alone.
+
+    {"kind": "header", "version": 1, "config": {...}, "versions": {...}, ...}
+    {"kind": "step", "step": 0, "time_s": 0.0, "epoch": 0, "samples": 256, "workers": 8, "batch": 256, ...}
+    {"kind": "validation", "step": 5, "epoch": 1.0, "samples": 1437, "metrics": {"accuracy": 0.91, "loss": 0.3}}
+    {"kind": "event", "step": 7, "what": "resumed", "text": "..."}
+    {"kind": "end", "status": "finished", "steps": 120, "samples": 43110, "wall_s": 12.5}
+
+A crash can damage at most the last line: the reader reports it and uses the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbflow.errors import OutputError, RecordError
+
+__all__ = [
+    "End",
+    "Event",
+    "Header",
+    "RecordWriter",
+    "Row",
+    "Run",
+    "StepRow",
+    "ValidationRow",
+    "read_record",
+    "story",
+]
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What makes the run repeatable."""
+
+    kind: ClassVar[str] = "header"
+    version: int = VERSION
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Everything that was asked for: workload, trace, rule, seed, epochs, policy, step time, ..."""
+    trace: Mapping[str, Any] = field(default_factory=dict)
+    """The availability trace itself: {"name", "times", "workers", "end"}; empty for a plan without one."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of Python, Ebbflow, torch, numpy."""
+    command: str = ""
+    git_commit: str = ""
+    created: str = ""
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRow:
+    """One committed step."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    """Number of the step, from 0, over all epochs."""
+    time_s: float
+    """When the step started, on the clock of the trace."""
+    wall_s: float
+    """When the step was committed, in seconds of computing since the run began (all resumed parts added up)."""
+    epoch: int
+    samples: int
+    """Samples committed since the start of the run, this step included."""
+    workers: int
+    batch: int
+    pieces: int
+    """Gradient pieces the step was made of."""
+    lr_base: float
+    """The rate of the schedule, at the reference batch."""
+    lr: float
+    """The rate the optimizer used (of the first parameter group, before per-layer factors)."""
+    multiplier: float
+    """lr / lr_base: what the rule made of the batch."""
+    loss: float | None
+    """Mean over the step's samples; None if it was not a finite number."""
+    stats: Mapping[str, float] = field(default_factory=dict)
+    """What else the rule or the engine has to say: gain, noise, signal, ..."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationRow:
+    """One validation, after a whole number of steps."""
+
+    kind: ClassVar[str] = "validation"
+    step: int
+    """Steps committed before this validation."""
+    epoch: float
+    """Epochs committed before this validation."""
+    samples: int
+    time_s: float
+    wall_s: float
+    metrics: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something worth telling that is neither a step nor a validation: a resume, a lost step, a divergence."""
+
+    kind: ClassVar[str] = "event"
+    step: int
+    what: str
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """The last row of a run that came to an end, good or bad. A record without it was interrupted."""
+
+    kind: ClassVar[str] = "end"
+    status: Literal["finished", "diverged", "failed"]
+    steps: int
+    samples: int
+    wall_s: float
+    text: str = ""
+    """Why, if it did not finish."""
+    weights_sha256: str = ""
+    """Of the final weights and buffers: two runs with the same digest ended with the same model, bit for bit."""
+
+
+Row = Header | StepRow | ValidationRow | Event | End
+_KINDS: dict[str, type[Row]] = {row.kind: row for row in (Header, StepRow, ValidationRow, Event, End)}
+_FIELDS = {kind: tuple(f.name for f in dataclasses.fields(row)) for kind, row in _KINDS.items()}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def encode(row: Row) -> str:
+    """One line, without its line end."""
+    body = {"kind": row.kind, **{name: _finite(getattr(row, name)) for name in _FIELDS[row.kind]}}
+    return json.dumps(body, separators=(",", ":"), allow_nan=False)
+
+
+def decode(line: str) -> Row:
+    """The row of a line; fields that a newer version added are ignored."""
+    body = json.loads(line)
+    if not isinstance(body, dict) or body.get("kind") not in _KINDS:
+        raise ValueError(f"not a row: {line[:60]!r}")
+    kind = _KINDS[body["kind"]]
+    names = _FIELDS[kind.kind]
+    return kind(**{name: body[name] for name in names if name in body})
+
+
+class RecordWriter:
+    """Appends rows to a record file.
+
+    `flush` makes what was written so far survive a crash of the process and of the machine and returns the size of
+    the file in bytes; `resume_at` cuts the file back to such a size, so that rows written after a checkpoint are not
+    repeated when the run continues from it.
+    """
+
+    def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_at is None:
+                self._file = path.open("w", encoding="utf-8")
+            else:
+                if path.stat().st_size < resume_at:
+                    raise RecordError(
+                        f"{path} has {path.stat().st_size} bytes, the checkpoint was made at {resume_at}: rows are "
+                        f"missing; delete the folder to start anew"
+                    )
+                os.truncate(path, resume_at)
+                self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"{path} cannot be written: {error.strerror}; choose another output folder") from error
+
+    def write(self, row: Row) -> None:
+        """Append one row (buffered)."""
+        try:
+            self._file.write(encode(row) + "\n")
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be written: {error.strerror}; free some space and resume") from error
+
+    def flush(self) -> int:
+        """Bring all rows to the disk; the size of the file in bytes."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be written: {error.strerror}; free some space and resume") from error
+        return os.fstat(self._file.fileno()).st_size
+
+    def close(self) -> None:
+        """Flush and close."""
+        if not self._file.closed:
+            try:
+                self.flush()
+            finally:
+                with contextlib.suppress(OSError):  # flush has said what there is to say
+                    self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A record that was read: the rows by kind, each in the order of writing."""
+
+    path: Path
+    header: Header
+    steps: list[StepRow]
+    validations: list[ValidationRow]
+    events: list[Event]
+    end: End | None
+    damage: str = ""
+    """What was wrong with the last line, or empty."""
+
+    @property
+    def status(self) -> str:
+        """finished, diverged, failed, or interrupted if the record has no end."""
+        return self.end.status if self.end else "interrupted"
+
+    def column(self, name: str) -> npt.NDArray[np.float64]:
+        """One field (or one of the `stats`) of all steps as an array; NaN where a step does not have it."""
+        own = name in _FIELDS["step"]
+        values = [getattr(row, name) if own else row.stats.get(name) for row in self.steps]
+        return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+    def metric(self, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """(epochs, values) of one metric over the validations; NaN where it was not a finite number."""
+        rows = [row for row in self.validations if name in row.metrics]
+        values = [row.metrics[name] for row in rows]
+        return (
+            np.array([row.epoch for row in rows], dtype=np.float64),
+            np.array([math.nan if value is None else value for value in values], dtype=np.float64),
+        )
+
+
+def story(run: Run, *, worker: int) -> list[StepRow]:
+    """The steps that a worker took part in, in order. Workers are numbered from 0; with W present, 0 to W-1 work."""
+    return [row for row in run.steps if worker < row.workers]
+
+
+def read_record(path: Path) -> Run:
+    """Read a record. A damaged last line, as a crash leaves it, is reported in `damage`; any other is an error."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}; expected a record written by ebbflow") from error
+    lines = raw.split(b"\n")
+    complete, rest = lines[:-1], lines[-1]
+    rows: list[Row] = []
+    damage = ""
+    for number, line in enumerate(complete if not rest else [*complete, rest], start=1):
+        try:
+            rows.append(decode(line.decode("utf-8")))
+        except (ValueError, TypeError) as error:
+            if number < len(complete) + bool(rest) or number == 1:
+                raise RecordError(
+                    f"{path}, line {number}: not a row of a record ({error}); the file is damaged"
+                ) from None
+            damage = f"{path}, line {number}: the last line is incomplete ({len(line)} bytes) and was left out"
+    return _assemble(path, rows, damage)
+
+
+def _assemble(path: Path, rows: Iterable[Row], damage: str) -> Run:
+    by_kind: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
+    for row in rows:
+        by_kind[row.kind].append(row)
+    headers: list[Header] = by_kind["header"]
+    if not headers:
+        raise RecordError(f"{path} has no header; expected a record written by ebbflow")
+    if headers[0].version > VERSION:
+        raise RecordError(
+            f"{path} has record version {headers[0].version}, this ebbflow reads up to {VERSION}; upgrade ebbflow"
+        )
+    return Run(
+        path=path,
+        header=headers[0],
+        steps=by_kind["step"],
+        validations=by_kind["validation"],
+        events=by_kind["event"],
+        end=by_kind["end"][-1] if by_kind["end"] else None,
+        damage=damage,
+    )

@@ -1,0 +1,388 @@
+"""The figures of a report, one function each; `all_figures` yields those that the records can fill.
+
+Every figure has one panel a trace, so that figures can be read across. Runs that did not finish are drawn as thin lines
+that end in a cross and are left out of the mean, as in the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbflow.report.results import ArmResult, Results
+from ebbflow.report.series import changes, envelope, over_seeds, smooth
+from ebbflow.report.style import BAND, INK, MUTED, Drawing, RuleStyle, drawing_style, legend, panels, slug
+from ebbflow.report.tables import Summary, outcome
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+__all__ = ["all_figures"]
+
+Array = npt.NDArray[np.float64]
+Curve = Callable[[ArmResult], tuple[Array, Array]]
+
+
+def all_figures(results: Results, summary: Summary) -> Iterator[Drawing]:
+    """All figures of a study, one at a time, so that no more than one is in memory."""
+    with_rows = [arm for arm in results.arms if arm.header is not None and arm.steps]
+    style = RuleStyle(summary.rules)
+    used: set[str] = set()
+    for workload in summary.workloads:
+        arms = [arm for arm in with_rows if arm.workload == workload]
+        name = slug(workload)
+        while name in used:  # two workloads whose names differ in punctuation only
+            name += "-2"
+        used.add(name)
+        traces = [trace for trace in summary.traces_of(workload) if any(arm.trace == trace for arm in arms)]
+        for make in (_validation, _loss, _batch, _rate, _multiplier):
+            with drawing_style():
+                drawing = make(arms, traces, style, workload, name)
+            if drawing is not None:
+                yield drawing
+        for column in sorted({column for arm in arms for column in arm.stats}):
+            with drawing_style():
+                yield _statistic(column, arms, traces, style, workload, name)
+    with drawing_style():
+        drawing = _traces(with_rows, summary.traces)
+    if drawing is not None:
+        yield drawing
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """What lies in the panels of a figure, to choose their common axis by."""
+
+    means: list[Array]
+    bands: list[Array]
+    crosses: list[Line2D]
+
+    @classmethod
+    def nothing(cls) -> _Drawn:
+        return cls(means=[], bands=[], crosses=[])
+
+
+def _draw_rules(axis: Axes, arms: Sequence[ArmResult], style: RuleStyle, curve: Curve, drawn: _Drawn) -> None:
+    """Mean line and band of each rule over its finished seeds, a thin line with a cross for every other run."""
+    for rule in style.rules:
+        mine = [arm for arm in arms if arm.rule == rule]
+        x, mean, low, high = over_seeds([curve(arm) for arm in mine if outcome(arm) == "finished"])
+        if x.size:
+            axis.plot(x, mean, **style.line(rule), marker="o" if x.size == 1 else None)
+            drawn.means.append(mean)
+            if np.any(high > low):
+                axis.fill_between(x, low, high, **style.fill(rule))
+                drawn.bands.extend([low, high])
+        for arm in mine:
+            if outcome(arm) != "finished":
+                _draw_lost(axis, curve(arm), style.line(rule), drawn)
+
+
+def _draw_lost(axis: Axes, curve: tuple[Array, Array], line: dict[str, Any], drawn: _Drawn) -> None:
+    """The line of a run that did not finish, up to its last finite value."""
+    x, y = (values[np.isfinite(curve[1])] for values in curve)
+    if x.size:
+        axis.plot(x, y, **{**line, "linewidth": 0.9, "alpha": 0.75})
+        cross = {"marker": "x", "markersize": 7, "markeredgewidth": 1.8, "color": line["color"], "gid": line["gid"]}
+        drawn.crosses.extend(axis.plot(x[-1:], y[-1:], **cross, clip_on=False))
+
+
+def _zoom(axes: Sequence[Axes], drawn: _Drawn) -> bool:
+    """Leave the first values out of the axis where they would press all later differences flat; True if it did so.
+
+    Crosses beyond the axis are put on its edge.
+    """
+    if not drawn.means:
+        return False
+    everything = np.concatenate(drawn.means)
+    # What counts is where the curves end up: the later three quarters of each, with their bands.
+    late = np.concatenate([values[values.size // 4 :] for values in (*drawn.means, *drawn.bands)])
+    low, high = float(late.min()), float(late.max())
+    if high <= low or float(np.ptp(everything)) < 2 * (high - low):
+        return False
+    pad = 0.08 * (high - low)
+    for axis in axes:
+        axis.set_ylim(low - pad, high + pad)
+    for cross in drawn.crosses:
+        cross.set_ydata(np.clip(np.asarray(cross.get_ydata(), dtype=float), low - pad, high + pad))
+    return True
+
+
+def _of(arms: Sequence[ArmResult], trace: str) -> list[ArmResult]:
+    return [arm for arm in arms if arm.trace == trace]
+
+
+def _outer_labels(axes: Sequence[Axes], x: str, y: str) -> None:
+    """Label x on all panels, y on the first of each row only."""
+    for axis in axes:
+        axis.set_xlabel(x)
+        if axis.get_subplotspec().is_first_col():  # type: ignore[union-attr]  # every panel is in a grid
+            axis.set_ylabel(y)
+
+
+def _band_text(arms: Sequence[ArmResult]) -> str:
+    many = len({arm.seed for arm in arms}) > 1
+    lost = any(outcome(arm) != "finished" for arm in arms)
+    text = " Line: mean over seeds; band: lowest to highest seed." if many else ""
+    return text + (" A thin line with a cross: a run that diverged, failed or is unfinished." if lost else "")
+
+
+def _validation(
+    arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
+) -> Drawing | None:
+    if not any(arm.values.size for arm in arms):
+        return None
+    metric, percent = arms[0].metric, arms[0].metric == "accuracy"
+    factor = 100.0 if percent else 1.0
+    figure, axes = panels(traces, height=2.7)
+    drawn = _Drawn.nothing()
+    for axis, trace in zip(axes, traces, strict=True):
+        _draw_rules(axis, _of(arms, trace), style, lambda arm: (arm.epochs, arm.values * factor), drawn)
+    zoomed = _zoom(axes, drawn)
+    _outer_labels(axes, "epoch", f"validation {metric}" + (" (%)" if percent else ""))
+    legend(figure, axes)
+    note = " The vertical axis shows where the curves end up; the first epochs lie outside." if zoomed else ""
+    return Drawing(
+        stem=f"validation-{name}",
+        kind="validation",
+        title=f"Validation {metric}",
+        caption=f"Validation {metric} over the epochs on each trace.{_band_text(arms)}{note}",
+        figure=figure,
+        workload=workload,
+    )
+
+
+def _loss(
+    arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
+) -> Drawing | None:
+    if not any(np.isfinite(arm.columns["loss"]).any() for arm in arms):
+        return None
+    end = max(float(arm.columns["progress"][-1]) for arm in arms)
+    figure, axes = panels(traces, height=2.5)
+    drawn = _Drawn.nothing()
+    for axis, trace in zip(axes, traces, strict=True):
+        curve: Curve = lambda arm: smooth(arm.columns["progress"], arm.columns["loss"], end=end)  # noqa: E731
+        _draw_rules(axis, _of(arms, trace), style, curve, drawn)
+    _log_if_wide(axes, drawn.means, wide=20)
+    _outer_labels(axes, "epoch", "training loss")
+    legend(figure, axes)
+    return Drawing(
+        stem=f"loss-{name}",
+        kind="loss",
+        title="Training loss",
+        caption=f"Training loss, the mean of neighbouring steps.{_band_text(arms)}",
+        figure=figure,
+        workload=workload,
+    )
+
+
+def _log_if_wide(axes: Sequence[Axes], drawn: list[Array], *, wide: float) -> None:
+    """A logarithmic axis where the positive values span more than a factor of `wide`."""
+    values = np.concatenate(drawn) if drawn else np.empty(0)
+    positive = values[np.isfinite(values) & (values > 0)]
+    if positive.size and positive.max() > wide * positive.min():
+        for axis in axes:
+            axis.set_yscale("log")
+            axis.yaxis.set_major_formatter(_plain)
+
+
+def _plain(value: float, position: int | None = None) -> str:
+    """A tick as 0.01, not as a power of ten."""
+    return f"{value:.3g}"
+
+
+def _batch(
+    arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
+) -> Drawing | None:
+    """Batch sizes over the clock. Arms of one trace mostly share them; each different course is drawn once."""
+    if not arms:
+        return None
+    figure, axes = panels(traces, height=2.1)
+    for axis, trace in zip(axes, traces, strict=True):
+        courses: dict[bytes, ArmResult] = {}
+        for arm in sorted(_of(arms, trace), key=lambda arm: -arm.steps):
+            course = arm.whole_steps("batch")[0].tobytes()
+            if not any(longer.startswith(course) for longer in courses):  # a run that stopped early is a part of one
+                courses[course] = arm
+        shared = len(courses) == 1
+        for arm in courses.values():
+            times, batches = _with_idle(arm)
+            x, y = envelope(*changes(times / 60, batches))
+            line = {"color": INK, "linewidth": 1.1} if shared else {**style.line(arm.rule), "linewidth": 1.1}
+            axis.plot(x, y, drawstyle="steps-post", **line)
+        if (ref := arms[0].ref_batch) is not None:
+            axis.axhline(ref, color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
+    for axis in axes:  # not before all are drawn: they share this axis, and setting one end fixes the other
+        axis.set_ylim(bottom=0)
+    _outer_labels(axes, "minutes on the trace's clock", "samples a step")
+    legend(figure, axes)
+    return Drawing(
+        stem=f"batch-{name}",
+        kind="batch",
+        title="Batch size",
+        caption="Global batch size over time. The dashed line is the reference batch, at which every rule leaves the "
+        "learning rate as it is. The last step of an epoch, which takes what is left of the data, is not shown.",
+        figure=figure,
+        workload=workload,
+    )
+
+
+def _with_idle(arm: ArmResult) -> tuple[Array, Array]:
+    """Times and batch sizes of the steps, with a zero where the trace has no worker: nothing is trained meanwhile."""
+    times, batches = arm.whole_steps("time_s", "batch")
+    trace = arm.header.trace if arm.header else {}
+    idle = [
+        float(t) for t, workers in zip(trace.get("times", []), trace.get("workers", []), strict=True) if not workers
+    ]
+    end = float(trace.get("end") or 0)
+    if not idle or end <= 0:
+        return times, batches
+    rounds = int(times[-1] // end) + 1  # a trace that is too short is repeated
+    starts = np.concatenate([np.array(idle) + k * end for k in range(rounds)])
+    starts = starts[(starts > times[0]) & (starts < times[-1])]
+    order = np.argsort(np.concatenate([times, starts]), kind="stable")
+    return (
+        np.concatenate([times, starts])[order],
+        np.concatenate([batches, np.zeros_like(starts)])[order],
+    )
+
+
+def _over_epochs(axis: Axes, arms: Sequence[ArmResult], style: RuleStyle, column: str) -> list[Array]:
+    """One line a rule, of its first seed: what a rule does hardly depends on the seed. All values drawn."""
+    drawn = []
+    for rule in style.rules:
+        mine = [arm for arm in arms if arm.rule == rule and column in arm.columns]
+        if not mine:
+            continue
+        longest = max(mine, key=lambda arm: arm.steps)
+        x, y = envelope(*longest.whole_steps("progress", column))
+        axis.plot(x, y, drawstyle="steps-pre", **{**style.line(rule), "linewidth": 1.2})  # x: where the step ends
+        drawn.append(y)
+    return drawn
+
+
+def _rate(
+    arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
+) -> Drawing | None:
+    if not arms:
+        return None
+    figure, axes = panels(traces, height=2.4)
+    drawn: list[Array] = []
+    for axis, trace in zip(axes, traces, strict=True):
+        drawn += _over_epochs(axis, _of(arms, trace), style, "lr")
+    _log_if_wide(axes, drawn, wide=50)
+    _outer_labels(axes, "epoch", "learning rate")
+    legend(figure, axes)
+    return Drawing(
+        stem=f"rate-{name}",
+        kind="rate",
+        title="Learning rate",
+        caption="The learning rate that each rule made of the batch and the schedule (one seed).",
+        figure=figure,
+        workload=workload,
+    )
+
+
+def _multiplier(
+    arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
+) -> Drawing | None:
+    """How each rule answers a batch; nothing to see if the batch is the same throughout."""
+    answers: dict[str, dict[str, Array]] = {trace: {} for trace in traces}
+    for arm in arms:
+        if arm.ref_batch and arm.steps:
+            batch, multiplier = arm.whole_steps("batch", "multiplier")
+            pairs = np.column_stack([batch / arm.ref_batch, multiplier])
+            before = answers[arm.trace].get(arm.rule, np.empty((0, 2)))
+            answers[arm.trace][arm.rule] = np.unique(np.concatenate([before, pairs.round(4)]), axis=0)
+    ratios = {trace: {pair[0] for pairs in rules.values() for pair in pairs} for trace, rules in answers.items()}
+    shown = [trace for trace in traces if len(ratios[trace]) > 1]
+    if not shown:
+        return None
+    figure, axes = panels(shown, height=2.7)
+    for axis, trace in zip(axes, shown, strict=True):
+        for rule in style.rules:
+            pairs = answers[trace].get(rule, np.empty((0, 2)))
+            pairs = pairs[np.isfinite(pairs).all(axis=1) & (pairs > 0).all(axis=1)]
+            pairs = pairs[:: len(pairs) // 400 + 1]
+            if len(pairs):
+                look = {**style.line(rule), "linestyle": "", "marker": "o", "markersize": 4, "alpha": 0.75}
+                axis.plot(pairs[:, 0], pairs[:, 1], markeredgewidth=0, **look)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        for which in (axis.xaxis, axis.yaxis):
+            which.set_major_formatter(_plain)
+    _outer_labels(axes, "batch / reference batch", "learning rate multiplier")
+    legend(figure, axes)
+    return Drawing(
+        stem=f"multiplier-{name}",
+        kind="multiplier",
+        title="What each rule makes of a batch",
+        caption="Learning rate multiplier against the batch relative to the reference batch, both logarithmic; one "
+        "point for each pair that occurred.",
+        figure=figure,
+        workload=workload,
+    )
+
+
+def _statistic(
+    column: str, arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
+) -> Drawing:
+    figure, axes = panels(traces, height=2.4)
+    drawn: list[Array] = []
+    for axis, trace in zip(axes, traces, strict=True):
+        drawn += _over_epochs(axis, _of(arms, trace), style, column)
+    _log_if_wide(axes, drawn, wide=50)
+    label = column.replace("_", " ")
+    _outer_labels(axes, "epoch", label)
+    legend(figure, axes)
+    return Drawing(
+        stem=f"stat-{slug(column)}-{name}",
+        kind=column,
+        title=label[:1].upper() + label[1:],
+        caption=f"{label[:1].upper() + label[1:]}, as recorded at each step (one seed).",
+        figure=figure,
+        workload=workload,
+    )
+
+
+def _traces(arms: Sequence[ArmResult], traces: Sequence[str]) -> Drawing | None:
+    """Workers over time of each trace; the part that training used is shaded."""
+    shown: dict[str, Mapping[str, Any]] = {}
+    for arm in arms:
+        if arm.header is not None and arm.header.trace.get("times"):
+            shown.setdefault(arm.trace, arm.header.trace)
+    names = [trace for trace in traces if trace in shown]
+    if not names:
+        return None
+    figure, axes = panels(names, height=2.1, sharey=False)
+    repeated = False
+    for axis, name in zip(axes, names, strict=True):
+        trace = shown[name]
+        times, workers = np.array(trace["times"], dtype=float), np.array(trace["workers"], dtype=float)
+        end = float(trace.get("end") or times[-1])
+        clock = [arm.columns["time_s"] for arm in _of(arms, name)]
+        first, last = min(float(c.min()) for c in clock), max(float(c.max()) for c in clock)
+        unit, per = ("hours", 3600.0) if end > 3 * 3600 else ("minutes", 60.0)
+        x, y = envelope(*changes(np.append(times, end) / per, np.append(workers, workers[-1])))
+        axis.axvspan(first / per, min(last, end) / per, color=BAND, alpha=0.35, linewidth=0)
+        axis.plot(x, y, drawstyle="steps-post", color=INK, linewidth=1.2)
+        axis.set_ylim(0, max(float(workers.max()) * 1.12, 1))
+        axis.set_xlim(0, end / per)
+        axis.set_xlabel(unit)
+        if last > end:
+            repeated = True
+            axis.set_title(f"{name} (used {last / end:.1f} times over)")
+    axes[0].set_ylabel("workers")
+    text = "Available workers over time; the part that training used is shaded."
+    return Drawing(
+        stem="traces",
+        kind="trace",
+        title="The traces",
+        caption=text + (" A trace shorter than the run was repeated." if repeated else ""),
+        figure=figure,
+    )

@@ -1,0 +1,242 @@
+"""A folder of records as a study: its arms, what became of each, and what is missing.
+
+Three things can be read: a study folder (`study.json` and `arms/<id>/record.jsonl`), the folder of one run (a
+`record.jsonl` in it), and one record file. Whatever is wrong with an arm is told, never hidden: a damaged last line, a
+record that cannot be read, an arm of the grid that has no record yet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbflow.errors import RecordError
+from ebbflow.record import Header, Run, read_record
+
+__all__ = ["ArmResult", "Status", "Results", "load_results"]
+
+Array = npt.NDArray[np.float64]
+Status = Literal["finished", "diverged", "failed", "interrupted", "unreadable", "missing"]
+
+VERSION = 1
+_COLUMNS = ("time_s", "epoch", "workers", "batch", "lr", "multiplier", "loss")
+_EMPTY: Array = np.empty(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmResult:
+    """One run of a study: workload x trace x rule x seed, and what became of it.
+
+    The rows of the record are kept as one array a column, so that a study of many long arms fits in memory.
+    """
+
+    id: str
+    workload: str
+    trace: str
+    rule: str
+    seed: int
+    status: Status
+    metric: str = "accuracy"
+    higher_is_better: bool = True
+    note: str = ""
+    """Why it failed, where it stopped, how often it was resumed."""
+    damage: str = ""
+    """What was wrong with the last line of its record, or empty."""
+    header: Header | None = None
+    epochs: Array = field(default_factory=lambda: _EMPTY)
+    """Epochs committed before each validation."""
+    values: Array = field(default_factory=lambda: _EMPTY)
+    """The metric at each validation; NaN where it was not a finite number."""
+    columns: Mapping[str, Array] = field(default_factory=dict)
+    """One array a column of the steps: progress (in epochs), time_s, epoch, workers, batch, lr, ..."""
+    stats: tuple[str, ...] = ()
+    """Those columns that a rule or an engine added."""
+    steps: int = 0
+    samples: int = 0
+    wall_s: float = 0.0
+
+    @property
+    def ref_batch(self) -> int | None:
+        """The batch at which the base learning rate holds, if the record says so."""
+        config = self.header.config if self.header else {}
+        value = config.get("ref_batch") or config.get("task", {}).get("recipe", {}).get("ref_batch")
+        return int(value) if value else None
+
+    def whole_steps(self, *names: str) -> tuple[Array, ...]:
+        """These columns without the smaller last step of each epoch, which says nothing of the fleet or the rule."""
+        batch, workers, epoch = (self.columns[name] for name in ("batch", "workers", "epoch"))
+        last = np.append(epoch[1:] != epoch[:-1], True)
+        follows = np.append(False, (epoch[1:] == epoch[:-1]) & (workers[1:] == workers[:-1]) & (batch[1:] < batch[:-1]))
+        return tuple(self.columns[name][~(last & follows)] for name in names)
+
+    @classmethod
+    def of(cls, run: Run, *, id: str = "") -> ArmResult:
+        """The arm that a record tells of."""
+        config, rows = run.header.config, run.steps
+        metric = str(config.get("metric", "accuracy"))
+        epochs, values = run.metric(metric)
+        last = rows[-1] if rows else None
+        stats = tuple(sorted({name for row in rows for name in row.stats}))
+        return cls(
+            id=id or run.path.parent.name,
+            workload=str(config.get("workload", "run")),
+            trace=str(config.get("trace") or run.header.trace.get("name") or "trace"),
+            rule=str(config.get("rule", "rule")),
+            seed=int(config.get("seed", 0)),
+            status=cast("Status", run.status),
+            metric=metric,
+            higher_is_better=bool(config.get("higher_is_better", metric != "loss")),
+            note=_note(run),
+            damage=run.damage,
+            header=run.header,
+            epochs=epochs,
+            values=values,
+            columns={"progress": _progress(run)} | {name: run.column(name) for name in (*_COLUMNS, *stats)},
+            stats=stats,
+            steps=len(rows),
+            # An end that was written for a killed process knows less than the last step.
+            samples=max(run.end.samples if run.end else 0, last.samples if last else 0),
+            wall_s=max(run.end.wall_s if run.end else 0.0, last.wall_s if last else 0.0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What came out of a study or a run: all arms in the order of the configuration, and what the study's file says."""
+
+    name: str
+    folder: Path
+    command: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    arms: tuple[ArmResult, ...]
+
+    @property
+    def problems(self) -> list[str]:
+        """What a reader should know about the records: damaged last lines and records that cannot be read."""
+        return [arm.damage or arm.note for arm in self.arms if arm.damage or arm.status == "unreadable"]
+
+
+def _note(run: Run) -> str:
+    parts = []
+    if run.end is None:
+        parts.append(f"stopped after step {len(run.steps)}, without an end" if run.steps else "stopped before step 1")
+    elif run.end.text:
+        parts.append(run.end.text)
+    if resumes := sum(event.what == "resumed" for event in run.events):
+        parts.append(f"resumed {resumes} time{'s' if resumes > 1 else ''}")
+    return "; ".join(parts)
+
+
+def _progress(run: Run) -> Array:
+    """Epochs committed after each step, with their fraction."""
+    samples = run.column("samples")
+    if not samples.size:
+        return samples
+    whole = [row.samples / row.epoch for row in run.validations if row.epoch > 0]
+    if not whole:  # no validation yet: the first epoch's last step tells its size, if a second epoch has begun
+        first = [row.samples for row in run.steps if row.epoch == 0]
+        whole = [float(max(first))] if first else [float(samples[-1])]
+    return samples / whole[-1]
+
+
+def _labels(value: Any) -> list[str]:
+    """The names in a list of a study's configuration, or the keys of a mapping."""
+    return [str(item) for item in value] if isinstance(value, list | Mapping) else []
+
+
+def _missing(config: Mapping[str, Any], arms: Iterable[ArmResult]) -> list[ArmResult]:
+    """Arms of the configured grid that have no record."""
+    there = {(arm.workload, arm.trace, arm.rule, arm.seed) for arm in arms}
+    axes = [_labels(config.get(key)) for key in ("workloads", "traces", "rules", "seeds")]
+    grid = ((w, t, r, int(s)) for w, t, r, s in product(*axes) if s.lstrip("-").isdigit())
+    return [
+        ArmResult(id="", workload=w, trace=t, rule=r, seed=s, status="missing", note="no record that can be read")
+        for w, t, r, s in grid
+        if (w, t, r, s) not in there
+    ]
+
+
+def _ordered(config: Mapping[str, Any], arms: list[ArmResult]) -> tuple[ArmResult, ...]:
+    """Arms by the order of the configuration; what it does not name keeps the order of appearance."""
+
+    def rank(key: str, names: Iterable[str]) -> dict[str, int]:
+        return {name: i for i, name in enumerate(dict.fromkeys([*_labels(config.get(key)), *names]))}
+
+    workloads = rank("workloads", (arm.workload for arm in arms))
+    traces = rank("traces", (arm.trace for arm in arms))
+    rules = rank("rules", (arm.rule for arm in arms))
+    return tuple(sorted(arms, key=lambda a: (workloads[a.workload], traces[a.trace], rules[a.rule], a.seed)))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}; expected the file of a study") from error
+    except ValueError as error:
+        raise RecordError(f"{path} is not JSON ({error}); expected the file that ebbflow study writes") from None
+    if not isinstance(body, dict) or not isinstance(body.get("config", {}), dict):
+        raise RecordError(f'{path} is not the file of a study; expected {{"version", "command", "config"}}')
+    version = body.get("version", VERSION)
+    if not isinstance(version, int) or version > VERSION:
+        raise RecordError(f"{path} has study version {version}, this ebbflow reads up to {VERSION}; upgrade ebbflow")
+    return body
+
+
+def _read_arm(path: Path) -> ArmResult:
+    """An arm; one whose record cannot be read says so instead of ending the report of all others."""
+    try:
+        return ArmResult.of(read_record(path))
+    except RecordError as error:
+        return ArmResult(
+            id=path.parent.name, workload="", trace="", rule="", seed=0, status="unreadable", note=str(error)
+        )
+
+
+def load_results(path: Path) -> Results:
+    """The study, or the single run, at a path; an error if there is no record that can be read."""
+    if path.is_file():
+        return _single(path)
+    if (path / "record.jsonl").is_file():
+        return _single(path / "record.jsonl")
+    if not path.is_dir():
+        raise RecordError(f"{path} does not exist; give the folder that ebbflow study or ebbflow train wrote")
+    if not (path / "study.json").is_file() and not (path / "arms").is_dir():
+        raise RecordError(
+            f"{path} is not the folder of a study or a run; expected study.json with arms/, or a record.jsonl in it"
+        )
+    body = _read_json(path / "study.json") if (path / "study.json").is_file() else {}
+    config = body.get("config", {})
+    arms = [_read_arm(record) for record in sorted((path / "arms").glob("*/record.jsonl"))]
+    if not arms:
+        raise RecordError(f"{path} has no records yet; expected arms/*/record.jsonl; run the study first")
+    if all(arm.status == "unreadable" for arm in arms):
+        raise RecordError(f"{path} has no record that can be read; the first says: {arms[0].note}")
+    readable = [arm for arm in arms if arm.status != "unreadable"]
+    lost = [arm for arm in arms if arm.status == "unreadable"]
+    return Results(
+        name=str(body.get("name") or config.get("name") or path.resolve().name),
+        folder=path,
+        command=str(body.get("command", "")),
+        config=config,
+        arms=(*_ordered(config, [*readable, *_missing(config, readable)]), *lost),
+    )
+
+
+def _single(path: Path) -> Results:
+    run = read_record(path)
+    arm = ArmResult.of(run, id=path.resolve().parent.name)
+    return Results(
+        name=f"{arm.workload} on {arm.trace}",
+        folder=path.parent,
+        command=run.header.command,
+        config=run.header.config,
+        arms=(arm,),
+    )

@@ -1,0 +1,98 @@
+"""Drawings of a trace: as text for a terminal, as a figure for a paper."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+
+from ebbflow.errors import TraceError
+from ebbflow.traces.files import write_whole
+from ebbflow.traces.trace import Trace
+from ebbflow.units import Seconds
+
+__all__ = ["chart", "figure"]
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_SUFFIXES = (".svg", ".png", ".pdf")
+
+
+def chart(trace: Trace, *, width: int = 80, height: int = 12) -> str:
+    """The trace as lines of text, each at most `width` columns wide.
+
+    A column shows the mean count of its stretch of time, to an eighth of a line; a column without any worker is empty.
+
+    >>> print(chart(Trace.parse("0min:4 60min:2 90min:6 120min"), width=40, height=3))
+    6 ┤                            █████████
+      │██████████████████▄        ▄█████████
+      │█████████████████████████████████████
+    0 └─────────────────────────────────────
+       0        30       60       90     min
+    """
+    stats = trace.stats()
+    margin = len(str(stats.max)) + 2
+    columns = max(width - margin, 8)
+    edges = np.linspace(0, trace.end, columns + 1)
+    areas = np.array([trace.integral(stop=Seconds(edge)) for edge in edges])
+    means = np.diff(areas) / np.diff(edges)
+    eighths = np.round(means / max(stats.max, 1) * height * 8).astype(int)
+    eighths[(means > 0) & (eighths == 0)] = 1  # few workers are not none
+    lines = []
+    for row in range(height):
+        below = 8 * (height - 1 - row)
+        label = {0: str(stats.max), height // 2: str(round(stats.max / 2)) if height > 6 else ""}.get(row, "")
+        bar = "".join(_BLOCKS[level] for level in np.clip(eighths - below, 0, 8))
+        lines.append(f"{label:>{margin - 2}} {'┤' if label else '│'}{bar}".rstrip())
+    lines.append(f"{0:>{margin - 2}} └" + "─" * columns)
+    lines.append(" " * margin + _time_labels(trace.end, columns))
+    return "\n".join(lines)
+
+
+def _time_labels(end: float, columns: int) -> str:
+    """Round times under their columns, the unit at the right."""
+    per, unit = _unit(end)
+    step = _round_step(end / per / max(columns / 9, 2))
+    line = [" "] * columns
+    for value in np.arange(0, end / per, step):
+        text = f"{value:g}"
+        at = int(value * per / end * columns)
+        if at + len(text) < columns - len(unit):
+            line[at : at + len(text)] = text
+    line[columns - len(unit) :] = unit
+    return "".join(line)
+
+
+def _unit(end: float) -> tuple[float, str]:
+    return (1.0, "s") if end < 300 else (60.0, "min") if end < 5 * 3600 else (3600.0, "h")
+
+
+def _round_step(least: float) -> float:
+    """The next of 1, 2, 3, 5, 10, 20, 30, 50, ... (times any power of ten)."""
+    power = 10.0 ** np.floor(np.log10(least))
+    return float(next(power * factor for factor in (1, 2, 3, 5, 10) if power * factor >= least * (1 - 1e-9)))
+
+
+def figure(trace: Trace, path: Path | str) -> None:
+    """Draw the trace into an SVG, PNG or PDF file, chosen by the suffix: the whole file or nothing."""
+    path = Path(path)
+    if path.suffix.lower() not in _SUFFIXES:
+        raise TraceError(f"{path}: a figure cannot be drawn as {path.suffix or 'a file without a suffix'}; "
+                         f"expected {', '.join(_SUFFIXES)}")  # fmt: skip
+    import matplotlib as mpl  # here, since it takes half a second and most commands draw nothing
+    from matplotlib.figure import Figure
+
+    per, unit = _unit(trace.end)
+    times, counts = np.append(trace.times, trace.end) / per, np.append(trace.workers, trace.workers[-1])
+    with mpl.rc_context({"svg.hashsalt": "ebbflow", "svg.fonttype": "none", "font.size": 9}):
+        drawing = Figure(figsize=(6.4, 2.4), dpi=150, layout="constrained")
+        axes = drawing.add_subplot()
+        axes.fill_between(times, counts, step="post", alpha=0.25, linewidth=0, color="#1f6f8b")
+        axes.step(times, counts, where="post", linewidth=1.2, color="#1f6f8b")
+        axes.set(xlabel=f"time ({unit})", ylabel="workers", title=trace.name, xlim=(0, times[-1]), ylim=(0, None))
+        axes.spines[["top", "right"]].set_visible(False)
+        buffer = io.BytesIO()
+        kind = path.suffix.lower()[1:]
+        date = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)  # the same trace, the same bytes
+        drawing.savefig(buffer, format=kind, metadata=date)
+    write_whole(path, buffer.getvalue())

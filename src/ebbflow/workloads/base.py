@@ -1,0 +1,285 @@
+"""What a workload is: a recipe known by name, and a task built from it.
+
+A *workload* is registered under a name together with its `Recipe`. Its text form, `digits-mlp(width=128)`, is
+understood without touching data or building a model; `build` then reads the data and makes the `Task` that engines
+train.
+
+    WORKLOADS.make("digits-mlp(width=128)")  ->  Workload      arguments checked, recipe at hand, nothing read
+    .build(data=..., seed=..., device=...)   ->  Task          model, training and validation samples, loss, scores
+
+A workload of your own is a function in a file of yours:
+
+    @workloads.register("mine", recipe=Recipe(ref_batch=32, local_batch=8, lr=0.1, epochs=10, ...))
+    def mine(recipe: Recipe, width: int = 64) -> Task:
+        '''My model on my data.'''
+        return Task(
+            model=MyModel(width),
+            train=DatasetSource(my_training_set),
+            valid=DatasetSource(my_test_set),
+            recipe=recipe,
+        )
+
+Three parameters are given by `build` to the functions that ask for them by name: `data` (a Path or None), `seed` and
+`recipe`. All others are arguments of the text form (int, float, bool or str) and need a default.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ebbflow.errors import ConfigError, SpecError
+from ebbflow.spec import Call, Registry, parse_calls
+
+__all__ = [
+    "WORKLOADS",
+    "Indices",
+    "Recipe",
+    "Source",
+    "Task",
+    "Workload",
+    "build",
+    "cross_entropy",
+    "recipe",
+    "register",
+]
+
+Indices = NDArray[np.int64] | Tensor
+"""Numbers of samples, in the order in which the batch shall hold them."""
+
+Builder = TypeVar("Builder", bound=Callable[..., "Task"])
+_GIVEN = ("data", "seed", "recipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a workload is trained at its reference batch: the run that every scaling rule is measured against."""
+
+    ref_batch: int
+    """Batch at which `lr` was tuned, in samples."""
+    local_batch: int
+    """Samples that one worker takes a step, unless the plan says otherwise."""
+    lr: float
+    """Base learning rate, before schedule and rule."""
+    optimizer: str
+    """Text form, without the rate: sgd(momentum=0.9, weight_decay=5e-4), adamw(weight_decay=0.1)."""
+    schedule: str
+    """Text form: constant, cosine, multistep(30ep, 60ep, factor=0.1), exponential(factor=0.01)."""
+    epochs: int
+    """Length of the run, in passes over the training samples."""
+    metric: str
+    """The score that counts: a key of what `Task.evaluate` returns."""
+    higher_is_better: bool = True
+    """Whether a larger metric is a better one."""
+
+    def __post_init__(self) -> None:
+        for name in ("ref_batch", "local_batch", "epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"recipe: {name} is {getattr(self, name)}; expected at least 1")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ConfigError(f"recipe: lr is {self.lr}; expected a finite number above 0")
+        if not self.metric:
+            raise ConfigError("recipe: metric is empty; expected the name of a score, such as accuracy or loss")
+        for name in ("optimizer", "schedule"):
+            try:
+                parse_calls(getattr(self, name))
+            except SpecError as error:
+                raise ConfigError(f"recipe: {name}: {error}") from None
+
+
+class Source(Protocol):
+    """Samples that are fetched by number, many at once."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+
+    def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the samples, in the given order.
+
+        Augmented only when `train`, with randomness from torch's global generator and independently for each sample.
+        """
+
+    def to(self, device: torch.device) -> Self:
+        """The same samples, delivered on the device."""
+
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Scores = Callable[[nn.Module, Tensor, Tensor], Mapping[str, Tensor]]
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Mean cross-entropy of logits `(samples, ..., classes)` against class numbers `(samples, ...)`."""
+    logits: Tensor = model(x)
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
+
+
+def _accuracy_and_loss(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    logits: Tensor = model(x)
+    return {"accuracy": (logits.argmax(-1) == y).float().mean(), "loss": F.cross_entropy(logits, y)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Everything that training needs, on one device. The model is the only part that training changes."""
+
+    model: nn.Module
+    train: Source
+    valid: Source
+    recipe: Recipe
+    loss: Loss = cross_entropy
+    """`loss(model, x, y)`: the mean over the samples, so that pieces combine by their sizes."""
+    scores: Scores | None = None
+    """`scores(model, x, y)`: means over the samples, by name, the recipe's metric among them.
+
+    None: accuracy and cross-entropy when the metric is accuracy, and the loss alone when it is loss.
+    """
+    eval_batch: int = 500
+    """Samples of one forward pass of `evaluate`."""
+
+    def __post_init__(self) -> None:
+        if self.scores is None and self.recipe.metric not in ("accuracy", "loss"):
+            raise ConfigError(f"the metric {self.recipe.metric!r} is not built in; give Task the function `scores`")
+        if len(self.train) < 1 or len(self.valid) < 1:
+            raise ConfigError(
+                f"{len(self.train)} training and {len(self.valid)} validation samples; expected one of each or more"
+            )
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Scores of the model over all validation samples; the model and its modes are left as they were."""
+        modes = [(module, module.training) for module in model.modules()]  # a frozen part keeps its own mode
+        sizes: list[int] = []
+        parts: dict[str, list[Tensor]] = {}
+        model.eval()
+        try:
+            with torch.no_grad():
+                for start in range(0, len(self.valid), self.eval_batch):
+                    indices = torch.arange(start, min(start + self.eval_batch, len(self.valid)))
+                    sizes.append(len(indices))
+                    for name, value in self._scores(model, *self.valid.batch(indices, train=False)).items():
+                        parts.setdefault(name, []).append(value)
+        finally:
+            for module, training in modes:
+                module.training = training
+        if self.recipe.metric not in parts:
+            raise ConfigError(f"the metric is {self.recipe.metric!r}, but the scores are {', '.join(sorted(parts))}")
+        weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+        # Stacked on the device and fetched once a score: a fetch for each batch would stall a GPU each time.
+        return {name: float(weights @ torch.stack(values).double().cpu()) for name, values in parts.items()}
+
+    def _scores(self, model: nn.Module, x: Tensor, y: Tensor) -> Mapping[str, Tensor]:
+        if self.scores is not None:
+            return self.scores(model, x, y)
+        if self.recipe.metric == "accuracy":
+            return _accuracy_and_loss(model, x, y)
+        return {"loss": self.loss(model, x, y)}
+
+    def describe(self) -> dict[str, Any]:
+        """The task in numbers, as JSON: what a record's header keeps."""
+        return {
+            "model": type(self.model).__name__,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "train_samples": len(self.train),
+            "valid_samples": len(self.valid),
+            "recipe": asdict(self.recipe),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A registered workload with its arguments chosen; nothing is read or allocated before `build`."""
+
+    name: str
+    recipe: Recipe
+    function: Callable[..., Task]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def takes_data(self) -> bool:
+        """Whether `build` accepts a data path."""
+        return "data" in inspect.signature(self.function).parameters
+
+    def build(self, *, data: Path | str | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Task:
+        """The task. Its initial weights depend on the seed only: neither on the device nor on what ran before."""
+        if data is not None and not self.takes_data:
+            raise ConfigError(f"data={data} was given, but the workload {self.name!r} takes none; leave it out")
+        target = _device(device)
+        path = None if data is None else Path(data).expanduser()
+        given = {"data": path, "seed": seed, "recipe": self.recipe}
+        wanted = {name: given[name] for name in _GIVEN if name in inspect.signature(self.function).parameters}
+        # Models are initialised on the CPU under a generator of their own; the generators of the caller do not move.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            task = self.function(**wanted, **self.arguments)
+        return Task(
+            model=task.model.to(target),
+            train=task.train.to(target),
+            valid=task.valid.to(target),
+            recipe=task.recipe,
+            loss=task.loss,
+            scores=task.scores,
+            eval_batch=task.eval_batch,
+        )
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"device {device!r} is not known to torch; write cpu, cuda or cuda:1") from None
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {device} was asked for, but torch sees {torch.cuda.device_count()} GPUs; use cpu")
+    return target
+
+
+WORKLOADS: Registry[Workload] = Registry("workload")
+
+
+def register(name: str, *, recipe: Recipe, cite: str = "") -> Callable[[Builder], Builder]:
+    """A decorator that adds a function `(...) -> Task` under the name; the module's docstring shows one."""
+
+    def add(function: Builder) -> Builder:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.name not in _GIVEN]
+        for p in own:
+            if p.default is inspect.Parameter.empty or p.annotation is inspect.Parameter.empty:
+                raise SpecError(
+                    f"workload {name!r}: the parameter {p.name!r} needs a type and a default, such as width: int = 64; "
+                    f"only {', '.join(_GIVEN)} are given by build"
+                )
+
+        @functools.wraps(function)
+        def make(**arguments: Any) -> Workload:
+            return Workload(name=name, recipe=recipe, function=function, arguments=arguments)
+
+        make.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        WORKLOADS.register(name, cite=cite)(make)
+        return function
+
+    return add
+
+
+def recipe(text: str | Call) -> Recipe:
+    """The recipe of a workload, by its name or text form; reads no data and builds no model."""
+    return WORKLOADS.make(text).recipe
+
+
+def build(
+    text: str | Call, *, data: Path | str | None = None, seed: int = 0, device: torch.device | str = "cpu"
+) -> Task:
+    """The task of a workload, by its name or text form.
+
+    >>> build("digits-mlp(width=16)", seed=1).describe()["parameters"]
+    1482
+    """
+    return WORKLOADS.make(text).build(data=data, seed=seed, device=device)

@@ -1,0 +1,71 @@
+"""scikit-learn's digits: 1,797 images of 8x8, nothing to download, a run takes seconds."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from ebbflow.workloads.base import Recipe, Task, register
+from ebbflow.workloads.models import MLP, SmallCNN
+from ebbflow.workloads.sources import TensorSource
+
+__all__ = ["digits_cnn", "digits_mlp"]
+
+_FOLDS = 5
+
+
+@register(
+    "digits-mlp",
+    recipe=Recipe(
+        ref_batch=32,
+        local_batch=8,
+        lr=0.05,
+        optimizer="sgd(momentum=0.9, weight_decay=5e-4)",
+        schedule="cosine",
+        epochs=30,
+        metric="accuracy",
+    ),
+)
+def digits_mlp(recipe: Recipe, width: int = 64) -> Task:
+    """A perceptron with two hidden layers on digits (8x8)."""
+    return _task(MLP(inputs=64, width=width, classes=10), recipe)
+
+
+@register(
+    "digits-cnn",
+    recipe=Recipe(
+        ref_batch=32,
+        local_batch=8,
+        lr=0.05,
+        optimizer="sgd(momentum=0.9, weight_decay=5e-4)",
+        schedule="cosine",
+        epochs=30,
+        metric="accuracy",
+    ),
+)
+def digits_cnn(recipe: Recipe, width: int = 16) -> Task:
+    """A convolutional network with batch norm on digits (8x8)."""
+    return _task(SmallCNN(channels=1, widths=(width, 2 * width, 4 * width), classes=10), recipe)
+
+
+def _task(model: nn.Module, recipe: Recipe) -> Task:
+    from sklearn.datasets import load_digits  # half a second that listing the workloads need not wait for
+
+    digits = load_digits()
+    labels: np.ndarray[tuple[int], np.dtype[np.int64]] = digits.target
+    # Within each class every fifth image is for validation: stratified, and nothing is drawn.
+    rank = np.zeros(len(labels), dtype=np.int64)
+    for label in range(10):
+        members = np.flatnonzero(labels == label)
+        rank[members] = np.arange(len(members))
+    held_out = torch.from_numpy(rank % _FOLDS == _FOLDS - 1)
+    x = torch.from_numpy(digits.images).float()[:, None]
+    y = torch.from_numpy(labels)
+    mean, std = x[~held_out].mean(), x[~held_out].std()
+    return Task(
+        model=model,
+        train=TensorSource((x[~held_out] - mean) / std, y[~held_out]),
+        valid=TensorSource((x[held_out] - mean) / std, y[held_out]),
+        recipe=recipe,
+    )

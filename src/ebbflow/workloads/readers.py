@@ -1,0 +1,247 @@
+"""Readers of published data files. numpy only; every reader checks what it reads and says which file is wrong.
+
+    read_mnist_folder   idx files, plain or gzip: MNIST and what imitates it
+    read_cifar10        the original batches, python or binary, or one npz of JPEGs; told apart by what is there
+    read_text           a text file
+
+The npz holds, for `train` and `test`: `{split}_jpeg` (all images, one after the other, as bytes), `{split}_offsets`
+(image i is bytes offsets[i]:offsets[i+1]) and `{split}_labels`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zipfile
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ebbflow.errors import DataError, MissingExtra
+from ebbflow.workloads.pickles import PickledBytes, load_pickle
+
+__all__ = ["Images", "decode_jpegs", "read_cifar10", "read_idx", "read_mnist_folder", "read_text"]
+
+_IDX_BYTES = 0x08  # the idx code of unsigned bytes, the only type that the image sets use
+_CIFAR_SIDE = 32
+_CIFAR_PIXELS = 3 * _CIFAR_SIDE * _CIFAR_SIDE
+_CIFAR_TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
+_CIFAR_TEST = ("test_batch",)
+
+
+class Images(NamedTuple):
+    """One part of an image set: pixels as bytes `(samples, channels, height, width)` and class numbers."""
+
+    pixels: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+
+
+def _images(where: Path | str, pixels: NDArray[np.uint8], labels: NDArray[Any], *, classes: int) -> Images:
+    if labels.ndim != 1 or len(labels) != len(pixels):
+        raise DataError(f"{where}: {len(pixels)} images but labels of shape {labels.shape}; expected one an image")
+    if len(labels) == 0:
+        raise DataError(f"{where}: no images")
+    if labels.dtype.kind not in "iu":
+        raise DataError(f"{where}: labels of type {labels.dtype}; expected whole numbers")
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        raise DataError(f"{where}: label {labels[wrong[0]]} of image {wrong[0]}; expected 0 to {classes - 1}")
+    # Arrays over the bytes of a file are read-only, which torch does not support.
+    return Images(np.require(pixels, requirements=["C", "W"]), labels.astype(np.int64))
+
+
+def _join(parts: list[Images]) -> Images:
+    return Images(np.concatenate([part.pixels for part in parts]), np.concatenate([part.labels for part in parts]))
+
+
+def _read_bytes(path: Path) -> bytes:
+    """The content of a file, unzipped when it is gzip."""
+    try:
+        raw = path.read_bytes()
+        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: damaged gzip file ({error}); get it again") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+# ---- idx: MNIST, Fashion-MNIST ----
+
+
+def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
+    """An idx file of unsigned bytes with that many dimensions, plain or gzip.
+
+    The form: two zero bytes, the type, the number of dimensions, each size as a big-endian 32-bit number, the values.
+    """
+    raw = _read_bytes(path)
+    expected = bytes([0, 0, _IDX_BYTES, dimensions])
+    header = 4 + 4 * dimensions
+    if raw[:4] != expected:
+        raise DataError(
+            f"{path}: starts with {raw[:4].hex() or 'nothing'}, expected {expected.hex()}, the magic number of an idx "
+            f"file of bytes with {dimensions} dimension(s)"
+        )
+    if len(raw) < header:
+        raise DataError(f"{path}: {len(raw)} bytes, shorter than the header of {header}; it is truncated, get it again")
+    shape = tuple(int.from_bytes(raw[i : i + 4], "big") for i in range(4, header, 4))
+    size = int(np.prod(shape, dtype=object))
+    if len(raw) - header != size:
+        raise DataError(
+            f"{path}: {len(raw) - header} bytes of values, but its header says {shape}, that is {size}; get it again"
+        )
+    return np.frombuffer(raw, dtype=np.uint8, offset=header).reshape(shape)
+
+
+def read_mnist_folder(folder: Path, *, side: int = 28, classes: int = 10, source: str) -> tuple[Images, Images]:
+    """Training and test images from the four idx files of a folder, each plain or with .gz.
+
+    `source` ends the message about missing files: where a user gets them.
+    """
+    names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+    found = {name: path for name in names for path in (folder / f"{name}.gz", folder / name) if path.is_file()}
+    missing = [name for name in names if name not in found]
+    if missing:
+        lacks = f"has no {', '.join(missing)} (with or without .gz)" if folder.is_dir() else "is not a folder"
+        raise DataError(f"{folder} {lacks}; expected the idx files {', '.join(names)}; {source}")
+    parts = []
+    for part in ("train", "t10k"):
+        path = found[f"{part}-images-idx3-ubyte"]
+        pixels = read_idx(path, dimensions=3)
+        if pixels.shape[1:] != (side, side):
+            raise DataError(f"{path}: images of {pixels.shape[1]}x{pixels.shape[2]} pixels; expected {side}x{side}")
+        labels = found[f"{part}-labels-idx1-ubyte"]
+        parts.append(_images(labels, pixels[:, None], read_idx(labels, dimensions=1), classes=classes))
+    return parts[0], parts[1]
+
+
+# ---- CIFAR-10 ----
+
+
+def read_cifar10(data: Path) -> tuple[Images, Images]:
+    """Training and test images of CIFAR-10: a folder of original batches (or the folder above it), or an npz file."""
+    if data.is_file() and zipfile.is_zipfile(data):
+        return _cifar_npz(data, "train"), _cifar_npz(data, "test")
+    readers: tuple[tuple[str, str, Callable[[Path], Images]], ...] = (
+        ("cifar-10-batches-py", "", _cifar_python),
+        ("cifar-10-batches-bin", ".bin", _cifar_binary),
+    )
+    for inner, suffix, read in readers:
+        for folder in (data, data / inner):
+            paths = [folder / (name + suffix) for name in _CIFAR_TRAIN + _CIFAR_TEST]
+            missing = [path.name for path in paths if not path.is_file()]
+            if len(missing) == len(paths):
+                continue
+            if missing:
+                raise DataError(f"{folder} lacks {', '.join(missing)} of CIFAR-10's {len(paths)} batches; add them")
+            return _join([read(path) for path in paths[:-1]]), read(paths[-1])
+    found = "is a file of another kind" if data.is_file() else "holds none of it" if data.is_dir() else "does not exist"
+    raise DataError(
+        f"no CIFAR-10 at {data}: it {found}; expected a folder with the unpacked original batches (data_batch_1 to 5 "
+        f"and test_batch of cifar-10-python.tar.gz, or with .bin those of cifar-10-binary.tar.gz), or an npz of JPEGs"
+    )
+
+
+def _cifar_python(path: Path) -> Images:
+    batch = load_pickle(path)
+    if not isinstance(batch, dict):
+        raise DataError(f"{path}: holds a {type(batch).__name__}; expected a dictionary with data and labels")
+    # Written by Python 2 the keys are bytes; a copy that was written again may have text.
+    pixels, labels = (batch.get(key.encode(), batch.get(key)) for key in ("data", "labels"))
+    if not isinstance(pixels, PickledBytes):
+        raise DataError(f"{path}: has no array 'data'; expected one of shape (images, {_CIFAR_PIXELS})")
+    if not (isinstance(labels, list) and all(type(label) is int for label in labels)):
+        raise DataError(f"{path}: has no list 'labels' of whole numbers")
+    try:
+        rows = pixels.array()
+    except DataError as error:
+        raise DataError(f"{path}: 'data' is {error}") from None
+    if rows.ndim != 2 or rows.shape[1] != _CIFAR_PIXELS:
+        raise DataError(f"{path}: 'data' has the shape {rows.shape}; expected (images, {_CIFAR_PIXELS})")
+    known = np.array(labels, dtype=object)  # as objects: a huge number is out of range, not an overflow
+    if len(labels) and not all(0 <= label < 10 for label in labels):
+        raise DataError(f"{path}: label {next(x for x in known if not 0 <= x < 10)}; expected 0 to 9")
+    return _images(path, rows.reshape(-1, 3, _CIFAR_SIDE, _CIFAR_SIDE), known.astype(np.int64), classes=10)
+
+
+def _cifar_binary(path: Path) -> Images:
+    raw = np.frombuffer(_read_bytes(path), dtype=np.uint8)
+    record = 1 + _CIFAR_PIXELS
+    if raw.size == 0 or raw.size % record:
+        raise DataError(f"{path}: {raw.size} bytes, not a multiple of {record} (a label and an image); get it again")
+    rows = raw.reshape(-1, record)
+    return _images(path, rows[:, 1:].reshape(-1, 3, _CIFAR_SIDE, _CIFAR_SIDE), rows[:, 0], classes=10)
+
+
+def _cifar_npz(path: Path, split: str) -> Images:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            blob, offsets, labels = (arrays[f"{split}_{part}"] for part in ("jpeg", "offsets", "labels"))
+    except KeyError as error:
+        raise DataError(f"{path}: {error.args[0]}; expected the arrays {split}_jpeg, _offsets and _labels") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path}: damaged npz file ({error}); get it again") from None
+    where = f"{path}, {split}"
+    try:
+        return _images(where, decode_jpegs(blob, offsets), labels, classes=10)
+    except DataError as error:
+        raise DataError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+
+
+def decode_jpegs(blob: NDArray[Any], offsets: NDArray[Any], *, side: int = _CIFAR_SIDE) -> NDArray[np.uint8]:
+    """Square RGB images from JPEGs that lie one after the other in an array of bytes; uses all cores.
+
+    Image i is `blob[offsets[i]:offsets[i + 1]]`. Nothing is cached on disk.
+    """
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MissingExtra("pillow", extra="vision", needed_for="an npz file of JPEGs") from None
+    if blob.ndim != 1 or blob.dtype != np.uint8:
+        raise DataError(f"the JPEGs are an array of type {blob.dtype} and shape {blob.shape}; expected a row of bytes")
+    if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or len(offsets) < 1:
+        raise DataError(
+            f"the offsets are of type {offsets.dtype} and shape {offsets.shape}; expected a row of integers"
+        )
+    bounds: list[int] = offsets.tolist()
+    if bounds[0] < 0 or bounds[-1] > len(blob) or sorted(bounds) != bounds:
+        raise DataError(f"the offsets do not rise from 0 to at most {len(blob)}, the number of bytes")
+    result = np.empty((len(bounds) - 1, 3, side, side), dtype=np.uint8)
+
+    def decode(chunk: range) -> None:
+        for number in chunk:
+            piece = blob[bounds[number] : bounds[number + 1]].tobytes()
+            try:
+                with Image.open(io.BytesIO(piece), formats=["JPEG"]) as image:
+                    if image.size != (side, side):  # known from the header: nothing huge is ever decoded
+                        raise DataError(f"image {number} is {image.width}x{image.height}; expected {side}x{side}")
+                    result[number] = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+            except (OSError, SyntaxError) as error:
+                raise DataError(f"image {number} is not a readable JPEG ({error})") from None
+
+    chunks = [range(start, min(start + 1000, len(result))) for start in range(0, len(result), 1000)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(decode, chunks))
+    return result
+
+
+# ---- text ----
+
+
+def read_text(path: Path) -> str:
+    """A text file in UTF-8, not empty."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"there is no text file {path}; give the path of any plain text") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start} is not UTF-8; expected plain text") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}); give the path of a text file") from None
+    if not text:
+        raise DataError(f"{path}: is empty; expected plain text")
+    return text

@@ -1,0 +1,65 @@
+"""A character-level language model of any plain text; the usual one is Shakespeare's plays, about a megabyte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ebbflow.errors import ConfigError, DataError
+from ebbflow.workloads.base import Recipe, Task, register
+from ebbflow.workloads.models import GPT
+from ebbflow.workloads.readers import read_text
+from ebbflow.workloads.sources import TokenSource
+
+__all__ = ["shakespeare_gpt"]
+
+
+@register(
+    "shakespeare-gpt",
+    recipe=Recipe(
+        ref_batch=32,
+        local_batch=8,
+        lr=2e-3,
+        optimizer="adamw(weight_decay=0.1)",
+        schedule="cosine",
+        epochs=10,
+        metric="loss",
+        higher_is_better=False,
+    ),
+)
+def shakespeare_gpt(
+    data: Path | None,
+    recipe: Recipe,
+    context: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    width: int = 128,
+    dropout: float = 0.0,
+) -> Task:
+    """A small causal transformer on the characters of a text file, with AdamW.
+
+    A sample is one block of `context` characters; blocks do not overlap, so an epoch sees every character once. The
+    first nine tenths of the text are for training, the rest for validation. The vocabulary is that of the whole text.
+    """
+    if data is None:
+        raise DataError("shakespeare-gpt needs its data: give the path of a plain text file")
+    for name, value in {"context": context, "layers": layers, "heads": heads, "width": width}.items():
+        if value < 1:
+            raise ConfigError(f"shakespeare-gpt: {name} is {value}; expected at least 1")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"shakespeare-gpt: dropout is {dropout:g}; expected at least 0 and less than 1")
+    points = np.frombuffer(read_text(data).encode("utf-32-le"), dtype=np.uint32)
+    vocabulary, numbers = np.unique(points, return_inverse=True)
+    tokens = torch.from_numpy(numbers.astype(np.int64))
+    cut = len(tokens) * 9 // 10
+    train = TokenSource(tokens[:cut], context, context)
+    valid = TokenSource(tokens[cut:], context, context)
+    if not len(train) or not len(valid):
+        raise DataError(
+            f"{data}: {len(tokens)} characters; a context of {context} needs {10 * (context + 1)} or more, so that the "
+            f"last tenth holds a block"
+        )
+    model = GPT(vocabulary=len(vocabulary), context=context, layers=layers, heads=heads, width=width, dropout=dropout)
+    return Task(model=model, train=train, valid=valid, recipe=recipe)

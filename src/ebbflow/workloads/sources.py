@@ -1,0 +1,130 @@
+"""Where samples come from: tensors in memory, any torch data set, a text; and the augmentation of images.
+
+Augmentation draws from torch's global generator of the device that holds the samples. An engine that seeds it before
+each piece of a step gets the same samples whatever happened before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from ebbflow.errors import ConfigError
+from ebbflow.workloads.base import Indices
+
+__all__ = ["DatasetSource", "TensorSource", "TokenSource", "crop_and_flip"]
+
+
+def crop_and_flip(images: Tensor, *, pad: int = 4) -> Tensor:
+    """Each image shifted by up to `pad` pixels (what enters is 0) and mirrored with probability 1/2.
+
+    Takes `(samples, channels, height, width)` of any type on any device and gives the same shape and type. Equals a
+    random crop of the padded image; the whole batch is one gather.
+    """
+    count, _, height, width = images.shape
+    device = images.device
+    down, right = torch.randint(0, 2 * pad + 1, (2, count, 1), device=device)
+    mirrored = torch.randint(0, 2, (count, 1), device=device, dtype=torch.bool)
+    rows = torch.arange(height, device=device) + down
+    columns = torch.arange(width, device=device).expand(count, width)
+    columns = torch.where(mirrored, width - 1 - columns, columns) + right
+    padded = F.pad(images, (pad, pad, pad, pad))
+    sample = torch.arange(count, device=device)[:, None, None]
+    # Index tensors around a slice put the channels last; the permutation puts them back.
+    return padded[sample, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSource:
+    """Samples that lie in two tensors, stored as they are (bytes stay bytes) and standardised when fetched."""
+
+    x: Tensor
+    y: Tensor
+    augment: Callable[[Tensor], Tensor] | None = None
+    """Applied to the stored inputs of a training batch; must treat each sample on its own."""
+    mean: Tensor | None = None
+    """Subtracted from the inputs; broadcast against one batch."""
+    std: Tensor | None = None
+    """The inputs are divided by it; broadcast against one batch."""
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            raise ConfigError(f"{len(self.x)} inputs but {len(self.y)} targets; expected one target an input")
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the samples; augmented only when `train`."""
+        index = torch.as_tensor(indices, device=self.y.device)
+        x, y = self.x[index], self.y[index]
+        if train and self.augment is not None:
+            x = self.augment(x)
+        if self.mean is not None:
+            x = x - self.mean
+        if self.std is not None:
+            x = x / self.std
+        return x, y
+
+    def to(self, device: torch.device) -> Self:
+        """The same samples on the device: they are copied there once, not batch by batch."""
+        mean = None if self.mean is None else self.mean.to(device)
+        std = None if self.std is None else self.std.to(device)
+        return replace(self, x=self.x.to(device), y=self.y.to(device), mean=mean, std=std)
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetSource:
+    """Any map-style torch data set of (input, target) pairs, collated by torch's default.
+
+    The data set's own transforms run for training and validation alike: give two data sets where they should differ.
+    Samples are fetched one by one in the calling process.
+    """
+
+    dataset: Dataset[Any]
+    device: torch.device = torch.device("cpu")
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self.dataset))
+
+    def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the samples; `train` makes no difference."""
+        pair = default_collate([self.dataset[int(index)] for index in indices])
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+            raise ConfigError(f"{type(self.dataset).__name__} gives {type(pair).__name__}; expected (input, target)")
+        return pair[0].to(self.device), pair[1].to(self.device)
+
+    def to(self, device: torch.device) -> Self:
+        """The same samples, each batch moved to the device when it is fetched."""
+        return replace(self, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSource:
+    """Blocks of a sequence of tokens, at a fixed stride: sample i starts at token i * stride.
+
+    The target of each token is the next one. What is left at the end and fills no block is not used.
+    """
+
+    tokens: Tensor
+    context: int
+    stride: int
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1 - self.context) // self.stride + 1)
+
+    def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
+        """Blocks and the same blocks one token later; `train` makes no difference."""
+        starts = torch.as_tensor(indices, device=self.tokens.device) * self.stride
+        block = self.tokens[starts[:, None] + torch.arange(self.context + 1, device=self.tokens.device)]
+        return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+
+    def to(self, device: torch.device) -> Self:
+        """The same tokens on the device."""
+        return replace(self, tokens=self.tokens.to(device))

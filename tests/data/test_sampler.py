@@ -1,0 +1,419 @@
+"""The sampler: sizes by the plan, every sample once an epoch, for any reading ahead, resuming and number of ranks."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from ebbflow.data.sampler import ElasticSampler, Piece
+from ebbflow.errors import CheckpointError, ConfigError, DataError, PlanError
+from ebbflow.plan.plan import BatchPlan, StepSize
+from ebbflow.traces.trace import Trace
+from ebbflow.units import Samples, Seconds
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A plan of given worker counts, over and over."""
+
+    counts: tuple[int, ...]
+    local_batch: int
+
+    def at(self, step: int) -> StepSize:
+        workers = self.counts[step % len(self.counts)]
+        samples = Samples(workers * self.local_batch)
+        return StepSize(workers=workers, samples=samples, time_s=Seconds(step), duration_s=Seconds(1))
+
+
+def make(samples: int, plan: Any, **options: Any) -> ElasticSampler:
+    return ElasticSampler(samples, plan, **options)
+
+
+def train(sampler: ElasticSampler, pieces: int | None = None, *, ahead: int = 0) -> Iterator[tuple[Piece, list[int]]]:
+    """Train on pieces, epoch after epoch, while the reader is `ahead` pieces before the training."""
+    trained = 0
+    while pieces is None or trained < pieces:
+        reader = iter(sampler)
+        read = list(islice(reader, ahead))
+        while batch := [*read, *islice(reader, 1)]:
+            if trained == pieces:
+                return
+            read = batch[1:]
+            piece = sampler.consume()
+            trained += 1
+            assert piece.size == len(batch[0])
+            yield piece, batch[0]
+
+
+def epoch_of(sampler: ElasticSampler) -> list[int]:
+    return [i for batch in sampler for i in batch]
+
+
+# What comes out -----------------------------------------------------------------------------------------------------
+
+
+def test_steps_follow_the_trace_and_the_last_one_is_smaller() -> None:
+    # 2 workers for 20 s and 4 workers then, 10 s a step, 3 samples a worker: steps of 6, 6, 12, 12, ... On 41 samples
+    # 6 + 6 + 12 + 12 leave 5, which a share of 3 cuts into pieces of 3 and 2.
+    plan = BatchPlan.from_trace(Trace.parse("0s:2 20s:4 200s"), "follow(3)", "10s")
+    pieces = [piece for piece, _ in train(ElasticSampler(41, plan), 14)]
+    assert [piece.size for piece in pieces] == [3] * 12 + [3, 2]
+    assert [piece.step for piece in pieces] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4]
+    assert [piece.batch for piece in pieces] == [6] * 4 + [12] * 8 + [5] * 2
+    assert [piece.workers for piece in pieces] == [2] * 4 + [4] * 10
+    assert [piece.time_s for piece in pieces][::2] == [0.0, 10.0, 20.0, 20.0, 30.0, 30.0, 40.0]
+
+
+def test_a_piece_tells_its_place_in_the_step() -> None:
+    sampler = ElasticSampler(33, 1, local_batch=33, shuffle=False)
+    assert sampler.peek() == sampler.peek()  # looking changes nothing
+    assert sampler.consume() == Piece(
+        step=0, size=33, batch=33, workers=1, index=0, count=1, epoch=0, start=0, time_s=0.0, next_size=None
+    )
+    # The largest piece is 16: 33 = 11 + 11 + 11.
+    sampler = make(33, Fleet((1,), 33), local_batch=16)
+    first, middle, last = (sampler.consume() for _ in range(3))
+    assert (first.size, first.start, first.next_size, first.first, first.last) == (11, 0, 11, True, False)
+    assert (middle.index, middle.start, middle.next_size, middle.first, middle.last) == (1, 11, 11, False, False)
+    assert (last.index, last.start, last.next_size, last.first, last.last) == (2, 22, None, False, True)
+
+
+def test_a_local_batch_above_the_plans_share_does_not_merge_workers() -> None:
+    assert [len(batch) for batch in make(12, Fleet((3,), 4), local_batch=100)] == [4, 4, 4]
+
+
+def test_the_order_depends_on_seed_and_epoch_and_not_on_the_workers() -> None:
+    def order(workers: int, local_batch: int, seed: int, epoch: int) -> list[int]:
+        sampler = ElasticSampler(997, workers, local_batch=local_batch, seed=seed)
+        sampler.set_epoch(epoch)
+        return epoch_of(sampler)
+
+    assert order(1, 7, seed=1, epoch=2) == order(5, 32, seed=1, epoch=2)
+    assert order(1, 7, seed=1, epoch=2) != order(1, 7, seed=1, epoch=3)
+    assert order(1, 7, seed=1, epoch=2) != order(1, 7, seed=2, epoch=2)
+    assert epoch_of(ElasticSampler(997, 3, local_batch=8, shuffle=False)) == list(range(997))
+
+
+def test_orders_longer_than_a_block_are_read_without_a_seam() -> None:
+    # 100,003 is a prime above three blocks of 2^15, and pieces of 37 straddle their edges.
+    sampler = ElasticSampler(100_003, 3, local_batch=37)
+    assert sorted(epoch_of(sampler)) == list(range(100_003))
+
+
+def test_anything_with_a_length_is_a_data_set() -> None:
+    assert ElasticSampler(TensorDataset(torch.arange(11)), 1, local_batch=4).samples == 11
+
+
+# Exactly once -------------------------------------------------------------------------------------------------------
+
+awkward = st.one_of(st.integers(1, 80), st.sampled_from([97, 199, 251]))
+fleets = st.builds(
+    Fleet, st.lists(st.integers(1, 6), min_size=1, max_size=12).map(tuple), st.sampled_from([1, 2, 3, 5, 8])
+)
+lives = st.lists(
+    st.fixed_dictionaries(
+        {
+            "fleet": fleets,
+            "local_batch": st.none() | st.integers(1, 6),
+            "pieces": st.integers(0, 60),
+            "saved_after": st.integers(0, 60),
+            "ahead": st.integers(0, 9),
+        }
+    ),
+    max_size=6,
+)
+
+
+@settings(deadline=None)
+@given(samples=awkward, seed=st.integers(0, 5), lives=lives)
+def test_any_history_of_workers_kills_and_resumes_trains_every_sample_once_an_epoch(
+    samples: int, seed: int, lives: list[dict[str, Any]]
+) -> None:
+    kept: list[tuple[int, int]] = []  # (epoch, sample) of the steps that the saved state holds
+    state = make(samples, Fleet((1,), 1), seed=seed).state_dict()
+    for life in lives:
+        # A life ends with a kill: what it trained after saving is gone, what it had read ahead too.
+        sampler = make(samples, life["fleet"], local_batch=life["local_batch"], seed=seed)
+        sampler.load_state_dict(json.loads(json.dumps(state)))
+        complete, pending = list(kept), []
+        if life["saved_after"] == 0:
+            state = sampler.state_dict()
+        for i, (piece, batch) in enumerate(train(sampler, life["pieces"], ahead=life["ahead"]), start=1):
+            pending += [(piece.epoch, sample) for sample in batch]
+            if piece.last:
+                complete, pending = complete + pending, []
+            if i == life["saved_after"]:
+                state, kept = sampler.state_dict(), complete
+    # The last life finishes the epoch it is in.
+    sampler = make(samples, Fleet((2,), 4), seed=seed)
+    sampler.load_state_dict(state)
+    epoch = sampler.epoch
+    for piece, batch in train(sampler, len(sampler), ahead=3):
+        kept = kept + [(piece.epoch, sample) for sample in batch]
+    assert sampler.epoch == epoch + 1
+    assert Counter(kept) == Counter((e, i) for e in range(epoch + 1) for i in range(samples))
+
+
+@settings(deadline=None)
+@given(samples=awkward, fleet=fleets, local_batch=st.none() | st.integers(1, 6), data=st.data())
+def test_any_number_of_ranks_uses_the_same_samples_at_each_step(
+    samples: int, fleet: Fleet, local_batch: int | None, data: st.DataObject
+) -> None:
+    done = data.draw(st.integers(0, 5))
+    alone = make(samples, fleet, local_batch=local_batch)
+    for _ in range(done):
+        alone.consume()
+    state = alone.state_dict()
+
+    def steps(world_size: int) -> dict[int, list[int]]:
+        used: dict[int, list[int]] = defaultdict(list)
+        for rank in range(world_size):
+            sampler = make(samples, fleet, local_batch=local_batch, rank=rank, world_size=world_size)
+            sampler.load_state_dict(state)
+            batches = list(sampler)
+            assert len(sampler) == len(batches)
+            for batch in batches:
+                used[sampler.consume().step] += batch
+        return {step: sorted(samples) for step, samples in used.items()}
+
+    assert steps(1) == steps(2) == steps(3)
+
+
+@settings(deadline=None)
+@given(samples=st.integers(2, 300), fleet=fleets, local_batch=st.none() | st.integers(2, 6))
+def test_no_piece_is_one_lone_sample(samples: int, fleet: Fleet, local_batch: int | None) -> None:
+    if fleet.local_batch > 1:
+        assert min(map(len, make(samples, fleet, local_batch=local_batch))) >= 2
+
+
+# With a DataLoader --------------------------------------------------------------------------------------------------
+
+
+def loader_of(sampler: ElasticSampler) -> DataLoader[tuple[torch.Tensor, ...]]:
+    return DataLoader(TensorDataset(torch.arange(sampler.samples)), batch_sampler=sampler, num_workers=2)
+
+
+def test_a_loader_that_reads_ahead_is_stopped_and_resumed_exactly() -> None:
+    first = make(211, Fleet((3, 1, 2), 5), seed=3)
+    seen: list[int] = []
+    pending: list[int] = []
+    for number, (batch,) in enumerate(loader_of(first)):
+        if number == 11:  # by now the two worker processes have asked for four pieces more
+            break
+        pending += batch.tolist()
+        if first.consume().last:
+            seen, pending = seen + pending, []
+    assert pending, "the stop falls inside a step, so that there is something not to save"
+    second = make(211, Fleet((4, 2), 5), seed=3)  # other workers than before
+    second.load_state_dict(first.state_dict())
+    for (batch,) in loader_of(second):
+        seen += batch.tolist()
+        second.consume()
+    assert Counter(seen) == Counter(range(211))
+    assert second.epoch == 1
+
+
+def test_a_second_loop_in_the_same_process_goes_on_after_the_last_piece_trained_on() -> None:
+    sampler = make(50, Fleet((2,), 4))
+    whole = list(sampler)
+    first = [sampler.consume() and batch for batch in islice(sampler, 5)]
+    assert first + list(sampler) == whole  # five pieces are two and a half steps
+    assert len(sampler) == len(whole) - 5
+
+
+def test_looking_at_a_batch_before_training_costs_nothing() -> None:
+    sampler = ElasticSampler(20, 2, local_batch=5)
+    next(iter(loader_of(sampler)))  # the worker processes have read the whole epoch
+    assert sampler.state_dict()["position"] == 0
+    assert sorted(epoch_of(sampler)) == list(range(20))
+
+
+# Epochs -------------------------------------------------------------------------------------------------------------
+
+
+def test_epochs_follow_each_other_and_the_plan_runs_on() -> None:
+    # 10 samples in steps of 4, 8, 4, 8, ...: 4 + 6 (cut) is epoch 0, and epoch 1 begins with step 2, again of 4.
+    # 3 samples in steps of 2: taking 2 would leave a lone one, so each epoch is one step of 3.
+    steps = [(p.epoch, p.step, p.batch) for p, _ in train(make(10, Fleet((1, 2), 4)), 6) if p.last]
+    assert steps == [(0, 0, 4), (0, 1, 6), (1, 2, 4), (1, 3, 6)]
+    steps = [(p.epoch, p.step, p.batch) for p, _ in train(make(3, Fleet((1,), 2)), 3)]
+    assert steps == [(0, 0, 3), (1, 1, 3), (2, 2, 3)]
+
+
+def test_setting_the_current_epoch_keeps_a_resumed_position() -> None:
+    sampler = ElasticSampler(20, 1, local_batch=4)
+    for _ in range(7):  # 5 steps are epoch 0, 2 more are 8 samples of epoch 1
+        sampler.consume()
+    resumed = ElasticSampler(20, 1, local_batch=4)
+    resumed.load_state_dict(sampler.state_dict())
+    resumed.set_epoch(1)
+    assert resumed.state_dict() == {**sampler.state_dict(), "epoch": 1, "position": 8, "step": 7}
+
+
+def test_setting_epochs_without_consuming_gives_the_steps_of_a_run_that_consumes() -> None:
+    fleet = Fleet((1, 3, 2), 4)
+    trained = make(37, fleet)
+    looked = make(37, fleet)
+    for epoch in range(4):
+        trained.set_epoch(epoch)
+        looked.set_epoch(epoch)
+        assert looked.peek() == trained.peek()
+        assert list(looked) == [batch for _, batch in train(trained, len(trained))]
+    assert trained.epoch == 4
+    looked.set_epoch(1)
+    again = make(37, fleet)
+    again.set_epoch(1)
+    assert looked.state_dict() == again.state_dict()
+
+
+def test_without_consuming_the_same_epoch_comes_again() -> None:
+    sampler = ElasticSampler(20, 1, local_batch=4)
+    assert list(sampler) == list(sampler)
+    assert sampler.state_dict()["position"] == 0
+
+
+# Ranks --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_without_a_piece_at_the_tail_goes_on_with_the_next_epoch() -> None:
+    # 10 samples in steps of 2 x 2: 4, 4, 2; the last step has one piece, of rank 0.
+    rank_1 = ElasticSampler(10, 2, local_batch=2, shuffle=False, rank=1, world_size=2)
+    assert [batch for _, batch in train(rank_1, 2)] == [[2, 3], [6, 7]]
+    assert [batch for _, batch in train(rank_1, 1)] == [[2, 3]]
+    assert rank_1.epoch == 1
+
+
+def test_a_rank_resumed_at_a_tail_without_it_has_one_empty_epoch() -> None:
+    saved = ElasticSampler(10, 2, local_batch=2, shuffle=False)
+    for _ in range(4):
+        saved.consume()
+    rank_1 = ElasticSampler(10, 2, local_batch=2, shuffle=False, rank=1, world_size=2)
+    rank_1.load_state_dict(saved.state_dict())
+    assert (rank_1.epoch, len(rank_1)) == (0, 0)
+    assert list(rank_1) == []  # rank 0 trains on [8, 9] meanwhile
+    assert list(rank_1) == [[2, 3], [6, 7]]
+    assert rank_1.epoch == 1
+
+
+def test_a_rank_that_skipped_a_step_goes_on_inside_the_next_one() -> None:
+    # Steps of 2, 1 and 4 pieces; rank 1 of 2 has 1, 0 and 2 of them.
+    rank_1 = make(14, Fleet((2, 1, 4), 2), shuffle=False, rank=1, world_size=2)
+    assert list(rank_1) == [[2, 3], [8, 9], [12, 13]]
+    assert [rank_1.consume().step for _ in range(2)] == [0, 2]
+    assert list(rank_1) == [[12, 13]]
+    assert rank_1.peek().last
+    assert rank_1.state_dict()["position"] == 4  # step 1 is not this rank's to confirm
+
+
+def test_a_rank_that_never_has_a_piece_is_told_so() -> None:
+    rank_2 = ElasticSampler(10, 2, local_batch=2, rank=2, world_size=3)
+    assert list(rank_2) == []
+    with pytest.raises(ConfigError, match="rank 2 of 3 has no piece up to the end of epoch 1"):
+        rank_2.peek()
+
+
+# State --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_is_a_few_integers_at_the_last_complete_step() -> None:
+    sampler = ElasticSampler(100, 4, local_batch=4, seed=9)
+    for _ in range(6):  # a step and a half
+        sampler.consume()
+    expected = {"version": 1, "seed": 9, "shuffle": 1, "samples": 100, "epoch": 0, "position": 16, "step": 1}
+    assert sampler.state_dict() == expected
+
+
+def test_a_thousand_million_samples_start_in_the_middle_within_two_megabytes() -> None:
+    state = {"version": 1, "seed": 0, "shuffle": 1, "samples": 10**9, "epoch": 3, "position": 5 * 10**8, "step": 7}
+    tracemalloc.start()
+    try:
+        sampler = ElasticSampler(10**9, 8, local_batch=32)
+        sampler.load_state_dict(state)
+        batch = next(iter(sampler))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(batch) == 32
+    assert peak < 2 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"samples": 101}, "samples 101, this sampler has 100"),
+        ({"seed": 1}, "seed 1, this sampler has 0"),
+        ({"shuffle": 0}, "shuffle 0, this sampler has 1"),
+        ({"version": 99}, "version 99"),
+        ({"step": -1}, "step -1"),
+        ({"step": "3"}, "step '3'"),
+        ({"position": 100}, "damaged"),
+        ({"epoch": None}, "epoch None"),
+    ],
+)
+def test_a_state_of_another_run_or_a_damaged_one_is_refused(change: dict[str, Any], message: str) -> None:
+    sampler = ElasticSampler(100, 2, local_batch=4)
+    sampler.consume()
+    before = sampler.peek()
+    with pytest.raises(CheckpointError, match=message):
+        sampler.load_state_dict({**sampler.state_dict(), **change})
+    assert sampler.peek() == before
+
+
+# Bad input ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", [0, -3, TensorDataset(torch.empty(0))])
+def test_no_samples_are_refused(samples: Any) -> None:
+    with pytest.raises(DataError, match="expected at least one"):
+        ElasticSampler(samples, 1, local_batch=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"local_batch": 0}, "local_batch is 0"),
+        ({"local_batch": None}, "pass local_batch"),
+        ({"rank": 2, "world_size": 2}, "rank 2 of world_size 2"),
+        ({"rank": -1}, "rank -1 of world_size 1"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ElasticSampler(100, 2, **{"local_batch": 4, **options})
+
+
+def test_nobody_to_train_is_refused() -> None:
+    with pytest.raises(PlanError, match="0 workers"):
+        ElasticSampler(100, 0, local_batch=4)
+
+
+def test_a_negative_epoch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="epoch is -1"):
+        ElasticSampler(100, 2, local_batch=4).set_epoch(-1)
+
+
+def test_a_plan_that_ends_inside_an_epoch_says_how_far_it_reaches() -> None:
+    # 7 steps of 8 are 56: five reach 40 samples of the first epoch of 40, two more 16 of the second.
+    sampler = ElasticSampler(40, BatchPlan.constant(2, 8, steps=7))
+    assert len([sampler.consume() for _ in sampler]) == 10
+    with pytest.raises(PlanError, match=r"reaches 1\.40 epochs: it ends in epoch 1, after 16 of 40 samples") as caught:
+        list(sampler)
+    assert "repeat" in str(caught.value)
+
+
+def test_a_plan_that_ends_with_an_epoch_is_long_enough() -> None:
+    sampler = ElasticSampler(40, BatchPlan.constant(2, 8, steps=5))
+    assert sorted(i for _, batch in train(sampler, 10) for i in batch) == list(range(40))
+    assert sampler.epoch == 1

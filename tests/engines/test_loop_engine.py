@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ebbflow.data.ledger import Ledger
+from ebbflow.engines.base import Faults
+from ebbflow.engines.emulated import LoopEngine
+from ebbflow.engines.emulated.loop import piece_seed
+from ebbflow.plan.plan import BatchPlan
+from ebbflow.workloads import cross_entropy
+
+SAMPLES = 40
+
+
+def engine_on(model: nn.Module, *, workers: int = 3, local: int = 4, **settings: object) -> LoopEngine:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(SAMPLES, 5, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
+    plan = BatchPlan.constant(workers, workers * local)
+    return LoopEngine(
+        model, lambda i: (x[i], y[i]), cross_entropy, plan, samples=SAMPLES, **settings  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def step(engine: LoopEngine, ledger: Ledger, number: int = 0) -> tuple[bool, Ledger]:
+    size = engine.members(number)
+    assignment = ledger.assign(size.samples)
+    engine.gradients(assignment, size)
+    committed = engine.commit()
+    return committed, ledger.commit(assignment) if committed else ledger
+
+
+def test_running_statistics_move_once_a_step_by_the_mean_over_the_workers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
+    engine = engine_on(model)
+    step(engine, Ledger(samples=SAMPLES))
+    # What three workers of four samples see, with torch's momentum of 0.1 applied once to the mean of their statistics.
+    indices = engine._order.indices(0, 12)
+    parts = [engine.fetch(indices[i : i + 4])[0] for i in (0, 4, 8)]
+    mean = torch.stack([part.mean(0) for part in parts]).mean(0)
+    var = torch.stack([part.var(0) for part in parts]).mean(0)
+    torch.testing.assert_close(model[0].running_mean, 0.1 * mean)
+    torch.testing.assert_close(model[0].running_var, 0.9 * torch.ones(5) + 0.1 * var)
+    assert model[0].num_batches_tracked == 1
+
+
+def test_without_momentum_running_statistics_are_the_mean_of_all_steps() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 3))
+    engine = engine_on(model)
+    ledger = Ledger(samples=SAMPLES)
+    for number in range(3):
+        _, ledger = step(engine, ledger, number)
+    # 36 samples in nine equal pieces: the mean over all of them
+    seen = engine.fetch(engine._order.indices(0, 36))[0]
+    torch.testing.assert_close(model[0].running_mean, seen.mean(0))
+    assert model[0].momentum is None
+
+
+def test_frozen_batch_norm_stays_frozen() -> None:
+    class Frozen(nn.Sequential):
+        def train(self, mode: bool = True) -> Frozen:
+            super().train(mode)
+            self[0].eval()
+            return self
+
+    model = Frozen(nn.BatchNorm1d(5), nn.Linear(5, 3))
+    before = copy.deepcopy(model[0].state_dict())
+    step(engine_on(model), Ledger(samples=SAMPLES))
+    assert all(torch.equal(before[key], value) for key, value in model[0].state_dict().items())
+
+
+def test_a_lost_step_restores_buffers_and_clears_gradients() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
+    before = copy.deepcopy(model.state_dict())
+    committed, ledger = step(engine_on(model, faults=Faults().lose(worker=0, step=0)), Ledger(samples=SAMPLES))
+    assert not committed
+    assert ledger.total == 0
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_pieces_smaller_than_a_workers_share_give_the_same_gradient() -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(5, 3))
+    parts = copy.deepcopy(whole)
+    for model, piece in ((whole, None), (parts, 3)):
+        step(engine_on(model, workers=2, local=8, piece=piece), Ledger(samples=SAMPLES))
+    torch.testing.assert_close(whole[0].weight.grad, parts[0].weight.grad)
+
+
+def test_dropout_does_not_depend_on_what_happened_before() -> None:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    second = copy.deepcopy(first)
+    step(engine_on(first), Ledger(samples=SAMPLES, epoch=2, position=12))
+    torch.rand(1000)  # a run with another history has drawn other numbers
+    step(engine_on(second), Ledger(samples=SAMPLES, epoch=2, position=12))
+    assert torch.equal(first[0].weight.grad, second[0].weight.grad)
+
+
+def test_piece_seeds_differ_and_fit_torch() -> None:
+    seeds = {piece_seed(seed, epoch, start) for seed in range(5) for epoch in range(20) for start in range(50)}
+    assert len(seeds) == 5 * 20 * 50
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_nan_loss_is_returned_not_hidden() -> None:
+    model = nn.Linear(5, 3)
+    nn.init.constant_(model.weight, float("nan"))
+    engine = engine_on(model)
+    size = engine.members(0)
+    assert np.isnan(engine.gradients(Ledger(samples=SAMPLES).assign(12), size).loss)
+
+
+@pytest.mark.parametrize("step_number", [0, 5])
+def test_faults_strike_once(step_number: int) -> None:
+    faults = Faults().lose(worker=1, step=step_number)
+    assert faults.strike(step_number)
+    assert not faults.strike(step_number)
+    size = BatchPlan.constant(4, 32).at(0)
+    present = faults.present(step_number, size)
+    assert (present.workers, present.samples) == (3, 24)

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+from ebbflow.data.sampler import ElasticSampler
+from ebbflow.errors import CheckpointError, ConfigError
+from ebbflow.optim.build import OPTIMIZERS, build_optimizer
+from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.plan.plan import BatchPlan
+from ebbflow.rules.base import StepContext
+
+SAMPLES = 109  # prime, and a tail of 109 - 4 * 24 = 13 samples, in uneven pieces of 7 and 6
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def weights(net: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def train_elastic(net: nn.Module, optimizer: ElasticOptimizer, sampler: ElasticSampler, *, pieces: int = 10**9) -> int:
+    """The user's loop; stops after so many pieces."""
+    x, y = data()
+    done = 0
+    for indices in sampler:
+        nn.functional.mse_loss(net(x[indices]), y[indices]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        done += 1
+        if done == pieces:
+            break
+    return done
+
+
+def elastic(net: nn.Module, **settings: Any) -> tuple[ElasticOptimizer, ElasticSampler]:
+    sampler = ElasticSampler(SAMPLES, 3, local_batch=8)
+    inner = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    return ElasticOptimizer(inner, **{"rule": "linear", "base_batch": 16, "sampler": sampler} | settings), sampler
+
+
+def test_pieces_of_any_sizes_equal_one_large_batch() -> None:
+    """An epoch of steps of 24 (and a tail of 13, in pieces of 7 and 6) equals plain SGD on whole batches, at the scaled rate."""
+    net = model()
+    optimizer, sampler = elastic(net)
+    train_elastic(net, optimizer, sampler)
+
+    plain = model()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    x, y = data()
+    order = [i for piece in ElasticSampler(SAMPLES, 3, local_batch=8) for i in piece]
+    for start in range(0, SAMPLES, 24):
+        batch = order[start : start + 24]
+        reference.param_groups[0]["lr"] = 0.05 * len(batch) / 16
+        reference.zero_grad()
+        nn.functional.mse_loss(plain(x[batch]), y[batch]).backward()
+        reference.step()
+    torch.testing.assert_close(weights(net), weights(plain), rtol=1e-12, atol=1e-13)
+
+
+def test_the_groups_hold_the_base_rate_before_and_after_every_step() -> None:
+    net = model()
+    optimizer, sampler = elastic(net)
+    seen: list[float] = []
+    optimizer.inner.register_step_pre_hook(lambda opt, *_: seen.append(opt.param_groups[0]["lr"]))
+    train_elastic(net, optimizer, sampler)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert seen[0] == pytest.approx(0.05 * 24 / 16)
+    assert seen[-1] == pytest.approx(0.05 * 13 / 16)  # the tail of 109 = 4 * 24 + 13
+
+
+def test_the_rate_is_put_back_when_the_inner_step_raises() -> None:
+    net = model()
+    optimizer, _ = elastic(net, sampler=None)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no")
+
+    optimizer.inner.register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no"):
+        optimizer.step(samples=64)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_zero_grad_keeps_the_gradients_of_a_step_under_way() -> None:
+    net = model()
+    optimizer, sampler = elastic(net)
+    train_elastic(net, optimizer, sampler, pieces=1)
+    assert net[0].weight.grad is not None  # type: ignore[union-attr, index]
+    train_elastic(net, optimizer, sampler, pieces=2)  # the step's other two pieces
+    assert net[0].weight.grad is None  # type: ignore[union-attr, index]
+
+
+def test_a_scheduler_of_torch_sees_the_base_rate() -> None:
+    net = model()
+    optimizer, sampler = elastic(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+    train_elastic(net, optimizer, sampler)
+    scheduler.step()
+    assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(0.005)
+    assert scheduler.get_last_lr() == [pytest.approx(0.005)]
+
+
+def test_a_schedule_counts_samples_not_steps() -> None:
+    net = model()
+    optimizer, sampler = elastic(net, schedule="multistep(1ep, factor=0.5)", epochs=2)
+    for _ in range(2):
+        train_elastic(net, optimizer, sampler)
+    update = optimizer.update(
+        StepContext(step=99, batch=16, ref_batch=16, samples=SAMPLES, epoch_samples=SAMPLES, total_samples=2 * SAMPLES)
+    )
+    assert (update.lr_base, update.lr, update.multiplier) == (0.025, 0.025, 1.0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_at_the_reference_batch_every_optimizer_is_itself_bit_for_bit(name: str) -> None:
+    x, y = data()
+    nets = model(), model()
+    plain = build_optimizer(name, nets[0].parameters(), lr=0.01)
+    wrapped = ElasticOptimizer(build_optimizer(name, nets[1].parameters(), lr=0.01), "sqrt", base_batch=SAMPLES)
+    for _ in range(5):
+        for net in nets:
+            net.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+        plain.step()
+        wrapped.step(samples=SAMPLES)
+    assert torch.equal(weights(nets[0]), weights(nets[1]))
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 4, 13, 14, 20])
+def test_a_resumed_run_equals_an_uninterrupted_one(pieces: int) -> None:
+    """Also when the checkpoint is taken in the middle of a step: the step is then repeated as a whole."""
+    whole = model()
+    optimizer, sampler = elastic(whole, rule="linear+warmup(1ep)", schedule="cosine", epochs=2)
+    for _ in range(2):
+        train_elastic(whole, optimizer, sampler)
+
+    first = model()
+    optimizer, sampler = elastic(first, rule="linear+warmup(1ep)", schedule="cosine", epochs=2)
+    left = pieces
+    while left:
+        left -= train_elastic(first, optimizer, sampler, pieces=left)
+    file = io.BytesIO()
+    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, file)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    second = model()
+    optimizer, sampler = elastic(second, rule="linear+warmup(1ep)", schedule="cosine", epochs=2)
+    second.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    while sampler.epoch < 2:
+        train_elastic(second, optimizer, sampler)
+    assert torch.equal(weights(second), weights(whole))
+
+
+def test_a_state_of_another_rule_or_batch_is_refused() -> None:
+    optimizer, _ = elastic(model())
+    state = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match="saved with rule 'linear', this optimizer has 'sqrt'"):
+        elastic(model(), rule="sqrt")[0].load_state_dict(state)
+    with pytest.raises(CheckpointError, match="base_batch 16"):
+        elastic(model(), base_batch=32)[0].load_state_dict(state)
+
+
+def test_a_group_added_later_follows_the_rule_too() -> None:
+    net, more = model(), nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer, _ = elastic(net, sampler=None, schedule="constant")
+    optimizer.add_param_group({"params": [more], "lr": 0.5})
+    more.grad = torch.ones(2, dtype=torch.float64)
+    optimizer.step(samples=32)
+    assert more.tolist() == [0.0, 0.0]  # 1 - 0.5 * (32/16) * 1
+
+
+def test_misuse_says_what_to_do() -> None:
+    net = model()
+    optimizer, _ = elastic(net, sampler=None)
+    with pytest.raises(ConfigError, match="Pass sampler="):
+        optimizer.step()
+    with pytest.raises(ConfigError, match="no closure"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(ConfigError, match="base_batch is 0"):
+        elastic(net, base_batch=0)
+    with pytest.raises(ConfigError, match="rank 1 of 2"):
+        elastic(net, sampler=ElasticSampler(SAMPLES, 3, local_batch=8, rank=1, world_size=2))
+
+
+def test_the_public_names_are_the_ones_the_readme_uses() -> None:
+    assert ebbflow.ElasticOptimizer is ElasticOptimizer
+    assert ebbflow.ElasticSampler is ElasticSampler
+    assert ebbflow.BatchPlan is BatchPlan
