@@ -3,6 +3,7 @@
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from ebbflow import BatchPlan, ElasticOptimizer, ElasticSampler
@@ -14,7 +15,7 @@ model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 loss_fn = nn.CrossEntropyLoss()
 
 sampler = ElasticSampler(data, BatchPlan.from_trace("gcp-a100-like(seed=1)", "follow(8)", step_time="20s"))
-optimizer = ElasticOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rule="sqrt", base_batch=32, sampler=sampler)
+optimizer = ElasticOptimizer(SGD(model.parameters(), lr=0.1, momentum=0.9), rule="sqrt", base_batch=32, sampler=sampler)
 loader = DataLoader(data, batch_sampler=sampler)
 
 for epoch in range(10):

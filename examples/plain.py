@@ -3,6 +3,7 @@
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 digits = load_digits()
@@ -12,7 +13,7 @@ model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 loss_fn = nn.CrossEntropyLoss()
 
 sampler = BatchSampler(RandomSampler(data), batch_size=32, drop_last=False)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
 loader = DataLoader(data, batch_sampler=sampler)
 
 for epoch in range(10):

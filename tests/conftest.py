@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Two busy cores are slow now and then; how long an example takes is no test of ours.
+settings.register_profile("ebbflow", deadline=None)
+settings.load_profile("ebbflow")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -8,7 +8,16 @@ from ebbflow.units import Span, parse_seconds, parse_span
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90s", 90), ("0.6s", 0.6), ("600ms", 0.6), ("3h", 10800), ("1h30m", 5400), ("2 min", 120), ("1d", 86400), ("0s", 0)],
+    [
+        ("90s", 90),
+        ("0.6s", 0.6),
+        ("600ms", 0.6),
+        ("3h", 10800),
+        ("1h30m", 5400),
+        ("2 min", 120),
+        ("1d", 86400),
+        ("0s", 0),
+    ],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds)

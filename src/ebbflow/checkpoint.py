@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ebbflow.errors import CheckpointError, OutputError
+from ebbflow.errors import CheckpointError
+from ebbflow.files import write_whole
 
 __all__ = ["load_checkpoint", "load_model", "save_checkpoint", "weights_digest"]
 
@@ -26,18 +26,7 @@ def save_checkpoint(path: Path, content: Mapping[str, Any]) -> None:
     """Write a checkpoint atomically. `content`: tensors, numbers, strings and plain containers of them."""
     buffer = io.BytesIO()
     torch.save({"version": VERSION, **content}, buffer)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OutputError(
-            f"the checkpoint {path} cannot be written: {error.strerror}; free some space or choose another folder"
-        ) from error
+    write_whole(path, buffer.getvalue())
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -48,10 +37,14 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"there is no checkpoint {path}") from None
     except Exception as error:  # torch raises many kinds for a damaged file; all mean the same to the user
         reason = str(error).partition("\n")[0][:200]
-        raise CheckpointError(f"the checkpoint {path} is damaged or not one of ebbflow's ({reason}); delete it") from error
+        raise CheckpointError(
+            f"the checkpoint {path} is damaged or not one of ebbflow's ({reason}); delete it"
+        ) from error
     if not isinstance(content, dict) or content.get("version") != VERSION:
         found = content.get("version") if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(f"the checkpoint {path} has version {found!r}, expected {VERSION}; delete it to start anew")
+        raise CheckpointError(
+            f"the checkpoint {path} has version {found!r}, expected {VERSION}; delete it to start anew"
+        )
     return content
 
 

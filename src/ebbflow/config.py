@@ -81,11 +81,14 @@ class RunConfig:
             if name not in fields:
                 raise ConfigError(f"{where}: unknown setting {name!r}; {nearest(name, list(fields))}")
             check_type(value, str(fields[name].type), f"{where}: {name}")
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+        plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**plain)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for records."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()}
+        return {
+            key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()
+        }
 
     def fingerprint(self) -> str:
         """Equal for two configurations exactly if they compute the same; guards the resuming of a run."""

@@ -30,12 +30,10 @@ from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.loop import Flow
 from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.plan import BatchPlan, fit_step_time, plan_for
-from ebbflow.plan.policies import make_policy
-from ebbflow.plan.steptime import ConstantStepTime
+from ebbflow.plan import BatchPlan, fit_step_time, make_policy, make_step_time, plan_for
 from ebbflow.record import End, Event, Header, RecordWriter, Run, StepRow, ValidationRow, read_record
-from ebbflow.traces.synthetic import load as load_trace
-from ebbflow.traces.trace import Trace
+from ebbflow.traces import Trace
+from ebbflow.traces import load as load_trace
 from ebbflow.units import parse_seconds
 from ebbflow.workloads import Task
 
@@ -66,7 +64,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 def make_plan(config: RunConfig, samples: int) -> tuple[BatchPlan, Trace | None]:
     """The batch plan of a resolved configuration over a data set, and the trace it comes from."""
-    assert config.epochs is not None and config.local_batch is not None  # resolve() filled them in
+    assert config.epochs and config.local_batch  # resolve() filled them in
     if config.plan is not None:
         plan = BatchPlan.read(Path(config.plan), local_batch=config.local_batch)
         plan.for_epochs(samples, config.epochs)  # too short is an error now, not in the middle of the run
@@ -75,13 +73,15 @@ def make_plan(config: RunConfig, samples: int) -> tuple[BatchPlan, Trace | None]
     policy = make_policy(config.policy, config.local_batch)
     offset = parse_seconds(config.offset)
     if config.step_time == "fit":
-        step_time = fit_step_time(trace, policy, samples=samples, epochs=config.epochs, offset=offset)
+        step_time = fit_step_time(
+            trace, policy, samples=samples, epochs=config.epochs, offset=offset, on_change=config.on_change
+        )
     else:
         step_time = parse_seconds(config.step_time)
     plan = plan_for(
         trace,
         policy,
-        ConstantStepTime(step_time),
+        make_step_time(step_time),
         samples=samples,
         epochs=config.epochs,
         offset=offset,

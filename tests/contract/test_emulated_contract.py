@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from contract.suite import EPOCHS, SAMPLES, EngineContract, Outcome, make_data, make_model
 
+from contract.suite import EPOCHS, SAMPLES, EngineContract, Outcome, make_data, make_model
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
 from ebbflow.engines.emulated import LoopEngine

@@ -123,10 +123,13 @@ def test_seeds_and_epochs_give_different_orders(n: int) -> None:
     assert len(orders) == len(keys)
 
 
-def test_a_stored_shuffle_cannot_be_written_through_a_slice() -> None:
-    part = Permutation(10, 0, 0).indices(0, 5)
-    with pytest.raises(ValueError, match="read-only"):
-        part[0] = 1
+@pytest.mark.parametrize("n", [10, LARGE])
+def test_writing_to_a_part_leaves_the_order_as_it_was(n: int) -> None:
+    order = Permutation(n, 0, 0)
+    part = order.indices(0, 5)
+    before = part.tolist()
+    part[:] = -1
+    assert order.indices(0, 5).tolist() == before
 
 
 # Mixing -------------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_the_reference_batch_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(history=batches)
 def test_every_multiplier_is_finite_and_positive(name: str, history: list[int]) -> None:
     scalings, _ = run(law(name, "positive"), history)
@@ -73,7 +73,7 @@ def test_every_multiplier_is_finite_and_positive(name: str, history: list[int]) 
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(history=batches)
 def test_the_same_history_gives_the_same_scaling(name: str, history: list[int]) -> None:
     rule = law(name, "deterministic")
@@ -81,7 +81,7 @@ def test_the_same_history_gives_the_same_scaling(name: str, history: list[int]) 
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(history=batches, cut=st.integers(0, 30))
 def test_the_state_survives_json_in_the_middle_of_a_run(name: str, history: list[int], cut: int) -> None:
     rule = law(name, "json")

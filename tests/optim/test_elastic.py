@@ -55,7 +55,7 @@ def elastic(net: nn.Module, **settings: Any) -> tuple[ElasticOptimizer, ElasticS
 
 
 def test_pieces_of_any_sizes_equal_one_large_batch() -> None:
-    """An epoch of steps of 24 (and a tail of 13, in pieces of 7 and 6) equals plain SGD on whole batches, at the scaled rate."""
+    """Steps of 24 (and a tail of 13, in pieces of 7 and 6) equal plain SGD on whole batches, at the scaled rate."""
     net = model()
     optimizer, sampler = elastic(net)
     train_elastic(net, optimizer, sampler)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ebbflow.record import End, Event, Header, RecordWriter, StepRow, ValidationRow
+from ebbflow.report.html import ReportPaths, write_report
 
 TRACES: dict[str, dict[str, Any]] = {
     "static": {"name": "static", "times": [0.0], "workers": [8], "end": 2400.0},
@@ -168,3 +169,15 @@ def write_study(folder: Path) -> Path:
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The study of `write_study`; tests must not change it."""
     return write_study(tmp_path_factory.mktemp("report") / "fleet")
+
+
+@pytest.fixture(scope="session")
+def make_record() -> Callable[..., Path]:
+    """`write_record`: a record with chosen last validations, status and statistics."""
+    return write_record
+
+
+@pytest.fixture(scope="session")
+def report(study: Path, tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
+    """The report of the study, written once."""
+    return write_report(study, out=tmp_path_factory.mktemp("page") / "report")

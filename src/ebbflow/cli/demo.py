@@ -24,7 +24,8 @@ def demo(
     study = load_study("demo")
     err.print(
         f"Which learning-rate rule suits a small network when its workers come and go?\n"
-        f"{len(study.arms())} runs: {', '.join(study.rules)} on {', '.join(study.traces)}; {len(study.seeds)} seeds each.",
+        f"{len(study.arms())} runs: {', '.join(study.rules)} on {', '.join(study.traces)}; "
+        f"{len(study.seeds)} seeds each.",
         markup=False,
     )
     run_with_progress(study, out_folder, jobs=jobs)

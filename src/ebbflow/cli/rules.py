@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Annotated
 
 import typer
@@ -15,7 +16,9 @@ __all__ = ["app"]
 
 app = typer.Typer(help="The learning-rate rules and their modifiers.", invoke_without_command=True)
 
-Plugins = Annotated[list[str] | None, typer.Option("--plugin", help="A Python file with rules of your own; repeatable.")]
+Plugins = Annotated[
+    list[str] | None, typer.Option("--plugin", help="A Python file with rules of your own; repeatable.")
+]
 
 
 @app.callback()
@@ -53,7 +56,9 @@ def show(name: str) -> None:
     """Everything about one rule or modifier."""
     table()
     entry = RULES.entry(name)
-    out.print(f"[bold]{entry.name}[/] ({entry.kind})\n\n{entry.make.__doc__}")
+    out.print(f"[bold]{entry.name}[/] ({entry.kind})")
+    for paragraph in (inspect.getdoc(entry.make) or "").split("\n\n"):
+        out.print(f"\n{' '.join(paragraph.split())}", markup=False)
     if entry.parameters:
         out.print("\nArguments:")
         for parameter, default, doc in entry.parameters:

@@ -23,7 +23,9 @@ Jobs = Annotated[int | None, typer.Option(help="Arms at once. [default: one a co
 
 def study(
     config: Annotated[str | None, typer.Argument(help="A study file (.toml, .yaml), or a recipe by name.")] = None,
-    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder of the study. [default: below runs/]")] = None,
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the study. [default: below runs/]")
+    ] = None,
     jobs: Jobs = None,
     checkpoint_every: Annotated[str, typer.Option(help="Time between checkpoints of an arm.")] = "30s",
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the final weights of every arm.")] = False,
@@ -36,7 +38,9 @@ def study(
             out.print(f"{name}: {len(load_study(name).arms())} arms")
         return
     if config is None:
-        raise ConfigError(f"no study was given; write one (see the guide) or name a recipe: {', '.join(recipe_names())}")
+        raise ConfigError(
+            f"no study was given; write one (see the guide) or name a recipe: {', '.join(recipe_names())}"
+        )
     chosen = load_study(config)
     folder = out_folder or Path("runs") / chosen.name
     run_with_progress(chosen, folder, jobs=jobs, checkpoint_every=checkpoint_every, keep_weights=keep_weights)

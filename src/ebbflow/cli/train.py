@@ -31,7 +31,9 @@ def train(
     local_batch: Annotated[int | None, typer.Option(help="Samples a worker takes a step.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="Such as 'sgd(momentum=0.9)'.")] = None,
     schedule: Annotated[str | None, typer.Option(help="Such as 'multistep(30ep, 60ep)'.")] = None,
-    policy: Annotated[str, typer.Option(help="How the batch follows: follow, fixed(N), capped(max_batch=N).")] = "follow",
+    policy: Annotated[
+        str, typer.Option(help="How the batch follows: follow, fixed(N), capped(max_batch=N).")
+    ] = "follow",
     step_time: Annotated[str, typer.Option(help="Such as 0.6s; fit: the run spans the whole trace.")] = "fit",
     offset: Annotated[str, typer.Option(help="Where in the trace to start.")] = "0s",
     on_change: Annotated[str, typer.Option(help="A step that a change cuts: finish or lose.")] = "finish",

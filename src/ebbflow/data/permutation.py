@@ -22,15 +22,15 @@ __all__ = ["MOST_SAMPLES", "Permutation"]
 MOST_SAMPLES = 1 << 40
 """Largest n: both parts of a position stay below 2^21, so that their sums and hashes fit in 32 bits."""
 
-# Measured over a whole epoch on one 2.8 GHz core with AVX-512, ms, shuffle against network: 0.09 and 0.19 at n = 2^12,
-# 0.22 and 0.36 at 2^14, 0.45 and 0.56 at 2^15, 0.92 and 1.09 at 2^16, 2.0 and 2.1 at 2^17. The shuffle's gain fades
-# while its cost, all of it at the start, passes 1 ms; at 2^15 it still wins and starts in half a millisecond.
+# Milliseconds for a whole epoch, shuffle and network, measured on one 2.8 GHz core with AVX-512: 0.08 and 0.17 at
+# n = 2^12, 0.23 and 0.32 at 2^14, 0.45 and 0.54 at 2^15, 0.91 and 0.97 at 2^16, 1.97 and 1.95 at 2^17. The shuffle's
+# gain fades while its cost, all of it at the start, nears 1 ms; at 2^15 it wins and starts in half a millisecond.
 _SMALL = 1 << 15
 # After four rounds, positions that share their low part still show it: the tests' chi-square over their differences is
 # 12 standard deviations off at n = 100,003. After five and six nothing is left to find.
 _ROUNDS = 6
-# 4 temporaries of 4 bytes each: 512 KB, which a second-level cache holds. Measured at n = 10^9, ns an index:
-# 25 at 2^12, 16 at 2^14, 15 at 2^15 and 2^16, 18 at 2^17.
+# Four temporaries of 4 bytes: 512 KB, which a second-level cache holds. Measured at n = 10^9, ns an index: 21 at 2^12,
+# 13 at 2^14, 12 at 2^15 and 2^16, 13 at 2^17.
 _BLOCK = 1 << 15
 
 _U32 = npt.NDArray[np.uint32]
@@ -89,7 +89,7 @@ class Permutation:
         if not 0 <= start <= stop <= self.n:
             raise DataError(f"positions {start} to {stop} were asked for; expected 0 <= start <= stop <= {self.n}")
         if self._stored is not None:
-            return self._stored[start:stop]
+            return self._stored[start:stop].copy()  # the caller may write to it, as to a computed one
         order = np.arange(start, stop, dtype=np.uint64)
         if self._keys:
             scratch = np.empty((4, min(_BLOCK, stop - start)), dtype=np.uint32)
@@ -148,5 +148,4 @@ def _shuffled(n: int, source: np.random.SeedSequence) -> npt.NDArray[np.int64]:
     keys.sort()
     np.bitwise_and(keys, np.uint64((1 << index_bits) - 1), out=keys)
     stored: npt.NDArray[np.int64] = keys.view(np.int64)
-    stored.flags.writeable = False  # slices of it are handed out
     return stored

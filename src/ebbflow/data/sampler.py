@@ -17,8 +17,9 @@ from ebbflow.plan.plan import BatchPlan, StepSize
 __all__ = ["ElasticSampler", "Piece"]
 
 STATE_VERSION = 1
-# Indices computed at once: a call for one small piece would cost a hundred times more an index than a block.
-_BLOCK = 1 << 15
+# Indices computed at once: a call for each small piece would cost hundreds of times more an index. Blocks of 2^15
+# would save another tenth, and double the time to the first piece, which is 0.3 ms.
+_BLOCK = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbflow.errors import PlanError
-from ebbflow.traces.files import read_text
+from ebbflow.files import read_text
 from ebbflow.traces.formats import Source
 
 __all__ = ["read_batches"]

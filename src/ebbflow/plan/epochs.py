@@ -8,6 +8,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.errors import PlanError
+
 __all__ = ["SampleCount", "cut_step"]
 
 Ints = npt.NDArray[np.int64]
@@ -68,6 +70,8 @@ class SampleCount:
 
         Too few steps give a number of epochs below `epochs`, and then all `limit` steps.
         """
+        if samples < 1 or epochs < 1:
+            raise PlanError(f"{epochs} epochs of {samples} samples are no training; expected at least one of each")
         if not cut:
             steps = self.steps_until(samples * epochs)
             if limit is None or steps <= limit:

@@ -18,7 +18,7 @@ from ebbflow.plan.batchfile import read_batches
 from ebbflow.plan.epochs import SampleCount, cut_step
 from ebbflow.plan.policies import Policy, make_policy
 from ebbflow.plan.steptime import ConstantStepTime, StepTime, StepTimeLike, make_step_time
-from ebbflow.traces.trace import Trace
+from ebbflow.traces import Trace, load
 from ebbflow.units import Seconds, format_seconds
 
 __all__ = ["BatchPlan", "PlanRun", "PlanSummary", "StepSize", "cut_step", "fit_step_time", "plan_for"]
@@ -102,14 +102,14 @@ class BatchPlan:
     @classmethod
     def from_trace(
         cls,
-        trace: Trace,
+        trace: Trace | str | Path,
         policy: Policy | str,
         step_time: StepTimeLike,
         *,
         offset: Seconds = _BEGINNING,
         on_change: str = "finish",
     ) -> BatchPlan:
-        """Follow a trace g from its time `offset` on; training begins there, at its own 0 s.
+        """Follow a trace g (or what `load` reads: a file, a generator) from its time `offset` on, as training's 0 s.
 
         With a constant step time dt and `finish` this is the formula of Andre, Strati and Klimovic (2022): the step at
         position i has the batch of g(i dt + offset). Steps sit on the grid of multiples of dt; a position at which
@@ -121,6 +121,7 @@ class BatchPlan:
         that the policy does not pass on, such as one above a cap, is none. The last step begins (`finish`) or ends
         (`lose`) before the trace does.
         """
+        trace = trace if isinstance(trace, Trace) else load(trace)
         policy, model = make_policy(policy), make_step_time(step_time)
         stretches = _stretches(_from(trace, offset), policy, model)
         runs = _steps(stretches, on_change, grid=isinstance(model, ConstantStepTime))
@@ -226,8 +227,6 @@ class BatchPlan:
 
         `cut`: each epoch ends with a smaller step (`cut_step`), as training does it; else steps run across epoch ends.
         """
-        if samples < 1 or epochs < 1:
-            raise PlanError(f"{epochs} epochs of {samples} samples are no training; expected at least one of each")
         reached, steps = self._count.epochs(samples, epochs, cut=cut, limit=self.steps)
         if reached < epochs:
             raise PlanError(
@@ -333,7 +332,8 @@ def fit_step_time(
 ) -> Seconds:
     """The longest constant step time with which the epochs fit into the trace, so that the run spans all of it.
 
-    To a millionth of itself; epoch ends cut steps.
+    Found by bisection, to a millionth of itself. As in every plan, epoch ends cut steps and the last step need only
+    begin (`finish`) before the trace ends.
     """
     whole = _stretches(_from(trace, offset), make_policy(policy), ConstantStepTime(Seconds(1.0)))
     if not whole.samples.any():

@@ -8,7 +8,7 @@ change therefore begins at the change.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -40,13 +40,23 @@ class Stretches:
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Equal steps in a row; `counts` steps each, none of them zero, no two neighbours that could be one."""
+    """Equal steps in a row, `counts` of them in each run."""
 
     counts: Ints
     workers: Ints
     samples: Ints
     start_s: Floats
     seconds: Floats
+
+    def take(self, index: Ints) -> Runs:
+        """The runs with these numbers."""
+        return Runs(
+            counts=self.counts.take(index),
+            workers=self.workers.take(index),
+            samples=self.samples.take(index),
+            start_s=self.start_s.take(index),
+            seconds=self.seconds.take(index),
+        )
 
 
 def steps_on_grid(stretches: Stretches) -> Runs:
@@ -85,16 +95,13 @@ def steps_kept(stretches: Stretches) -> Runs:
 
 def _runs(stretches: Stretches, counts: Ints, starts: Floats) -> Runs:
     """The steps in each stretch as runs: empty ones dropped, equal ones that follow each other in time made one."""
-    workers, samples, seconds = stretches.workers, stretches.samples, stretches.seconds
-    kept = (counts > 0) & (samples > 0)
-    if not kept.all():
-        counts, starts, workers, samples, seconds = (
-            array[kept] for array in (counts, starts, workers, samples, seconds)
-        )
-    joined = (workers[1:] == workers[:-1]) & (samples[1:] == samples[:-1])
+    kept = np.flatnonzero((counts > 0) & (stretches.samples > 0))
+    runs = Runs(
+        counts=counts, workers=stretches.workers, samples=stretches.samples, start_s=starts, seconds=stretches.seconds
+    ).take(kept)
+    joined = (runs.workers[1:] == runs.workers[:-1]) & (runs.samples[1:] == runs.samples[:-1])
     if joined.any():
-        gaps = np.abs(starts[1:] - (starts + counts * seconds)[:-1])
-        first = np.flatnonzero(np.append(True, ~(joined & (gaps <= _SNAP * seconds[1:]))))
-        counts = np.add.reduceat(counts, first)
-        starts, workers, samples, seconds = (array[first] for array in (starts, workers, samples, seconds))
-    return Runs(counts=counts, workers=workers, samples=samples, start_s=starts, seconds=seconds)
+        gaps = np.abs(runs.start_s[1:] - (runs.start_s + runs.counts * runs.seconds)[:-1])
+        first = np.flatnonzero(np.append(True, ~joined | (gaps > _SNAP * runs.seconds[1:])))
+        runs = replace(runs.take(first), counts=np.add.reduceat(runs.counts, first))
+    return runs

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ebbflow.report.results import ArmResult, Results
 from ebbflow.report.series import changes, envelope, over_seeds, smooth
-from ebbflow.report.style import BAND, INK, MUTED, Drawing, RuleStyle, drawing_style, legend, panels, slug
+from ebbflow.report.style import BAND, INK, MUTED, Drawing, RuleStyle, drawing_style, legend, panels, slug, slugs
 from ebbflow.report.tables import Summary, outcome
 
 if TYPE_CHECKING:
@@ -32,13 +32,8 @@ def all_figures(results: Results, summary: Summary) -> Iterator[Drawing]:
     """All figures of a study, one at a time, so that no more than one is in memory."""
     with_rows = [arm for arm in results.arms if arm.header is not None and arm.steps]
     style = RuleStyle(summary.rules)
-    used: set[str] = set()
-    for workload in summary.workloads:
+    for workload, name in slugs(summary.workloads).items():
         arms = [arm for arm in with_rows if arm.workload == workload]
-        name = slug(workload)
-        while name in used:  # two workloads whose names differ in punctuation only
-            name += "-2"
-        used.add(name)
         traces = [trace for trace in summary.traces_of(workload) if any(arm.trace == trace for arm in arms)]
         for make in (_validation, _loss, _batch, _rate, _multiplier):
             with drawing_style():
@@ -47,7 +42,8 @@ def all_figures(results: Results, summary: Summary) -> Iterator[Drawing]:
                 yield drawing
         for column in sorted({column for arm in arms for column in arm.stats}):
             with drawing_style():
-                yield _statistic(column, arms, traces, style, workload, name)
+                statistic = _statistic(column, arms, traces, style, workload, name)
+            yield statistic
     with drawing_style():
         drawing = _traces(with_rows, summary.traces)
     if drawing is not None:
@@ -189,9 +185,10 @@ def _log_if_wide(axes: Sequence[Axes], drawn: list[Array], *, wide: float) -> No
         for axis in axes:
             axis.set_yscale("log")
             axis.yaxis.set_major_formatter(_plain)
+            axis.yaxis.set_minor_formatter("")
 
 
-def _plain(value: float, position: int | None = None) -> str:
+def _plain(value: float, position: float) -> str:
     """A tick as 0.01, not as a power of ten."""
     return f"{value:.3g}"
 
@@ -316,6 +313,7 @@ def _multiplier(
         axis.set_yscale("log", base=2)
         for which in (axis.xaxis, axis.yaxis):
             which.set_major_formatter(_plain)
+            which.set_minor_formatter("")
     _outer_labels(axes, "batch / reference batch", "learning rate multiplier")
     legend(figure, axes)
     return Drawing(

@@ -118,6 +118,8 @@ def inline_svg(svg: str, *, stem: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
     opening, rest = svg.split(">", 1)
     svg = re.sub(r' (xmlns|xmlns:xlink|width|height|version)="[^"]*"', "", opening) + ">" + rest
+    # A hundredth of a point is finer than any screen, and a third of the bytes are digits beyond it.
+    svg = re.sub(r' d="[^"]*"', lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
     svg = re.sub(r'\bid="rule-(\d+)"', r'class="line rule-\1"', svg)
     svg = re.sub(r'\bid="', f'id="{stem}-', svg)
     svg = svg.replace("url(#", f"url(#{stem}-").replace('xlink:href="#', f'href="#{stem}-')

@@ -9,7 +9,7 @@ from typing import Any
 
 from ebbflow.report.export import caption, losses_text
 from ebbflow.report.results import ArmResult, Results
-from ebbflow.report.style import PALETTE, slug
+from ebbflow.report.style import PALETTE, slugs
 from ebbflow.report.tables import Cell, Scale, Summary, outcome, run_value
 from ebbflow.report.takeaway import takeaways
 from ebbflow.units import format_seconds
@@ -126,7 +126,7 @@ def _table(summary: Summary, workload: str) -> dict[str, Any]:
     ]
     return {
         "workload": workload,
-        "id": slug(workload),
+        "id": slugs(summary.workloads)[workload],
         "caption": caption(summary, workload),
         "rules": [summary.rules.index(rule) for rule in rules],
         "rows": rows,
@@ -153,6 +153,7 @@ def _cell(cell: Cell | None, scale: Scale) -> dict[str, Any]:
 def _arm(arm: ArmResult, summary: Summary) -> dict[str, Any]:
     value = run_value(arm) if arm.status != "unreadable" else None
     scale = summary.scale(arm.workload) if arm.workload in summary.workloads else None
+    text = f"{scale.number(value)} {scale.unit}".strip() if scale and value is not None else ""
     return {
         "id": arm.id,
         "workload": arm.workload,
@@ -163,7 +164,7 @@ def _arm(arm: ArmResult, summary: Summary) -> dict[str, Any]:
         "status": outcome(arm),
         "steps": arm.steps,
         "samples": arm.samples,
-        "value": f"{scale.number(value)} {scale.unit}".strip() if scale and value is not None else "",
+        "value": text if outcome(arm) == "finished" or not text else f"({text})",
         "wall": format_seconds(arm.wall_s) if arm.wall_s else "",
         "notes": [text for text in (arm.note, arm.damage) if text],
     }

@@ -12,7 +12,7 @@ __all__ = ["changes", "envelope", "over_seeds", "smooth"]
 Array = npt.NDArray[np.float64]
 
 
-def envelope(x: Array, y: Array, *, points: int = 1600) -> tuple[Array, Array]:
+def envelope(x: Array, y: Array, *, points: int = 800) -> tuple[Array, Array]:
     """At most about `points` points with the same extremes everywhere: of each stretch its lowest and highest one.
 
     >>> x = np.arange(1e5); y = np.zeros(100_000); y[77_777] = 5.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ INK, MUTED, GRID, BAND = "#1f2328", "#59636e", "#d8dee5", "#9db2c8"
 _RC: Any = {
     "svg.hashsalt": "ebbflow",  # the same figure gives the same bytes
     "svg.fonttype": "none",  # text stays text: small, selectable, in the font of the page
+    "text.parse_math": False,  # a name with two dollar signs is a name
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9.5,
@@ -118,11 +119,11 @@ def drawing_style() -> Iterator[None]:
 
 
 def panels(titles: Sequence[str], *, height: float = 2.5, sharey: bool = True) -> tuple[Figure, list[Axes]]:
-    """A figure with one panel a title, up to three in a row, of one width whatever their number."""
+    """A figure with one panel a title, up to three in a row (four make a square), of one width in all."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    columns = min(len(titles), 3)
+    columns = 2 if len(titles) == 4 else min(len(titles), 3)
     rows = math.ceil(len(titles) / columns)
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.03, hspace=0.06)
     figure = Figure(figsize=(10.4, height * rows + 0.5), layout=layout)
@@ -159,6 +160,7 @@ def save(figure: Figure, folder: Path, stem: str) -> tuple[Path, Path]:
     svg, png = folder / f"{stem}.svg", folder / f"{stem}.png"
     with drawing_style():
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+        figure.set_layout_engine("none")  # the layout is found; finding it again takes as long as drawing
         figure.savefig(png, format="png", dpi=200, facecolor="white", metadata={"Software": None})
     return svg, png
 
@@ -170,3 +172,18 @@ def slug(text: str) -> str:
     'digits-mlp-hidden-64'
     """
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
+
+
+def slugs(names: Iterable[str]) -> dict[str, str]:
+    """A slug for each name, all different.
+
+    >>> slugs(["mlp(8)", "mlp-8"])
+    {'mlp(8)': 'mlp-8', 'mlp-8': 'mlp-8-2'}
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        text = slug(name)
+        while text in found.values():
+            text += "-2"
+        found[name] = text
+    return found

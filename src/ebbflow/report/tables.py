@@ -100,7 +100,7 @@ class Scale:
         cells = list(cells)
         percent = bool(cells) and cells[0].metric == "accuracy"
         factor, usual = (100.0, 1) if percent else (1.0, 3)
-        spreads = [cell.std * factor for cell in cells if cell.std]
+        spreads = [cell.std * factor for cell in cells if cell.std and cell.std > 1e-9]  # less is rounding
         decimals = usual
         while decimals < usual + 2 and any(round(spread, decimals) == 0 for spread in spreads):
             decimals += 1

@@ -54,8 +54,10 @@ def _workload(summary: Summary, workload: str) -> str:
         return f"On {workload}, {cells[0].rule} reaches {_metric(cells[0])} {results}."
     rows = [_race([cell for cell in cells if cell.trace == trace], scale) for trace in summary.traces_of(workload)]
     text = f"On {workload}, {'; '.join(_clauses([row for row in rows if row is not None]))}."
-    if all(cell.std is None for cell in cells):
-        text += " There is one seed only, so no spread is known: repeat with more seeds before you rely on this."
+    if any(row is not None and row.guess for row in rows):
+        text += (
+            " Where one seed stands against one seed the spread is not known: repeat with more before you rely on it."
+        )
     return text
 
 
@@ -74,7 +76,7 @@ def _race(cells: list[Cell], scale: Scale) -> _Row | None:
     if behind:
         gap, spread = abs(_mean(behind[0]) - _mean(first)), _spread(first, behind[0])
         points = " points" if scale.unit == "%" else ""
-        detail += f", {scale.number(gap)}{points} ahead of {behind[0].rule}"
+        detail += f", {scale.number(gap)}{points} better than {behind[0].rule}"
         detail += f" = {gap / spread:.1f} standard deviations" if spread else ""
     guess = bool(behind) and first.std is None and behind[0].std is None
     return _Row(
@@ -83,7 +85,7 @@ def _race(cells: list[Cell], scale: Scale) -> _Row | None:
         same=bool(tied) and all(math.isclose(_mean(cell), _mean(first), rel_tol=1e-9) for cell in tied),
         everyone=not behind,
         guess=guess,
-        detail=detail + (", one seed each" if guess else ""),
+        detail=detail,
     )
 
 

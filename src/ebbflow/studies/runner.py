@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ebbflow.errors import ConfigError, EbbflowError, OutputError, RecordError
+from ebbflow.files import write_whole
 from ebbflow.record import End, RecordWriter, StepRow, read_record
 from ebbflow.studies.study import Arm, Study, check_arms
 
@@ -103,7 +104,9 @@ def _check_or_write(path: Path, content: dict[str, Any]) -> None:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))["config"]
         except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{path} is damaged; delete it if its folder holds this study, or choose another") from None
+            raise ConfigError(
+                f"{path} is damaged; delete it if its folder holds this study, or choose another"
+            ) from None
         wanted = content["config"]
         other = [key for key in wanted if found.get(key) != wanted[key]]
         if other:
@@ -113,9 +116,7 @@ def _check_or_write(path: Path, content: dict[str, Any]) -> None:
                 + "; choose another folder with --out, or delete that one"
             )
         return
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def _run_arms(
@@ -134,10 +135,10 @@ def _run_arms(
             while queue and len(running) < jobs:
                 arm = queue.pop()
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_run_arm, args=(arm, out / "arms" / arm.id, dict(options), theirs))
-                process.start()
+                child = context.Process(target=_run_arm, args=(arm, out / "arms" / arm.id, dict(options), theirs))
+                child.start()
                 theirs.close()
-                running[ours] = (arm, process)
+                running[ours] = (arm, child)
                 on_progress(Progress(arm=arm.id, what="started"))
             for ready in wait(list(running)):
                 assert isinstance(ready, Connection)

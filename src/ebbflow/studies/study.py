@@ -1,20 +1,20 @@
 """A study as data: the grid of runs that a small TOML or YAML file describes.
 
-    name = "which rule for my model"
-    workloads = ["digits-mlp"]
-    rules = ["constant", "sqrt", "linear"]
-    seeds = 3                                   # or a list of seeds
+name = "which rule for my model"
+workloads = ["digits-mlp"]
+rules = ["constant", "sqrt", "linear"]
+seeds = 3                                   # or a list of seeds
 
-    [traces]
-    static = "constant(workers=8)"
-    mine = "my_trace.csv"                       # beside this file
+[traces]
+static = "constant(workers=8)"
+mine = "my_trace.csv"                       # beside this file
 
-    [settings]                                  # for every run; the names are those of RunConfig
-    epochs = 30
+[settings]                                  # for every run; the names are those of RunConfig
+epochs = 30
 
-    [[override]]                                # for the runs that match
-    rule = "linear"
-    set = { lr = 0.02 }
+[[override]]                                # for the runs that match
+rule = "linear"
+set = { lr = 0.02 }
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ebbflow.config import RunConfig, load_plugins
 from ebbflow.errors import ConfigError
 from ebbflow.rules.registry import make_rule
 from ebbflow.spec import nearest
-from ebbflow.traces.synthetic import load as load_trace
+from ebbflow.traces import load as load_trace
 
 __all__ = ["Arm", "Study", "check_arms", "load_study", "parse_study", "recipe_names"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ebbflow.errors import TraceError
-from ebbflow.traces.files import write_whole
+from ebbflow.files import write_whole
 from ebbflow.traces.trace import Trace
 from ebbflow.units import Seconds
 
@@ -41,7 +41,7 @@ def chart(trace: Trace, *, width: int = 80, height: int = 12) -> str:
     lines = []
     for row in range(height):
         below = 8 * (height - 1 - row)
-        label = {0: str(stats.max), height // 2: str(round(stats.max / 2)) if height > 6 else ""}.get(row, "")
+        label = str(stats.max) if row == 0 else str(round(stats.max / 2)) if height > 6 and row == height // 2 else ""
         bar = "".join(_BLOCKS[level] for level in np.clip(eighths - below, 0, 8))
         lines.append(f"{label:>{margin - 2}} {'┤' if label else '│'}{bar}".rstrip())
     lines.append(f"{0:>{margin - 2}} └" + "─" * columns)

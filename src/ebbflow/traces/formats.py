@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from ebbflow.errors import InputError, TraceError
+from ebbflow.files import read_text, write_whole
 from ebbflow.spec import nearest
-from ebbflow.traces.files import read_text, write_whole
 from ebbflow.traces.trace import Trace
 from ebbflow.units import Seconds
 

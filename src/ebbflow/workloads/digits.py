@@ -15,12 +15,18 @@ __all__ = ["digits_cnn", "digits_mlp"]
 _FOLDS = 5
 
 
+# Validation accuracy at the reference batch by rate, mean of six seeds (deviation 0.002 to 0.005), mean of the last
+# three epochs:   0.02 0.972   0.04 0.976   0.06 0.978   0.08 0.979   0.1 0.978   0.14 0.975;
+# at 0.2 two of three seeds collapse.
+# At this rate, without warm-up, three seeds:     constant   sqrt    linear
+#                               batch x 4         0.974      0.980   0.978
+#                               batch x 16        0.956      0.975   0.526 (collapses)
 @register(
     "digits-mlp",
     recipe=Recipe(
         ref_batch=32,
         local_batch=8,
-        lr=0.05,
+        lr=0.06,
         optimizer="sgd(momentum=0.9, weight_decay=5e-4)",
         schedule="cosine",
         epochs=30,
@@ -32,15 +38,20 @@ def digits_mlp(recipe: Recipe, width: int = 64) -> Task:
     return _task(MLP(inputs=64, width=width, classes=10), recipe)
 
 
+# The same, four seeds (deviation 0.001 to 0.003):  0.02 0.993   0.05 0.994   0.1 0.993   0.2 0.993   0.4 0.991
+# Without warm-up, two seeds:                     constant   sqrt    linear
+#                               batch x 4         0.991      0.993   0.993
+#                               batch x 16        0.954      0.988   0.956
+# Ten epochs are enough and on purpose not more: after thirty, every rule reaches 0.993 to 0.996 even at x 16.
 @register(
     "digits-cnn",
     recipe=Recipe(
         ref_batch=32,
         local_batch=8,
-        lr=0.05,
+        lr=0.1,
         optimizer="sgd(momentum=0.9, weight_decay=5e-4)",
         schedule="cosine",
-        epochs=30,
+        epochs=10,
         metric="accuracy",
     ),
 )

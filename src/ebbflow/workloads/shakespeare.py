@@ -16,12 +16,14 @@ from ebbflow.workloads.sources import TokenSource
 __all__ = ["shakespeare_gpt"]
 
 
+# The rate, one seed, no warm-up, validation loss: a megabyte of Python sources, ten epochs: 5e-4 1.485, 1e-3 1.449,
+# 2e-3 1.437, 4e-3 1.557; Shakespeare, an epoch and a half: 1e-3 2.315, 2e-3 2.339. The lower of the two good rates.
 @register(
     "shakespeare-gpt",
     recipe=Recipe(
         ref_batch=32,
         local_batch=8,
-        lr=2e-3,
+        lr=1e-3,
         optimizer="adamw(weight_decay=0.1)",
         schedule="cosine",
         epochs=10,

@@ -42,11 +42,20 @@ def piece_seed(seed: int, epoch: int, start: int) -> int:
     return value >> 1  # torch takes seeds below 2**63 on every platform
 
 
+def _generators(model: torch.nn.Module) -> list[torch.Generator]:
+    """The generators that dropout and augmentation draw from: the CPU's, and those of the GPUs the model is on.
+
+    Not `torch.manual_seed`, which without a GPU formats and keeps a stack trace for every call (2.13).
+    """
+    gpus = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    return [torch.default_generator, *(torch.cuda.default_generators[gpu.index or 0] for gpu in gpus)]
+
+
 class LoopEngine(Engine):
     """Emulates the workers of a plan one after another in this process.
 
     The gradient is the sample-weighted mean over the pieces. Batch norm sees one worker's samples at a time; running
-    statistics are updated once a step. Seeds torch's global generator before every piece.
+    statistics are updated once a step. Seeds torch's global generators before every piece.
     """
 
     def __init__(
@@ -61,7 +70,7 @@ class LoopEngine(Engine):
         piece: int | None = None,
         faults: Faults | None = None,
     ) -> None:
-        """`samples`: size of an epoch. `piece`: at most so many samples a backward pass; by default a worker's share."""
+        """`samples`: size of an epoch. `piece`: at most so many samples a backward pass; default: a worker's share."""
         self.model = model
         self.fetch = fetch
         self.loss = loss
@@ -71,6 +80,7 @@ class LoopEngine(Engine):
         self.piece = piece
         self.faults = faults or Faults()
         self._batch_norm = LocalBatchNorm(model)
+        self._generators = _generators(model)
         self._epoch = 0
         self._order = Permutation(samples, seed, 0)
         self._step = 0
@@ -104,7 +114,9 @@ class LoopEngine(Engine):
     def _fetch(
         self, assignment: Assignment, indices: npt.NDArray[np.int64], start: int, stop: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(piece_seed(self.seed, assignment.epoch, start))
+        seed = piece_seed(self.seed, assignment.epoch, start)
+        for generator in self._generators:
+            generator.manual_seed(seed)
         return self.fetch(indices[start - assignment.start : stop - assignment.start])
 
     def commit(self) -> bool:

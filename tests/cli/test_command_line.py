@@ -1,0 +1,207 @@
+"""The command as scripts and people meet it: shapes that are fixed, and what bad input gets."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from ebbflow.cli import common
+from ebbflow.cli.main import main
+
+TRACE = "time_s,accelerators\n0,4\n600,2\n1200,2\n"
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Ebbflow = Callable[..., Answer]
+
+
+@pytest.fixture
+def ebbflow(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ebbflow:
+    """Run the command in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["ebbflow", *map(str, arguments)])
+        for console in (common.out, common.err):
+            monkeypatch.setattr(console, "_width", 10_000)  # one message, one line
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return Answer(code, captured.out, captured.err)
+
+    return run
+
+
+def assert_refused(answer: Answer, *messages: str) -> None:
+    assert answer.code == 2, answer
+    assert "Traceback" not in answer.err
+    for message in messages:
+        assert message in answer.err
+
+
+# Shapes that scripts rely on ------------------------------------------------------------------------------------------
+
+
+def test_trace_stats(ebbflow: Ebbflow) -> None:
+    Path("t.csv").write_text(TRACE)
+    assert json.loads(ebbflow("trace", "stats", "t.csv", "--json").out) == {
+        "duration_s": 1200.0, "min": 2, "mean": 3.0, "max": 4, "changes": 1, "accelerator_hours": 1.0,
+        "zero_fraction": 0.0,
+    }  # fmt: skip
+
+
+def test_plan(ebbflow: Ebbflow) -> None:
+    Path("t.csv").write_text(TRACE)
+    options = ("--local-batch", 8, "--step-time", "60s", "--samples", 100, "--epochs", 2, "--offset", "0s")
+    # Steps of 32 samples; 100 = 3 * 32 + 4, so four steps an epoch.
+    assert json.loads(ebbflow("plan", "t.csv", *options, "--json").out) == {
+        "steps": 8, "time_s": 480.0, "samples": 200, "batch_min": 32, "batch_mean": 32.0, "batch_max": 32, "changes": 0,
+    }  # fmt: skip
+
+
+def test_rules(ebbflow: Ebbflow) -> None:
+    rules = json.loads(ebbflow("rules", "--json").out)
+    assert {tuple(rule) for rule in rules} == {("name", "kind", "needs", "cite", "summary")}
+    assert {"constant", "linear", "sqrt", "power", "warmup"} <= {rule["name"] for rule in rules}
+    assert {rule["kind"] for rule in rules} == {"rule", "modifier"}
+
+
+def test_study_and_report(ebbflow: Ebbflow) -> None:
+    Path("study.toml").write_text(
+        'workloads = ["digits-mlp"]\nrules = ["linear"]\nseeds = 2\n'
+        '[traces]\nstatic = "constant(workers=8)"\n[settings]\nepochs = 1\nlocal_batch = 32\n'
+    )
+    assert ebbflow("study", "study.toml", "--out", "out", "--jobs", 2).code == 0
+    cells = json.loads(ebbflow("report", "out", "--json").out)["cells"]
+    assert len(cells) == 1
+    assert {"workload", "trace", "rule", "mean", "std", "seeds", "diverged"} <= set(cells[0])
+    assert (cells[0]["workload"], cells[0]["trace"], cells[0]["rule"]) == ("digits-mlp", "static", "linear")
+
+
+def test_train_and_resume(ebbflow: Ebbflow) -> None:
+    options = ("train", "digits-mlp", "--epochs", 1, "--local-batch", 32, "--out", "run", "--json")
+    first, second = json.loads(ebbflow(*options).out), json.loads(ebbflow(*options).out)
+    assert first == second
+    assert first["status"] == "finished"
+    assert_refused(ebbflow(*options, "--rule", "sqrt"), "another configuration", "rule is 'sqrt', was 'linear'")
+
+
+def test_importing_the_command_does_not_import_torch() -> None:
+    code = "import sys, ebbflow, ebbflow.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_version_and_help(ebbflow: Ebbflow) -> None:
+    assert ebbflow("--version").out.startswith("ebbflow ")
+    for verb in ("demo", "trace", "plan", "rules", "workloads", "train", "study", "report"):
+        assert verb in ebbflow("--help").out
+        assert ebbflow(verb, "--help").code == 0
+
+
+# What bad input gets --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"time_s,accelerators\n", "t.csv"),
+        (b"time_s,accelerators\n0,4\n", "t.csv"),
+        (b"\x00\x01\x02\xff\xfe", "binary"),
+        (gzip.compress(TRACE.encode())[:-9], "gzip"),
+        (b"time_s,accelerators\n0,4\n60,-1\n90,1\n", "t.csv:3"),
+        (b"time_s,accelerators\n0,4\n60,1.5\n90,1\n", "t.csv:3"),
+        (b"time_s,accelerators\n0,4\n60,\n90,1\n", "t.csv:3"),
+        (b"time_s,accelerators\n0,4\n60\n90,1\n", "t.csv:3"),
+        (b"time_s,accelerators\n0,4\n60,3\n30,1\n", "t.csv:4"),
+        (b"time_s,accelerators\n0,4\nnan,3\n90,1\n", "t.csv:3"),
+        (b"step,batchsize\n0,128\n1,128\n", "batch"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["stats", "show"])
+def test_bad_traces(ebbflow: Ebbflow, content: bytes, message: str, verb: str) -> None:
+    Path("t.csv").write_bytes(content)
+    assert_refused(ebbflow("trace", verb, "t.csv"), message)
+
+
+def test_missing_files_and_unknown_names(ebbflow: Ebbflow) -> None:
+    assert_refused(ebbflow("trace", "stats", "none.csv"), "none.csv: no such file")
+    assert_refused(ebbflow("trace", "stats", "poison(workers=3)"), "did you mean 'poisson'")
+    assert_refused(ebbflow("train", "digits-mpl"), "did you mean 'digits-mlp'")
+    assert_refused(ebbflow("train", "digits-mlp", "--rule", "lineer"), "did you mean 'linear'")
+    assert_refused(ebbflow("train", "digits-mlp", "--rule", "linear+warmpu(5ep)"), "did you mean 'warmup'")
+    assert_refused(ebbflow("train", "digits-mlp", "--rule", "linear+warmup(5)"), "has no unit; write 5ep")
+    assert_refused(ebbflow("train", "digits-mlp", "--optimizer", "sgdd"), "did you mean 'sgd'")
+    assert_refused(ebbflow("train", "digits-mlp", "--schedule", "cosin"), "did you mean 'cosine'")
+    assert_refused(ebbflow("train", "digits-mlp", "--policy", "folow"), "did you mean 'follow'")
+    assert_refused(ebbflow("train", "digits-mlp", "--step-time", "0.6"), "has no unit; write 0.6s")
+    assert_refused(ebbflow("train", "digits-mlp", "--plugin", "none.py"), "none.py does not exist")
+    assert_refused(ebbflow("train", "digits-mlp", "--epochs", "0"), "epochs is 0")
+    assert_refused(ebbflow("train", "digits-mlp", "--device", "cuda:7"), "cuda:7")
+    assert_refused(ebbflow("train", "shakespeare-gpt"), "text")
+    assert_refused(ebbflow("report", "none"), "none does not exist")
+    assert_refused(ebbflow("study", "none.toml"), "none.toml: cannot be read")
+    assert_refused(ebbflow("rules", "show", "liner"), "did you mean 'linear'")
+    assert not Path("runs").exists(), "nothing was begun"
+
+
+def test_a_plan_too_short_says_how_far_it_reaches(ebbflow: Ebbflow) -> None:
+    Path("t.csv").write_text(TRACE)
+    options = ("--local-batch", 8, "--step-time", "60s", "--samples", 100, "--epochs", 90)
+    assert_refused(ebbflow("plan", "t.csv", *options), "of 90 epochs", "repeat")
+    assert ebbflow("plan", "t.csv", *options, "--repeat").code == 0
+    train = ("train", "digits-mlp", "--trace", "t.csv", "--step-time", "60s", "--local-batch", 8)
+    assert_refused(ebbflow(*train), "of 30 epochs")
+
+
+def test_a_batch_that_is_not_a_multiple_of_the_local_batch(ebbflow: Ebbflow) -> None:
+    Path("b.csv").write_text("step,batchsize\n0,96\n1,100\n")
+    assert_refused(ebbflow("train", "digits-mlp", "--plan", "b.csv", "--local-batch", 32), "b.csv:3", "100", "32")
+
+
+def test_a_damaged_or_foreign_checkpoint(ebbflow: Ebbflow) -> None:
+    train = ("train", "digits-mlp", "--epochs", 1, "--local-batch", 32, "--out", "run")
+    ebbflow(*train)
+    Path("run/checkpoint.pt").write_bytes(b"not a checkpoint")
+    assert_refused(ebbflow(*train), "checkpoint", "damaged")
+
+    import torch
+
+    content = {"version": 1, "model": torch.load("run/weights.pt", weights_only=True)["model"], "fingerprint": ""}
+    torch.save(content, "run/checkpoint.pt")
+    other = ("train", "digits-mlp(width=32)", *train[2:])
+    assert_refused(ebbflow(*other), "another model", "shape")
+    assert_refused(ebbflow(*train), "other settings")
+    assert "end" in Path("run/record.jsonl").read_text(), "the record is as it was"
+
+
+def test_an_output_folder_that_cannot_be_written(ebbflow: Ebbflow) -> None:
+    Path("file").write_text("")
+    assert_refused(ebbflow("train", "digits-mlp", "--out", "file/run"), "cannot be written")
+    Path("t.csv").write_text(TRACE)
+    assert_refused(ebbflow("trace", "convert", "t.csv", "file/out.csv"), "file/out.csv", "cannot be written")
+    assert_refused(ebbflow("study", "demo", "--out", "file/x"), "cannot be written")
+
+
+def test_a_damaged_last_line_of_a_record_is_reported_and_the_rest_used(ebbflow: Ebbflow) -> None:
+    ebbflow("train", "digits-mlp", "--epochs", 2, "--local-batch", 32, "--out", "run")
+    record = Path("run/record.jsonl")
+    record.write_bytes(record.read_bytes()[:-30])
+    answer = ebbflow("report", "run")
+    assert answer.code == 0
+    assert "last line is incomplete" in answer.err

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbflow.errors import PlanError
+from ebbflow.plan.plan import BatchPlan, cut_step
+from ebbflow.traces.trace import Trace
+
+
+@pytest.mark.parametrize(
+    ("wanted", "remaining", "taken"),
+    [
+        (8, 100, 8),
+        (8, 8, 8),
+        (8, 3, 3),
+        (8, 1, 1),  # an epoch of one sample has no choice
+        (8, 9, 7),  # 9 - 8 = 1 would be alone: 7 and 2
+        (3, 4, 2),  # 2 and 2
+        (2, 3, 3),  # 1 and 2 would leave a lone one now, 2 and 1 later: take all three
+        (2, 4, 2),
+        (1, 2, 1),  # single samples were asked for
+        (1, 1, 1),
+    ],
+)
+def test_a_step_at_the_end_of_an_epoch(wanted: int, remaining: int, taken: int) -> None:
+    assert cut_step(wanted, remaining) == taken
+
+
+@given(st.lists(st.integers(2, 9), min_size=1, max_size=6), st.integers(2, 200))
+def test_no_step_holds_one_lone_sample_and_an_epoch_is_complete(sizes: list[int], epoch: int) -> None:
+    taken, remaining, step = [], epoch, 0
+    while remaining:
+        taken.append(cut_step(sizes[step % len(sizes)], remaining))
+        remaining -= taken[-1]
+        step += 1
+    assert sum(taken) == epoch
+    assert min(taken) >= 2
+
+
+def walk(batches: list[int], samples: int, epochs: int, cut: bool) -> int | None:
+    """Steps that training takes, one after the other; None if the batches are not enough."""
+    steps = 0
+    if not cut:
+        samples, epochs = samples * epochs, 1
+    for _ in range(epochs):
+        remaining = samples
+        while remaining > 0:
+            if steps == len(batches):
+                return None
+            remaining -= cut_step(batches[steps], remaining) if cut else batches[steps]
+            steps += 1
+    return steps
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 6)), min_size=1, max_size=12),
+    st.integers(1, 3),
+    st.integers(1, 120),
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_the_summary_equals_a_walk_step_by_step(
+    stretches: list[tuple[int, int]], local: int, samples: int, epochs: int, cut: bool
+) -> None:
+    points, now = [], 0
+    for length, workers in stretches:
+        points.append((float(now), workers))
+        now += length
+    try:
+        plan = BatchPlan.from_trace(Trace.from_points(points, end=float(now)), f"follow({local})", 1.0)
+    except PlanError:
+        return  # nobody is ever there
+    batches = plan.batches().tolist()
+    steps = walk(batches, samples, epochs, cut)
+    if steps is None:
+        with pytest.raises(PlanError, match=f"of {epochs} epochs; repeat the trace"):
+            plan.for_epochs(samples, epochs, cut=cut)
+        return
+    summary = plan.for_epochs(samples, epochs, cut=cut)
+    used = batches[:steps]
+    assert summary.steps == steps
+    assert summary.samples == samples * epochs
+    assert (summary.batch_min, summary.batch_max) == (min(used), max(used))
+    assert summary.batch_mean == pytest.approx(sum(used) / steps)
+    assert summary.changes == sum(a != b for a, b in pairwise(used))
+    last = plan.at(steps - 1)
+    assert summary.time_s == last.time_s + last.duration_s
+
+
+def test_a_plan_that_is_too_short_says_how_far_it_reaches() -> None:
+    # Ten steps of 8. An epoch of 20 takes 8 + 8 + 4, three steps: three epochs, then 8 of 20 samples: 3.4.
+    plan = BatchPlan.constant(4, 8, steps=10)
+    with pytest.raises(PlanError, match=r"its 10 steps \(10.0 s\) reach 3.4 of 5 epochs; .*--repeat"):
+        plan.for_epochs(20, 5)
+    # Across epoch ends ten steps are 80 samples: four epochs.
+    assert plan.for_epochs(20, 4, cut=False).steps == 10
+    with pytest.raises(PlanError, match="reach 4 of 5 epochs"):
+        plan.for_epochs(20, 5, cut=False)
+
+
+def test_a_step_that_saves_the_next_one_can_make_the_plan_long_enough() -> None:
+    # Steps of two over five samples: 2, then 3 at once. Two steps are enough, though they were planned for four.
+    assert BatchPlan.constant(1, 2, steps=2).for_epochs(5, 1).steps == 2
+
+
+def test_many_epochs_over_many_samples_are_counted_without_walking() -> None:
+    # 10^9 samples in steps of 1,000: 10^6 steps an epoch, 10^9 for a thousand.
+    assert BatchPlan.constant(8, 1000).for_epochs(10**9, 1000).steps == 10**9

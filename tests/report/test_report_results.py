@@ -1,0 +1,116 @@
+"""Reading folders of records: what is there, what is missing, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ebbflow.errors import RecordError
+from ebbflow.report.results import load_results
+
+MakeRecord = Callable[..., Path]
+
+
+def test_a_study_has_all_arms_of_its_grid_also_the_missing_one(study: Path) -> None:
+    results = load_results(study)
+    assert results.name == "Which rule for a fleet that breathes?"
+    assert results.command == "ebbflow study fleet.toml --out fleet"
+    assert len(results.arms) == 24  # 2 workloads x 2 traces x 3 rules x 2 seeds
+    missing = [(a.workload, a.trace, a.rule, a.seed) for a in results.arms if a.status == "missing"]
+    assert missing == [("tiny-gpt", "gpu", "constant", 1)]
+
+
+def test_a_damaged_last_line_is_reported_and_the_rest_used(study: Path) -> None:
+    results = load_results(study)
+    (cut,) = [arm for arm in results.arms if arm.damage]
+    assert cut.status == "interrupted"
+    assert cut.values.size == 5  # the five epochs before the crash
+    assert results.problems == [cut.damage]
+    assert "record.jsonl, line " in cut.damage
+    assert "stopped after step" in cut.note
+
+
+def test_one_run_can_be_given_by_folder_or_by_file(tmp_path: Path, make_record: MakeRecord) -> None:
+    path = make_record(tmp_path / "run" / "record.jsonl", last=(0.9,))
+    for given in (path, path.parent):
+        results = load_results(given)
+        assert len(results.arms) == 1
+        assert results.folder == path.parent
+        assert results.name == "digits-mlp on static"
+
+
+def test_progress_counts_epochs_with_their_fraction(tmp_path: Path, make_record: MakeRecord) -> None:
+    path = make_record(tmp_path / "record.jsonl", last=(0.9,), trace="static")
+    (arm,) = load_results(path).arms
+    # 8 workers x 8 samples = 64 of 1437 samples after the first step; 8 whole epochs after the last.
+    assert arm.columns["progress"][0] == pytest.approx(64 / 1437)
+    assert arm.columns["progress"][-1] == pytest.approx(8)
+
+
+def test_the_smaller_last_step_of_an_epoch_is_left_out_of_whole_steps(tmp_path: Path, make_record: MakeRecord) -> None:
+    path = make_record(tmp_path / "record.jsonl", last=(0.9,), trace="static")
+    (arm,) = load_results(path).arms
+    # 1437 = 22 * 64 + 29: 23 steps an epoch, the last one with 29 samples; 8 epochs.
+    assert arm.steps == 8 * 23
+    (batch,) = arm.whole_steps("batch")
+    assert batch.size == 8 * 22
+    assert np.all(batch == 64)
+
+
+def test_an_arm_that_cannot_be_read_is_named_and_the_others_are_used(tmp_path: Path, make_record: MakeRecord) -> None:
+    make_record(tmp_path / "arms" / "good" / "record.jsonl", last=(0.9,))
+    bad = tmp_path / "arms" / "bad" / "record.jsonl"
+    bad.parent.mkdir()
+    bad.write_bytes(b"\x00\xffnot a record\n{}\n")
+    results = load_results(tmp_path)
+    assert [(arm.id, arm.status) for arm in results.arms] == [("good", "finished"), ("bad", "unreadable")]
+    assert "bad/record.jsonl, line 1" in results.problems[0]
+
+
+def test_an_end_written_for_a_killed_process_does_not_hide_what_was_done(tmp_path: Path) -> None:
+    rows = [
+        {"kind": "header", "version": 1, "config": {"workload": "w", "rule": "r", "trace": "t", "seed": 0}},
+        {
+            "kind": "step", "step": 0, "time_s": 0, "wall_s": 2.5, "epoch": 0, "samples": 64, "workers": 2, "batch": 64,
+            "pieces": 2, "lr_base": 0.1, "lr": 0.1, "multiplier": 1, "loss": 1.0,
+        },
+        {"kind": "end", "status": "failed", "steps": 1, "samples": 0, "wall_s": 0.0, "text": "killed"},
+    ]  # fmt: skip
+    (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (arm,) = load_results(tmp_path).arms
+    assert (arm.status, arm.samples, arm.wall_s, arm.note) == ("failed", 64, 2.5, "killed")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "is not the folder of a study or a run; expected study.json with arms/, or a record.jsonl"),
+        ({"study.json": "{}"}, "has no records yet; expected arms/"),
+        ({"study.json": "{", "arms/a/record.jsonl": ""}, "study.json is not JSON"),
+        ({"study.json": "[]", "arms/a/record.jsonl": ""}, "is not the file of a study"),
+        (
+            {"study.json": '{"version": 9}', "arms/a/record.jsonl": ""},
+            "has study version 9, this ebbflow reads up to 1",
+        ),
+        (
+            {"study.json": "{}", "arms/a/record.jsonl": ""},
+            "has no record that can be read; the first says: .* no header",
+        ),
+        ({"record.jsonl": "nonsense\n"}, "line 1: not a row of a record"),
+    ],
+)
+def test_what_cannot_be_read_says_what_was_expected(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(RecordError, match=message):
+        load_results(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="nowhere does not exist; give the folder"):
+        load_results(tmp_path / "nowhere")

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbflow.errors import ConfigError, OutputError
+from ebbflow.record import Run, read_record
+from ebbflow.studies.runner import Progress, run_study
+from ebbflow.studies.study import Study, parse_study
+
+
+def small(**changes: Any) -> Study:
+    values = {
+        "name": "small",
+        "workloads": ["digits-cnn(width=4)"],
+        "rules": ["constant", "linear"],
+        "traces": {"spot": "random-levels(minimum=1, maximum=6, every=60s, duration=20min, seed=3)"},
+        "seeds": 1,
+        "settings": {"epochs": 2, "local_batch": 16},
+    }
+    return parse_study({**values, **changes}, source="small", folder=None)
+
+
+def records(out: Path) -> dict[str, Run]:
+    return {path.parent.name: read_record(path) for path in sorted(out.glob("arms/*/record.jsonl"))}
+
+
+def digests(out: Path) -> dict[str, str]:
+    return {name: run.end.weights_sha256 for name, run in records(out).items() if run.end is not None}
+
+
+def test_a_study_runs_every_arm_once_and_then_has_nothing_to_do(tmp_path: Path) -> None:
+    told: list[Progress] = []
+    run_study(small(), tmp_path, jobs=2, on_progress=told.append)
+    assert {run.status for run in records(tmp_path).values()} == {"finished"}
+    assert (
+        sorted(progress.what for progress in told if progress.what != "moved")
+        == ["finished", "finished"] + ["started"] * 2
+    )
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("arms/*/record.jsonl")}
+
+    told.clear()
+    run_study(small(), tmp_path, jobs=2, on_progress=told.append)
+    assert [progress.what for progress in told] == ["found", "found"]
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("arms/*/record.jsonl")}
+    assert not list(tmp_path.glob("arms/*/checkpoint.pt"))
+
+
+def test_a_folder_of_another_study_is_refused_and_the_difference_named(tmp_path: Path) -> None:
+    run_study(small(rules=["constant"]), tmp_path)
+    with pytest.raises(ConfigError, match=r"rules \(now \['linear'\], was \['constant'\]\)"):
+        run_study(small(rules=["linear"]), tmp_path)
+
+
+def test_an_arm_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from dataclasses import dataclass\n"
+        "from ebbflow.rules import Rule, Scaling, register\n"
+        "@register('explode', cite='test')\n@dataclass(frozen=True)\nclass Explode(Rule):\n"
+        "    '''Fails at the third step.'''\n"
+        "    def scale(self, context, state):\n"
+        "        if context.step == 3:\n            raise RuntimeError('boom')\n"
+        "        return Scaling(), state\n"
+        "@register('infinite', cite='test')\n@dataclass(frozen=True)\nclass Infinite(Rule):\n"
+        "    '''Diverges.'''\n"
+        "    def scale(self, context, state):\n        return Scaling(lr=1e30), state\n"
+    )
+    out = tmp_path / "out"
+    settings = {"epochs": 1, "plugins": [str(plugin)]}
+    run_study(small(rules=["explode", "infinite", "constant"], settings=settings), out, jobs=2)
+    status = {run.header.config["rule"]: run for run in records(out).values()}
+    assert status["constant"].status == "finished"
+    assert status["infinite"].status == "diverged"
+    assert status["explode"].status == "failed"
+    assert "RuntimeError: boom" in status["explode"].end.text  # type: ignore[union-attr]
+    assert len(status["explode"].steps) == 3
+
+
+STUDY = """
+workloads = ["digits-cnn"]
+rules = ["linear+warmup(2ep)", "sqrt"]
+seeds = 1
+[traces]
+spot = "random-levels(minimum=1, maximum=6, every=60s, duration=20min, seed=3)"
+[settings]
+epochs = 6
+local_batch = 8
+"""
+
+
+def start(study: Path, out: Path, checkpoint_every: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "ebbflow", "study", str(study), "--out", str(out), "--jobs", "2"]
+    return subprocess.Popen(
+        [*command, "--checkpoint-every", checkpoint_every], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+def wait_for(condition: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def rows(out: Path) -> int:
+    return sum(path.read_bytes().count(b'"kind":"step"') for path in out.glob("arms/*/record.jsonl"))
+
+
+def test_killed_with_kill_9_the_same_command_ends_with_the_same_weights(tmp_path: Path) -> None:
+    study = tmp_path / "study.toml"
+    study.write_text(STUDY)
+    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
+    assert start(study, calm, "1h").wait(timeout=120) == 0
+
+    killed = 0
+    for _ in range(3):
+        process = start(study, stormy, "0s")  # a checkpoint after every step
+        seen = rows(stormy) if stormy.exists() else 0
+        wait_for(lambda seen=seen, process=process: rows(stormy) > seen + 20 or process.poll() is not None)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            killed += 1
+        process.wait(timeout=60)
+    assert killed >= 2, "the study ended before it was killed"
+    assert start(study, stormy, "0s").wait(timeout=120) == 0
+
+    assert digests(stormy) == digests(calm)
+    assert len(digests(calm)) == 2
+    for name, run in records(stormy).items():
+        assert any(event.what == "resumed" for event in run.events), "it did continue from a checkpoint"
+        assert [row.step for row in run.steps] == list(range(len(run.steps))), "no step is missing or twice"
+        straight = records(calm)[name]
+        assert [(row.samples, row.loss) for row in run.steps] == [(row.samples, row.loss) for row in straight.steps]
+        assert [row.metrics for row in run.validations] == [row.metrics for row in straight.validations]
+
+
+def test_ctrl_c_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
+    study = tmp_path / "study.toml"
+    study.write_text(STUDY.replace("epochs = 6", "epochs = 500"))
+    process = start(study, tmp_path / "out", "1h")
+    wait_for(lambda: rows(tmp_path / "out") > 0 or process.poll() is not None)
+    wait_for(lambda: len(list(tmp_path.glob("out/arms/*/record.jsonl"))) == 2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) != 0
+    assert len(list(tmp_path.glob("out/arms/*/checkpoint.pt"))) >= 1
+    assert json.loads((tmp_path / "out" / "study.json").read_text())["config"]["name"] == "study"
+
+
+def test_two_studies_in_one_folder_do_not_meet(tmp_path: Path) -> None:
+    study = tmp_path / "study.toml"
+    study.write_text(STUDY.replace("epochs = 6", "epochs = 500"))
+    process = start(study, tmp_path / "out", "1h")
+    try:
+        wait_for(lambda: (tmp_path / "out" / "study.json").exists())
+        from ebbflow.studies.study import load_study
+
+        with pytest.raises(ConfigError, match="another study is running"):
+            run_study(load_study(str(study)), tmp_path / "out")
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+
+
+def test_an_output_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="choose another output folder"):
+        run_study(small(), tmp_path / "file" / "out")
+    with pytest.raises(ConfigError, match="jobs is 0"):
+        run_study(small(), tmp_path, jobs=0)
