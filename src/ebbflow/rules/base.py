@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ebbflow.moments.estimate import Moments
+
 __all__ = ["Chain", "Modifier", "Rule", "Scaling", "State", "StepContext"]
 
 State = Any
@@ -35,6 +37,8 @@ class StepContext:
     """Samples in an epoch; 0 if there is no such thing."""
     total_samples: int = 0
     """Samples in the whole run; 0 if it has no end."""
+    moments: Moments | None = None
+    """Averaged noise and signal, this step's included; None if no rule needs them or nothing was measured yet."""
 
     @property
     def ratio(self) -> float:
@@ -46,16 +50,25 @@ class StepContext:
 class Scaling:
     """How the step differs from a step at the reference batch; `Scaling()` changes nothing."""
 
-    lr: float = 1.0
-    """Multiplies the learning rate: outside the momentum."""
+    lr: float | tuple[float, ...] = 1.0
+    """Multiplies the learning rate, outside the momentum: one number, or one a layer in the order of the parameters."""
     gradient: float = 1.0
-    """Multiplies the gradient: inside the momentum."""
+    """Multiplies the gradient, inside the momentum; coupled weight decay too, or it would be lost."""
+    weight_decay: float = 1.0
+    """Multiplies the weight decay."""
+    betas: float = 1.0
+    """Exponent of Adam's betas: beta^1 is beta; kappa keeps their half-lives constant in samples."""
+    eps: float = 1.0
+    """Multiplies the eps of an adaptive optimizer."""
+    progress: float | None = None
+    """Reference steps that this step is worth, where the schedule follows the gain; None: its samples count."""
     stats: Mapping[str, float] = field(default_factory=dict, compare=False)
     """What the rule has to say about this step; goes into the record, changes nothing."""
 
     def map_lr(self, change: Callable[[float], float]) -> Scaling:
-        """The same scaling with another multiplier: what most modifiers do."""
-        return replace(self, lr=change(self.lr))
+        """The same scaling with other multipliers: what most modifiers do."""
+        lr = tuple(map(change, self.lr)) if isinstance(self.lr, tuple) else change(self.lr)
+        return replace(self, lr=lr)
 
 
 class Rule(ABC):

@@ -1,0 +1,149 @@
+"""Noise and signal of the gradient, from the pieces it is made of. Arithmetic only, no torch.
+
+A step's gradient is the mean of K >= 2 pieces of n_i samples each, B in all. With
+
+    A = sum (n_i/B) |g_i|^2      the sample-weighted mean of the pieces' squared norms
+    N = |sum (n_i/B) g_i|^2      the squared norm of the whole step's mean gradient
+
+E[A] = S + K V/B and E[N] = S + V/B, whatever the sizes of the pieces, where V is the *noise* (the trace of the
+covariance of one sample's gradient) and S the *signal* (the squared norm of the true gradient). Hence
+
+    V = B (A - N)/(K - 1)        S = N - V/B
+
+both unbiased. With equal pieces of the reference batch these are AdaScale's estimators (Johnson et al. 2020, B.3).
+Noise and signal belong to the model, not to the fleet: they need no correction when the workers change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ebbflow.errors import CheckpointError, ConfigError
+
+__all__ = ["Averages", "Measurement", "Moments", "decay"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What an engine measured in one step; one entry a layer, or a single one for the whole model."""
+
+    batch: int
+    """Samples in the step."""
+    pieces: int
+    """Gradient pieces: backward passes of different samples."""
+    mean_sq: tuple[float, ...]
+    """A: sample-weighted mean of the pieces' squared norms."""
+    sq_mean: tuple[float, ...]
+    """N: squared norm of the mean gradient."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all numbers are; a step with an infinite gradient says nothing about noise and signal."""
+        return all(map(math.isfinite, self.mean_sq)) and all(map(math.isfinite, self.sq_mean))
+
+    def estimate(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(noise, signal) of each layer: unbiased, so either may come out below zero in a single step.
+
+        Two pieces of one sample with the gradients 3 and 1: A = 5, N = 4, so V = 2(5 - 4)/1 = 2 and S = 4 - 2/2 = 3.
+
+        >>> Measurement(batch=2, pieces=2, mean_sq=(5.0,), sq_mean=(4.0,)).estimate()
+        ((2.0,), (3.0,))
+        """
+        if self.pieces < 2:
+            raise ConfigError(
+                f"noise cannot be told from signal with {self.pieces} gradient piece; at least two are needed: "
+                f"more workers, or a smaller piece"
+            )
+        scale = self.batch / (self.pieces - 1)
+        noise = tuple(scale * (a - n) for a, n in zip(self.mean_sq, self.sq_mean, strict=True))
+        signal = tuple(n - v / self.batch for n, v in zip(self.sq_mean, noise, strict=True))
+        return noise, signal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """Averaged noise and signal, of the whole model and of each layer, as rules see them."""
+
+    noise: float
+    """V: trace of the per-sample gradient covariance."""
+    signal: float
+    """S: squared norm of the true gradient."""
+    layer_noise: tuple[float, ...] = ()
+    """By layer, in the order of the parameters; empty unless a rule asked for layers."""
+    layer_signal: tuple[float, ...] = ()
+
+    @property
+    def noise_scale(self) -> float:
+        """V/S, in samples: the batch at which noise and signal are equal (McCandlish et al. 2018, B_simple)."""
+        return max(self.noise, 0.0) / self.signal if self.signal > 0 else math.inf
+
+
+def decay(batch: float, memory: float) -> float:
+    """What an average keeps of its past in a step: (1 - 1/m)^kappa written in samples, exp(-batch/memory).
+
+    The memory is counted in samples, so an average means the same for every history of workers.
+    """
+    return math.exp(-batch / memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Averages:
+    """Bias-corrected moving averages of noise and signal: immutable; `updated` gives the next ones.
+
+    Numerators and denominators are averaged separately and a ratio is taken last, since the ratio of single steps is
+    useless. A step with fewer than two pieces says nothing: the averages are held, as they are when the workers
+    change. Estimates are averaged as they are and not clipped one by one, which would bias a small signal upwards;
+    whoever takes a ratio clips the averages.
+    """
+
+    weight: float = 0.0
+    """Of all observations, decayed; the averages are the sums over it."""
+    noise: tuple[float, ...] = ()
+    signal: tuple[float, ...] = ()
+
+    def updated(self, measured: Measurement, *, memory: float) -> Averages:
+        """The averages after one more step, remembering about `memory` samples."""
+        if measured.pieces < 2 or not measured.finite:
+            return self
+        noise, signal = measured.estimate()
+        keep = decay(measured.batch, memory)
+        return Averages(
+            keep * self.weight + (1 - keep),
+            _blend(self.noise, noise, keep),
+            _blend(self.signal, signal, keep),
+        )
+
+    def moments(self) -> Moments | None:
+        """The averages as rules see them; None before the first observation."""
+        if self.weight <= 0:
+            return None
+        noise = tuple(v / self.weight for v in self.noise)
+        signal = tuple(s / self.weight for s in self.signal)
+        layers = len(noise) > 1
+        return Moments(
+            noise=math.fsum(noise),
+            signal=math.fsum(signal),
+            layer_noise=noise if layers else (),
+            layer_signal=signal if layers else (),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """As JSON, for a checkpoint."""
+        return {"weight": self.weight, "noise": list(self.noise), "signal": list(self.signal)}
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any]) -> Averages:
+        """What `state` described."""
+        try:
+            return cls(float(state["weight"]), tuple(map(float, state["noise"])), tuple(map(float, state["signal"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the saved averages of noise and signal are damaged: {error!r}") from None
+
+
+def _blend(old: Sequence[float], new: Sequence[float], keep: float) -> tuple[float, ...]:
+    if not old:
+        return tuple((1 - keep) * value for value in new)
+    return tuple(keep * before + (1 - keep) * value for before, value in zip(old, new, strict=True))
