@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
@@ -8,7 +9,20 @@ from pathlib import Path
 import pytest
 
 from ebbflow.errors import OutputError, RecordError
-from ebbflow.record import End, Event, Header, RecordWriter, StepRow, ValidationRow, decode, encode, read_record, story
+from ebbflow.record import (
+    End,
+    Event,
+    Header,
+    LayersRow,
+    RecordWriter,
+    StepRow,
+    ValidationRow,
+    decode,
+    encode,
+    layers_due,
+    read_record,
+    story,
+)
 
 
 def step(number: int, *, workers: int = 4, loss: float = 1.0, **stats: float) -> StepRow:
@@ -91,6 +105,36 @@ def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path: Path) ->
     lines[2] = lines[2][:10]
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(RecordError, match="line 3"):
+        read_record(path)
+
+
+def test_a_row_of_layers_is_read_back_with_six_digits(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    with RecordWriter(path) as record:
+        record.write(Header(config={"layers": ["a.weight", "a.bias"]}))
+        record.write(step(0))
+        record.write(LayersRow.of(step(0), noise=(1 / 3, 2e9), signal=(math.nan, -0.5), multiplier=(1.0, 4.0)))
+    run = read_record(path)
+    assert run.layers == [
+        LayersRow(step=0, samples=32, batch=32, noise=[0.333333, 2e9], signal=[None, -0.5], multiplier=[1.0, 4.0])
+    ]
+    assert len(run.steps) == 1
+
+
+@pytest.mark.parametrize(("steps", "batch"), [(5000, 32), (1000, 160), (50, 3200)])
+def test_layers_are_recorded_about_two_hundred_times_whatever_the_batch(steps: int, batch: int) -> None:
+    total = steps * batch
+    rows = [dataclasses.replace(step(i), samples=(i + 1) * batch, batch=batch) for i in range(steps)]
+    due = [row.step for row in rows if layers_due(row, total_samples=total)]
+    assert due[0] == 0
+    assert len(due) == min(steps, 201)  # 200 marks, the last at the end of the run, and the first step
+    assert not layers_due(rows[0], total_samples=0)  # a run without an end
+
+
+def test_what_a_newer_version_writes_is_not_called_damage(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    path.write_text('{"kind":"header","version":99}\n{"kind":"tides","height":3}\n')
+    with pytest.raises(RecordError, match=r"^\S+ has record version 99.*upgrade"):
         read_record(path)
 
 

@@ -55,6 +55,14 @@ class RunConfig:
     """Play the trace again when it ends before the run."""
     piece: int | None = None
     """At most so many samples in one backward pass; by default a worker's share."""
+    clip: float | None = None
+    """Largest norm of a step's mean gradient; by default gradients are not clipped."""
+    on_nonfinite: str = "stop"
+    """What becomes of a step whose gradient is NaN or infinite: stop the run, or skip the step."""
+    ema: float | None = None
+    """Part that a moving average of the weights keeps in a reference step; its scores are reported as ema_accuracy."""
+    bn_follows_batch: bool = False
+    """Whether the momentum of batch-norm statistics follows the batch: 1 - (1 - p)^(batch/ref_batch)."""
     validate_every: int = 1
     """Epochs between validations; the last epoch is always validated."""
     data: str | None = None
@@ -66,12 +74,15 @@ class RunConfig:
     """Python files that register rules, workloads or traces of your own."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "lr", "ref_batch", "local_batch", "piece", "validate_every", "threads"):
+        for name in ("epochs", "lr", "ref_batch", "local_batch", "piece", "clip", "ema", "validate_every", "threads"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} is {value}; expected a number above 0")
-        if self.on_change not in ("finish", "lose"):
-            raise ConfigError(f"on_change is {self.on_change!r}; {nearest(self.on_change, ['finish', 'lose'])}")
+        for name, known in (("on_change", ["finish", "lose"]), ("on_nonfinite", ["stop", "skip"])):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; {nearest(getattr(self, name), known)}")
+        if self.ema is not None and self.ema >= 1:
+            raise ConfigError(f"ema is {self.ema:g}; expected the part kept in a reference step, such as 0.999")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, where: str) -> RunConfig:

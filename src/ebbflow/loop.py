@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Engine
 from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.record import StepRow
 from ebbflow.rules.base import StepContext
 
@@ -26,26 +28,41 @@ class Flow:
     """Samples in the whole run; 0 if it has no end."""
     wall_s: float = 0.0
     """Seconds of computing so far; resumed runs go on counting."""
+    statistics: RunningStatistics | None = None
+    """Of batch norm, where they follow the batch or a step may be skipped."""
+    average: WeightAverage | None = None
 
     def run_step(self) -> StepRow | None:
-        """One step from the fleet to the record; None if it was lost, and then nothing has happened."""
+        """One step from the fleet to the record; None if it was lost, and then nothing has happened.
+
+        A step that was skipped, because its gradient is not finite, has happened: its samples count. It leaves no
+        trace in weights, buffers, rule and averages, and its row has `skipped` among its stats.
+        """
         began = time.perf_counter()
         size = self.engine.members(self.step)  #                         traces, plan: who, and how much
         assignment = self.ledger.assign(size.samples)  #                 data: which samples
-        gradients = self.engine.gradients(assignment, size)  #           engines: the mean gradient
-        if not self.engine.commit():
+        batch = assignment.batch
+        keep = self.statistics.step(batch, self.optimizer.base_batch) if self.statistics else nullcontext()
+        with keep:
+            gradients = self.engine.gradients(assignment, size)  #       engines, moments: mean gradient, noise, signal
+            committed = self.engine.commit()
+        if not committed:
             self.wall_s += time.perf_counter() - began
             return None  # the samples go back: an assignment that is not committed leaves no trace
         context = StepContext(
             step=self.step,
-            batch=assignment.stop - assignment.start,
+            batch=batch,
             ref_batch=self.optimizer.base_batch,
             samples=self.ledger.total,
             workers=size.workers,
             epoch_samples=self.ledger.samples,
             total_samples=self.total_samples,
         )
-        update = self.optimizer.update(context)  #                       rules, optim: the step
+        update = self.optimizer.update(context, gradients.measurement)  # rules, optim: the step
+        if update.applied and self.average is not None:
+            self.average.update(context.ratio)
+        if not update.applied and self.statistics is not None:
+            self.statistics.undo()
         self.ledger = self.ledger.commit(assignment)
         self.step += 1
         self.wall_s += time.perf_counter() - began

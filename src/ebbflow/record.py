@@ -4,13 +4,15 @@ A record is a file of JSON lines. The first line is the header, which makes the 
 versions, commit); every further line is a step, a validation, an event or the end. Engines and the simulator write the
 same rows, and reports read nothing but rows, so a report can be made anew at any time from the files alone.
 
-    {"kind": "header", "version": 1, "config": {...}, "versions": {...}, ...}
+    {"kind": "header", "version": 2, "config": {...}, "versions": {...}, ...}
     {"kind": "step", "step": 0, "time_s": 0.0, "epoch": 0, "samples": 256, "workers": 8, "batch": 256, ...}
+    {"kind": "layers", "step": 0, "samples": 256, "batch": 256, "noise": [...], "signal": [...], "multiplier": [...]}
     {"kind": "validation", "step": 5, "epoch": 1.0, "samples": 1437, "metrics": {"accuracy": 0.91, "loss": 0.3}}
     {"kind": "event", "step": 7, "what": "resumed", "text": "..."}
     {"kind": "end", "status": "finished", "steps": 120, "samples": 43110, "wall_s": 12.5}
 
-A crash can damage at most the last line: the reader reports it and uses the rest.
+A crash can damage at most the last line: the reader reports it and uses the rest. Version 2 added the rows of layers,
+which only runs of layer-wise rules have; records of version 1 are read as before.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -35,16 +37,20 @@ __all__ = [
     "End",
     "Event",
     "Header",
+    "LayersRow",
     "RecordWriter",
     "Row",
     "Run",
     "StepRow",
     "ValidationRow",
+    "layers_due",
     "read_record",
     "story",
 ]
 
-VERSION = 1
+VERSION = 2
+LAYER_ROWS = 200
+"""Rows of layers in a whole run: enough for a curve, and a record of hundreds of layers stays small."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +103,53 @@ class StepRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LayersRow:
+    """Noise, signal and multiplier of each layer at one committed step.
+
+    Written behind the row of the step when `layers_due` says so, if the rule has layers at all. The names of the layers
+    are `layers` in the header's config.
+    """
+
+    kind: ClassVar[str] = "layers"
+    step: int
+    samples: int
+    """Committed in all, this step's included."""
+    batch: int
+    noise: Sequence[float | None]
+    signal: Sequence[float | None]
+    multiplier: Sequence[float | None]
+
+    @classmethod
+    def of(cls, row: StepRow, *, noise: Iterable[float], signal: Iterable[float], multiplier: Iterable[float]) -> Self:
+        """The row that belongs to a step, with six digits of each number."""
+        short = {
+            name: [float(f"{value:.6g}") for value in values]
+            for name, values in (("noise", noise), ("signal", signal), ("multiplier", multiplier))
+        }
+        return cls(step=row.step, samples=row.samples, batch=row.batch, **short)
+
+
+def layers_due(row: StepRow, *, total_samples: int, rows: int = LAYER_ROWS) -> bool:
+    """Whether a step is one of about `rows`, spread evenly over the samples of a run, whose layers are recorded.
+
+    A function of the position alone, so that a resumed run writes what an uninterrupted one writes. The first step is
+    always among them; a run that goes on beyond its samples keeps the distance.
+
+    >>> row = StepRow(step=0, time_s=0, wall_s=0, epoch=0, samples=32, workers=1, batch=32, pieces=1, lr_base=0.1,
+    ...               lr=0.1, multiplier=1.0, loss=1.0)
+    >>> layers_due(row, total_samples=100_000)
+    True
+    >>> later = dataclasses.replace(row, step=1, samples=64)
+    >>> layers_due(later, total_samples=100_000), layers_due(later, total_samples=6_400)
+    (False, True)
+    """
+    if total_samples <= 0:
+        return False
+    before = row.samples - row.batch
+    return before == 0 or before * rows // total_samples < row.samples * rows // total_samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationRow:
     """One validation, after a whole number of steps."""
 
@@ -136,8 +189,8 @@ class End:
     """Of the final weights and buffers: two runs with the same digest ended with the same model, bit for bit."""
 
 
-Row = Header | StepRow | ValidationRow | Event | End
-_KINDS: dict[str, type[Row]] = {row.kind: row for row in (Header, StepRow, ValidationRow, Event, End)}
+Row = Header | StepRow | LayersRow | ValidationRow | Event | End
+_KINDS: dict[str, type[Row]] = {row.kind: row for row in (Header, StepRow, LayersRow, ValidationRow, Event, End)}
 _FIELDS = {kind: tuple(f.name for f in dataclasses.fields(row)) for kind, row in _KINDS.items()}
 
 
@@ -237,6 +290,7 @@ class Run:
     validations: list[ValidationRow]
     events: list[Event]
     end: End | None
+    layers: list[LayersRow] = field(default_factory=list)
     damage: str = ""
     """What was wrong with the last line, or empty."""
 
@@ -278,13 +332,19 @@ def read_record(path: Path) -> Run:
     damage = ""
     for number, line in enumerate(complete if not rest else [*complete, rest], start=1):
         try:
-            rows.append(decode(line.decode("utf-8")))
+            row = decode(line.decode("utf-8"))
         except (ValueError, TypeError) as error:
             if number < len(complete) + bool(rest) or number == 1:
                 raise RecordError(
                     f"{path}, line {number}: not a row of a record ({error}); the file is damaged"
                 ) from None
             damage = f"{path}, line {number}: the last line is incomplete ({len(line)} bytes) and was left out"
+        else:
+            if isinstance(row, Header) and row.version > VERSION:  # before the other lines: new kinds are no damage
+                raise RecordError(
+                    f"{path} has record version {row.version}, this ebbflow reads up to {VERSION}; upgrade ebbflow"
+                )
+            rows.append(row)
     return _assemble(path, rows, damage)
 
 
@@ -295,16 +355,13 @@ def _assemble(path: Path, rows: Iterable[Row], damage: str) -> Run:
     headers: list[Header] = by_kind["header"]
     if not headers:
         raise RecordError(f"{path} has no header; expected a record written by ebbflow")
-    if headers[0].version > VERSION:
-        raise RecordError(
-            f"{path} has record version {headers[0].version}, this ebbflow reads up to {VERSION}; upgrade ebbflow"
-        )
     return Run(
         path=path,
         header=headers[0],
         steps=by_kind["step"],
         validations=by_kind["validation"],
         events=by_kind["event"],
+        layers=by_kind["layers"],
         end=by_kind["end"][-1] if by_kind["end"] else None,
         damage=damage,
     )

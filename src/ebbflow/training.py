@@ -3,6 +3,9 @@
 A run lives in a folder: `record.jsonl`, `checkpoint.pt` while it is under way, `weights.pt` at the end if wanted.
 Killed at any moment and started again with the same configuration, it continues from its checkpoint and ends, on a
 CPU, with the same weights bit for bit as one never interrupted.
+
+A run ends after its epochs. Where the rule counts progress by gain (AdaScale's own stopping rule) it ends when the
+steps were worth as many reference steps as the epochs have, which takes more samples; ten times the epochs at most.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,15 +29,27 @@ from ebbflow.checkpoint import load_checkpoint, load_model, save_checkpoint, wei
 from ebbflow.config import RunConfig, load_plugins
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.emulated import LoopEngine
-from ebbflow.errors import CheckpointError, ConfigError, Diverged
+from ebbflow.errors import CheckpointError, ConfigError, Diverged, PlanError
 from ebbflow.loop import Flow
 from ebbflow.optim.build import build_optimizer
-from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan import BatchPlan, fit_step_time, make_policy, make_step_time, plan_for
-from ebbflow.record import End, Event, Header, RecordWriter, Run, StepRow, ValidationRow, read_record
+from ebbflow.optim.elastic import ElasticOptimizer, OnNonfinite
+from ebbflow.optim.ema import RunningStatistics, WeightAverage
+from ebbflow.plan import BatchPlan
+from ebbflow.record import (
+    End,
+    Event,
+    Header,
+    LayersRow,
+    RecordWriter,
+    Run,
+    StepRow,
+    ValidationRow,
+    layers_due,
+    read_record,
+)
+from ebbflow.rules.base import Scaling, spread
+from ebbflow.runplan import MAX_EPOCHS, check_measurable, make_plan
 from ebbflow.traces import Trace
-from ebbflow.traces import load as load_trace
-from ebbflow.units import parse_seconds
 from ebbflow.workloads import Task
 
 __all__ = ["Callbacks", "resolve", "train"]
@@ -62,36 +77,9 @@ def resolve(config: RunConfig) -> RunConfig:
     return replace(config, **filled, label=config.label or (Path(config.plan).stem if config.plan else config.trace))
 
 
-def make_plan(config: RunConfig, samples: int) -> tuple[BatchPlan, Trace | None]:
-    """The batch plan of a resolved configuration over a data set, and the trace it comes from."""
-    assert config.epochs and config.local_batch  # resolve() filled them in
-    if config.plan is not None:
-        plan = BatchPlan.read(Path(config.plan), local_batch=config.local_batch)
-        plan.for_epochs(samples, config.epochs)  # too short is an error now, not in the middle of the run
-        return plan, None
-    trace = load_trace(config.trace)
-    policy = make_policy(config.policy, config.local_batch)
-    offset = parse_seconds(config.offset)
-    if config.step_time == "fit":
-        step_time = fit_step_time(
-            trace, policy, samples=samples, epochs=config.epochs, offset=offset, on_change=config.on_change
-        )
-    else:
-        step_time = parse_seconds(config.step_time)
-    plan = plan_for(
-        trace,
-        policy,
-        make_step_time(step_time),
-        samples=samples,
-        epochs=config.epochs,
-        offset=offset,
-        repeat=config.repeat,
-        on_change=config.on_change,
-    )
-    return plan, trace
-
-
-def _header(config: RunConfig, task: Task, plan: BatchPlan, trace: Trace | None, command: str) -> Header:
+def _header(
+    config: RunConfig, task: Task, plan: BatchPlan, trace: Trace | None, command: str, optimizer: ElasticOptimizer
+) -> Header:
     described = {} if trace is None else {
         "name": trace.name or config.trace,
         "times": trace.times.tolist(),
@@ -99,11 +87,14 @@ def _header(config: RunConfig, task: Task, plan: BatchPlan, trace: Trace | None,
         "end": trace.end,
     }  # fmt: skip
     recipe = task.recipe
+    names = {id(parameter): name for name, parameter in task.model.named_parameters()}
     return Header(
         config={
             **config.as_dict(),
             "trace": config.label,
             "trace_text": config.plan or config.trace,
+            "progress": "gain" if optimizer.by_gain else "samples",
+            "layers": [names[id(layer)] for layer in optimizer.layers] if "layers" in optimizer.rule.needs else [],
             "metric": recipe.metric,
             "higher_is_better": recipe.higher_is_better,
             "task": task.describe(),
@@ -138,6 +129,12 @@ def _device_name(device: str) -> str:
     return f"{device} ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
+def _by_layer(scaling: Scaling, count: int) -> list[float]:
+    """How much larger the step of each layer was, inside and outside the momentum together."""
+    inside = scaling.gradient if isinstance(scaling.gradient, tuple) else (scaling.gradient,)
+    return [m * g for m, g in zip(spread(scaling.layers, count), spread(inside, count), strict=True)]
+
+
 class _Trainer:
     """The parts of one run; `run` is the whole story."""
 
@@ -151,26 +148,43 @@ class _Trainer:
         self.folder = folder
         self.task = workloads.build(config.workload, data=config.data, seed=config.seed, device=config.device)
         samples = len(self.task.train)
-        self.plan, self.trace = make_plan(config, samples)
         self.total_samples = config.epochs * samples
+        model = self.task.model
+        optimizer = ElasticOptimizer(
+            build_optimizer(config.optimizer, model, lr=config.lr),
+            config.rule,
+            base_batch=config.ref_batch,
+            schedule=config.schedule,
+            epochs=config.epochs,
+            epoch_samples=samples,
+            clip=config.clip,
+            on_nonfinite=cast(OnNonfinite, config.on_nonfinite),
+        )
+        self.plan, self.trace = make_plan(config, samples, by_gain=optimizer.by_gain)
+        if optimizer.rule.needs:
+            check_measurable(config, self.plan)
         engine = LoopEngine(
-            self.task.model,
+            model,
             lambda indices: self.task.train.batch(indices, train=True),
             self.task.loss,
             self.plan,
             samples=samples,
             seed=config.seed,
             piece=config.piece,
+            needs=optimizer.rule.needs,
+            parameters=optimizer.layers,
         )
-        optimizer = ElasticOptimizer(
-            build_optimizer(config.optimizer, self.task.model.parameters(), lr=config.lr),
-            config.rule,
-            base_batch=config.ref_batch,
-            schedule=config.schedule,
-            epochs=config.epochs,
-            epoch_samples=samples,
+        skips = config.on_nonfinite == "skip"
+        self.flow = Flow(
+            engine,
+            optimizer,
+            Ledger(samples=samples),
+            total_samples=self.total_samples,
+            statistics=RunningStatistics(model, follow=config.bn_follows_batch, undoable=skips)
+            if skips or config.bn_follows_batch
+            else None,
+            average=WeightAverage(model, config.ema) if config.ema is not None else None,
         )
-        self.flow = Flow(engine, optimizer, Ledger(samples=samples), total_samples=self.total_samples)
         self.record = self._open_record(command)
 
     def _open_record(self, command: str) -> RecordWriter:
@@ -181,7 +195,7 @@ class _Trainer:
             record.write(Event(step=self.flow.step, what="resumed", text=f"from {CHECKPOINT}"))
             return record
         record = RecordWriter(path)
-        record.write(_header(self.config, self.task, self.plan, self.trace, command))
+        record.write(_header(self.config, self.task, self.plan, self.trace, command, self.flow.optimizer))
         return record
 
     def _restore(self, path: Path) -> int:
@@ -193,6 +207,8 @@ class _Trainer:
                 f"{path} belongs to a run with other settings; use the settings of its record, or another output folder"
             )
         self.flow.optimizer.load_state_dict(state["optimizer"])
+        if self.flow.average is not None:
+            self.flow.average.load_state_dict(state["average"])
         self.flow.ledger = Ledger.restore(state["ledger"])
         self.flow.step = state["step"]
         self.flow.wall_s = state["wall_s"]
@@ -208,6 +224,7 @@ class _Trainer:
                 "fingerprint": self.config.fingerprint(),
                 "model": self.task.model.state_dict(),
                 "optimizer": self.flow.optimizer.state_dict(),
+                "average": self.flow.average.state_dict() if self.flow.average is not None else None,
                 "ledger": self.flow.ledger.state(),
                 "step": self.flow.step,
                 "wall_s": self.flow.wall_s,
@@ -217,20 +234,26 @@ class _Trainer:
         )
 
     def run(self, callbacks: Callbacks, *, checkpoint_every_s: float) -> End:
-        """All epochs; the record's last row says how it ended."""
+        """All epochs, or all the gain; the record's last row says how it ended."""
         saved = time.monotonic()
-        callbacks.on_start(self.flow.ledger.total, self.total_samples)
+        flow = self.flow
+        callbacks.on_start(flow.ledger.total, self.total_samples)
         try:
-            while self.flow.ledger.total < self.total_samples:
-                row = self.flow.run_step()
+            while not flow.optimizer.finished:
+                if flow.ledger.total >= MAX_EPOCHS * self.total_samples:
+                    return self._end("failed", self._too_little_gain())
+                row = self._step()
                 if row is None:
-                    self.record.write(Event(step=self.flow.step, what="lost step", text="a worker left in its middle"))
+                    self.record.write(Event(step=flow.step, what="lost step", text="a worker left in its middle"))
                     continue
                 self.record.write(row)
+                self._write_layers(row)
                 callbacks.on_step(row)
-                if row.loss is None or not math.isfinite(row.loss):
+                if "skipped" in row.stats:
+                    self.record.write(Event(step=row.step, what="skipped step", text="its gradient was not finite"))
+                elif row.loss is None or not math.isfinite(row.loss):
                     raise Diverged(f"the training loss is {row.loss} at step {row.step} (epoch {row.epoch})")
-                if self.flow.ledger.position == 0:
+                if flow.ledger.position == 0 or flow.optimizer.finished:
                     self._validate(row, callbacks)
                 if time.monotonic() - saved >= checkpoint_every_s:
                     self.save()
@@ -240,20 +263,58 @@ class _Trainer:
         except KeyboardInterrupt:
             self.save()
             raise
-        return self._end("finished", "")
+        return self._end("finished", self._by_gain() if flow.optimizer.by_gain else "")
+
+    def _write_layers(self, row: StepRow) -> None:
+        """What a layer-wise rule heard and said of each layer, in about 200 steps of the run."""
+        update = self.flow.optimizer.last
+        if update is None or update.moments is None or not update.moments.layer_noise:
+            return
+        if update.applied and layers_due(row, total_samples=self.total_samples):
+            noise, signal = update.moments.layer_noise, update.moments.layer_signal
+            multiplier = _by_layer(update.scaling, len(noise))
+            self.record.write(LayersRow.of(row, noise=noise, signal=signal, multiplier=multiplier))
+
+    def _step(self) -> StepRow | None:
+        try:
+            return self.flow.run_step()
+        except PlanError as error:
+            if not self.flow.optimizer.by_gain:
+                raise
+            raise PlanError(
+                f"the plan ends before the run: after {self._by_gain()} of {self._reference_steps:g} ({error}). A run "
+                f"by gain takes more samples than its epochs: repeat the trace (--repeat), or count progress by samples"
+            ) from None
+
+    @property
+    def _reference_steps(self) -> float:
+        return self.total_samples / self.flow.optimizer.base_batch
+
+    def _by_gain(self) -> str:
+        done = self.flow.optimizer.progress / self.flow.optimizer.base_batch
+        return f"{self.flow.step} steps and {self.flow.ledger.total} samples, worth {done:.1f} reference steps"
+
+    def _too_little_gain(self) -> str:
+        return (
+            f"the gain is too small for the run ever to end: {self._by_gain()} of {self._reference_steps:g}, after "
+            f"{MAX_EPOCHS} times the samples of its epochs; use smaller batches, or count progress by samples"
+        )
 
     def _validate(self, row: StepRow, callbacks: Callbacks) -> None:
-        """Validate after every `validate_every` epochs, and after the last."""
-        epoch = self.flow.ledger.epoch
-        assert self.config.epochs is not None
-        if epoch % self.config.validate_every and epoch != self.config.epochs:
+        """Validate after every `validate_every` epochs, and at the end of the run."""
+        ledger = self.flow.ledger
+        if ledger.epoch % self.config.validate_every and not self.flow.optimizer.finished:
             return
         began = time.perf_counter()
         metrics = self.task.evaluate(self.task.model)
+        if self.flow.average is not None:
+            with self.flow.average.swapped_in():
+                averaged = self.task.evaluate(self.task.model)
+            metrics |= {f"ema_{name}": value for name, value in averaged.items()}
         self.flow.wall_s += time.perf_counter() - began
         validation = ValidationRow(
             step=self.flow.step,
-            epoch=float(epoch),
+            epoch=ledger.total / ledger.samples,
             samples=row.samples,
             time_s=row.time_s,
             wall_s=round(self.flow.wall_s, 6),
@@ -296,7 +357,9 @@ def train(
     with trainer.record:
         trainer.run(callbacks or Callbacks(), checkpoint_every_s=checkpoint_every_s)
         if keep_weights:
-            save_checkpoint(folder / WEIGHTS, {"model": trainer.task.model.state_dict()})
+            average = trainer.flow.average
+            weights = {"model": trainer.task.model.state_dict()}
+            save_checkpoint(folder / WEIGHTS, weights | ({"ema": average.state_dict()} if average is not None else {}))
     (folder / CHECKPOINT).unlink(missing_ok=True)
     return read_record(folder / RECORD)
 

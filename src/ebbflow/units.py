@@ -86,7 +86,7 @@ class Span:
         return self.value * per
 
     def __str__(self) -> str:
-        return f"{self.value:g}{self.unit}"
+        return f"{self.value:.15g}{self.unit}"  # :g would round 1234567samples
 
 
 def parse_span(text: str) -> Span:

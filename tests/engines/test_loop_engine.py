@@ -125,3 +125,88 @@ def test_faults_strike_once(step_number: int) -> None:
     size = BatchPlan.constant(4, 32).at(0)
     present = faults.present(step_number, size)
     assert (present.workers, present.samples) == (3, 24)
+
+
+@pytest.mark.parametrize("needs", [{"moments"}, {"moments", "layers"}])
+def test_it_measures_the_pieces_when_a_rule_needs_it(needs: set[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    engine = engine_on(model, workers=3, local=4, needs=frozenset(needs))
+    ledger = Ledger(samples=SAMPLES, position=30)  # ten samples are left: pieces of 4, 3 and 3
+    size = engine.members(0)
+    measured = engine.gradients(ledger.assign(size.samples), size).measurement
+    assert measured is not None
+    indices = engine._order.indices(30, 40)
+    squares = torch.zeros(4)
+    for start, stop in ((0, 4), (4, 7), (7, 10)):
+        x, y = engine.fetch(indices[start:stop])
+        parts = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
+        squares += torch.stack([part.square().sum() for part in parts]) * (stop - start) / 10
+    mean = [p.grad.square().sum().item() for p in model.parameters() if p.grad is not None]
+    layers = "layers" in needs
+    assert (measured.batch, measured.pieces) == (10, 3)
+    assert measured.mean_sq == pytest.approx(squares.tolist() if layers else [squares.sum().item()], rel=1e-5)
+    assert measured.sq_mean == pytest.approx(mean if layers else [sum(mean)], rel=1e-5)
+
+
+def test_it_measures_nothing_unless_a_rule_needs_it() -> None:
+    model = nn.Linear(5, 3)
+    engine = engine_on(model)
+    size = engine.members(0)
+    assert engine.meter is None
+    assert engine.gradients(Ledger(samples=SAMPLES).assign(12), size).measurement is None
+
+
+def test_one_worker_is_one_piece_unless_pieces_are_smaller() -> None:
+    for piece, count in ((None, 1), (3, 2)):
+        engine = engine_on(nn.Linear(5, 3), workers=1, local=6, piece=piece, needs={"moments"})
+        size = engine.members(0)
+        measured = engine.gradients(Ledger(samples=SAMPLES).assign(6), size).measurement
+        assert measured is not None
+        assert measured.pieces == count
+
+
+def test_a_lost_step_leaves_no_trace_in_the_measurements() -> None:
+    measured = []
+    for faults in (None, Faults().lose(worker=9, step=0)):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        engine = engine_on(model, needs={"moments"}, faults=faults)
+        assignment, size = Ledger(samples=SAMPLES).assign(12), engine.members(0)
+        gradients = engine.gradients(assignment, size)
+        if not engine.commit():
+            gradients = engine.gradients(assignment, size)
+            assert engine.commit()
+        measured.append(gradients.measurement)
+    assert measured[0] == measured[1]
+
+
+def test_a_step_that_an_exception_cut_short_is_forgotten() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    engine = engine_on(model, needs={"moments"})
+    assignment, size = Ledger(samples=SAMPLES).assign(12), engine.members(0)
+    undisturbed = engine.gradients(assignment, size).measurement
+    fetch, calls = engine.fetch, []
+
+    def failing(indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("the disk is gone")
+        return fetch(indices)
+
+    engine.fetch = failing
+    with pytest.raises(OSError, match="disk"):
+        engine.gradients(assignment, size)
+    engine.fetch = fetch
+    assert engine.gradients(assignment, size).measurement == undisturbed
+
+
+def test_layers_come_in_the_order_of_the_given_parameters() -> None:
+    model = nn.Linear(5, 3)
+    engine = engine_on(model, needs={"layers"}, parameters=[model.bias, model.weight])
+    size = engine.members(0)
+    measured = engine.gradients(Ledger(samples=SAMPLES).assign(12), size).measurement
+    assert measured is not None
+    assert model.bias.grad is not None
+    assert measured.sq_mean[0] == pytest.approx(model.bias.grad.square().sum().item())

@@ -47,8 +47,8 @@ def test_progress_counts_epochs_with_their_fraction(tmp_path: Path, make_record:
     path = make_record(tmp_path / "record.jsonl", last=(0.9,), trace="static")
     (arm,) = load_results(path).arms
     # 8 workers x 8 samples = 64 of 1437 samples after the first step; 8 whole epochs after the last.
-    assert arm.columns["progress"][0] == pytest.approx(64 / 1437)
-    assert arm.columns["progress"][-1] == pytest.approx(8)
+    assert arm.columns["position"][0] == pytest.approx(64 / 1437)
+    assert arm.columns["position"][-1] == pytest.approx(8)
 
 
 def test_the_smaller_last_step_of_an_epoch_is_left_out_of_whole_steps(tmp_path: Path, make_record: MakeRecord) -> None:

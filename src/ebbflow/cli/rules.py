@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from ebbflow.cli.common import AsJson, out, print_json
+from ebbflow.cli.rules_cards import cards as make_cards
+from ebbflow.cli.rules_plot import chart, figure
 from ebbflow.config import load_plugins
+from ebbflow.errors import OutputError
+from ebbflow.files import write_whole
+from ebbflow.rules.base import Modifier, Rule
+from ebbflow.rules.curves import curves
+from ebbflow.rules.describe import describe
 from ebbflow.rules.registry import RULES, table
+from ebbflow.spec import Entry
 
 __all__ = ["app"]
 
@@ -42,26 +51,60 @@ def rules(context: typer.Context, plugin: Plugins = None, json: AsJson = False) 
             ]
         )
         return
+    for kind, title in (("rule", "Rules"), ("modifier", "Modifiers")):
+        out.print(_listing([entry for entry in entries if entry.kind == kind], title))
+        out.print()
+    out.print("B is the batch, B0 the reference batch, S = B/B0, m multiplies the base rate.")
+    out.print("A modifier stands behind a rule: [bold]linear+warmup(5ep)[/].")
+    out.print("More about one of them: [bold]ebbflow rules show NAME[/]")
+
+
+def _listing(entries: list[Entry[Rule | Modifier]], title: str) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "kind", "what it does", "source"):
-        shown.add_column(column, overflow="fold")
+    shown.add_column(title, no_wrap=True, min_width=11)
+    shown.add_column("what it does", overflow="fold", ratio=3)
+    shown.add_column("source", overflow="fold", ratio=1, style="dim")
     for entry in entries:
-        shown.add_row(entry.name, entry.kind, entry.summary, entry.cite)
-    out.print(shown)
-    out.print("\nA modifier stands behind a rule: [bold]linear+warmup(5ep)[/]. More: [bold]ebbflow rules show NAME[/]")
+        # Authors and year; the rest of the citation is for `show`.
+        shown.add_row(entry.name, escape(describe(entry).formula), escape(entry.cite.partition(", ")[0]))
+    return shown
 
 
 @app.command()
-def show(name: str) -> None:
-    """Everything about one rule or modifier."""
+def show(
+    name: str,
+    to: Annotated[Path | None, typer.Option("--out", help="Also draw into this .svg, .png or .pdf file.")] = None,
+) -> None:
+    """Everything about one rule or modifier: formula, source, needs, arguments, and a plot."""
     table()
     entry = RULES.entry(name)
-    out.print(f"[bold]{entry.name}[/] ({entry.kind})")
-    for paragraph in (inspect.getdoc(entry.make) or "").split("\n\n"):
-        out.print(f"\n{' '.join(paragraph.split())}", markup=False)
-    if entry.parameters:
-        out.print("\nArguments:")
-        for parameter, default, doc in entry.parameters:
-            out.print(f"  {parameter}{f' = {default}' if default else ''}: {doc}")
-    out.print(f"\nSource: {entry.cite or 'not published'}")
-    out.print(f"Needs:  {', '.join(sorted(entry.needs)) or 'nothing but the batch size'}")
+    about, lines = describe(entry), curves(entry)
+    out.print(f"[bold]{entry.name}[/] ({entry.kind})\n")
+    for paragraph in (about.formula, *about.explanation):
+        out.print(f"{paragraph}\n", markup=False)
+    if about.suits:
+        out.print(f"[bold]Suits:[/]   {escape(about.suits)}")
+    out.print(f"[bold]Needs:[/]   {'; '.join(about.needs) or 'nothing but the batch size'}")
+    out.print(f"[bold]Source:[/]  {escape(entry.cite or 'not published')}")
+    out.print(f"[bold]Example:[/] {escape(about.example)}")
+    for parameter, default, doc in entry.parameters:
+        out.print(f"[bold]{parameter}[/] ({f'default {default}' if default else 'required'}): {escape(doc)}")
+    out.print()
+    out.print(chart(lines, width=min(out.width, 80)), markup=False, no_wrap=True)
+    if to is not None:
+        figure(lines, to)
+
+
+@app.command()
+def cards(
+    folder: Annotated[Path, typer.Argument(help="Where the pages go, for example docs/rules.")],
+) -> None:
+    """Write one page of documentation for each rule and modifier, and an index."""
+    pages = make_cards(table())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise OutputError(f"{folder}: cannot be created: {problem.strerror}") from None
+    for name, text in pages.items():
+        write_whole(folder / name, text.encode())
+    out.print(f"{len(pages)} pages in {folder}", markup=False)

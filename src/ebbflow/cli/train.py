@@ -39,6 +39,14 @@ def train(
     on_change: Annotated[str, typer.Option(help="A step that a change cuts: finish or lose.")] = "finish",
     repeat: Annotated[bool, typer.Option("--repeat", help="Play the trace again when it ends too early.")] = False,
     piece: Annotated[int | None, typer.Option(help="At most so many samples a backward pass.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest norm of a step's mean gradient.")] = None,
+    on_nonfinite: Annotated[str, typer.Option(help="A step with a NaN or infinite gradient: stop or skip.")] = "stop",
+    ema: Annotated[
+        float | None, typer.Option(help="Average the weights; the part kept in a reference step, such as 0.999.")
+    ] = None,
+    bn_follows_batch: Annotated[
+        bool, typer.Option("--bn-follows-batch", help="Batch-norm statistics follow the batch.")
+    ] = False,
     validate_every: Annotated[int, typer.Option(help="Epochs between validations.")] = 1,
     data: Annotated[str | None, typer.Option(help="The data set, for workloads that need one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
@@ -52,8 +60,9 @@ def train(
     config = RunConfig(
         workload=workload, rule=rule, trace=trace, plan=plan, seed=seed, epochs=epochs, lr=lr, ref_batch=ref_batch,
         local_batch=local_batch, optimizer=optimizer, schedule=schedule, policy=policy, step_time=step_time,
-        offset=offset, on_change=on_change, repeat=repeat, piece=piece, validate_every=validate_every, data=data,
-        device=device, threads=threads, plugins=tuple(plugin or ()),
+        offset=offset, on_change=on_change, repeat=repeat, piece=piece, clip=clip, on_nonfinite=on_nonfinite, ema=ema,
+        bn_follows_batch=bn_follows_batch, validate_every=validate_every, data=data, device=device, threads=threads,
+        plugins=tuple(plugin or ()),
     )  # fmt: skip
     every = parse_seconds(checkpoint_every)
     from ebbflow import training

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 
 from ebbflow.data.ledger import Assignment
+from ebbflow.moments.estimate import Measurement
 from ebbflow.plan.plan import StepSize
 
 __all__ = ["Engine", "Faults", "Gradients"]
@@ -28,6 +29,8 @@ class Gradients:
     """Mean over the samples of the step."""
     pieces: int
     """Backward passes the gradient was made of."""
+    measurement: Measurement | None = None
+    """Squared norms of the pieces and of their mean; None unless the engine was told that a rule needs them."""
 
 
 class Engine(ABC):

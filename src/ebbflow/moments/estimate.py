@@ -86,6 +86,8 @@ def decay(batch: float, memory: float) -> float:
 
     The memory is counted in samples, so an average means the same for every history of workers.
     """
+    if not memory > 0:
+        raise ConfigError(f"an average cannot remember {memory} samples; expected a positive number")
     return math.exp(-batch / memory)
 
 
@@ -138,12 +140,23 @@ class Averages:
     def restore(cls, state: Mapping[str, Any]) -> Averages:
         """What `state` described."""
         try:
-            return cls(float(state["weight"]), tuple(map(float, state["noise"])), tuple(map(float, state["signal"])))
+            weight, noise, signal = float(state["weight"]), *(tuple(map(float, state[k])) for k in ("noise", "signal"))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved averages of noise and signal are damaged: {error!r}") from None
+        if len(noise) != len(signal) or not all(map(math.isfinite, (weight, *noise, *signal))) or weight < 0:
+            raise CheckpointError(
+                f"the saved averages of noise and signal are damaged: weight {weight}, {len(noise)} noises, "
+                f"{len(signal)} signals; expected a finite weight and as many of one as of the other"
+            )
+        return cls(weight, noise, signal)
 
 
 def _blend(old: Sequence[float], new: Sequence[float], keep: float) -> tuple[float, ...]:
     if not old:
         return tuple((1 - keep) * value for value in new)
+    if len(old) != len(new):
+        raise ConfigError(
+            f"noise and signal were averaged over {len(old)} layers, but {len(new)} were measured; averages go on "
+            f"only with the same parameters and the same kind of rule: start new ones"
+        )
     return tuple(keep * before + (1 - keep) * value for before, value in zip(old, new, strict=True))

@@ -1,39 +1,49 @@
-"""The step: scales what the rule says, steps the inner optimizer, puts everything back.
-
-This is the only place in Ebbflow that writes parameter groups. Rates are scaled for the duration of one step and then
-restored, also when the step raises, so a user's LR scheduler, checkpoint and log see the base rate.
-"""
+"""The step: `ElasticOptimizer` decides when it is complete and asks the rule; `apply.py` carries out the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
 from ebbflow.data.sampler import ElasticSampler, Piece
-from ebbflow.errors import CheckpointError, ConfigError
+from ebbflow.errors import CheckpointError, ConfigError, Diverged
+from ebbflow.moments.estimate import Averages, Measurement, Moments
+from ebbflow.moments.measure import Meter, squared_norms
+from ebbflow.optim.amp import CompleteStep
+from ebbflow.optim.apply import Applier, scale_gradients
 from ebbflow.optim.schedules import Progress, Schedule, make_schedule
 from ebbflow.rules.base import Rule, Scaling, StepContext
 from ebbflow.rules.registry import make_rule
+from ebbflow.spec import nearest
 
-__all__ = ["ElasticOptimizer", "Update"]
+__all__ = ["ElasticOptimizer", "OnNonfinite", "Update"]
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+
+OnNonfinite = Literal["ignore", "skip", "stop"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What one step did to the rate."""
+    """What one step did."""
 
     lr_base: float
     """Rate of the schedule at the reference batch (first parameter group)."""
     lr: float
-    """Rate that the step used."""
+    """Rate that the step used; the mean over the layers where they differ; 0 if it was skipped."""
     multiplier: float
-    stats: Mapping[str, float]
+    """How much larger the step was than one at the reference batch, inside and outside the momentum together."""
+    applied: bool = True
+    """False: the gradient was not finite, and nothing has changed but the position."""
+    stats: Mapping[str, float] = field(default_factory=dict)
+    scaling: Scaling = Scaling()
+    """What the rule said."""
+    moments: Moments | None = None
+    """What the rule heard."""
 
 
 class ElasticOptimizer(torch.optim.Optimizer):
@@ -42,7 +52,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
     In a plain training loop, with a sampler that deals out the pieces of each step:
 
         sampler   = ElasticSampler(len(data), plan, local_batch=32)      # batch_sampler of the DataLoader
-        optimizer = ElasticOptimizer(SGD(...), rule="linear", base_batch=256, sampler=sampler)
+        optimizer = ElasticOptimizer(SGD(...), rule="adascale", base_batch=256, sampler=sampler)
         for x, y in loader:
             loss_fn(model(x), y).backward()      # the loss is the mean over the piece
             optimizer.step()                     # accumulates, or updates when the step's last piece is in
@@ -50,9 +60,19 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     The gradient of a step is the mean over its *samples*: pieces of different sizes get the weight they deserve.
     Guarantees: the inner optimizer sees exactly one call a step; parameter groups hold the base rate before and after
-    every call; `state_dict` restores the inner optimizer, the rule, the position and the sampler at the last complete
-    step. Limits: the loss must be a mean over the samples of the piece; closures are not supported; gradients are
-    combined within one process only (a sampler for rank r of R is for loops that combine gradients themselves).
+    every call; a step that fails or is skipped leaves no trace in the rule and in the averages of noise and signal;
+    `state_dict` restores the inner optimizer, the rule, the averages, the position and the sampler at the last
+    complete step. Limits: the loss must be a mean over the samples of the piece; closures are not supported; gradients
+    are combined within one process only (a sampler for rank r of R is for loops that combine gradients themselves).
+
+    *Mixed precision.* Give the GradScaler to the constructor and leave its `step` and `update` out of the loop, since
+    only a complete step may be unscaled:
+
+        scaler.scale(loss_fn(model(x), y)).backward()
+        optimizer.step()                         # unscales the complete step; skips it if a gradient is not finite
+
+    The samples of a skipped step are consumed. *Clipping* between `backward` and `step` would clip pieces; `clip`
+    limits the norm of the step's mean gradient, after it was measured.
     """
 
     def __init__(
@@ -65,11 +85,18 @@ class ElasticOptimizer(torch.optim.Optimizer):
         schedule: str | Schedule | None = None,
         epochs: int | None = None,
         epoch_samples: int = 0,
+        memory_steps: float = 1000.0,
+        clip: float | None = None,
+        on_nonfinite: OnNonfinite = "ignore",
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """Wrap an optimizer whose learning rates were tuned at `base_batch` samples.
 
         `schedule` sets the base rate as a function of progress; without one it is whatever the parameter groups hold,
         so an LR scheduler of torch works too. `epochs` is the length of the run, needed by schedules that span it.
+        `memory_steps`: how many reference steps the averages of noise and signal remember. `clip`: largest norm of a
+        step's mean gradient. `on_nonfinite`: what becomes of a step whose gradient is NaN or infinite: skipped,
+        stopped with `Diverged`, or not looked at, as in torch. With a scaler such steps are always skipped.
         """
         if base_batch < 1:
             raise ConfigError(f"base_batch is {base_batch}; expected the batch size at which the rate was tuned")
@@ -78,6 +105,11 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 f"the sampler deals out the pieces of rank {sampler.rank} of {sampler.world_size}, but "
                 f"ElasticOptimizer combines the gradients of one process; use a sampler with world_size=1"
             )
+        for name, value in (("memory_steps", memory_steps), ("clip", clip)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}; expected a number above 0")
+        if on_nonfinite not in ("ignore", "skip", "stop"):
+            raise ConfigError(f"on_nonfinite is {on_nonfinite!r}; {nearest(on_nonfinite, ['ignore', 'skip', 'stop'])}")
         self.inner = inner
         self.rule = make_rule(rule)
         self.base_batch = base_batch
@@ -85,11 +117,23 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self.schedule = make_schedule(schedule) if schedule is not None else None
         self.epoch_samples = epoch_samples or (sampler.samples if sampler is not None else 0)
         self.total_samples = (epochs or 0) * self.epoch_samples
+        self.memory = memory_steps * base_batch
+        self.clip = clip
+        self.on_nonfinite = on_nonfinite
+        self.last: Update | None = None
+        """What the latest complete step did."""
+        self._applier = Applier(inner)
+        self._check_rule()
         self._initial_lrs = [group["lr"] for group in inner.param_groups]
         self._rule_state = self.rule.init()
+        self._averages = Averages()
         self._steps = 0
         self._samples = 0
+        self._progress = 0.0  # reference steps that all steps were worth, where the rule counts gain
         self._accumulating = False
+        self._scaler = scaler
+        self._scale = 1.0  # of the gradients of the step under way
+        self._meter = self._make_meter()
         super().__init__(inner.param_groups, inner.defaults)
         self._share_with_inner()
 
@@ -98,7 +142,51 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 
+    def _check_rule(self) -> None:
+        """Refuse a rule that the optimizer cannot follow, and find out what the rule's progress is.
+
+        A rule is a pure function: asking it about a step that never happens tells what it will ask for.
+        """
+        layers = len(self.layers) if "layers" in self.rule.needs else 0
+        context = StepContext(
+            step=0,
+            batch=2 * self.base_batch,
+            ref_batch=self.base_batch,
+            samples=0,
+            epoch_samples=self.epoch_samples or self.base_batch,
+            total_samples=self.total_samples or self.base_batch,
+            moments=Moments(noise=1.0, signal=1.0, layer_noise=(1.0,) * layers, layer_signal=(1.0,) * layers),
+        )
+        scaling, _ = self.rule.scale(context, self.rule.init())
+        self._applier.check(scaling, str(self.rule))
+        if layers:
+            self._applier.check_layers(str(self.rule))
+        self.by_gain = scaling.progress is not None
+        """Whether schedule and end of the run follow the sum of the gains instead of the samples."""
+
+    def _make_meter(self) -> Meter | None:
+        if not self.rule.needs or self.sampler is None:
+            return None
+        return Meter(self.layers, layers="layers" in self.rule.needs)
+
+    @property
+    def layers(self) -> list[torch.nn.Parameter]:
+        """The layers of the rule's view: trainable tensors, in the order of the parameter groups."""
+        return self._applier.layers
+
+    @property
+    def progress(self) -> float:
+        """How far training has come, in samples of the reference run: what the schedule follows."""
+        return self._progress * self.base_batch if self.by_gain else float(self._samples)
+
+    @property
+    def finished(self) -> bool:
+        """Whether progress has reached the length of the run; False for a run without an end."""
+        return 0 < self.total_samples * (1 - 1e-9) <= self.progress  # a sum of many gains may miss it by rounding
+
     # The step ---------------------------------------------------------------------------------------------------
+
+    _step_supports_amp_scaling = True  # a GradScaler then calls step() without unscaling, and step() can refuse it
 
     def step(self, closure: Callable[[], float] | None = None, *, samples: int | None = None) -> None:  # type: ignore[override]
         """Take the gradient of one piece; update when it was the last one of its step.
@@ -107,16 +195,30 @@ class ElasticOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ConfigError("ElasticOptimizer.step takes no closure: call backward() before step()")
+        if hasattr(self, "grad_scale"):
+            raise ConfigError(
+                "scaler.step(optimizer) would unscale every piece of a step; pass scaler= to ElasticOptimizer, call "
+                "optimizer.step(), and leave scaler.step and scaler.update out of the loop"
+            )
         if self.sampler is None:
             if samples is None:
                 raise ConfigError("how large was this step? Pass sampler= to ElasticOptimizer, or samples= to step()")
-            self._update_own(batch=samples, workers=1)
+            if self.rule.needs:
+                raise ConfigError(
+                    f"the rule {self.rule} measures the pieces that a step is made of; pass sampler= to "
+                    f"ElasticOptimizer, which deals them out"
+                )
+            self._complete(batch=samples, workers=1)
             return
         piece = self.sampler.consume()
+        if piece.first and self._scaler is not None and self._meter is not None:
+            self._scale = self._scaler.get_scale()
+        if self._meter is not None:
+            self._meter.close_piece(piece.size, scale=self._scale)
         self._accumulating = not piece.last
         self._weigh(piece)
         if piece.last:
-            self._update_own(batch=piece.batch, workers=piece.workers)
+            self._complete(batch=piece.batch, workers=piece.workers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a step is still collecting its pieces."""
@@ -128,50 +230,99 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
         Pieces of equal size need no work until the last one.
         """
-        factor = piece.size / (piece.batch if piece.next_size is None else piece.next_size)
-        if factor != 1.0:
-            self._scale_gradients(factor)
+        parameters = self._applier.parameters
+        scale_gradients(parameters, piece.size / (piece.batch if piece.next_size is None else piece.next_size))
 
-    def _scale_gradients(self, factor: float) -> None:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
-
-    def _update_own(self, *, batch: int, workers: int) -> None:
+    def _complete(self, *, batch: int, workers: int) -> None:
         """Update with the position that this optimizer keeps itself."""
-        self.update(
-            StepContext(
-                step=self._steps,
-                batch=batch,
-                ref_batch=self.base_batch,
-                samples=self._samples,
-                workers=workers,
-                epoch_samples=self.epoch_samples,
-                total_samples=self.total_samples,
-            )
+        context = StepContext(
+            step=self._steps,
+            batch=batch,
+            ref_batch=self.base_batch,
+            samples=self._samples,
+            workers=workers,
+            epoch_samples=self.epoch_samples,
+            total_samples=self.total_samples,
         )
 
-    def update(self, context: StepContext) -> Update:
+        def update() -> None:
+            self.update(context, self._meter.finish(batch) if self._meter is not None else None)
+
+        if self._scaler is None:
+            update()
+        elif not CompleteStep(self.param_groups, update).run(self._scaler):
+            if self._meter is not None:
+                self._meter.discard()
+            self._skip(context)
+
+    def update(self, context: StepContext, measurement: Measurement | None = None) -> Update:
         """One optimizer step with the mean gradient in `.grad`: the rule, the rates, the inner step, all put back.
 
-        Engines call this directly, with the position of the ledger in the context.
+        Engines call this directly, with the position of the ledger in the context and what they measured.
         """
+        stats: dict[str, float] = {}
+        if self.clip is not None or self.on_nonfinite != "ignore":
+            norm = self._norm(measurement)
+            if not math.isfinite(norm) and self.on_nonfinite != "ignore":
+                if self.on_nonfinite == "stop":
+                    raise Diverged(f"the norm of the gradient is {norm} at step {context.step}")
+                return self._skip(context)
+            if self.clip is not None:
+                stats = {"gradient_norm": norm, "clipped": float(norm > self.clip)}
+                if norm > self.clip:
+                    scale_gradients(self._applier.parameters, self.clip / norm)
+        averages, moments = self._averages, None
+        if self.rule.needs:
+            averages = averages.updated(measurement, memory=self.memory) if measurement is not None else averages
+            moments = averages.moments()
+        scaling, rule_state = self.rule.scale(replace(context, moments=moments), self._rule_state)
+        self._applier.check(scaling, str(self.rule))
         self._set_base_rates(context)
-        scaling, self._rule_state = self.rule.scale(context, self._rule_state)
-        lr_base = float(self.param_groups[0]["lr"])
-        with self._scaled(scaling):
-            lr = float(self.param_groups[0]["lr"])
+        with self._applier.scaled(scaling):
             self.inner.step()
+        self._rule_state, self._averages = rule_state, averages
+        if self.by_gain:
+            self._progress += context.ratio if scaling.progress is None else scaling.progress
+            stats["progress"] = self._progress
+        lr = float(self.param_groups[0]["lr"])
+        update = Update(
+            lr_base=lr,
+            lr=lr * math.fsum(scaling.layers) / len(scaling.layers),
+            multiplier=scaling.multiplier,
+            stats={**scaling.stats, **stats},
+            scaling=scaling,
+            moments=moments,
+        )
+        return self._move(context, update)
+
+    def _skip(self, context: StepContext) -> Update:
+        self._set_base_rates(context)
+        stats = {"skipped": 1.0} | ({"progress": self._progress} if self.by_gain else {})
+        base = float(self.param_groups[0]["lr"])
+        return self._move(context, Update(lr_base=base, lr=0.0, multiplier=0.0, applied=False, stats=stats))
+
+    def _move(self, context: StepContext, update: Update) -> Update:
         self._steps = context.step + 1
         self._samples = context.samples + context.batch
-        return Update(lr_base=lr_base, lr=lr, multiplier=scaling.lr, stats=scaling.stats)
+        self.last = update
+        return update
+
+    def _norm(self, measurement: Measurement | None) -> float:
+        """Of the mean gradient; one that was measured costs nothing, else it takes a pass over the gradients."""
+        if measurement is not None:
+            return math.sqrt(math.fsum(measurement.sq_mean)) if measurement.finite else math.nan
+        gradients: dict[torch.device, list[torch.Tensor]] = {}
+        for p in self._applier.parameters:
+            if p.grad is not None:
+                gradients.setdefault(p.device, []).append(p.grad)
+        return math.sqrt(math.fsum(float(squared_norms(each).sum()) for each in gradients.values()))
 
     def _set_base_rates(self, context: StepContext) -> None:
         if self.schedule is None:
             return
         factor = self.schedule.value(
             Progress(
-                samples=context.samples,
+                samples=self._progress * context.ref_batch if self.by_gain else context.samples,
                 epoch_samples=context.epoch_samples,
                 total_samples=context.total_samples,
                 ref_batch=context.ref_batch,
@@ -180,28 +331,26 @@ class ElasticOptimizer(torch.optim.Optimizer):
         for group, initial in zip(self.param_groups, self._initial_lrs, strict=True):
             group["lr"] = initial * factor
 
-    @contextmanager
-    def _scaled(self, scaling: Scaling) -> Iterator[None]:
-        before = [group["lr"] for group in self.param_groups]
-        if scaling.gradient != 1.0:
-            self._scale_gradients(scaling.gradient)
-        try:
-            for group, lr in zip(self.param_groups, before, strict=True):
-                group["lr"] = lr * scaling.lr
-            yield
-        finally:
-            for group, lr in zip(self.param_groups, before, strict=True):
-                group["lr"] = lr
-
     # State ------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as with any torch optimizer; its rate counts as the base rate."""
-        if "inner" in self.__dict__ and hasattr(self, "param_groups") and self.param_groups is self.inner.param_groups:
-            self.inner.add_param_group(param_group)
-            self._initial_lrs.append(self.param_groups[-1]["lr"])
-        else:  # torch's own constructor, which registers the groups that the inner optimizer has already
-            super().add_param_group(param_group)
+        """Add a group of parameters, as with any torch optimizer; its rate counts as the base rate.
+
+        Refused where a layer-wise rule has begun, whose averages are of the layers before.
+        """
+        if "inner" not in self.__dict__ or getattr(self, "param_groups", None) is not self.inner.param_groups:
+            super().add_param_group(param_group)  # torch's own constructor: the groups that the inner optimizer has
+            return
+        if self._steps and "layers" in self.rule.needs:
+            raise ConfigError(
+                f"the rule {self.rule} follows each layer; add groups of parameters before the first step"
+            )
+        self.inner.add_param_group(param_group)
+        self._initial_lrs.append(self.param_groups[-1]["lr"])
+        self._applier.refresh()
+        if self._meter is not None:
+            self._meter.close()
+            self._meter = self._make_meter()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything at the last complete step; plain containers, so `torch.load(weights_only=True)` reads it."""
@@ -210,28 +359,39 @@ class ElasticOptimizer(torch.optim.Optimizer):
             "inner": self.inner.state_dict(),
             "rule": str(self.rule),
             "rule_state": self._rule_state,
+            "averages": self._averages.state(),
+            "beta_steps": list(self._applier.steps),
             "initial_lrs": list(self._initial_lrs),
             "base_batch": self.base_batch,
             "steps": self._steps,
             "samples": self._samples,
+            "progress": self._progress,
             "sampler": self.sampler.state_dict() if self.sampler is not None else None,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` saved; a state of another rule or reference batch is refused."""
-        for key, own in (("rule", str(self.rule)), ("base_batch", self.base_batch)):
+        """Restore what `state_dict` saved; a state of another version, rule or reference batch is refused."""
+        for key, own in (("version", STATE_VERSION), ("rule", str(self.rule)), ("base_batch", self.base_batch)):
             if state_dict.get(key) != own:
                 raise CheckpointError(
                     f"the optimizer state was saved with {key} {state_dict.get(key)!r}, this optimizer has {own!r}; "
                     f"create it with the saved one, or start anew"
                 )
+        averages = Averages.restore(state_dict["averages"])
         self.inner.load_state_dict(state_dict["inner"])
         self._share_with_inner()
+        self._averages = averages
         self._rule_state = state_dict["rule_state"]
         self._initial_lrs = list(state_dict["initial_lrs"])
+        first, second = state_dict["beta_steps"]
+        self._applier.steps = (first, second)
         self._steps = state_dict["steps"]
         self._samples = state_dict["samples"]
+        self._progress = state_dict["progress"]
         self._accumulating = False
+        self.inner.zero_grad()  # pieces of a step that was under way belong to another position
+        if self._meter is not None:
+            self._meter.discard()
         if self.sampler is not None and state_dict["sampler"] is not None:
             self.sampler.load_state_dict(state_dict["sampler"])
 

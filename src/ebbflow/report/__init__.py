@@ -7,6 +7,8 @@
     series.py     long series -> what a figure of some hundred pixels can show
     style.py      colours, fonts, panels and files that all figures share
     figures.py    Results -> the figures, one function each
+    stepstats.py  what rules say at each step (gain, noise scale, ...): one line a figure
+    layers.py     what layer-wise rules say of each layer
     page.py       Results -> what the page says, as plain values for page.html
     html.py       Results -> the report folder: the page, the figures, the tables
 

@@ -13,9 +13,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.report.layers import layer_figures
 from ebbflow.report.results import ArmResult, Results
 from ebbflow.report.series import changes, envelope, over_seeds, smooth
-from ebbflow.report.style import BAND, INK, MUTED, Drawing, RuleStyle, drawing_style, legend, panels, slug, slugs
+from ebbflow.report.stepstats import on_trace, over_epochs, statistic_figures
+from ebbflow.report.style import (
+    BAND,
+    INK,
+    MUTED,
+    Drawing,
+    RuleStyle,
+    drawing_style,
+    legend,
+    log_if_wide,
+    outer_labels,
+    panels,
+    plain_ticks,
+    slugs,
+)
 from ebbflow.report.tables import Summary, outcome
 
 if TYPE_CHECKING:
@@ -40,10 +55,8 @@ def all_figures(results: Results, summary: Summary) -> Iterator[Drawing]:
                 drawing = make(arms, traces, style, workload, name)
             if drawing is not None:
                 yield drawing
-        for column in sorted({column for arm in arms for column in arm.stats}):
-            with drawing_style():
-                statistic = _statistic(column, arms, traces, style, workload, name)
-            yield statistic
+        yield from statistic_figures(arms, traces, style, workload, name)
+        yield from layer_figures(arms, traces, style, workload, name)
     with drawing_style():
         drawing = _traces(with_rows, summary.traces)
     if drawing is not None:
@@ -109,18 +122,6 @@ def _zoom(axes: Sequence[Axes], drawn: _Drawn) -> bool:
     return True
 
 
-def _of(arms: Sequence[ArmResult], trace: str) -> list[ArmResult]:
-    return [arm for arm in arms if arm.trace == trace]
-
-
-def _outer_labels(axes: Sequence[Axes], x: str, y: str) -> None:
-    """Label x on all panels, y on the first of each row only."""
-    for axis in axes:
-        axis.set_xlabel(x)
-        if axis.get_subplotspec().is_first_col():  # type: ignore[union-attr]  # every panel is in a grid
-            axis.set_ylabel(y)
-
-
 def _band_text(arms: Sequence[ArmResult]) -> str:
     many = len({arm.seed for arm in arms}) > 1
     lost = any(outcome(arm) != "finished" for arm in arms)
@@ -138,9 +139,9 @@ def _validation(
     figure, axes = panels(traces, height=2.7)
     drawn = _Drawn.nothing()
     for axis, trace in zip(axes, traces, strict=True):
-        _draw_rules(axis, _of(arms, trace), style, lambda arm: (arm.epochs, arm.values * factor), drawn)
+        _draw_rules(axis, on_trace(arms, trace), style, lambda arm: (arm.epochs, arm.values * factor), drawn)
     zoomed = _zoom(axes, drawn)
-    _outer_labels(axes, "epoch", f"validation {metric}" + (" (%)" if percent else ""))
+    outer_labels(axes, "epoch", f"validation {metric}" + (" (%)" if percent else ""))
     legend(figure, axes)
     note = " The vertical axis shows where the curves end up; the first epochs lie outside." if zoomed else ""
     return Drawing(
@@ -158,14 +159,14 @@ def _loss(
 ) -> Drawing | None:
     if not any(np.isfinite(arm.columns["loss"]).any() for arm in arms):
         return None
-    end = max(float(arm.columns["progress"][-1]) for arm in arms)
+    end = max(float(arm.columns["position"][-1]) for arm in arms)
     figure, axes = panels(traces, height=2.5)
     drawn = _Drawn.nothing()
     for axis, trace in zip(axes, traces, strict=True):
-        curve: Curve = lambda arm: smooth(arm.columns["progress"], arm.columns["loss"], end=end)  # noqa: E731
-        _draw_rules(axis, _of(arms, trace), style, curve, drawn)
-    _log_if_wide(axes, drawn.means, wide=20)
-    _outer_labels(axes, "epoch", "training loss")
+        curve: Curve = lambda arm: smooth(arm.columns["position"], arm.columns["loss"], end=end)  # noqa: E731
+        _draw_rules(axis, on_trace(arms, trace), style, curve, drawn)
+    log_if_wide(axes, drawn.means, wide=20)
+    outer_labels(axes, "epoch", "training loss")
     legend(figure, axes)
     return Drawing(
         stem=f"loss-{name}",
@@ -177,22 +178,6 @@ def _loss(
     )
 
 
-def _log_if_wide(axes: Sequence[Axes], drawn: list[Array], *, wide: float) -> None:
-    """A logarithmic axis where the positive values span more than a factor of `wide`."""
-    values = np.concatenate(drawn) if drawn else np.empty(0)
-    positive = values[np.isfinite(values) & (values > 0)]
-    if positive.size and positive.max() > wide * positive.min():
-        for axis in axes:
-            axis.set_yscale("log")
-            axis.yaxis.set_major_formatter(_plain)
-            axis.yaxis.set_minor_formatter("")
-
-
-def _plain(value: float, position: float) -> str:
-    """A tick as 0.01, not as a power of ten."""
-    return f"{value:.3g}"
-
-
 def _batch(
     arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
 ) -> Drawing | None:
@@ -202,7 +187,7 @@ def _batch(
     figure, axes = panels(traces, height=2.1)
     for axis, trace in zip(axes, traces, strict=True):
         courses: dict[bytes, ArmResult] = {}
-        for arm in sorted(_of(arms, trace), key=lambda arm: -arm.steps):
+        for arm in sorted(on_trace(arms, trace), key=lambda arm: -arm.steps):
             course = arm.whole_steps("batch")[0].tobytes()
             if not any(longer.startswith(course) for longer in courses):  # a run that stopped early is a part of one
                 courses[course] = arm
@@ -216,7 +201,7 @@ def _batch(
             axis.axhline(ref, color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
     for axis in axes:  # not before all are drawn: they share this axis, and setting one end fixes the other
         axis.set_ylim(bottom=0)
-    _outer_labels(axes, "minutes on the trace's clock", "samples a step")
+    outer_labels(axes, "minutes on the trace's clock", "samples a step")
     legend(figure, axes)
     return Drawing(
         stem=f"batch-{name}",
@@ -249,20 +234,6 @@ def _with_idle(arm: ArmResult) -> tuple[Array, Array]:
     )
 
 
-def _over_epochs(axis: Axes, arms: Sequence[ArmResult], style: RuleStyle, column: str) -> list[Array]:
-    """One line a rule, of its first seed: what a rule does hardly depends on the seed. All values drawn."""
-    drawn = []
-    for rule in style.rules:
-        mine = [arm for arm in arms if arm.rule == rule and column in arm.columns]
-        if not mine:
-            continue
-        longest = max(mine, key=lambda arm: arm.steps)
-        x, y = envelope(*longest.whole_steps("progress", column))
-        axis.plot(x, y, drawstyle="steps-pre", **{**style.line(rule), "linewidth": 1.2})  # x: where the step ends
-        drawn.append(y)
-    return drawn
-
-
 def _rate(
     arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
 ) -> Drawing | None:
@@ -271,9 +242,9 @@ def _rate(
     figure, axes = panels(traces, height=2.4)
     drawn: list[Array] = []
     for axis, trace in zip(axes, traces, strict=True):
-        drawn += _over_epochs(axis, _of(arms, trace), style, "lr")
-    _log_if_wide(axes, drawn, wide=50)
-    _outer_labels(axes, "epoch", "learning rate")
+        drawn += over_epochs(axis, on_trace(arms, trace), style, "lr")
+    log_if_wide(axes, drawn, wide=50)
+    outer_labels(axes, "epoch", "learning rate")
     legend(figure, axes)
     return Drawing(
         stem=f"rate-{name}",
@@ -312,9 +283,8 @@ def _multiplier(
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
         for which in (axis.xaxis, axis.yaxis):
-            which.set_major_formatter(_plain)
-            which.set_minor_formatter("")
-    _outer_labels(axes, "batch / reference batch", "learning rate multiplier")
+            plain_ticks(which)
+    outer_labels(axes, "batch / reference batch", "learning rate multiplier")
     legend(figure, axes)
     return Drawing(
         stem=f"multiplier-{name}",
@@ -322,27 +292,6 @@ def _multiplier(
         title="What each rule makes of a batch",
         caption="Learning rate multiplier against the batch relative to the reference batch, both logarithmic; one "
         "point for each pair that occurred.",
-        figure=figure,
-        workload=workload,
-    )
-
-
-def _statistic(
-    column: str, arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
-) -> Drawing:
-    figure, axes = panels(traces, height=2.4)
-    drawn: list[Array] = []
-    for axis, trace in zip(axes, traces, strict=True):
-        drawn += _over_epochs(axis, _of(arms, trace), style, column)
-    _log_if_wide(axes, drawn, wide=50)
-    label = column.replace("_", " ")
-    _outer_labels(axes, "epoch", label)
-    legend(figure, axes)
-    return Drawing(
-        stem=f"stat-{slug(column)}-{name}",
-        kind=column,
-        title=label[:1].upper() + label[1:],
-        caption=f"{label[:1].upper() + label[1:]}, as recorded at each step (one seed).",
         figure=figure,
         workload=workload,
     )
@@ -363,7 +312,7 @@ def _traces(arms: Sequence[ArmResult], traces: Sequence[str]) -> Drawing | None:
         trace = shown[name]
         times, workers = np.array(trace["times"], dtype=float), np.array(trace["workers"], dtype=float)
         end = float(trace.get("end") or times[-1])
-        clock = [arm.columns["time_s"] for arm in _of(arms, name)]
+        clock = [arm.columns["time_s"] for arm in on_trace(arms, name)]
         first, last = min(float(c.min()) for c in clock), max(float(c.max()) for c in clock)
         unit, per = ("hours", 3600.0) if end > 3 * 3600 else ("minutes", 60.0)
         x, y = envelope(*changes(np.append(times, end) / per, np.append(workers, workers[-1])))

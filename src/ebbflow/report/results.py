@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ebbflow.errors import RecordError
 from ebbflow.record import Header, Run, read_record
 
-__all__ = ["ArmResult", "Status", "Results", "load_results"]
+__all__ = ["ArmResult", "LayerCurves", "Status", "Results", "load_results"]
 
 Array = npt.NDArray[np.float64]
 Status = Literal["finished", "diverged", "failed", "interrupted", "unreadable", "missing"]
@@ -28,6 +28,41 @@ Status = Literal["finished", "diverged", "failed", "interrupted", "unreadable", 
 VERSION = 1
 _COLUMNS = ("time_s", "epoch", "workers", "batch", "lr", "multiplier", "loss")
 _EMPTY: Array = np.empty(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCurves:
+    """What a run recorded of its layers: one row a recorded step, one column a layer."""
+
+    names: tuple[str, ...]
+    position: Array
+    """Epochs committed after each of these steps."""
+    batch: Array
+    noise: Array
+    signal: Array
+    multiplier: Array
+
+    @classmethod
+    def of(cls, run: Run) -> LayerCurves | None:
+        """The curves of a record; None if it has none. A layer without a name is called by its number.
+
+        As in `whole_steps`, the smaller last step of an epoch is left out.
+        """
+        short = {row.step for row, tail in zip(run.steps, _tails(_columns(run)), strict=True) if tail}
+        rows = [row for row in run.layers if row.step not in short]
+        if not rows:
+            return None
+        count = len(rows[0].noise)
+        names = [str(name) for name in run.header.config.get("layers") or []]
+        return cls(
+            names=tuple(names if len(names) == count else map(str, range(count))),
+            position=np.array([row.samples for row in rows]) / _epoch_samples(run),
+            batch=np.array([row.batch for row in rows], dtype=np.float64),
+            **{
+                name: np.array([getattr(row, name) for row in rows], dtype=np.float64)  # None becomes NaN
+                for name in ("noise", "signal", "multiplier")
+            },
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +90,11 @@ class ArmResult:
     values: Array = field(default_factory=lambda: _EMPTY)
     """The metric at each validation; NaN where it was not a finite number."""
     columns: Mapping[str, Array] = field(default_factory=dict)
-    """One array a column of the steps: progress (in epochs), time_s, epoch, workers, batch, lr, ..."""
+    """One array a column of the steps: position (in epochs), time_s, epoch, workers, batch, lr, ..."""
     stats: tuple[str, ...] = ()
     """Those columns that a rule or an engine added."""
+    layers: LayerCurves | None = None
+    """Of a layer-wise rule."""
     steps: int = 0
     samples: int = 0
     wall_s: float = 0.0
@@ -71,10 +108,8 @@ class ArmResult:
 
     def whole_steps(self, *names: str) -> tuple[Array, ...]:
         """These columns without the smaller last step of each epoch, which says nothing of the fleet or the rule."""
-        batch, workers, epoch = (self.columns[name] for name in ("batch", "workers", "epoch"))
-        last = np.append(epoch[1:] != epoch[:-1], True)
-        follows = np.append(False, (epoch[1:] == epoch[:-1]) & (workers[1:] == workers[:-1]) & (batch[1:] < batch[:-1]))
-        return tuple(self.columns[name][~(last & follows)] for name in names)
+        tails = _tails(self.columns)
+        return tuple(self.columns[name][~tails] for name in names)
 
     @classmethod
     def of(cls, run: Run, *, id: str = "") -> ArmResult:
@@ -83,7 +118,8 @@ class ArmResult:
         metric = str(config.get("metric", "accuracy"))
         epochs, values = run.metric(metric)
         last = rows[-1] if rows else None
-        stats = tuple(sorted({name for row in rows for name in row.stats}))
+        own = _columns(run)
+        stats = tuple(sorted({name for row in rows for name in row.stats} - set(own)))
         return cls(
             id=id or run.path.parent.name,
             workload=str(config.get("workload", "run")),
@@ -98,8 +134,9 @@ class ArmResult:
             header=run.header,
             epochs=epochs,
             values=values,
-            columns={"progress": _progress(run)} | {name: run.column(name) for name in (*_COLUMNS, *stats)},
+            columns=own | {name: run.column(name) for name in stats},
             stats=stats,
+            layers=LayerCurves.of(run),
             steps=len(rows),
             # An end that was written for a killed process knows less than the last step.
             samples=max(run.end.samples if run.end else 0, last.samples if last else 0),
@@ -134,16 +171,30 @@ def _note(run: Run) -> str:
     return "; ".join(parts)
 
 
-def _progress(run: Run) -> Array:
-    """Epochs committed after each step, with their fraction."""
-    samples = run.column("samples")
-    if not samples.size:
-        return samples
+def _columns(run: Run) -> dict[str, Array]:
+    """The columns that every record has."""
+    return {"position": run.column("samples") / _epoch_samples(run)} | {name: run.column(name) for name in _COLUMNS}
+
+
+def _tails(columns: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
+    """Which steps are the last of their epoch and smaller than the one before, with the same workers."""
+    batch, workers, epoch = (columns[name] for name in ("batch", "workers", "epoch"))
+    if not epoch.size:
+        return np.zeros(0, dtype=bool)
+    last = np.append(epoch[1:] != epoch[:-1], True)
+    follows = np.append(False, (epoch[1:] == epoch[:-1]) & (workers[1:] == workers[:-1]) & (batch[1:] < batch[:-1]))
+    tails: npt.NDArray[np.bool_] = last & follows
+    return tails
+
+
+def _epoch_samples(run: Run) -> float:
+    """Samples in an epoch, as the rows tell."""
     whole = [row.samples / row.epoch for row in run.validations if row.epoch > 0]
-    if not whole:  # no validation yet: the first epoch's last step tells its size, if a second epoch has begun
-        first = [row.samples for row in run.steps if row.epoch == 0]
-        whole = [float(max(first))] if first else [float(samples[-1])]
-    return samples / whole[-1]
+    if whole:
+        return whole[-1]
+    # No validation yet: the first epoch's last step tells its size, if a second epoch has begun.
+    first = [row.samples for row in run.steps if row.epoch == 0]
+    return float(max(first or [row.samples for row in run.steps], default=1))
 
 
 def _labels(value: Any) -> list[str]:

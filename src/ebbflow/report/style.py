@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 __all__ = [
@@ -29,7 +33,10 @@ __all__ = [
     "RuleStyle",
     "drawing_style",
     "legend",
+    "log_if_wide",
+    "outer_labels",
     "panels",
+    "plain_ticks",
     "save",
     "slug",
 ]
@@ -153,6 +160,30 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
         borderaxespad=0.2,
         columnspacing=1.6,
     )
+
+
+def outer_labels(axes: Sequence[Axes], x: str, y: str) -> None:
+    """Label x on all panels, y on the first of each row only."""
+    for axis in axes:
+        axis.set_xlabel(x)
+        if axis.get_subplotspec().is_first_col():  # type: ignore[union-attr]  # every panel is in a grid
+            axis.set_ylabel(y)
+
+
+def log_if_wide(axes: Sequence[Axes], drawn: Sequence[npt.NDArray[np.float64]], *, wide: float) -> None:
+    """A logarithmic axis where the positive values span more than a factor of `wide`."""
+    values = np.concatenate([part.ravel() for part in drawn]) if drawn else np.empty(0)
+    positive = values[np.isfinite(values) & (values > 0)]
+    if positive.size and positive.max() > wide * positive.min():
+        for axis in axes:
+            axis.set_yscale("log")
+            plain_ticks(axis.yaxis)
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Ticks as 0.01, not as powers of ten, and none between them."""
+    axis.set_major_formatter(lambda value, position: f"{value:g}")
+    axis.set_minor_formatter("")
 
 
 def save(figure: Figure, folder: Path, stem: str) -> tuple[Path, Path]:

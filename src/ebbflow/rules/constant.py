@@ -13,7 +13,10 @@ __all__ = ["Constant"]
 @register("constant", cite="the baseline of every study")
 @dataclass(frozen=True)
 class Constant(Rule):
-    """m = 1: the base rate, whatever the batch."""
+    """m = 1: the base rate, whatever the batch.
+
+    Suits: optimizers and batches for which the rate hardly matters; the baseline of a comparison.
+    """
 
     def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
         """Nothing changes."""

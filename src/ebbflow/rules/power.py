@@ -15,7 +15,10 @@ __all__ = ["Power"]
 @register("power", cite="Shallue et al. 2019, arXiv 1811.03600 (no single exponent fits all workloads)")
 @dataclass(frozen=True)
 class Power(Rule):
-    """m = (B/B0)^p: constant, sqrt and linear are p = 0, 1/2 and 1."""
+    """m = (B/B0)^p: constant, sqrt and linear are p = 0, 1/2 and 1.
+
+    Suits: a workload of which two batch sizes were tuned: p = log(rate ratio)/log(batch ratio).
+    """
 
     p: float = param(0.75, doc="the exponent, 0 to 1")
 

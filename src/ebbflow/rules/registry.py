@@ -20,20 +20,41 @@ from ebbflow.spec import Entry, Registry, bind, parse_calls
 __all__ = ["RULES", "make_rule", "register", "register_modifier", "table"]
 
 RULES: Registry[Rule | Modifier] = Registry("rule")
+MEASURABLE = frozenset({"moments", "layers"})
+"""What a rule may need: noise and signal of the whole model, and of each layer."""
 
 
 def register(
     name: str, *, cite: str = "", needs: Iterable[str] = (), exempt: Mapping[str, str] | None = None
 ) -> Callable[[Any], Any]:
-    """Add a rule. `exempt` names laws that it need not pass, each with the reason."""
-    return RULES.register(name, kind="rule", cite=cite, needs=needs, exempt=exempt)
+    """Add a rule. `needs` is what must be measured for it ("moments", "layers"); `exempt` names laws that it need not
+    pass, each with the reason."""
+    return _register(name, "rule", cite, needs, exempt)
 
 
 def register_modifier(
     name: str, *, cite: str = "", needs: Iterable[str] = (), exempt: Mapping[str, str] | None = None
 ) -> Callable[[Any], Any]:
     """Add a modifier, which stands behind a rule: `linear+NAME`."""
-    return RULES.register(name, kind="modifier", cite=cite, needs=needs, exempt=exempt)
+    return _register(name, "modifier", cite, needs, exempt)
+
+
+def _register(
+    name: str, kind: str, cite: str, needs: Iterable[str], exempt: Mapping[str, str] | None
+) -> Callable[[Any], Any]:
+    wanted = frozenset(needs)
+    if not wanted <= MEASURABLE:
+        raise SpecError(
+            f"the {kind} {name!r} needs {', '.join(sorted(wanted - MEASURABLE))}, which nothing measures; "
+            f"known are {', '.join(sorted(MEASURABLE))}"
+        )
+
+    def add(make: Any) -> Any:
+        RULES.register(name, kind=kind, cite=cite, needs=wanted, exempt=exempt)(make)
+        make.registered_needs = wanted
+        return make
+
+    return add
 
 
 @functools.cache
@@ -53,10 +74,10 @@ def make_rule(text: str | Rule) -> Rule:
 
     >>> make_rule("linear+warmup(5ep)").text
     'linear+warmup(5ep)'
-    >>> make_rule("lineer")
+    >>> make_rule("lineer")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    ebbflow.errors.SpecError: unknown rule 'lineer'; did you mean 'linear'? Known: constant, linear, power, sqrt, warmup
+    ebbflow.errors.SpecError: unknown rule 'lineer'; did you mean 'linear'? Known: adamsde, adascale, ...
     """
     if isinstance(text, Rule):
         return text

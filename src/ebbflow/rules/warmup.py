@@ -20,6 +20,10 @@ class Warmup(Modifier):
 
     Counted in samples, the warm-up ends at the same point of training whatever the workers do. Where the rule asks
     for less than `start` (a batch below the reference), that is applied at once: a warm-up never raises the rate.
+
+    Suits: large batches from the first step on, when the weights still change fast.
+
+    Example: linear+warmup(5ep)
     """
 
     length: Span = param(doc="how long: 5ep (epochs), 1000steps (of the reference batch) or 64000samples")

@@ -6,7 +6,7 @@ Start with `build` and `recipe`; `base.py` says how to add a workload of your ow
 from __future__ import annotations
 
 # Importing a module registers its workloads.
-from ebbflow.workloads import cifar, digits, fashion, shakespeare  # noqa: F401
+from ebbflow.workloads import cifar, digits, fashion, quadratic, shakespeare  # noqa: F401
 from ebbflow.workloads.base import (
     WORKLOADS,
     Indices,

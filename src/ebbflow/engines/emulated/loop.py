@@ -5,7 +5,7 @@ Slow on a GPU and simple enough to be believed; every faster or distributed engi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from ebbflow.data.ledger import Assignment, shares
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.base import Engine, Faults, Gradients
 from ebbflow.engines.emulated.batchnorm import LocalBatchNorm
+from ebbflow.moments.measure import Meter
 from ebbflow.plan.plan import BatchPlan, StepSize
 
 __all__ = ["Fetch", "Loss", "LoopEngine", "piece_seed"]
@@ -55,7 +56,8 @@ class LoopEngine(Engine):
     """Emulates the workers of a plan one after another in this process.
 
     The gradient is the sample-weighted mean over the pieces. Batch norm sees one worker's samples at a time; running
-    statistics are updated once a step. Seeds torch's global generators before every piece.
+    statistics are updated once a step. Seeds torch's global generators before every piece. With a single piece in a
+    step (one worker, and no smaller `piece`) noise and signal cannot be told apart: the measurement says pieces=1.
     """
 
     def __init__(
@@ -69,8 +71,14 @@ class LoopEngine(Engine):
         seed: int = 0,
         piece: int | None = None,
         faults: Faults | None = None,
+        needs: Collection[str] = (),
+        parameters: Iterable[torch.nn.Parameter] | None = None,
     ) -> None:
-        """`samples`: size of an epoch. `piece`: at most so many samples a backward pass; default: a worker's share."""
+        """`samples`: size of an epoch. `piece`: at most so many samples a backward pass; default: a worker's share.
+
+        `needs`: what the rule needs, "moments" or "layers"; without either nothing is measured and nothing paid.
+        `parameters`: what to measure, in the optimizer's order; default: all of the model that require a gradient.
+        """
         self.model = model
         self.fetch = fetch
         self.loss = loss
@@ -79,6 +87,10 @@ class LoopEngine(Engine):
         self.seed = seed
         self.piece = piece
         self.faults = faults or Faults()
+        self.meter: Meter | None = None
+        if not {"moments", "layers"}.isdisjoint(needs):
+            trained = parameters if parameters is not None else (p for p in model.parameters() if p.requires_grad)
+            self.meter = Meter(trained, layers="layers" in needs)
         self._batch_norm = LocalBatchNorm(model)
         self._generators = _generators(model)
         self._epoch = 0
@@ -101,15 +113,20 @@ class LoopEngine(Engine):
         self.model.train()
         self.model.zero_grad(set_to_none=True)
         self._batch_norm.begin()
+        if self.meter is not None:
+            self.meter.discard()  # a step that an exception cut short
         total: torch.Tensor | float = 0.0
         for part in pieces:
             inputs, targets = self._fetch(assignment, indices, part.start, part.stop)
-            weight = (part.stop - part.start) / len(indices)
+            weight = part.size / len(indices)
             with self._batch_norm.piece(weight):
                 loss = self.loss(self.model, inputs, targets) * weight
             loss.backward()  # type: ignore[no-untyped-call]
+            if self.meter is not None:
+                self.meter.close_piece(part.size, weight)
             total += loss.detach()
-        return Gradients(loss=float(total), pieces=len(pieces))
+        measurement = self.meter.finish(len(indices)) if self.meter is not None else None
+        return Gradients(loss=float(total), pieces=len(pieces), measurement=measurement)
 
     def _fetch(
         self, assignment: Assignment, indices: npt.NDArray[np.int64], start: int, stop: int

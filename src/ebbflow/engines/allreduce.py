@@ -1,0 +1,118 @@
+"""The mean gradient over ranks with uneven shares, and its statistics, in one all-reduce.
+
+Gradients are weighted with the rank's share of the step's samples and laid out in one persistent buffer; what was
+measured rides behind them in the same message. A number more a layer costs nothing beside the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from ebbflow.errors import ConfigError
+from ebbflow.moments.estimate import Measurement
+from ebbflow.moments.measure import Meter, squared_norms
+
+__all__ = ["AllReduce"]
+
+
+class AllReduce:
+    """Combines the gradients of ranks; made once, on every rank with the same parameters in the same order.
+
+        combine = AllReduce(model.parameters(), meter=meter)
+        ...                                                       # backward over this rank's pieces
+        measurement = combine(samples=own, batch=all_of_them)     # .grad is now the mean over the whole step
+
+    Guarantees: the sample-weighted mean, for any shares, also where a rank has no sample and no gradient; the same
+    numbers on every rank; one collective and, with a meter, one host synchronisation a step. Afterwards `.grad` of a
+    parameter is a view into the buffer where the types allow, so nothing is copied back: it is overwritten by the next
+    call, like any gradient by the next step. Costs one copy of the gradients in memory. Sparse gradients are refused.
+    Without an initialised process group it works as the only rank.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        *,
+        meter: Meter | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`meter`: has measured the same parameters; None: nothing is measured and nothing paid."""
+        self.parameters = tuple(parameters)
+        self.meter = meter
+        self.group = group
+        if not self.parameters:
+            raise ConfigError("there are no gradients to combine: no parameters were given")
+        if meter is not None and {*map(id, meter.parameters)} != {*map(id, self.parameters)}:
+            raise ConfigError("the meter measures other parameters than those that are combined; give both the same")
+        # Half-precision gradients are added in float32; double precision stays.
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
+        size = sum(parameter.numel() for parameter in self.parameters)
+        extra = meter.width + 2 if meter is not None else 0
+        self._buffer = torch.zeros(size + extra, dtype=dtype, device=self.parameters[0].device)
+        self._flat, self._extra = self._buffer.split([size, extra])  # type: ignore[no-untyped-call]
+        parts = self._flat.split([parameter.numel() for parameter in self.parameters])
+        self._views = [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
+
+    def __call__(self, *, samples: int, batch: int) -> Measurement | None:
+        """Replace the mean gradient over this rank's `samples` in `.grad` by the mean over all ranks' `batch` samples.
+
+        All ranks call it in every step, those without a sample too.
+        """
+        if not 0 <= samples <= batch or batch < 1:
+            raise ConfigError(f"this rank has {samples} of a step's {batch} samples; expected 0 to {batch}")
+        if self.meter is not None:
+            self._put_statistics(self.meter, samples, batch)
+        self._put_gradients(samples / batch)
+        if dist.is_initialized():
+            dist.all_reduce(self._buffer, group=self.group)
+        self._take_gradients()
+        return self._measurement(self.meter, batch) if self.meter is not None else None
+
+    def _put_statistics(self, meter: Meter, samples: int, batch: int) -> None:
+        tally = meter.take()
+        if tally.samples != samples:
+            raise ConfigError(f"this rank closed pieces of {tally.samples} samples, but says that it has {samples}")
+        self._extra[:-2].copy_(tally.squares).div_(batch)
+        self._extra[-2] = tally.pieces
+        self._extra[-1:].copy_(tally.mismatch)
+
+    @torch.no_grad()
+    def _put_gradients(self, weight: float) -> None:
+        if weight == 0:
+            self._flat.zero_()  # whatever an idle rank has in .grad, a NaN too
+            return
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            elif gradient.is_sparse:
+                raise ConfigError(
+                    f"a gradient of shape {tuple(gradient.shape)} is sparse; ranks combine dense ones only: "
+                    f"use sparse=False in the embedding"
+                )
+            elif gradient.dtype == view.dtype:
+                torch.mul(gradient, weight, out=view)
+            else:
+                view.copy_(gradient).mul_(weight)
+
+    def _take_gradients(self) -> None:
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if not parameter.requires_grad:
+                continue
+            parameter.grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
+
+    def _measurement(self, meter: Meter, batch: int) -> Measurement:
+        if meter.layers:
+            place = {id(parameter): view for parameter, view in zip(self.parameters, self._views, strict=True)}
+            mean = squared_norms([place[id(parameter)] for parameter in meter.parameters])
+        else:
+            mean = squared_norms([self._flat])
+        *numbers, pieces, mismatch = torch.cat([mean.to(self._extra.dtype), self._extra]).tolist()
+        meter.check(mismatch)
+        layers = len(numbers) // 2
+        return Measurement(
+            batch=batch, pieces=round(pieces), mean_sq=tuple(numbers[layers:]), sq_mean=tuple(numbers[:layers])
+        )

@@ -1,0 +1,389 @@
+"""Squared gradient norms, taken as the gradient is accumulated: the only autograd hooks in Ebbflow.
+
+    meter = Meter(model.parameters(), layers=False)
+    for x, y in pieces:
+        loss_fn(model(x), y).backward()
+        meter.close_piece(len(x))
+    ...                                        # .grad now holds the mean gradient of the step
+    measurement = meter.finish(batch)          # the one host synchronisation of the step
+
+The hooks sit where autograd adds to `.grad`, so they see exactly what is added: the sum over all uses of a shared
+parameter, after the user's own tensor hooks, and nothing of `torch.autograd.grad`.
+
+On a CPU each gradient is measured at once, by a `dot` while it is in the cache; that is half the price of a second pass
+over the gradients. On a GPU the gradients of a piece are kept until `close_piece` and measured by one fused kernel;
+one kernel a tensor would cost a launch each. Sums are accumulated in at least float32, whatever the gradients are in.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from ebbflow.errors import ConfigError
+from ebbflow.moments.estimate import Measurement
+
+__all__ = ["Meter", "Tally", "squared_norms"]
+
+# A float32 dot of 4 * 10^7 numbers is wrong by 2e-4 on a CPU; in blocks of this size, added in float64, by less than
+# 1e-6. (linalg.vector_norm is wrong by 4e-4 at 4 * 10^6 and by 7e-3 at 4 * 10^7.)
+_BLOCK = 1 << 20
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """A closed piece; numbers are floats on a CPU and 0-dimensional tensors on a device, which nobody waits for."""
+
+    weight: float
+    """n_i, where the gradient that arrived is the mean; n_i over its scale otherwise."""
+    scale: float
+    squares: dict[int, Any]
+    """By parameter; on a device the norms, which are squared later."""
+    product: Any
+    """g_1 . g_i in the watched tensor, where g_1 is the first of the step; None if there was none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """What the pieces of a step come to; tensors on the device of the parameters, so that nothing waits for them."""
+
+    samples: int
+    pieces: int
+    squares: torch.Tensor
+    """Sum of n_i |g_i|^2, one entry a layer, or a single one."""
+    mismatch: torch.Tensor
+    """Squared relative difference between `.grad` and the mean of the pieces, in the watched tensor; one entry."""
+
+
+class Meter:
+    """Measures the pieces of a step and their mean, for the whole model or for each parameter tensor.
+
+    A *piece* is what arrived between two calls of `close_piece`: the gradient of one backward pass, over samples of its
+    own. Layers are the given parameters in the given order; a parameter that gets no gradient counts as zero. Freezing
+    and unfreezing given parameters at any time is fine. Optimizers of any kind (`foreach`, `fused`) are not involved.
+
+    *What it refuses*, with a ConfigError: a second gradient for the same parameter within a piece (the squared norm of
+    a sum is not the sum of squared norms); a `.grad` that is not the mean of the pieces when the step is finished
+    (clipped, unscaled or left over from an earlier step), since noise and signal would be wrong; complex parameters;
+    parameters on several devices; a piece without any gradient (hooks are lost when a model is moved or cast).
+
+    *Clipping* therefore comes after `finish`. With an optimizer that finishes inside its own step, clip in a hook of
+    the inner optimizer: `inner.register_step_pre_hook(lambda *_: clip_grad_norm_(model.parameters(), 1.0))`.
+
+    *Loss scaling.* `scale` says what the gradients are multiplied with; a GradScaler's `get_scale()`, and 1 after
+    `unscale_`. A step whose gradients are not finite gives a Measurement with `finite` False; one that is skipped or
+    lost is forgotten by `discard()`.
+
+    The check of `.grad` watches one small tensor; a change that leaves this one as it was goes unseen.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], *, layers: bool) -> None:
+        """Hook into the given parameters; `layers`: measure each of them, and not only their sum."""
+        self.parameters = tuple(parameters)
+        self.layers = layers
+        self.device = _check(self.parameters)
+        self._on_cpu = self.device.type == "cpu"
+        self._measures = [_measure(parameter) for parameter in self.parameters]
+        self._watched = min(range(len(self.parameters)), key=lambda i: _suitability(self.parameters[i]))
+        self._arrived: dict[int, Any] = {}  # in the open piece: squared norms; on a device the gradients
+        self._seen: list[torch.Tensor] = []  # the watched parameter's gradient in the open piece
+        self._first: torch.Tensor | None = None  # and in the first piece of the step
+        self._closed: list[_Closed] = []
+        self._samples = 0
+        self._nodes = [_accumulator(parameter) for parameter in self.parameters]  # nobody else keeps them alive
+        handles = [node.register_prehook(self._hook(i)) for i, node in enumerate(self._nodes)]
+        self._unhook = weakref.finalize(self, _remove, handles)
+
+    def _hook(self, index: int) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
+        # Closes over the two containers, not over the meter, which could then never be collected.
+        arrived, measure = self._arrived, self._measures[index]
+        seen = self._seen if index == self._watched else None
+        shape = tuple(self.parameters[index].shape)
+
+        def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            gradient = gradients[0]
+            if gradient is None:
+                return
+            if index in arrived:
+                raise ConfigError(
+                    f"parameter {index} of shape {shape} got a second gradient within one piece, whose squared norm "
+                    f"can no longer be told; add up the losses and call backward() once a piece, or close the piece "
+                    f"after each backward(). Where the step is given up, call discard()"
+                )
+            if gradient.requires_grad:  # create_graph=True: statistics are no part of the graph
+                gradient = gradient.detach()
+            arrived[index] = measure(gradient)
+            if seen is not None and not gradient.is_sparse:
+                seen.append(gradient)
+
+        return hook
+
+    def close_piece(self, samples: int, scale: float = 1.0) -> None:
+        """The gradient that arrived since the last call was `scale` times the mean over `samples` samples.
+
+        Does not wait for the device.
+        """
+        if samples < 1:
+            raise ConfigError(f"a piece of {samples} samples was closed; expected at least one")
+        if not self._arrived:
+            raise ConfigError(
+                "a piece was closed, but no gradient arrived in it; call backward() first. If it was called: was the "
+                "model moved to a device or cast to another type after the Meter was made? Then make a new one"
+            )
+        squares = dict(self._arrived) if self._on_cpu else _norms(self._arrived)
+        product = self._product(self._seen.pop()) if self._seen else None
+        self._closed.append(_Closed(samples / scale, scale, squares, product))
+        self._arrived.clear()
+        self._samples += samples
+
+    def _product(self, gradient: torch.Tensor) -> Any:
+        """With the first piece's, in the watched tensor."""
+        gradient = _at_least_float32(gradient.detach().flatten())
+        if self._first is None:
+            self._first = gradient
+        product = torch.dot(self._first, gradient)
+        return product.item() if self._on_cpu else product
+
+    def finish(self, batch: int, *, scale: float = 1.0) -> Measurement:
+        """The step's measurement, when `.grad` holds `scale` times its mean gradient; opens the next step.
+
+        Waits for the device, once.
+        """
+        if batch != self._samples:
+            raise ConfigError(
+                f"a step of {batch} samples was finished, but its pieces have {self._samples}; close every piece with "
+                f"its own number of samples, and discard() steps that are given up"
+            )
+        means = self._squares_of_grad()
+        final = self._final_product()
+        closed = self._closed
+        if not self._on_cpu:
+            closed, means, final = _read(closed, means, final)
+        mismatch = self._mismatch(closed, final, scale)
+        totals = self._totals(closed)
+        self.discard()
+        self.check(mismatch)
+        mean_sq, sq_mean = (
+            [total / batch for total in totals],
+            [means.get(i, 0.0) / scale**2 for i in range(len(totals))],
+        )
+        if not self.layers:
+            mean_sq, sq_mean = [sum(mean_sq)], [sum(sq_mean)]
+        return Measurement(batch=batch, pieces=len(closed), mean_sq=tuple(mean_sq), sq_mean=tuple(sq_mean))
+
+    def take(self, *, scale: float = 1.0) -> Tally:
+        """What the pieces of the step come to, without waiting for the device; opens the next step.
+
+        For those who combine the gradients of several ranks; `.grad` must hold `scale` times the mean of this rank's
+        pieces. A rank without pieces has a tally of zeros.
+        """
+        mismatch = self._mismatch(self._closed, self._final_product(), scale)
+        if self._on_cpu:
+            squares = torch.tensor(self._totals(self._closed), dtype=torch.float64)
+        else:
+            zero = torch.zeros((), device=self.device)
+            squares = zero.expand(len(self.parameters)).clone()
+            for piece in self._closed:
+                norms = torch.stack([piece.squares.get(i, zero) for i in range(len(self.parameters))])
+                squares.addcmul_(norms, norms, value=piece.weight / piece.scale)
+        if not self.layers:
+            squares = squares.sum(0, keepdim=True)
+        tally = Tally(
+            samples=self._samples,
+            pieces=len(self._closed),
+            squares=squares,
+            mismatch=torch.as_tensor(mismatch, dtype=squares.dtype, device=self.device).reshape(1),
+        )
+        self.discard()
+        return tally
+
+    @property
+    def width(self) -> int:
+        """Entries of a measurement: layers, or one."""
+        return len(self.parameters) if self.layers else 1
+
+    def _squares_of_grad(self) -> dict[int, Any]:
+        gradients = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
+        if self._on_cpu:
+            return {i: self._measures[i](gradient) for i, gradient in gradients.items()}
+        return _norms(gradients)
+
+    def _totals(self, closed: Iterable[_Closed]) -> list[float]:
+        """By parameter, the sum of n_i |g_i|^2."""
+        totals = [0.0] * len(self.parameters)
+        for piece in closed:
+            factor = piece.weight / piece.scale
+            for index, square in piece.squares.items():
+                totals[index] += factor * square
+        return totals
+
+    def _final_product(self) -> Any:
+        gradient = self.parameters[self._watched].grad
+        watching = self._first is not None and gradient is not None and not gradient.is_sparse
+        return self._product(gradient) if watching else None  # type: ignore[arg-type]
+
+    def _mismatch(self, closed: Sequence[_Closed], final: Any, scale: float) -> Any:
+        """(g_1 . (mean of the pieces - .grad))^2 over the mean of (g_1 . g_i)^2, in the watched tensor.
+
+        Seen along g_1, since the mean always has a part along it. Relative to the pieces and not to their mean, since
+        pieces may cancel and leave a mean that is smaller than its own rounding error. On floats and tensors alike.
+        """
+        parts = [piece for piece in closed if piece.product is not None]
+        if final is None or not parts:
+            return 0.0
+        difference = sum(piece.weight * piece.product for piece in parts) - final * (self._samples / scale)
+        size = sum(piece.weight / piece.scale * piece.product**2 for piece in parts) * self._samples
+        return difference**2 / (size + 1e-38)
+
+    def check(self, mismatch: float) -> None:
+        """Refuse a step whose `.grad` was not the mean of its pieces; `mismatch` is a tally's, read from the device."""
+        tolerance = 5e-2 if self.parameters[self._watched].dtype in _LOW_PRECISION else 1e-3
+        if mismatch > tolerance**2:  # false for a NaN, which `Measurement.finite` reports
+            raise ConfigError(
+                "the gradient in .grad is not the mean of the step's pieces, so noise and signal cannot be told. "
+                "Clip gradients after they are measured (inner.register_step_pre_hook), clear them between steps "
+                "(zero_grad), and name the factor that a loss was multiplied with (scale)"
+            )
+
+    def discard(self) -> None:
+        """Forget the pieces since the last finished step: it was skipped or lost."""
+        self._arrived.clear()
+        self._seen.clear()
+        self._first, self._closed, self._samples = None, [], 0
+
+    def close(self) -> None:
+        """Remove the hooks; they also go when nobody holds the meter any more."""
+        self._unhook()
+        self._nodes = []
+        self.discard()
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """|g|^2 of each tensor as one vector on their device, without waiting for it; float64 on a CPU, else float32."""
+    if gradients[0].device.type == "cpu":
+        return torch.tensor([_squared_norm(gradient) for gradient in gradients], dtype=torch.float64)
+    return torch.stack([*_norms(dict(enumerate(gradients))).values()]).square_()
+
+
+def _norms(gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """On a device: the norm of each gradient as a tensor, by one fused kernel."""
+    if not gradients:
+        return {}
+    norms = torch._foreach_norm([*map(_dense, gradients.values())], 2, torch.float32)
+    return dict(zip(gradients, norms, strict=True))
+
+
+def _read(
+    closed: Sequence[_Closed], means: Mapping[int, torch.Tensor], final: torch.Tensor | None
+) -> tuple[list[_Closed], dict[int, float], float | None]:
+    """The same numbers as floats, squared norms in place of norms: the one time in a step that the host waits."""
+    norms = [norm for piece in closed for norm in piece.squares.values()] + list(means.values())
+    products = [piece.product for piece in closed if piece.product is not None] + ([] if final is None else [final])
+    numbers = iter(torch.stack([*norms, *products]).tolist())
+    squares = [
+        {index: next(numbers) ** 2 for index in numbers_of} for numbers_of in (*(p.squares for p in closed), means)
+    ]
+    values = [None if piece.product is None else next(numbers) for piece in closed]
+    read = [
+        replace(piece, squares=own, product=value)
+        for piece, own, value in zip(closed, squares[:-1], values, strict=True)
+    ]
+    return read, squares[-1], None if final is None else next(numbers)
+
+
+def _measure(parameter: torch.Tensor) -> Callable[[torch.Tensor], Any]:
+    """What to do with this parameter's gradients when they arrive; in small models every call counts.
+
+    On a device, keep an alias: were the gradient itself kept, autograd could not make it the first `.grad` of a step
+    and would copy it.
+    """
+    if parameter.device.type != "cpu":
+        return torch.Tensor.detach
+    small = parameter.numel() <= _BLOCK and parameter.dtype not in _LOW_PRECISION
+    return _small_squared_norm if small else _squared_norm
+
+
+def _small_squared_norm(gradient: torch.Tensor) -> float:
+    if gradient.is_sparse:
+        return _squared_norm(gradient)
+    flat = gradient.flatten()
+    return torch.dot(flat, flat).item()
+
+
+def _squared_norm(gradient: torch.Tensor) -> float:
+    """On a CPU, where reading a result costs nothing."""
+    flat = _at_least_float32(_dense(gradient).flatten())
+    if flat.numel() <= _BLOCK:
+        return torch.dot(flat, flat).item()
+    return math.fsum(torch.dot(block, block).item() for block in torch.split(flat, _BLOCK))
+
+
+def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in _LOW_PRECISION else tensor
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """The numbers of a gradient; those of a sparse one, of which each row is there once."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _check(parameters: Sequence[torch.Tensor]) -> torch.device:
+    """The device of the parameters, if they can be measured."""
+    if not parameters:
+        raise ConfigError("there are no parameters to measure; expected those that the optimizer trains")
+    for index, parameter in enumerate(parameters):
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"parameter {index} of shape {tuple(parameter.shape)} is of type {parameter.dtype}; gradient "
+                f"statistics are defined for real floating-point parameters: leave it out, or choose a rule that needs "
+                f"no statistics"
+            )
+        if not parameter.is_leaf:
+            raise ConfigError(f"parameter {index} of shape {tuple(parameter.shape)} is computed from others")
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        raise ConfigError(
+            f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}); gradient statistics need "
+            f"a model on one: choose a rule that needs none"
+        )
+    if len({id(parameter) for parameter in parameters}) < len(parameters):
+        raise ConfigError("a parameter was given twice; it would be measured twice")
+    return devices.pop()
+
+
+def _accumulator(parameter: torch.Tensor) -> Any:
+    """Autograd's node that adds to `.grad`; of a frozen parameter too, which may be unfrozen later."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        return get_gradient_edge(parameter).node
+    finally:
+        if frozen:
+            parameter.requires_grad_(False)
+
+
+def _suitability(parameter: torch.Tensor) -> tuple[bool, bool, int]:
+    """Order of preference for the watched tensor: trained, of a few numbers at least, small."""
+    return not parameter.requires_grad, parameter.numel() < 8, parameter.numel()

@@ -1,0 +1,109 @@
+"""Averages beside the optimizer whose memory is counted in samples: model weights, batch-norm statistics.
+
+An average with weight rho per reference step keeps rho^S in a step of S = B/B0 reference batches (Busbridge et al.
+2023, arXiv 2307.13813), so that it means the same for every history of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ebbflow.errors import ConfigError
+
+__all__ = ["RunningStatistics", "WeightAverage"]
+
+WINDOW = 1000
+"""Samples that batch-norm statistics should average at least."""
+
+
+class WeightAverage:
+    """The moving average of a model's weights: a <- rho^S a + (1 - rho^S) w after each step.
+
+    Begins at the initial weights, as in the paper. Buffers are not averaged: batch-norm statistics are averages
+    already.
+    """
+
+    def __init__(self, model: torch.nn.Module, rho: float) -> None:
+        if not 0 < rho < 1:
+            raise ConfigError(f"ema is {rho:g}; expected the part kept in a reference step, such as 0.999")
+        self.rho = rho
+        self._weights = dict(model.named_parameters())
+        self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
+
+    @torch.no_grad()
+    def update(self, ratio: float) -> None:
+        """Take in the weights after a step of `ratio` reference batches."""
+        torch._foreach_lerp_(list(self._average.values()), list(self._weights.values()), 1 - self.rho**ratio)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model has the averaged weights inside."""
+        own = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self._write(self._average)
+        try:
+            yield
+        finally:
+            self._write(own)
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, weight in self._weights.items():
+            weight.copy_(values[name])
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The averaged weights by name."""
+        return dict(self._average)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `state_dict` gave."""
+        for name, average in self._average.items():
+            average.copy_(state[name])
+
+
+class RunningStatistics:
+    """Batch-norm statistics of a model over steps of any size, some of which do not count.
+
+    With `follow`, torch's momentum p (the weight of the new value) becomes 1 - (1 - p)^S for a step of S reference
+    batches; where that would average fewer than about 1000 samples, it is at most B/1000, but never below p on that
+    account. Layers that average all steps alike (momentum None) stay as they are. The momentum is put back after each
+    step.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, follow: bool, undoable: bool) -> None:
+        layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self._followed = [(m, m.momentum) for m in layers if follow and m.momentum is not None]
+        self._buffers = [b for m in layers for b in m.buffers()] if undoable else []
+        self._before: list[torch.Tensor] = []
+
+    @contextmanager
+    def step(self, batch: int, ref_batch: int) -> Iterator[None]:
+        """Compute and commit a step inside; `undo` is possible until the next one."""
+        self._before = [buffer.clone() for buffer in self._buffers]
+        for layer, momentum in self._followed:
+            layer.momentum = _momentum(momentum, batch, ref_batch)
+        try:
+            yield
+        finally:
+            for layer, momentum in self._followed:
+                layer.momentum = momentum
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Put back what was before the latest step, which was skipped: its activations may not be finite."""
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            buffer.copy_(before)
+
+
+def _momentum(p: float, batch: int, ref_batch: int) -> float:
+    """The weight of the new value in a step of `batch` samples.
+
+    >>> _momentum(0.1, 32, 32), round(_momentum(0.1, 2048, 1024), 6), _momentum(0.1, 512, 32)
+    (0.1, 0.19, 0.512)
+    """
+    if batch == ref_batch:
+        return p
+    return float(min(1 - (1 - p) ** (batch / ref_batch), max(p, batch / WINDOW)))

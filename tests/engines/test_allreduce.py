@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ebbflow.engines.allreduce import AllReduce
+from ebbflow.errors import ConfigError
+from ebbflow.moments.measure import Meter
+from engines.allreduce_rank import STEPS, train
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_any_number_of_ranks_agrees_with_one_process(world: int, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("allreduce_rank.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(world), tmp_path / "store", tmp_path / f"{rank}.pt"],
+            env=environment,
+        )
+        for rank in range(world)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0] * world
+    for layers in (False, True):
+        reference = train(0, 1, layers=layers)
+        for rank in range(world):
+            result = torch.load(tmp_path / f"{rank}.pt")[layers]
+            assert result["weights"] == pytest.approx(reference["weights"], rel=1e-6, abs=1e-7)
+            for sizes, got, expected in zip(STEPS, result["measured"], reference["measured"], strict=True):
+                assert (got["batch"], got["pieces"]) == (sum(sizes), len(sizes))
+                assert len(got["mean_sq"]) == (4 if layers else 1)
+                for key in ("mean_sq", "sq_mean"):
+                    assert got[key] == pytest.approx(expected[key], rel=1e-6, abs=1e-9), (rank, sizes, key)
+
+
+def test_the_only_rank_measures_what_the_meter_alone_does() -> None:
+    w = nn.Parameter(torch.zeros(2))
+    meter = Meter([w], layers=False)
+    combine = AllReduce([w], meter=meter)
+    for x in (3.0, 1.0):  # A = (9 + 1)/2 * 2 numbers = 10, N = 4 * 2 = 8
+        (w * x / 2).sum().backward()
+        meter.close_piece(1, scale=0.5)
+    measured = combine(samples=2, batch=2)
+    assert measured is not None
+    assert (measured.mean_sq, measured.sq_mean, measured.pieces) == ((10.0,), (8.0,), 2)
+    assert w.grad is not None
+    assert w.grad.tolist() == [2.0, 2.0]
+
+
+def test_without_a_meter_gradients_are_combined_and_nothing_is_measured() -> None:
+    w, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    combine = AllReduce([w, unused])
+    w.sum().backward()
+    assert combine(samples=2, batch=8) is None
+    assert w.grad is not None
+    assert unused.grad is not None
+    assert w.grad.tolist() == [0.25, 0.25]
+    assert unused.grad.tolist() == [0.0] * 3
+
+
+def test_an_idle_rank_contributes_nothing_even_if_its_gradient_is_bad() -> None:
+    w = nn.Parameter(torch.zeros(2))
+    w.grad = torch.tensor([float("nan"), 1.0])
+    AllReduce([w])(samples=0, batch=8)
+    assert w.grad.tolist() == [0.0, 0.0]
+
+
+def test_half_precision_gradients_are_added_in_float32() -> None:
+    w = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    meter = Meter([w], layers=False)
+    combine = AllReduce([w], meter=meter)
+    w.sum().backward()
+    meter.close_piece(4)
+    measured = combine(samples=4, batch=4)
+    assert measured is not None
+    assert measured.sq_mean == (2.0,)
+    assert w.grad is not None
+    assert w.grad.dtype == torch.bfloat16
+
+
+def test_gradients_kept_between_steps_are_still_right() -> None:
+    """With set_to_none=False the next step accumulates into the buffer itself."""
+    w = nn.Parameter(torch.zeros(2))
+    combine = AllReduce([w])
+    for step in range(3):
+        (w * (step + 1)).sum().backward()
+        combine(samples=1, batch=1)
+        assert w.grad is not None
+        assert w.grad.tolist() == [step + 1.0] * 2
+        w.grad.zero_()
+
+
+def test_a_change_between_pieces_and_reduction_is_refused() -> None:
+    w = nn.Parameter(torch.zeros(9))
+    meter = Meter([w], layers=False)
+    combine = AllReduce([w], meter=meter)
+    w.sum().backward()
+    meter.close_piece(1)
+    nn.utils.clip_grad_norm_([w], 0.1)
+    with pytest.raises(ConfigError, match="not the mean of the step's pieces"):
+        combine(samples=1, batch=1)
+
+
+def test_bad_input_is_refused() -> None:
+    w, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    with pytest.raises(ConfigError, match="no parameters"):
+        AllReduce([])
+    with pytest.raises(ConfigError, match="other parameters"):
+        AllReduce([w], meter=Meter([other], layers=False))
+    with pytest.raises(ConfigError, match="9 of a step's 8 samples"):
+        AllReduce([w])(samples=9, batch=8)
+    meter = Meter([w], layers=False)
+    w.sum().backward()
+    meter.close_piece(3)
+    with pytest.raises(ConfigError, match="closed pieces of 3 samples, but says that it has 4"):
+        AllReduce([w], meter=meter)(samples=4, batch=8)
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError, match="sparse"):
+        AllReduce(table.parameters())(samples=1, batch=1)

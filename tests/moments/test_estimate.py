@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbflow.errors import CheckpointError, ConfigError
+from ebbflow.moments.estimate import Averages, Measurement, Moments, decay
+
+
+def measurement(sizes: np.ndarray, gradients: np.ndarray) -> Measurement:
+    """Of the whole model, from the pieces' sizes and their mean gradients, one a row."""
+    batch = sizes.sum()
+    shares = sizes / batch
+    return Measurement(
+        batch=int(batch),
+        pieces=len(sizes),
+        mean_sq=(float(shares @ np.square(gradients).sum(1)),),
+        sq_mean=(float(np.square(shares @ gradients).sum()),),
+    )
+
+
+def of(noise: float, signal: float, *, batch: int, pieces: int) -> Measurement:
+    """The measurement whose estimate is exactly this noise and signal: A = S + K V/B, N = S + V/B."""
+    return Measurement(
+        batch=batch, pieces=pieces, mean_sq=(signal + pieces * noise / batch,), sq_mean=(signal + noise / batch,)
+    )
+
+
+def gain(moments: Moments, *, base: int, batch: int) -> float:
+    sigma2, ratio = moments.noise / base, batch / base
+    return (sigma2 + moments.signal) / (sigma2 / ratio + moments.signal)
+
+
+def test_two_uneven_pieces_by_hand() -> None:
+    # One number; pieces of 3 and 1 samples with gradients 2 and 6: A = 3/4*4 + 1/4*36 = 12, mean 3/4*2 + 1/4*6 = 3,
+    # N = 9; V = 4*(12 - 9)/1 = 12, S = 9 - 12/4 = 6.
+    measured = measurement(np.array([3, 1]), np.array([[2.0], [6.0]]))
+    assert measured.estimate() == ((12.0,), (6.0,))
+
+
+def test_ten_thousand_steps_with_uneven_pieces_are_unbiased() -> None:
+    rng = np.random.default_rng(20)
+    true, spread = np.array([0.3, -0.2, 0.1, 0.0, 0.5]), np.array([1.0, 0.5, 2.0, 3.0, 0.1])
+    noise, signal = float(np.square(spread).sum()), float(np.square(true).sum())
+    patterns = [np.array(p) for p in ([1, 3, 4, 8], [16, 1], [2, 2, 2, 2, 2, 5], [7, 9, 1])]
+    estimates, naive = [], []
+    for step in range(10_000):
+        sizes = patterns[step % len(patterns)]
+        pieces = true + spread * rng.standard_normal((len(sizes), 5)) / np.sqrt(sizes)[:, None]
+        measured = measurement(sizes, pieces)
+        (v,), (s,) = measured.estimate()
+        estimates.append((v, s))
+        # What equal weights would give: the mean of the pieces' squares, whatever their sizes.
+        equal = np.square(pieces).sum(1).mean()
+        naive.append(measured.batch * (equal - measured.sq_mean[0]) / (measured.pieces - 1))
+    mean, error = np.mean(estimates, axis=0), np.std(estimates, axis=0) / math.sqrt(len(estimates))
+    assert np.all(np.abs(mean - [noise, signal]) < 3 * error), (mean, error)
+    assert error[0] < 0.02 * noise, "too few steps to say anything"
+    assert abs(np.mean(naive) - noise) > 3 * np.std(naive) / math.sqrt(len(naive)), "the test cannot tell weights apart"
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.floats(-3, 3), st.floats(-3, 3)), min_size=2, max_size=6),
+    st.floats(0.1, 10),
+)
+def test_properties_of_one_estimate(pieces: list[tuple[int, float, float]], factor: float) -> None:
+    sizes = np.array([n for n, _, _ in pieces])
+    gradients = np.array([(x, y) for _, x, y in pieces])
+    measured = measurement(sizes, gradients)
+    (v,), (s,) = measured.estimate()
+    assert v >= -1e-9, "the mean of squares is never below the square of the mean"
+    assert s + v / measured.batch == pytest.approx(measured.sq_mean[0], abs=1e-9)
+    # Order does not matter; gradients `factor` times as large have factor^2 times the noise and signal.
+    turned = measurement(sizes[::-1], factor * gradients[::-1])
+    assert turned.estimate()[0][0] == pytest.approx(factor**2 * v, rel=1e-6, abs=1e-6)
+    assert turned.estimate()[1][0] == pytest.approx(factor**2 * s, rel=1e-6, abs=1e-6)
+
+
+def test_one_piece_gives_no_estimate_and_averages_are_held() -> None:
+    single = Measurement(batch=8, pieces=1, mean_sq=(4.0,), sq_mean=(4.0,))
+    with pytest.raises(ConfigError, match="at least two are needed"):
+        single.estimate()
+    before = Averages().updated(of(2, 3, batch=8, pieces=2), memory=100)
+    assert before.updated(single, memory=100) is before
+    assert Averages().updated(single, memory=100).moments() is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_infinite_gradient_leaves_the_averages_untouched(bad: float) -> None:
+    before = Averages().updated(of(2, 3, batch=8, pieces=2), memory=100)
+    for measured in (
+        Measurement(batch=8, pieces=2, mean_sq=(bad,), sq_mean=(1.0,)),
+        Measurement(batch=8, pieces=2, mean_sq=(1.0,), sq_mean=(bad,)),
+    ):
+        assert not measured.finite
+        assert before.updated(measured, memory=100) is before
+
+
+def test_after_4_to_64_workers_the_gain_is_right_at_once() -> None:
+    # b0 = 32, V/b0 = 384, S = 1: the gain at 64 workers is 385/(384/64 + 1) = 55. Code that multiplies the variance
+    # by old/new scale on a change reads (24 + 1)/(24/64 + 1) = 18.2.
+    base, noise, signal = 32, 384.0 * 32, 1.0
+    averages = Averages()
+    for _ in range(50):
+        averages = averages.updated(of(noise, signal, batch=4 * base, pieces=4), memory=1000 * base)
+    moments = averages.moments()
+    assert moments is not None
+    assert gain(moments, base=base, batch=64 * base) == pytest.approx(55.0, rel=1e-9)
+    averages = averages.updated(of(noise, signal, batch=64 * base, pieces=64), memory=1000 * base)
+    moments = averages.moments()
+    assert moments is not None
+    assert gain(moments, base=base, batch=64 * base) == pytest.approx(55.0, rel=1e-9)
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(-1, 10), st.integers(2, 500)), min_size=1, max_size=20))
+def test_averages_lie_between_their_observations_and_survive_json(steps: list[tuple[float, float, int]]) -> None:
+    averages = Averages()
+    for noise, signal, batch in steps:
+        averages = averages.updated(of(noise, signal, batch=batch, pieces=2), memory=200)
+    moments = averages.moments()
+    assert moments is not None
+    low, high = min(v for v, _, _ in steps), max(v for v, _, _ in steps)
+    assert low - 1e-6 <= moments.noise <= high + 1e-6
+    low, high = min(s for _, s, _ in steps), max(s for _, s, _ in steps)
+    assert low - 1e-6 <= moments.signal <= high + 1e-6
+    assert Averages.restore(json.loads(json.dumps(averages.state()))) == averages
+
+
+def test_the_memory_is_counted_in_samples() -> None:
+    # Two steps of 50 samples fade the past as much as one of 100.
+    assert decay(50, 1000) ** 2 == pytest.approx(decay(100, 1000))
+    old = Averages().updated(of(5, 5, batch=100, pieces=2), memory=1000)
+    once = old.updated(of(1, 2, batch=100, pieces=2), memory=1000)
+    twice = old
+    for _ in range(2):
+        twice = twice.updated(of(1, 2, batch=50, pieces=2), memory=1000)
+    first, second = once.moments(), twice.moments()
+    assert first is not None
+    assert second is not None
+    assert (first.noise, first.signal) == pytest.approx((second.noise, second.signal))
+
+
+def test_layers_add_up_to_the_whole() -> None:
+    layered = Measurement(batch=8, pieces=2, mean_sq=(5.0, 3.0), sq_mean=(4.0, 1.0))
+    whole = Measurement(batch=8, pieces=2, mean_sq=(8.0,), sq_mean=(5.0,))
+    by_layer, total = (Averages().updated(m, memory=100).moments() for m in (layered, whole))
+    assert by_layer is not None
+    assert total is not None
+    assert (by_layer.noise, by_layer.signal) == pytest.approx((total.noise, total.signal))
+    assert by_layer.layer_noise == pytest.approx((8.0, 16.0))  # V = 8 (A - N)
+    assert total.layer_noise == ()
+
+
+def test_averages_of_other_layers_are_refused() -> None:
+    averages = Averages().updated(of(2, 3, batch=8, pieces=2), memory=100)
+    with pytest.raises(ConfigError, match="over 1 layers, but 2 were measured"):
+        averages.updated(Measurement(batch=8, pieces=2, mean_sq=(1.0, 2.0), sq_mean=(1.0, 1.0)), memory=100)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"weight": "much", "noise": [], "signal": []},
+        {"weight": 1.0, "noise": [1.0], "signal": []},
+        {"weight": -1.0, "noise": [1.0], "signal": [1.0]},
+        {"weight": 1.0, "noise": [math.nan], "signal": [1.0]},
+    ],
+)
+def test_a_damaged_state_is_refused(state: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match="damaged"):
+        Averages.restore(state)
+
+
+def test_a_memory_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot remember 0 samples"):
+        Averages().updated(of(2, 3, batch=8, pieces=2), memory=0)
+
+
+def test_the_noise_scale_is_infinite_without_signal() -> None:
+    assert Moments(noise=8.0, signal=2.0).noise_scale == 4.0
+    assert Moments(noise=8.0, signal=-1.0).noise_scale == math.inf
+    assert Moments(noise=-8.0, signal=2.0).noise_scale == 0.0

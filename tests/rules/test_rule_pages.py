@@ -1,0 +1,153 @@
+"""What the user sees of the rules: the table, the page of one rule, its plot, and the cards of the documentation."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ebbflow.cli.main import app
+from ebbflow.cli.rules_cards import cards
+from ebbflow.cli.rules_plot import chart, figure
+from ebbflow.errors import OutputError, SpecError
+from ebbflow.rules.curves import Curves, curves
+from ebbflow.rules.describe import describe
+from ebbflow.rules.registry import RULES, table
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = [entry for entry in table() if entry.make.__module__.startswith("ebbflow.")]
+NAMES = [entry.name for entry in OWN]
+
+
+def ebbflow(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+@pytest.fixture(autouse=True)
+def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ebbflow.cli.common import out
+
+    monkeypatch.setattr(out, "_width", 80)
+
+
+def test_the_table_names_all_and_fits_eighty_columns() -> None:
+    lines = ebbflow("rules").output.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    words = {line.split()[0] for line in lines if line.strip()}
+    assert set(NAMES) <= words
+    assert {"Rules", "Modifiers"} <= words
+
+
+def test_the_table_as_json_keeps_its_shape() -> None:
+    rows = {row["name"]: row for row in json.loads(ebbflow("rules", "--json").output)}
+    assert rows["dynamic"] == {
+        "name": "dynamic",
+        "kind": "rule",
+        "needs": [],
+        "cite": "Lin et al. 2019, arXiv 1904.12043",
+        "summary": "Dynamic SGD; stands for linear+ramp.",
+    }
+    assert rows["lena"]["needs"] == ["layers", "moments"]
+    assert {row["kind"] for row in rows.values()} == {"rule", "modifier"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_of_a_rule_says_everything(name: str) -> None:
+    page = ebbflow("rules", "show", name).output
+    assert all(len(line) <= 80 for line in page.splitlines())
+    flat = " ".join(page.split())
+    entry, about = RULES.entry(name), describe(RULES.entry(name))
+    for part in (about.formula, about.suits, about.example, entry.cite, *about.needs):
+        assert " ".join(part.split()) in flat
+    assert all(doc in flat for _, _, doc in entry.parameters)
+    assert "└──" in page, "there is a plot"
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(SpecError, match="did you mean 'adascale'"):
+        ebbflow("rules", "show", "adascal")
+
+
+def test_a_rule_that_listens_to_noise_has_a_line_for_each_level() -> None:
+    lines = curves(RULES.entry("adascale"), points=9)  # a point for each power of two from 1/4 to 64
+    assert list(lines.lines) == ["phi 0.1", "phi 1", "phi 10", "phi 100"]
+    assert lines.x == pytest.approx([2.0**e for e in range(-2, 7)])
+    # phi = 1, S = 4: 2/(1/4 + 1) = 8/5; phi = 10, S = 64: 11/(10/64 + 1) = 704/74
+    assert lines.lines["phi 1"][4] == pytest.approx(8 / 5)
+    assert lines.lines["phi 10"][8] == pytest.approx(704 / 74)
+    assert curves(RULES.entry("lena"), points=9).lines["phi 1"][4] == pytest.approx(8 / 5, rel=1e-5)
+
+
+def test_a_rule_without_noise_has_one_line() -> None:
+    lines = curves(RULES.entry("sqrt"), points=9)
+    assert list(lines.lines) == ["sqrt"]
+    assert lines.lines["sqrt"] == pytest.approx([2 ** (e / 2) for e in range(-2, 7)])
+
+
+def test_a_modifier_is_shown_over_a_run() -> None:
+    ramp = curves(RULES.entry("ramp")).lines
+    assert list(ramp) == ["linear", "linear+ramp: rate"]
+    # 192 steps of 8, 96 of 1, then 8 again: k = 8, T = 64; 32 steps into the ramp 1 + 7/2
+    assert [ramp["linear+ramp: rate"][step] for step in (0, 191, 192, 288, 320, 352)] == [8, 8, 1, 1, 4.5, 8]
+    inside = curves(RULES.entry("inside")).lines
+    assert set(inside["linear+inside: rate"]) == {1.0}
+    assert inside["linear+inside: gradient"] == inside["linear"]
+    decay = curves(RULES.entry("keepdecay")).lines["sqrt+keepdecay: decay"]
+    assert (decay[0], decay[200], decay[400]) == pytest.approx((math.sqrt(8), 1, math.sqrt(8)))
+
+
+def test_a_small_plot_by_hand() -> None:
+    # y = 1, 2, 4 at three points: three rows of an octave each; the axis begins at 1 and ends at 4
+    lines = Curves(title="t", x_label="x", x=(1.0, 2.0, 4.0), lines={"y": (1.0, 2.0, 4.0)}, log_x=True)
+    assert chart(lines, width=8, height=3) == "\n".join(
+        [
+            "t",
+            "  4 ┤  ·",
+            "    │ ·",
+            "  1 ┤·",
+            "    └───",
+            "     124",
+            "     x",
+        ]
+    )
+
+
+def test_a_flat_line_has_a_plot_too() -> None:
+    lines = chart(curves(RULES.entry("constant"))).splitlines()
+    assert lines[-4].startswith("  1 ┤····")
+
+
+@pytest.mark.parametrize("name", ["adascale", "linear", "ramp", "inside"])
+def test_a_figure_is_the_same_every_time(name: str, tmp_path: Path) -> None:
+    lines = curves(RULES.entry(name))
+    for file in ("one.svg", "two.svg"):
+        figure(lines, tmp_path / file)
+    text = (tmp_path / "one.svg").read_text(encoding="utf-8")
+    assert text == (tmp_path / "two.svg").read_text(encoding="utf-8")
+    assert lines.x_label in text
+    assert all(label in text for label in lines.lines)
+
+
+def test_show_draws_into_a_file(tmp_path: Path) -> None:
+    ebbflow("rules", "show", "surge", "--out", str(tmp_path / "surge.png"))
+    assert (tmp_path / "surge.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(OutputError, match=r"written as .svg, .png, .pdf"):
+        ebbflow("rules", "show", "surge", "--out", str(tmp_path / "surge.doc"))
+
+
+def test_the_cards_are_up_to_date() -> None:
+    folder = ROOT / "docs" / "rules"
+    written = {page.name: page.read_text(encoding="utf-8") for page in folder.glob("*.md")}
+    stale = sorted(name for name, text in cards(OWN).items() if written.pop(name, None) != text)
+    assert (stale, sorted(written)) == ([], []), "stale or left over; run: ebbflow rules cards docs/rules"
+
+
+def test_cards_can_be_written_anywhere(tmp_path: Path) -> None:
+    ebbflow("rules", "cards", str(tmp_path / "a" / "b"))
+    assert {f"{name}.md" for name in NAMES} | {"README.md"} <= {page.name for page in (tmp_path / "a" / "b").iterdir()}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be created"):
+        ebbflow("rules", "cards", str(tmp_path / "file"))

@@ -1,0 +1,130 @@
+"""Texts, needs, aliases, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from ebbflow.errors import ConfigError, InputError, SpecError
+from ebbflow.moments.estimate import Moments
+from ebbflow.rules.base import Rule, Scaling, State, StepContext
+from ebbflow.rules.describe import describe
+from ebbflow.rules.registry import RULES, make_rule, register, table
+from ebbflow.spec import Entry
+
+
+def step(**more: object) -> StepContext:
+    return StepContext(step=0, batch=400, ref_batch=100, samples=0, **more)  # type: ignore[arg-type]
+
+
+def test_a_chain_needs_what_any_of_its_parts_needs() -> None:
+    assert make_rule("linear+ramp").needs == frozenset()
+    assert make_rule("adascale+warmup(5ep)+ramp").needs == {"moments"}
+    assert make_rule("lena+statewarmup").needs == {"moments", "layers"}
+
+
+def test_an_alias_needs_what_it_stands_for() -> None:
+    assert make_rule("dynamic").needs == make_rule("linear+ramp").needs
+    assert make_rule("lsw(2ep)+ramp").needs == frozenset()
+
+
+def test_needs_of_the_registry_and_of_the_rules_agree() -> None:
+    for entry in table():
+        assert make_rule(describe(entry).example).needs >= entry.needs
+
+
+def test_a_rule_that_is_not_registered_may_say_itself_what_it_needs() -> None:
+    @dataclass(frozen=True)
+    class Mine(Rule):
+        @property
+        def needs(self) -> frozenset[str]:
+            return frozenset({"moments"})
+
+        def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
+            return Scaling(), state
+
+    assert make_rule(Mine()).needs == {"moments"}
+
+
+def test_modifiers_stand_behind_an_alias() -> None:
+    rule = make_rule("lsw(5ep)+cap(2)")
+    assert str(rule) == "lsw(5ep)+cap(2)"
+    context = step(epoch_samples=10)
+    assert rule.scale(context, rule.init())[0].lr == 2.0
+
+
+def test_an_alias_keeps_a_long_span_to_the_last_digit() -> None:
+    rule = RULES.make("lsw(1234567samples)")
+    assert rule.stands_for == "linear+warmup(1234567samples)"  # type: ignore[union-attr]
+
+
+def test_nothing_can_need_what_nobody_measures() -> None:
+    with pytest.raises(SpecError, match="needs hessian, which nothing measures; known are layers, moments"):
+        register("curved", needs={"hessian"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("adascale(progress=time)", r"adascale: progress is 'time'; .*Known: gain, samples"),
+        ("noise(2)", "noise: a is 2; expected 0"),
+        ("lena(eps=-1)", "lena: eps is -1"),
+        ("legw", "legw lacks warmup"),
+        ("legw(5)", "legw: warmup: '5' has no unit"),
+        ("linear+cap", "cap lacks x"),
+        ("linear+cap(0.5)", "cap: x is 0.5; expected at least 1"),
+        ("linear+statewarmup(5)", "statewarmup: alpha is 5; expected 0"),
+        ("linear+ramp(0)", "ramp: steps is 0; expected a positive number"),
+        ("adamsde(beta1=maybe)", "adamsde: beta1 is 'maybe'; expected true or false"),
+        ("ramp", "starts with the modifier 'ramp'; put a rule before it"),
+        ("linear+dynamic", "'dynamic', a rule, behind a"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make_rule(text)
+
+
+def test_a_state_aware_warm_up_needs_a_run_with_an_end() -> None:
+    rule = make_rule("linear+statewarmup")
+    with pytest.raises(ConfigError, match=r"the run has no end; .* warmup\(5ep\)"):
+        rule.scale(step(total_samples=0), rule.init())
+
+
+def test_a_model_that_changes_its_layers_is_refused() -> None:
+    def layers(count: int) -> StepContext:
+        one = (1.0,) * count
+        moments = Moments(noise=count, signal=count, layer_noise=one, layer_signal=one)
+        return step(total_samples=10**6, moments=moments)
+
+    rule = make_rule("lena+statewarmup")
+    _, state = rule.scale(layers(2), rule.init())
+    with pytest.raises(ConfigError, match="of 2 layers, the step of 3"):
+        rule.scale(layers(3), state)
+
+
+def test_a_docstring_is_read_in_its_parts() -> None:
+    class Own(Rule):
+        """m = 3: always.
+
+        Some more
+        about it.
+
+        Suits: nobody.
+
+        Example: own(3)
+        """
+
+    about = describe(Entry(name="own", kind="rule", make=Own))
+    assert (about.formula, about.suits, about.example) == ("m = 3: always.", "nobody.", "own(3)")
+    assert about.explanation == ("Some more about it.",)
+    assert about.needs == ()
+
+
+def test_a_rule_without_a_docstring_is_described_all_the_same() -> None:
+    def bare() -> Rule:
+        raise NotImplementedError
+
+    about = describe(Entry(name="bare", kind="modifier", make=bare))
+    assert (about.formula, about.suits, about.example) == ("", "", "linear+bare")

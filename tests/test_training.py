@@ -1,0 +1,273 @@
+"""Runs from configuration to record: how they end, what they survive, and that a kill changes nothing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ebbflow import training, workloads
+from ebbflow.config import RunConfig
+from ebbflow.errors import ConfigError, PlanError
+from ebbflow.record import Run, StepRow, read_record
+from ebbflow.training import Callbacks, train
+from ebbflow.workloads import Recipe, Task, TensorSource
+
+RECIPE = Recipe(
+    ref_batch=8,
+    local_batch=4,
+    lr=0.05,
+    optimizer="sgd(momentum=0.9)",
+    schedule="cosine",
+    epochs=3,
+    metric="loss",
+    higher_is_better=False,
+)
+SAMPLES = 97
+TRACE = "0s:4 3s:2 7s:5 11s:3 15s:1 17s:4 40s"
+
+
+class Cliff(nn.Module):
+    """A small regression with batch norm; the samples of one value turn everything into NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spoilt = (x[:, :1] > 50).any()
+        result: torch.Tensor = self.net(x.clamp(max=10) * (math.nan if spoilt and self.training else 1.0))
+        return result
+
+
+def cliff(recipe: Recipe, bad: int = 0, same: bool = False) -> Task:
+    """Samples on a line; `bad` of them are poison; `same`: all samples are equal, so that a gradient has no noise."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 5, generator=generator)
+    y = x[:, :1] + torch.randn(SAMPLES, 1, generator=generator)
+    if same:
+        x, y = x[:1].repeat(SAMPLES, 1), y[:1].repeat(SAMPLES, 1)
+    valid = TensorSource(x.clone(), y.clone())
+    x[:bad, 0] = 100.0
+    return Task(
+        model=Cliff(),
+        train=TensorSource(x, y),
+        valid=valid,
+        recipe=recipe,
+        loss=lambda model, x, y: nn.functional.mse_loss(model(x), y),
+    )
+
+
+if "test-cliff" not in workloads.WORKLOADS.names():
+    workloads.register("test-cliff", recipe=RECIPE)(cliff)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.csv"
+    rows = [part.split(":") for part in TRACE.replace("s", "").split()]
+    path.write_text(
+        "time_s,accelerators\n" + "\n".join(f"{r[0]},{r[1] if len(r) > 1 else 4}" for r in rows) + "\n",
+        encoding="utf-8",
+    )
+    return str(path)
+
+
+def config(trace: str, **settings: Any) -> RunConfig:
+    return RunConfig(**{"workload": "test-cliff", "trace": trace} | settings)
+
+
+def run(tmp_path: Path, trace: str, **settings: Any) -> Run:
+    return train(config(trace, **settings), tmp_path / "run")
+
+
+class Killed(BaseException):
+    """A kill -9, as far as the run is concerned: nothing of it is caught."""
+
+
+def killed_at(step: int) -> Callbacks:
+    def on_step(row: StepRow) -> None:
+        if row.step == step:
+            raise Killed
+
+    return Callbacks(on_step=on_step)
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings"),
+    [
+        ("adascale+warmup(2ep)", {}),
+        ("adascale(progress=gain)+ramp", {"clip": 1.0}),
+        ("lena+statewarmup(0.5)", {"ema": 0.99, "bn_follows_batch": True}),
+        ("linear+ramp+inside", {"on_nonfinite": "skip"}),
+        ("adamsde", {"optimizer": "adamw"}),
+        ("adamsde(beta1=false)", {"optimizer": "adam(weight_decay=0.01)"}),
+        ("sqrt+keepdecay", {"optimizer": "lamb"}),
+    ],
+)
+def test_a_run_killed_again_and_again_equals_an_uninterrupted_one(
+    rule: str, settings: dict[str, Any], tmp_path: Path, trace: str
+) -> None:
+    if settings.get("optimizer") == "lamb":
+        pytest.importorskip("pytorch_optimizer")
+    chosen = config(trace, rule=rule, **settings)
+    whole = train(chosen, tmp_path / "whole")
+    assert whole.status == "finished"
+    # In the middle of averages, of the warm-up (two of three epochs), of ramps (8k steps), and late.
+    for step in (1, 4, 5, 13, 20):
+        with pytest.raises(Killed):
+            train(chosen, tmp_path / "killed", callbacks=killed_at(step), checkpoint_every_s=0)
+    killed = train(chosen, tmp_path / "killed")
+    assert [event.what for event in killed.events] == ["resumed"] * 5
+    assert killed.end is not None and whole.end is not None
+    assert killed.end.weights_sha256 == whole.end.weights_sha256
+    assert [row.stats for row in killed.steps] == [row.stats for row in whole.steps]
+    assert [row.metrics for row in killed.validations] == [row.metrics for row in whole.validations]
+    for name in ("lr", "multiplier", "loss", "samples"):
+        assert [getattr(row, name) for row in killed.steps] == [getattr(row, name) for row in whole.steps]
+
+
+def test_a_nan_gradient_stops_the_run(tmp_path: Path, trace: str) -> None:
+    result = run(tmp_path, trace, workload="test-cliff(bad=1)")
+    assert result.status == "diverged"
+    assert result.end is not None
+    assert "the norm of the gradient is nan at step" in result.end.text
+
+
+@pytest.mark.parametrize("rule", ["linear", "adascale", "lena"])
+def test_a_nan_gradient_is_skipped_if_asked_for(rule: str, tmp_path: Path, trace: str) -> None:
+    """One poisoned sample of 97: one step an epoch is skipped; weights, batch norm and averages stay healthy."""
+    result = run(tmp_path, trace, workload="test-cliff(bad=1)", rule=rule, on_nonfinite="skip")
+    assert result.status == "finished"
+    skipped = [row for row in result.steps if "skipped" in row.stats]
+    assert len(skipped) == 3
+    assert [event.step for event in result.events if event.what == "skipped step"] == [row.step for row in skipped]
+    assert all((row.lr, row.multiplier) == (0.0, 0.0) for row in skipped)
+    assert result.steps[-1].samples == 3 * SAMPLES, "the samples of skipped steps count"
+    assert all(
+        math.isfinite(value) for row in result.validations for value in row.metrics.values() if value is not None
+    )
+    assert all(row.metrics["loss"] is not None for row in result.validations)
+    if rule != "linear":
+        assert all(
+            math.isfinite(row.stats["noise"]) for row in result.steps if row not in skipped and "noise" in row.stats
+        )
+
+
+def test_a_run_by_gain_ends_when_the_gain_is_that_of_the_reference_run(tmp_path: Path, trace: str) -> None:
+    result = run(tmp_path, trace, rule="adascale(progress=gain)")
+    assert result.status == "finished"
+    assert result.header.config["progress"] == "gain"
+    reference_steps = 3 * SAMPLES / 8
+    done = result.column("progress")
+    assert done[-1] >= reference_steps * (1 - 1e-9)
+    assert done[-2] < reference_steps
+    assert done[-1] == pytest.approx(sum(row.stats["gain"] for row in result.steps))
+    assert result.end is not None
+    assert result.end.samples > 3 * SAMPLES, "a gain below the batch ratio takes more samples"
+    assert f"worth {done[-1]:.1f} reference steps" in result.end.text
+    # By epochs, and once more where it ended.
+    epochs = [row.epoch for row in result.validations]
+    assert epochs[:3] == [1.0, 2.0, 3.0]
+    assert epochs[-1] == pytest.approx(result.end.samples / SAMPLES)
+    # The schedule follows the gain: half a cosine over the reference steps.
+    before = done[-1] - result.steps[-1].stats["gain"]
+    assert result.steps[-1].lr_base == pytest.approx(0.05 * (1 + math.cos(math.pi * before / reference_steps)) / 2)
+
+
+def test_a_run_by_samples_says_so(tmp_path: Path, trace: str) -> None:
+    result = run(tmp_path, trace, rule="adascale", epochs=1)
+    assert result.header.config["progress"] == "samples"
+    assert result.end is not None
+    assert (result.end.samples, result.end.text) == (SAMPLES, "")
+
+
+def test_a_run_by_gain_that_would_never_end_is_given_up(tmp_path: Path, trace: str) -> None:
+    # Without noise a step is worth one reference step, whatever its batch; here one of 97 samples, of a reference of 1.
+    result = run(tmp_path, "constant(workers=8)", workload="test-cliff(same=true)", rule="adascale(progress=gain)",
+                 ref_batch=1, local_batch=13, epochs=1)  # fmt: skip
+    assert result.status == "failed"
+    assert result.end is not None
+    assert "the gain is too small for the run ever to end" in result.end.text
+    assert result.end.samples == 10 * SAMPLES
+
+
+def test_a_plan_too_short_for_a_run_by_gain_says_how_far_it_came(tmp_path: Path, trace: str) -> None:
+    with pytest.raises(
+        PlanError, match=r"ends before the run: after .* worth .* reference steps of 36\.375 .*--repeat"
+    ):
+        run(tmp_path, trace, rule="adascale(progress=gain)", step_time="2s")
+    whole = train(config(trace, rule="adascale(progress=gain)", step_time="2s", repeat=True), tmp_path / "repeated")
+    assert whole.status == "finished"
+
+
+def test_a_rule_that_measures_needs_steps_of_two_pieces(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"adascale measures the noise .* set piece to 2 or less"):
+        run(tmp_path, "constant(workers=1)", rule="adascale")
+    assert run(tmp_path, "constant(workers=1)", rule="adascale", piece=2, epochs=1).status == "finished"
+
+
+def test_unsuitable_optimizers_are_refused_at_the_start(tmp_path: Path, trace: str) -> None:
+    with pytest.raises(ConfigError, match="adamsde changes the betas, which SGD does not have"):
+        run(tmp_path, trace, rule="adamsde")
+    assert not (tmp_path / "run" / "record.jsonl").exists()
+
+
+def test_the_averaged_weights_are_validated_beside_the_others(tmp_path: Path, trace: str) -> None:
+    result = run(tmp_path, trace, ema=0.9, epochs=2)
+    for row in result.validations:
+        assert set(row.metrics) == {"loss", "ema_loss"}
+        assert row.metrics["loss"] != row.metrics["ema_loss"]
+    saved = torch.load(tmp_path / "run" / training.WEIGHTS, weights_only=True)
+    assert set(saved["ema"]) == {name for name, _ in Cliff().named_parameters()}
+
+
+def test_a_layer_wise_rule_records_its_layers_by_name(tmp_path: Path, trace: str) -> None:
+    result = run(tmp_path, trace, rule="lena", epochs=1, optimizer="sgd(weight_decay=0.1, decay_norms=false)")
+    # In the order of the optimizer, which has biases and norms in a group of their own.
+    assert result.header.config["layers"] == [
+        "net.0.weight", "net.3.weight", "net.0.bias", "net.1.weight", "net.1.bias", "net.3.bias",
+    ]  # fmt: skip
+    assert [row.step for row in result.layers] == [row.step for row in result.steps]
+    for step, row in zip(result.steps, result.layers, strict=True):
+        multipliers = [value for value in row.multiplier if value is not None]
+        assert sum(multipliers) / 6 == pytest.approx(step.multiplier, rel=1e-5)
+    assert run(tmp_path / "other", trace, rule="adascale", epochs=1).layers == []
+
+
+def test_clipping_is_recorded(tmp_path: Path, trace: str) -> None:
+    result = run(tmp_path, trace, clip=0.5, epochs=1)
+    assert 0 < result.column("clipped").mean() <= 1
+    assert (result.column("gradient_norm") > 0.5).tolist() == (result.column("clipped") == 1).tolist()
+
+
+def test_batch_norm_that_follows_the_batch_has_other_statistics(tmp_path: Path, trace: str) -> None:
+    plain = train(config(trace, epochs=1, ref_batch=64), tmp_path / "plain")
+    follows = train(config(trace, epochs=1, ref_batch=64, bn_follows_batch=True), tmp_path / "follows")
+    assert plain.end is not None and follows.end is not None
+    assert plain.end.weights_sha256 != follows.end.weights_sha256
+    assert [row.loss for row in plain.steps] == [row.loss for row in follows.steps]  # training itself is the same
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"on_nonfinite": "skipp"}, "on_nonfinite is 'skipp'; did you mean 'skip'"),
+        ({"on_nonfinite": "ignore"}, "Known: skip, stop"),
+        ({"ema": 1.5}, "ema is 1.5; expected the part kept"),
+        ({"clip": 0.0}, "clip is 0.0"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunConfig(workload="test-cliff", **settings)
+
+
+def test_a_finished_run_is_left_alone(tmp_path: Path, trace: str) -> None:
+    first = run(tmp_path, trace, epochs=1)
+    assert run(tmp_path, trace, epochs=1).header.created == first.header.created
+    assert read_record(tmp_path / "run" / "record.jsonl").status == "finished"
