@@ -177,15 +177,17 @@ def _loss(
     )
 
 
-def _log_if_wide(axes: Sequence[Axes], drawn: list[Array], *, wide: float) -> None:
-    """A logarithmic axis where the positive values span more than a factor of `wide`."""
+def _log_if_wide(axes: Sequence[Axes], drawn: list[Array], *, wide: float) -> bool:
+    """A logarithmic axis where the positive values span more than a factor of `wide`; True if they do."""
     values = np.concatenate(drawn) if drawn else np.empty(0)
     positive = values[np.isfinite(values) & (values > 0)]
-    if positive.size and positive.max() > wide * positive.min():
-        for axis in axes:
-            axis.set_yscale("log")
-            axis.yaxis.set_major_formatter(_plain)
-            axis.yaxis.set_minor_formatter("")
+    if not positive.size or positive.max() <= wide * positive.min():
+        return False
+    for axis in axes:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(_plain)
+        axis.yaxis.set_minor_formatter("")
+    return True
 
 
 def _plain(value: float, position: float) -> str:
@@ -272,14 +274,18 @@ def _rate(
     drawn: list[Array] = []
     for axis, trace in zip(axes, traces, strict=True):
         drawn += _over_epochs(axis, _of(arms, trace), style, "lr")
-    _log_if_wide(axes, drawn, wide=50)
+    wide = _log_if_wide(axes, drawn, wide=50)
+    if wide:  # a cosine ends at almost nothing: three decades say enough
+        top = max(float(np.nanmax(values)) for values in drawn)
+        axes[0].set_ylim(bottom=max(axes[0].get_ylim()[0], top / 1000))
     _outer_labels(axes, "epoch", "learning rate")
     legend(figure, axes)
     return Drawing(
         stem=f"rate-{name}",
         kind="rate",
         title="Learning rate",
-        caption="The learning rate that each rule made of the batch and the schedule (one seed).",
+        caption="The learning rate that each rule made of the batch and the schedule (one seed)."
+        + (" Logarithmic, down to a thousandth of the highest." if wide else ""),
         figure=figure,
         workload=workload,
     )

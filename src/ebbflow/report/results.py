@@ -72,9 +72,12 @@ class ArmResult:
     def whole_steps(self, *names: str) -> tuple[Array, ...]:
         """These columns without the smaller last step of each epoch, which says nothing of the fleet or the rule."""
         batch, workers, epoch = (self.columns[name] for name in ("batch", "workers", "epoch"))
-        last = np.append(epoch[1:] != epoch[:-1], True)
-        follows = np.append(False, (epoch[1:] == epoch[:-1]) & (workers[1:] == workers[:-1]) & (batch[1:] < batch[:-1]))
-        return tuple(self.columns[name][~(last & follows)] for name in names)
+        share = batch / np.maximum(workers, 1)
+        same = epoch[1:] == epoch[:-1]
+        last = np.append(~same, True)
+        # Smaller than the step before, and not because there were fewer workers.
+        smaller = np.append(False, same & (batch[1:] < batch[:-1]) & (share[1:] < share[:-1]))
+        return tuple(self.columns[name][~(last & smaller)] for name in names)
 
     @classmethod
     def of(cls, run: Run, *, id: str = "") -> ArmResult:
