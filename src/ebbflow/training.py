@@ -52,6 +52,8 @@ class Callbacks:
     """(samples committed already, samples in all), once."""
     on_step: Callable[[StepRow], None] = lambda row: None
     on_validation: Callable[[ValidationRow], None] = lambda row: None
+    should_stop: Callable[[], bool] = lambda: False
+    """Asked after every step; if so, a checkpoint is written and KeyboardInterrupt raised."""
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -232,14 +234,14 @@ class _Trainer:
                     raise Diverged(f"the training loss is {row.loss} at step {row.step} (epoch {row.epoch})")
                 if self.flow.ledger.position == 0:
                     self._validate(row, callbacks)
-                if time.monotonic() - saved >= checkpoint_every_s:
+                stop = callbacks.should_stop()
+                if stop or time.monotonic() - saved >= checkpoint_every_s:
                     self.save()
                     saved = time.monotonic()
+                if stop:
+                    raise KeyboardInterrupt
         except Diverged as error:
             return self._end("diverged", str(error))
-        except KeyboardInterrupt:
-            self.save()
-            raise
         return self._end("finished", "")
 
     def _validate(self, row: StepRow, callbacks: Callbacks) -> None:
