@@ -12,7 +12,8 @@ import math
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -147,9 +148,6 @@ class _Trainer:
         load_plugins(config.plugins)
         self.config = config = resolve(config)
         assert config.epochs and config.lr and config.ref_batch and config.optimizer  # resolve() filled them in
-        torch.set_num_threads(config.threads)
-        if config.device == "cpu":
-            torch.set_flush_denormal(True)  # denormals late in training slow a CPU down several times
         self.folder = folder
         self.task = workloads.build(config.workload, data=config.data, seed=config.seed, device=config.device)
         samples = len(self.task.train)
@@ -294,13 +292,27 @@ def train(
     done = _finished(config, folder)
     if done is not None:
         return done
-    trainer = _Trainer(config, folder, command)
-    with trainer.record:
-        trainer.run(callbacks or Callbacks(), checkpoint_every_s=checkpoint_every_s)
-        if keep_weights:
-            save_checkpoint(folder / WEIGHTS, {"model": trainer.task.model.state_dict()})
+    with _cpu_settings(config.threads):
+        trainer = _Trainer(config, folder, command)
+        with trainer.record:
+            trainer.run(callbacks or Callbacks(), checkpoint_every_s=checkpoint_every_s)
+            if keep_weights:
+                save_checkpoint(folder / WEIGHTS, {"model": trainer.task.model.state_dict()})
     (folder / CHECKPOINT).unlink(missing_ok=True)
     return read_record(folder / RECORD)
+
+
+@contextmanager
+def _cpu_settings(threads: int) -> Iterator[None]:
+    """Threads and denormal numbers as a run needs them; the caller's process gets its own back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)  # denormals late in training slow a CPU down several times
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(before)
 
 
 def _finished(config: RunConfig, folder: Path) -> Run | None:

@@ -56,7 +56,7 @@ def make_rule(text: str | Rule) -> Rule:
     >>> make_rule("lineer")
     Traceback (most recent call last):
     ...
-    ebbflow.errors.SpecError: unknown rule 'lineer'; did you mean 'linear'? Known: constant, linear, power, sqrt, warmup
+    ebbflow.errors.SpecError: unknown rule 'lineer'; did you mean 'linear'? Known: ...
     """
     if isinstance(text, Rule):
         return text
