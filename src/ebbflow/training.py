@@ -15,7 +15,8 @@ import math
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -67,6 +68,8 @@ class Callbacks:
     """(samples committed already, samples in all), once."""
     on_step: Callable[[StepRow], None] = lambda row: None
     on_validation: Callable[[ValidationRow], None] = lambda row: None
+    should_stop: Callable[[], bool] = lambda: False
+    """Asked after every step; if so, a checkpoint is written and KeyboardInterrupt raised."""
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -142,9 +145,6 @@ class _Trainer:
         load_plugins(config.plugins)
         self.config = config = resolve(config)
         assert config.epochs and config.lr and config.ref_batch and config.optimizer  # resolve() filled them in
-        torch.set_num_threads(config.threads)
-        if config.device == "cpu":
-            torch.set_flush_denormal(True)  # denormals late in training slow a CPU down several times
         self.folder = folder
         self.task = workloads.build(config.workload, data=config.data, seed=config.seed, device=config.device)
         samples = len(self.task.train)
@@ -255,14 +255,14 @@ class _Trainer:
                     raise Diverged(f"the training loss is {row.loss} at step {row.step} (epoch {row.epoch})")
                 if flow.ledger.position == 0 or flow.optimizer.finished:
                     self._validate(row, callbacks)
-                if time.monotonic() - saved >= checkpoint_every_s:
+                stop = callbacks.should_stop()
+                if stop or time.monotonic() - saved >= checkpoint_every_s:
                     self.save()
                     saved = time.monotonic()
+                if stop:
+                    raise KeyboardInterrupt
         except Diverged as error:
             return self._end("diverged", str(error))
-        except KeyboardInterrupt:
-            self.save()
-            raise
         return self._end("finished", self._by_gain() if flow.optimizer.by_gain else "")
 
     def _write_layers(self, row: StepRow) -> None:
@@ -353,15 +353,29 @@ def train(
     done = _finished(config, folder)
     if done is not None:
         return done
-    trainer = _Trainer(config, folder, command)
-    with trainer.record:
-        trainer.run(callbacks or Callbacks(), checkpoint_every_s=checkpoint_every_s)
-        if keep_weights:
-            average = trainer.flow.average
-            weights = {"model": trainer.task.model.state_dict()}
-            save_checkpoint(folder / WEIGHTS, weights | ({"ema": average.state_dict()} if average is not None else {}))
+    with _cpu_settings(config.threads):
+        trainer = _Trainer(config, folder, command)
+        with trainer.record:
+            trainer.run(callbacks or Callbacks(), checkpoint_every_s=checkpoint_every_s)
+            if keep_weights:
+                average = trainer.flow.average
+                ema = {"ema": average.state_dict()} if average is not None else {}
+                save_checkpoint(folder / WEIGHTS, {"model": trainer.task.model.state_dict(), **ema})
     (folder / CHECKPOINT).unlink(missing_ok=True)
     return read_record(folder / RECORD)
+
+
+@contextmanager
+def _cpu_settings(threads: int) -> Iterator[None]:
+    """Threads and denormal numbers as a run needs them; the caller's process gets its own back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)  # denormals late in training slow a CPU down several times
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(before)
 
 
 def _finished(config: RunConfig, folder: Path) -> Run | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -111,6 +113,33 @@ def test_version_and_help(ebbflow: Ebbflow) -> None:
     for verb in ("demo", "trace", "plan", "rules", "workloads", "train", "study", "report"):
         assert verb in ebbflow("--help").out
         assert ebbflow(verb, "--help").code == 0
+
+
+def test_a_preempted_run_writes_a_checkpoint_and_continues(tmp_path: Path) -> None:
+    """SIGTERM is what a cloud sends before it takes the machine."""
+    command = [
+        sys.executable,
+        "-m",
+        "ebbflow",
+        "train",
+        "digits-mlp",
+        "--local-batch",
+        "2",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    process = subprocess.Popen([*command, "--epochs", "200"], stderr=subprocess.PIPE, text=True)
+    record = tmp_path / "run" / "record.jsonl"
+    end = time.monotonic() + 60
+    while not (record.exists() and b'"step"' in record.read_bytes()):
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command continues" in told
+    assert (tmp_path / "run" / "checkpoint.pt").is_file()
 
 
 # What bad input gets --------------------------------------------------------------------------------------------------

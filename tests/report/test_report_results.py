@@ -61,6 +61,14 @@ def test_the_smaller_last_step_of_an_epoch_is_left_out_of_whole_steps(tmp_path: 
     assert np.all(batch == 64)
 
 
+def test_a_step_that_is_smaller_because_workers_left_is_a_whole_step(tmp_path: Path, make_record: MakeRecord) -> None:
+    path = make_record(tmp_path / "record.jsonl", last=(0.9,), trace="gpu")
+    (arm,) = load_results(path).arms
+    batch, workers = arm.whole_steps("batch", "workers")
+    assert np.all(batch == 8 * workers)
+    assert set(workers) == {12, 24, 16, 8, 20}  # every level that training met
+
+
 def test_an_arm_that_cannot_be_read_is_named_and_the_others_are_used(tmp_path: Path, make_record: MakeRecord) -> None:
     make_record(tmp_path / "arms" / "good" / "record.jsonl", last=(0.9,))
     bad = tmp_path / "arms" / "bad" / "record.jsonl"

@@ -169,6 +169,13 @@ def test_the_takeaway_names_the_best_rule_and_its_lead_in_deviations() -> None:
     assert text == "On w, linear is best on gpu (97.0 %, 6.0 points better than sqrt = 4.2 standard deviations)."
 
 
+def test_the_takeaway_warns_of_a_rule_that_is_far_behind() -> None:
+    # A tenth of 0.97 is 0.097: 0.91 is behind, 0.30 is far behind.
+    values = {("linear", 0): 0.30, ("linear", 1): 0.30, ("sqrt", 0): 0.97, ("sqrt", 1): 0.97, ("constant", 0): 0.91}
+    text = takeaway(summarise([arm(v, rule=rule, seed=seed) for (rule, seed), v in values.items()]))
+    assert text.endswith("Far behind: linear on gpu (30.0 %).")
+
+
 def test_the_takeaway_says_when_rules_cannot_be_told_apart() -> None:
     # Means 0.97 and 0.965, both with a deviation of 0.0141: half a point is less than one deviation.
     values = {("linear", 0): 0.96, ("linear", 1): 0.98, ("sqrt", 0): 0.955, ("sqrt", 1): 0.975}

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-__all__ = ["AsJson", "command_line", "err", "out", "print_json"]
+__all__ = ["AsJson", "command_line", "err", "interruptible", "out", "print_json"]
 
 out = Console(highlight=False)
 """Answers."""
@@ -24,6 +28,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="Answer with JSON on standa
 def print_json(value: Any) -> None:
     """One JSON document on standard output, and nothing else."""
     print(json.dumps(value, indent=2, allow_nan=False))
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C and SIGTERM interrupt the work inside; the user is told that it can be continued."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        err.print("interrupted; what was done is kept, and the same command continues")
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def command_line() -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ebbflow.cli.common import AsJson, command_line, err, out
+from ebbflow.cli.common import AsJson, command_line, err, interruptible, out
 from ebbflow.cli.report import show_report
 from ebbflow.errors import ConfigError
 from ebbflow.studies import runner
@@ -59,7 +59,7 @@ def run_with_progress(
     arms = chosen.arms()
     fractions = dict.fromkeys((arm.id for arm in arms), 0.0)
     over: dict[str, str] = {}
-    with Progress(
+    with interruptible(), Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn(),
         TextColumn("left"), TimeRemainingColumn(), console=err,
     ) as bar:  # fmt: skip

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ebbflow.cli.common import AsJson, command_line, err, out, print_json
+from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
 from ebbflow.config import RunConfig
 from ebbflow.record import Run, StepRow, ValidationRow
+from ebbflow.signals import StopSignal
 from ebbflow.units import format_seconds, parse_seconds
 
 __all__ = ["train"]
@@ -68,15 +69,19 @@ def train(
     from ebbflow import training
 
     folder = out_folder or Path("runs") / _slug(f"{workload}_{plan or trace}_{rule}_s{seed}")
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("samples"),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-    ) as bar:
+    with (
+        interruptible(),
+        StopSignal() as stop,
+        Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("samples"),
+            TimeRemainingColumn(),
+            console=err,
+            transient=True,
+        ) as bar,
+    ):
         task = bar.add_task("preparing", total=None)
         shown: dict[str, str] = {}
 
@@ -98,7 +103,9 @@ def train(
                     shown[name] = f"{value:.4f}" if value is not None else "nan"
             describe()
 
-        callbacks = training.Callbacks(on_start=on_start, on_step=on_step, on_validation=on_validation)
+        callbacks = training.Callbacks(
+            on_start=on_start, on_step=on_step, on_validation=on_validation, should_stop=lambda: stop.requested
+        )
         run = training.train(config, folder, command=command_line(), callbacks=callbacks, checkpoint_every_s=every)
     answer = _answer(run, folder)
     if json:

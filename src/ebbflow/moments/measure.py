@@ -36,18 +36,20 @@ __all__ = ["Meter", "Tally", "squared_norms"]
 # A float32 dot of 4 * 10^7 numbers is wrong by 2e-4 on a CPU; in blocks of this size, added in float64, by less than
 # 1e-6. (linalg.vector_norm is wrong by 4e-4 at 4 * 10^6 and by 7e-3 at 4 * 10^7.)
 _BLOCK = 1 << 20
+_SMALL = 1 << 12
+_WAITING = 1 << 10  # small gradients that are kept at most: 16 MB
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Closed:
-    """A closed piece; numbers are floats on a CPU and 0-dimensional tensors on a device, which nobody waits for."""
+    """A closed piece."""
 
     weight: float
     """n_i, where the gradient that arrived is the mean; n_i over its scale otherwise."""
     scale: float
     squares: dict[int, Any]
-    """By parameter; on a device the norms, which are squared later."""
+    """By parameter, |g_i|^2; or a tensor that is still to be turned into a number (`_settle`)."""
     product: Any
     """g_1 . g_i in the watched tensor, where g_1 is the first of the step; None if there was none."""
 
@@ -94,10 +96,11 @@ class Meter:
         self._on_cpu = self.device.type == "cpu"
         self._measures = [_measure(parameter) for parameter in self.parameters]
         self._watched = min(range(len(self.parameters)), key=lambda i: _suitability(self.parameters[i]))
-        self._arrived: dict[int, Any] = {}  # in the open piece: squared norms; on a device the gradients
+        self._arrived: dict[int, Any] = {}  # in the open piece: squared norms, or gradients that are measured later
         self._seen: list[torch.Tensor] = []  # the watched parameter's gradient in the open piece
         self._first: torch.Tensor | None = None  # and in the first piece of the step
         self._closed: list[_Closed] = []
+        self._settled = 0  # pieces of which the numbers are known
         self._samples = 0
         self._nodes = [_accumulator(parameter) for parameter in self.parameters]  # nobody else keeps them alive
         handles = [node.register_prehook(self._hook(i)) for i, node in enumerate(self._nodes)]
@@ -144,6 +147,8 @@ class Meter:
         self._closed.append(_Closed(samples / scale, scale, squares, product))
         self._arrived.clear()
         self._samples += samples
+        if self._on_cpu and (len(self._closed) - self._settled) * len(squares) > _WAITING:
+            self._settle()
 
     def _product(self, gradient: torch.Tensor) -> Any:
         """With the first piece's, in the watched tensor."""
@@ -163,22 +168,16 @@ class Meter:
                 f"a step of {batch} samples was finished, but its pieces have {self._samples}; close every piece with "
                 f"its own number of samples, and discard() steps that are given up"
             )
-        means = self._squares_of_grad()
-        final = self._final_product()
-        closed = self._closed
-        if not self._on_cpu:
-            closed, means, final = _read(closed, means, final)
-        mismatch = self._mismatch(closed, final, scale)
-        totals = self._totals(closed)
+        means, final = self._squares_of_grad(), self._final_product()
+        final = self._settle(means, final)
+        mismatch, totals, pieces = self._mismatch(final, scale), self._totals(), len(self._closed)
         self.discard()
         self.check(mismatch)
-        mean_sq, sq_mean = (
-            [total / batch for total in totals],
-            [means.get(i, 0.0) / scale**2 for i in range(len(totals))],
-        )
+        mean_sq = [total / batch for total in totals]
+        sq_mean = [means.get(i, 0.0) / scale**2 for i in range(len(totals))]
         if not self.layers:
             mean_sq, sq_mean = [sum(mean_sq)], [sum(sq_mean)]
-        return Measurement(batch=batch, pieces=len(closed), mean_sq=tuple(mean_sq), sq_mean=tuple(sq_mean))
+        return Measurement(batch=batch, pieces=pieces, mean_sq=tuple(mean_sq), sq_mean=tuple(sq_mean))
 
     def take(self, *, scale: float = 1.0) -> Tally:
         """What the pieces of the step come to, without waiting for the device; opens the next step.
@@ -186,9 +185,10 @@ class Meter:
         For those who combine the gradients of several ranks; `.grad` must hold `scale` times the mean of this rank's
         pieces. A rank without pieces has a tally of zeros.
         """
-        mismatch = self._mismatch(self._closed, self._final_product(), scale)
+        mismatch = self._mismatch(self._final_product(), scale)
         if self._on_cpu:
-            squares = torch.tensor(self._totals(self._closed), dtype=torch.float64)
+            self._settle()
+            squares = torch.tensor(self._totals(), dtype=torch.float64)
         else:
             zero = torch.zeros((), device=self.device)
             squares = zero.expand(len(self.parameters)).clone()
@@ -217,10 +217,38 @@ class Meter:
             return {i: self._measures[i](gradient) for i, gradient in gradients.items()}
         return _norms(gradients)
 
-    def _totals(self, closed: Iterable[_Closed]) -> list[float]:
+    def _settle(self, means: dict[int, Any] | None = None, final: Any = None) -> Any:
+        """Turn tensors into numbers: in one call on a CPU, on a device the one time in a step that the host waits.
+
+        Changes the closed pieces and the given squares in place; returns the given product.
+        """
+        pieces = self._closed[self._settled :]
+        self._settled = len(self._closed)
+        places = [
+            (squares, index)
+            for squares in (*(piece.squares for piece in pieces), means or {})
+            for index, value in squares.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        tensors = [squares[index] for squares, index in places]
+        if self._on_cpu:
+            norms = [norm.item() for norm in torch._foreach_norm(tensors)] if tensors else []
+        else:
+            products = [piece.product for piece in pieces if piece.product is not None]
+            products += [] if final is None else [final]
+            numbers = torch.stack([*tensors, *products]).tolist()
+            norms, rest = numbers[: len(tensors)], iter(numbers[len(tensors) :])
+            for piece in pieces:
+                piece.product = None if piece.product is None else next(rest)
+            final = None if final is None else next(rest)
+        for (squares, index), norm in zip(places, norms, strict=True):
+            squares[index] = norm * norm
+        return final
+
+    def _totals(self) -> list[float]:
         """By parameter, the sum of n_i |g_i|^2."""
         totals = [0.0] * len(self.parameters)
-        for piece in closed:
+        for piece in self._closed:
             factor = piece.weight / piece.scale
             for index, square in piece.squares.items():
                 totals[index] += factor * square
@@ -231,13 +259,13 @@ class Meter:
         watching = self._first is not None and gradient is not None and not gradient.is_sparse
         return self._product(gradient) if watching else None  # type: ignore[arg-type]
 
-    def _mismatch(self, closed: Sequence[_Closed], final: Any, scale: float) -> Any:
+    def _mismatch(self, final: Any, scale: float) -> Any:
         """(g_1 . (mean of the pieces - .grad))^2 over the mean of (g_1 . g_i)^2, in the watched tensor.
 
         Seen along g_1, since the mean always has a part along it. Relative to the pieces and not to their mean, since
         pieces may cancel and leave a mean that is smaller than its own rounding error. On floats and tensors alike.
         """
-        parts = [piece for piece in closed if piece.product is not None]
+        parts = [piece for piece in self._closed if piece.product is not None]
         if final is None or not parts:
             return 0.0
         difference = sum(piece.weight * piece.product for piece in parts) - final * (self._samples / scale)
@@ -258,7 +286,8 @@ class Meter:
         """Forget the pieces since the last finished step: it was skipped or lost."""
         self._arrived.clear()
         self._seen.clear()
-        self._first, self._closed, self._samples = None, [], 0
+        self._first, self._closed = None, []
+        self._samples = self._settled = 0
 
     def close(self) -> None:
         """Remove the hooks; they also go when nobody holds the meter any more."""
@@ -290,41 +319,21 @@ def _norms(gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     return dict(zip(gradients, norms, strict=True))
 
 
-def _read(
-    closed: Sequence[_Closed], means: Mapping[int, torch.Tensor], final: torch.Tensor | None
-) -> tuple[list[_Closed], dict[int, float], float | None]:
-    """The same numbers as floats, squared norms in place of norms: the one time in a step that the host waits."""
-    norms = [norm for piece in closed for norm in piece.squares.values()] + list(means.values())
-    products = [piece.product for piece in closed if piece.product is not None] + ([] if final is None else [final])
-    numbers = iter(torch.stack([*norms, *products]).tolist())
-    squares = [
-        {index: next(numbers) ** 2 for index in numbers_of} for numbers_of in (*(p.squares for p in closed), means)
-    ]
-    values = [None if piece.product is None else next(numbers) for piece in closed]
-    read = [
-        replace(piece, squares=own, product=value)
-        for piece, own, value in zip(closed, squares[:-1], values, strict=True)
-    ]
-    return read, squares[-1], None if final is None else next(numbers)
-
-
 def _measure(parameter: torch.Tensor) -> Callable[[torch.Tensor], Any]:
-    """What to do with this parameter's gradients when they arrive; in small models every call counts.
+    """What to do with this parameter's gradients when they arrive.
 
-    On a device, keep an alias: were the gradient itself kept, autograd could not make it the first `.grad` of a step
-    and would copy it.
+    On a CPU: measure large ones while they are in the cache, keep small ones, where a call costs more than its
+    arithmetic, and measure many in one call. On a device keep all; as an alias, because were the gradient itself kept,
+    autograd could not make it the first `.grad` of a step and would copy it.
     """
     if parameter.device.type != "cpu":
         return torch.Tensor.detach
-    small = parameter.numel() <= _BLOCK and parameter.dtype not in _LOW_PRECISION
-    return _small_squared_norm if small else _squared_norm
+    small = parameter.numel() <= _SMALL and parameter.dtype not in _LOW_PRECISION
+    return _keep if small else _squared_norm
 
 
-def _small_squared_norm(gradient: torch.Tensor) -> float:
-    if gradient.is_sparse:
-        return _squared_norm(gradient)
-    flat = gradient.flatten()
-    return torch.dot(flat, flat).item()
+def _keep(gradient: torch.Tensor) -> torch.Tensor | float:
+    return _squared_norm(gradient) if gradient.is_sparse else gradient
 
 
 def _squared_norm(gradient: torch.Tensor) -> float:

@@ -243,14 +243,18 @@ def _rate(
     drawn: list[Array] = []
     for axis, trace in zip(axes, traces, strict=True):
         drawn += over_epochs(axis, on_trace(arms, trace), style, "lr")
-    log_if_wide(axes, drawn, wide=50)
+    wide = log_if_wide(axes, drawn, wide=50)
+    if wide:  # a cosine ends at almost nothing: three decades say enough
+        top = max(float(np.nanmax(values)) for values in drawn)
+        axes[0].set_ylim(bottom=max(axes[0].get_ylim()[0], top / 1000))
     outer_labels(axes, "epoch", "learning rate")
     legend(figure, axes)
     return Drawing(
         stem=f"rate-{name}",
         kind="rate",
         title="Learning rate",
-        caption="The learning rate that each rule made of the batch and the schedule (one seed).",
+        caption="The learning rate that each rule made of the batch and the schedule (one seed)."
+        + (" Logarithmic, down to a thousandth of the highest." if wide else ""),
         figure=figure,
         workload=workload,
     )

@@ -177,13 +177,14 @@ def _columns(run: Run) -> dict[str, Array]:
 
 
 def _tails(columns: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
-    """Which steps are the last of their epoch and smaller than the one before, with the same workers."""
+    """Which steps are the last of their epoch and smaller than the one before, and not for want of workers."""
     batch, workers, epoch = (columns[name] for name in ("batch", "workers", "epoch"))
     if not epoch.size:
         return np.zeros(0, dtype=bool)
-    last = np.append(epoch[1:] != epoch[:-1], True)
-    follows = np.append(False, (epoch[1:] == epoch[:-1]) & (workers[1:] == workers[:-1]) & (batch[1:] < batch[:-1]))
-    tails: npt.NDArray[np.bool_] = last & follows
+    share = batch / np.maximum(workers, 1)
+    same = epoch[1:] == epoch[:-1]
+    smaller = np.append(False, same & (batch[1:] < batch[:-1]) & (share[1:] < share[:-1]))
+    tails: npt.NDArray[np.bool_] = np.append(~same, True) & smaller
     return tails
 
 

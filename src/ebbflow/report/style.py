@@ -170,14 +170,16 @@ def outer_labels(axes: Sequence[Axes], x: str, y: str) -> None:
             axis.set_ylabel(y)
 
 
-def log_if_wide(axes: Sequence[Axes], drawn: Sequence[npt.NDArray[np.float64]], *, wide: float) -> None:
-    """A logarithmic axis where the positive values span more than a factor of `wide`."""
+def log_if_wide(axes: Sequence[Axes], drawn: Sequence[npt.NDArray[np.float64]], *, wide: float) -> bool:
+    """A logarithmic axis where the positive values span more than a factor of `wide`; True if they do."""
     values = np.concatenate([part.ravel() for part in drawn]) if drawn else np.empty(0)
     positive = values[np.isfinite(values) & (values > 0)]
-    if positive.size and positive.max() > wide * positive.min():
-        for axis in axes:
-            axis.set_yscale("log")
-            plain_ticks(axis.yaxis)
+    if not positive.size or positive.max() <= wide * positive.min():
+        return False
+    for axis in axes:
+        axis.set_yscale("log")
+        plain_ticks(axis.yaxis)
+    return True
 
 
 def plain_ticks(axis: Axis) -> None:

@@ -15,6 +15,8 @@ from ebbflow.report.tables import Cell, Scale, Summary
 
 __all__ = ["takeaway", "takeaways"]
 
+_FAR = 0.1
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
@@ -58,7 +60,18 @@ def _workload(summary: Summary, workload: str) -> str:
         text += (
             " Where one seed stands against one seed the spread is not known: repeat with more before you rely on it."
         )
-    return text
+    return text + _far_behind(cells, scale)
+
+
+def _far_behind(cells: list[Cell], scale: Scale) -> str:
+    """Rules that a user should keep away from on a trace: worse than its best by more than a tenth of it."""
+    warned = []
+    for cell in cells:
+        rivals = [_mean(other) for other in cells if other.trace == cell.trace]
+        best = max(rivals) if cell.higher_is_better else min(rivals)
+        if abs(_mean(cell) - best) > max(_FAR * abs(best), cell.std or 0.0):
+            warned.append(f"{cell.rule} on {cell.trace} ({_value(cell, scale)})")
+    return f" Far behind: {_join(warned)}." if warned else ""
 
 
 def _race(cells: list[Cell], scale: Scale) -> _Row | None:
@@ -109,7 +122,7 @@ def _clauses(rows: list[_Row]) -> list[str]:
             clauses.append(f"{names} cannot be told apart on {traces} with these seeds (within one standard deviation)")
         else:
             details = _join(f"{row.trace} ({row.detail})" for row in members)
-            clauses.append(f"{names} lead and cannot be told apart with these seeds on {details}")
+            clauses.append(f"{names} share the lead on {details}")
     return clauses
 
 

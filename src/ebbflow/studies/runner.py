@@ -25,6 +25,7 @@ from typing import Any, Literal
 from ebbflow.errors import ConfigError, EbbflowError, OutputError, RecordError
 from ebbflow.files import write_whole
 from ebbflow.record import End, RecordWriter, StepRow, read_record
+from ebbflow.signals import StopSignal
 from ebbflow.studies.study import Arm, Study, check_arms
 
 __all__ = ["Progress", "run_study"]
@@ -179,7 +180,6 @@ def _record_failure(folder: Path, text: str) -> None:
 def _run_arm(arm: Arm, folder: Path, options: dict[str, Any], report: Connection) -> None:
     """The body of an arm's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the study, which then terminates its arms
-    signal.signal(signal.SIGTERM, _interrupt)
     from ebbflow.training import Callbacks, train
 
     parent = os.getppid()
@@ -197,11 +197,12 @@ def _run_arm(arm: Arm, folder: Path, options: dict[str, Any], report: Connection
         now = time.monotonic()
         if now - told > _REPORT_EVERY_S:
             told = now
-            report.send(("moved", row.samples / total))
+            report.send(("moved", min(1.0, row.samples / total)))  # a run by gain may take more samples
 
     try:
-        with _arm_lock(folder):
-            run = train(arm.config, folder, callbacks=Callbacks(on_start=on_start, on_step=on_step), **options)
+        with _arm_lock(folder), StopSignal(signal.SIGTERM) as stop:
+            callbacks = Callbacks(on_start=on_start, on_step=on_step, should_stop=lambda: stop.requested)
+            run = train(arm.config, folder, callbacks=callbacks, **options)
         text = run.end.text if run.end else ""
         report.send((run.status, text))
     except KeyboardInterrupt:
@@ -213,10 +214,6 @@ def _run_arm(arm: Arm, folder: Path, options: dict[str, Any], report: Connection
         text = f"{type(error).__name__}: {error}"
         _record_failure(folder, text)
         report.send(("failed", text))
-
-
-def _interrupt(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 @contextmanager

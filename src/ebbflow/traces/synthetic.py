@@ -1,7 +1,8 @@
 """Seeded traces for those who have no file, and `load`, which takes a file or the text of a generator.
 
-Every generator is a function of its arguments alone: the same text gives the same trace on every machine. Two imitate
-published traces (Andre, Strati, Klimovic 2022) from their statistics alone; no published data is contained here.
+Every generator is a function of its arguments alone: the same text gives the same trace again (with the same NumPy; its
+streams may change between releases, and the record of a run keeps the trace itself). Two imitate published traces
+(Andre, Strati, Klimovic 2022) by their statistics; no published data is contained here.
 """
 
 from __future__ import annotations

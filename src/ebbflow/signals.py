@@ -1,0 +1,40 @@
+"""Being told to stop: Ctrl-C, or SIGTERM, as a cloud sends it before it takes a machine."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+__all__ = ["StopSignal"]
+
+
+class StopSignal:
+    """Notes the first signal, so that the work can end between two steps; a second one interrupts at once.
+
+    with StopSignal() as stop:
+        while not stop.requested:
+            one_step()
+    """
+
+    def __init__(self, *signals: signal.Signals) -> None:
+        self.signals = signals or (signal.SIGINT, signal.SIGTERM)
+        self.requested = False
+        self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __enter__(self) -> Self:
+        for number in self.signals:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
