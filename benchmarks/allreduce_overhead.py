@@ -69,9 +69,8 @@ def rank(number: int, store: str, turns: int) -> None:
         for part, name in enumerate(("step", "all-reduce alone")):
             without, having = [a[part] for a, _ in times], [b[part] for _, b in times]
             ratio = statistics.median(b / a for a, b in zip(without, having, strict=True))
-            print(
-                f"{name:24}{statistics.median(without) * 1e3:>14.1f}{statistics.median(having) * 1e3:>12.1f}{ratio:>8.3f}"
-            )
+            first, second = statistics.median(without) * 1e3, statistics.median(having) * 1e3
+            print(f"{name:24}{first:>14.1f}{second:>12.1f}{ratio:>8.3f}")
         print("to reach: 1.03 for the step")
     dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -50,8 +50,8 @@ class _Closed:
     scale: float
     squares: dict[int, Any]
     """By parameter, |g_i|^2; or a tensor that is still to be turned into a number (`_settle`)."""
-    product: Any
-    """g_1 . g_i in the watched tensor, where g_1 is the first of the step; None if there was none."""
+    watched: torch.Tensor | None
+    """The watched parameter's gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,6 @@ class Meter:
         self._watched = min(range(len(self.parameters)), key=lambda i: _suitability(self.parameters[i]))
         self._arrived: dict[int, Any] = {}  # in the open piece: squared norms, or gradients that are measured later
         self._seen: list[torch.Tensor] = []  # the watched parameter's gradient in the open piece
-        self._first: torch.Tensor | None = None  # and in the first piece of the step
         self._closed: list[_Closed] = []
         self._settled = 0  # pieces of which the numbers are known
         self._samples = 0
@@ -143,20 +142,11 @@ class Meter:
                 "model moved to a device or cast to another type after the Meter was made? Then make a new one"
             )
         squares = dict(self._arrived) if self._on_cpu else _norms(self._arrived)
-        product = self._product(self._seen.pop()) if self._seen else None
-        self._closed.append(_Closed(samples / scale, scale, squares, product))
+        self._closed.append(_Closed(samples / scale, scale, squares, self._seen.pop() if self._seen else None))
         self._arrived.clear()
         self._samples += samples
         if self._on_cpu and (len(self._closed) - self._settled) * len(squares) > _WAITING:
             self._settle()
-
-    def _product(self, gradient: torch.Tensor) -> Any:
-        """With the first piece's, in the watched tensor."""
-        gradient = _at_least_float32(gradient.detach().flatten())
-        if self._first is None:
-            self._first = gradient
-        product = torch.dot(self._first, gradient)
-        return product.item() if self._on_cpu else product
 
     def finish(self, batch: int, *, scale: float = 1.0) -> Measurement:
         """The step's measurement, when `.grad` holds `scale` times its mean gradient; opens the next step.
@@ -168,9 +158,9 @@ class Meter:
                 f"a step of {batch} samples was finished, but its pieces have {self._samples}; close every piece with "
                 f"its own number of samples, and discard() steps that are given up"
             )
-        means, final = self._squares_of_grad(), self._final_product()
-        final = self._settle(means, final)
-        mismatch, totals, pieces = self._mismatch(final, scale), self._totals(), len(self._closed)
+        means = self._squares_of_grad()
+        products = self._settle(means, self._products())
+        mismatch, totals, pieces = self._mismatch(products, scale), self._totals(), len(self._closed)
         self.discard()
         self.check(mismatch)
         mean_sq = [total / batch for total in totals]
@@ -185,7 +175,8 @@ class Meter:
         For those who combine the gradients of several ranks; `.grad` must hold `scale` times the mean of this rank's
         pieces. A rank without pieces has a tally of zeros.
         """
-        mismatch = self._mismatch(self._final_product(), scale)
+        products = self._products()
+        mismatch = self._mismatch([] if products is None else list(products.unbind()), scale)
         if self._on_cpu:
             self._settle()
             squares = torch.tensor(self._totals(), dtype=torch.float64)
@@ -217,33 +208,24 @@ class Meter:
             return {i: self._measures[i](gradient) for i, gradient in gradients.items()}
         return _norms(gradients)
 
-    def _settle(self, means: dict[int, Any] | None = None, final: Any = None) -> Any:
+    def _settle(self, means: dict[int, Any] | None = None, products: torch.Tensor | None = None) -> list[float]:
         """Turn tensors into numbers: in one call on a CPU, on a device the one time in a step that the host waits.
 
-        Changes the closed pieces and the given squares in place; returns the given product.
+        Changes the squares of the closed pieces and the given ones in place; returns the given products.
         """
-        pieces = self._closed[self._settled :]
+        waiting = [piece.squares for piece in self._closed[self._settled :]] + ([means] if means else [])
         self._settled = len(self._closed)
-        places = [
-            (squares, index)
-            for squares in (*(piece.squares for piece in pieces), means or {})
-            for index, value in squares.items()
-            if isinstance(value, torch.Tensor)
-        ]
+        places = [(d, index) for d in waiting for index, value in d.items() if isinstance(value, torch.Tensor)]
         tensors = [squares[index] for squares, index in places]
         if self._on_cpu:
             norms = [norm.item() for norm in torch._foreach_norm(tensors)] if tensors else []
+            known = [] if products is None else products.tolist()
         else:
-            products = [piece.product for piece in pieces if piece.product is not None]
-            products += [] if final is None else [final]
-            numbers = torch.stack([*tensors, *products]).tolist()
-            norms, rest = numbers[: len(tensors)], iter(numbers[len(tensors) :])
-            for piece in pieces:
-                piece.product = None if piece.product is None else next(rest)
-            final = None if final is None else next(rest)
+            numbers = torch.cat([torch.stack(tensors), *([] if products is None else [products])]).tolist()
+            norms, known = numbers[: len(tensors)], numbers[len(tensors) :]
         for (squares, index), norm in zip(places, norms, strict=True):
             squares[index] = norm * norm
-        return final
+        return known
 
     def _totals(self) -> list[float]:
         """By parameter, the sum of n_i |g_i|^2."""
@@ -254,23 +236,28 @@ class Meter:
                 totals[index] += factor * square
         return totals
 
-    def _final_product(self) -> Any:
+    def _products(self) -> torch.Tensor | None:
+        """In the watched tensor: the first piece's gradient times each piece's, and times `.grad`."""
         gradient = self.parameters[self._watched].grad
-        watching = self._first is not None and gradient is not None and not gradient.is_sparse
-        return self._product(gradient) if watching else None  # type: ignore[arg-type]
+        parts = [piece.watched for piece in self._closed if piece.watched is not None]
+        if not parts or gradient is None or gradient.is_sparse:
+            return None
+        stacked = _at_least_float32(torch.stack([*parts, gradient.detach()]).flatten(1))
+        return stacked @ stacked[0]
 
-    def _mismatch(self, final: Any, scale: float) -> Any:
+    def _mismatch(self, products: Sequence[Any], scale: float) -> Any:
         """(g_1 . (mean of the pieces - .grad))^2 over the mean of (g_1 . g_i)^2, in the watched tensor.
 
         Seen along g_1, since the mean always has a part along it. Relative to the pieces and not to their mean, since
         pieces may cancel and leave a mean that is smaller than its own rounding error. On floats and tensors alike.
         """
-        parts = [piece for piece in self._closed if piece.product is not None]
-        if final is None or not parts:
+        if not products:
             return 0.0
-        difference = sum(piece.weight * piece.product for piece in parts) - final * (self._samples / scale)
-        size = sum(piece.weight / piece.scale * piece.product**2 for piece in parts) * self._samples
-        return difference**2 / (size + 1e-38)
+        parts = [piece for piece in self._closed if piece.watched is not None]
+        *own, final = products
+        expected = sum(piece.weight * product for piece, product in zip(parts, own, strict=True))
+        size = sum(piece.weight / piece.scale * product**2 for piece, product in zip(parts, own, strict=True))
+        return (expected - final * (self._samples / scale)) ** 2 / (size * self._samples + 1e-38)
 
     def check(self, mismatch: float) -> None:
         """Refuse a step whose `.grad` was not the mean of its pieces; `mismatch` is a tally's, read from the device."""
@@ -286,7 +273,7 @@ class Meter:
         """Forget the pieces since the last finished step: it was skipped or lost."""
         self._arrived.clear()
         self._seen.clear()
-        self._first, self._closed = None, []
+        self._closed = []
         self._samples = self._settled = 0
 
     def close(self) -> None:
