@@ -18,6 +18,15 @@ from ebbflow.spec import nearest
 __all__ = ["RunConfig", "load_plugins"]
 
 
+_CHOICES = {
+    "on_change": ["finish", "lose"],
+    "on_nonfinite": ["stop", "skip"],
+    "engine": ["auto", "loop", "fused"],
+    "precision": ["fp32", "bf16", "fp16"],
+    "batch_norm": ["local", "sync", "frozen"],
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """What to train, on which fleet, by which rule. None means: what the workload's recipe says."""
@@ -54,7 +63,17 @@ class RunConfig:
     repeat: bool = False
     """Play the trace again when it ends before the run."""
     piece: int | None = None
-    """At most so many samples in one backward pass; by default a worker's share."""
+    """At most so many samples of a worker together; by default its share."""
+    engine: str = "auto"
+    """How workers are emulated: loop (one after another), fused (many at a time), or auto: fused where possible."""
+    chunk: int | None = None
+    """Samples in one backward pass of the fused engine; by default what is fastest on the device."""
+    precision: str = "fp32"
+    """What forward and backward passes compute in: fp32, bf16 or fp16."""
+    batch_norm: str = "local"
+    """Over the samples of one worker (local) or of the whole step (sync), or with fixed statistics (frozen)."""
+    compile: bool | None = None
+    """Whether to compile the model; by default on a GPU, where the run is long enough for it to pay."""
     clip: float | None = None
     """Largest norm of a step's mean gradient; by default gradients are not clipped."""
     on_nonfinite: str = "stop"
@@ -74,11 +93,22 @@ class RunConfig:
     """Python files that register rules, workloads or traces of your own."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "lr", "ref_batch", "local_batch", "piece", "clip", "ema", "validate_every", "threads"):
+        for name in (
+            "epochs",
+            "lr",
+            "ref_batch",
+            "local_batch",
+            "piece",
+            "chunk",
+            "clip",
+            "ema",
+            "validate_every",
+            "threads",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} is {value}; expected a number above 0")
-        for name, known in (("on_change", ["finish", "lose"]), ("on_nonfinite", ["stop", "skip"])):
+        for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; {nearest(getattr(self, name), known)}")
         if self.ema is not None and self.ema >= 1:
@@ -103,7 +133,7 @@ class RunConfig:
 
     def fingerprint(self) -> str:
         """Equal for two configurations exactly if they compute the same; guards the resuming of a run."""
-        ignored = {"label", "data", "plugins", "device"}  # where things lie, not what is computed
+        ignored = {"label", "data", "plugins", "device", "compile"}  # where things lie, not what is computed
         content = {key: value for key, value in self.as_dict().items() if key not in ignored}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 

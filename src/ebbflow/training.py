@@ -29,7 +29,6 @@ from ebbflow._version import __version__
 from ebbflow.checkpoint import load_checkpoint, load_model, save_checkpoint, weights_digest
 from ebbflow.config import RunConfig, load_plugins
 from ebbflow.data.ledger import Ledger
-from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import CheckpointError, ConfigError, Diverged, PlanError
 from ebbflow.loop import Flow
 from ebbflow.optim.build import build_optimizer
@@ -49,6 +48,7 @@ from ebbflow.record import (
     read_record,
 )
 from ebbflow.rules.base import Scaling, spread
+from ebbflow.runengine import make_engine
 from ebbflow.runplan import MAX_EPOCHS, check_measurable, make_plan
 from ebbflow.traces import Trace
 from ebbflow.workloads import Task
@@ -81,7 +81,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def _header(
-    config: RunConfig, task: Task, plan: BatchPlan, trace: Trace | None, command: str, optimizer: ElasticOptimizer
+    config: RunConfig, task: Task, plan: BatchPlan, trace: Trace | None, command: str, flow: Flow, emulation: Any
 ) -> Header:
     described = {} if trace is None else {
         "name": trace.name or config.trace,
@@ -89,7 +89,7 @@ def _header(
         "workers": trace.workers.tolist(),
         "end": trace.end,
     }  # fmt: skip
-    recipe = task.recipe
+    recipe, optimizer = task.recipe, flow.optimizer
     names = {id(parameter): name for name, parameter in task.model.named_parameters()}
     return Header(
         config={
@@ -101,6 +101,7 @@ def _header(
             "metric": recipe.metric,
             "higher_is_better": recipe.higher_is_better,
             "task": task.describe(),
+            "emulation": emulation,
         },
         trace=described,
         plan=plan.describe(),
@@ -163,20 +164,13 @@ class _Trainer:
         self.plan, self.trace = make_plan(config, samples, by_gain=optimizer.by_gain)
         if optimizer.rule.needs:
             check_measurable(config, self.plan)
-        engine = LoopEngine(
-            model,
-            lambda indices: self.task.train.batch(indices, train=True),
-            self.task.loss,
-            self.plan,
-            samples=samples,
-            seed=config.seed,
-            piece=config.piece,
-            needs=optimizer.rule.needs,
-            parameters=optimizer.layers,
-        )
+        self.engine = make_engine(
+            config, self.task, self.plan, optimizer,
+            on_event=lambda what, text: self.record.write(Event(step=self.flow.step, what=what, text=text)),
+        )  # fmt: skip
         skips = config.on_nonfinite == "skip"
         self.flow = Flow(
-            engine,
+            self.engine,
             optimizer,
             Ledger(samples=samples),
             total_samples=self.total_samples,
@@ -195,7 +189,8 @@ class _Trainer:
             record.write(Event(step=self.flow.step, what="resumed", text=f"from {CHECKPOINT}"))
             return record
         record = RecordWriter(path)
-        record.write(_header(self.config, self.task, self.plan, self.trace, command, self.flow.optimizer))
+        emulation = self.engine.describe()
+        record.write(_header(self.config, self.task, self.plan, self.trace, command, self.flow, emulation))
         return record
 
     def _restore(self, path: Path) -> int:
@@ -306,9 +301,10 @@ class _Trainer:
         if ledger.epoch % self.config.validate_every and not self.flow.optimizer.finished:
             return
         began = time.perf_counter()
-        metrics = self.task.evaluate(self.task.model)
+        with self.engine.autocast():
+            metrics = self.task.evaluate(self.task.model)
         if self.flow.average is not None:
-            with self.flow.average.swapped_in():
+            with self.flow.average.swapped_in(), self.engine.autocast():
                 averaged = self.task.evaluate(self.task.model)
             metrics |= {f"ema_{name}": value for name, value in averaged.items()}
         self.flow.wall_s += time.perf_counter() - began
@@ -392,7 +388,7 @@ def _finished(config: RunConfig, folder: Path) -> Run | None:
     other = [
         f"{key} is {wanted[key]!r}, was {run.header.config.get(key)!r}"
         for key in wanted
-        if key not in ("data", "plugins", "device") and run.header.config.get(key) != wanted[key]
+        if key not in ("data", "plugins", "device", "compile") and run.header.config.get(key) != wanted[key]
     ]
     if other:
         raise ConfigError(f"{folder} holds a run of another configuration ({'; '.join(other)}); choose another folder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,3 +123,15 @@ def test_what_cannot_be_read_says_what_was_expected(tmp_path: Path, files: dict[
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="nowhere does not exist; give the folder"):
         load_results(tmp_path / "nowhere")
+
+
+def test_arms_that_the_study_leaves_out_are_not_missing(study: Path, tmp_path: Path) -> None:
+    study = shutil.copytree(study, tmp_path / "study")
+    path = study / "study.json"
+    content = json.loads(path.read_text())
+    lost = [arm for arm in load_results(study).arms if arm.status == "missing"]
+    assert lost, "the study of this test has an arm without a record"
+    content["config"]["skip"] = [{"rule": [lost[0].rule], "trace": lost[0].trace, "seed": lost[0].seed}]
+    path.write_text(json.dumps(content))
+    after = [arm for arm in load_results(study).arms if arm.status == "missing"]
+    assert len(after) == len(lost) - 1

@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ebbflow.record import Header
-from ebbflow.report.export import cell_text, csv_text, json_text, latex, losses_text, markdown, terminal
+from ebbflow.report.export import (
+    caption,
+    cell_text,
+    csv_text,
+    json_text,
+    latex,
+    losses_text,
+    markdown,
+    published_text,
+    terminal,
+)
 from ebbflow.report.results import ArmResult, load_results
 from ebbflow.report.tables import Summary, outcome, run_value, summarise
 from ebbflow.report.takeaway import takeaway, takeaways
@@ -213,3 +223,47 @@ def test_a_changed_record_changes_the_table(study: Path, tmp_path: Path) -> None
     cell = summarise(load_results(copy).arms).cell("digits-mlp", "gpu", "constant")
     assert cell is not None
     assert (cell.mean, cell.std, cell.missing) == (pytest.approx(0.90), None, (1,))
+
+
+# What was published ---------------------------------------------------------------------------------------------------
+
+PAPER = {
+    "paper": [
+        {
+            "workload": "w",
+            "trace": "gpu",
+            "rule": "linear",
+            "value": 0.9494,
+            "source": "A 2022, Table 1",
+            "what": "metric",
+        },
+        {
+            "workload": "w",
+            "trace": "gpu",
+            "rule": "linear",
+            "value": 29240,
+            "source": "A 2022, Table 1",
+            "what": "steps",
+        },
+        {"workload": "other", "trace": "gpu", "rule": "linear", "value": 0.1, "source": "B 2021", "what": "metric"},
+    ]
+}
+
+
+def test_published_values_stand_beside_ours_with_their_sources() -> None:
+    summary = summarise([arm(0.97, steps=29_240), arm(0.91, rule="sqrt")], PAPER)
+    cell = summary.cell("w", "gpu", "linear")
+    assert cell is not None
+    assert (cell.published, cell.published_steps) == (0.9494, 29240.0)
+    assert published_text(cell, summary.scale("w")) == "paper 94.9; 29,240 steps, paper 29,240"
+    assert published_text(summary.cell("w", "gpu", "sqrt"), summary.scale("w")) == ""
+    assert "(paper 94.9; 29,240 steps, paper 29,240)" in markdown(summary)
+    assert "Published: A 2022, Table 1; B 2021." in caption(summary, "w")
+    assert summary.as_json()["cells"][0]["published"] == 0.9494
+
+
+def test_a_scaled_study_says_that_published_values_cannot_be_compared() -> None:
+    assert "scaled to 0.1 of its epochs: not comparable" in caption(
+        summarise([arm(0.97)], {**PAPER, "scale": 0.1}), "w"
+    )
+    assert "Published" not in caption(summarise([arm(0.97)], {"scale": 0.1}), "w")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ebbflow.errors import ConfigError, EbbflowError
-from ebbflow.studies.study import check_arms, load_study, parse_study, recipe_names
+from ebbflow.studies.study import check_arms, load_study, parse_study, recipe_text, with_settings
 
 MINIMAL: dict[str, Any] = {
     "workloads": ["digits-mlp"],
@@ -76,6 +76,17 @@ def test_files_of_both_kinds_with_paths_relative_to_the_file(tmp_path: Path, suf
         ({"override": [{"rule": "linear"}]}, "lacks its settings"),
         ({"override": [{"rules": "linear", "set": {}}]}, "unknown key 'rules'"),
         ({"override": 3}, "expected ..override.. tables"),
+        ({"override": [{"rule": "liner", "set": {}}]}, "override: no rule of the study is 'liner'"),
+        ({"skip": [{"trace": ["static", "spto"]}]}, "skip: no trace of the study is 'spto'; did you mean 'spot'"),
+        ({"skip": [{"set": {}}]}, "skip: unknown key 'set'"),
+        ({"skip": [{"rule": ["constant", "linear+warmup(1ep)"]}]}, "skip leaves nothing to run"),
+        ({"paper": 1}, "expected ..paper.. tables"),
+        ({"paper": [{"rule": "constant", "table": 1}]}, "paper: unknown key 'table'"),
+        ({"paper": [{"rule": "sqrt", "source": "x", "values": {}}]}, "paper: rule is 'sqrt'"),
+        ({"paper": [{"rule": "constant", "what": "hours"}]}, "paper: what is 'hours'; Known: metric, steps"),
+        ({"paper": [{"rule": "constant", "values": {}}]}, "needs source"),
+        ({"paper": [{"rule": "constant", "source": "x", "values": {"spto": 1}}]}, "'spto' = 1; .*did you mean 'spot'"),
+        ({"paper": [{"rule": "constant", "source": "x", "values": {"spot": "1"}}]}, "'spot' = '1'; expected a trace"),
     ],
 )
 def test_what_is_wrong_in_a_study_is_named(changes: dict[str, Any], message: str) -> None:
@@ -112,6 +123,61 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_study(str(listed))
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_can_be_run(name: str) -> None:
-    check_arms(load_study(name).arms())
+def test_skipped_runs_are_not_in_the_grid_and_lists_select_several() -> None:
+    study = parse(
+        skip=[{"rule": "constant", "trace": "spot"}, {"seed": [1, 2], "trace": "static"}],
+        seeds=3,
+        override=[{"seed": [0, 2], "set": {"lr": 0.5}}],
+    )
+    # 3 seeds x 2 traces x 2 rules, less one rule on spot in each seed, less two static rules in two seeds.
+    assert len(study.arms()) == 12 - 3 - 4
+    assert {arm.config.seed for arm in study.arms() if arm.config.lr == 0.5} == {0, 2}
+    assert study.as_dict()["skip"] == [{"rule": "constant", "trace": "spot"}, {"seed": [1, 2], "trace": "static"}]
+
+
+def test_published_values_are_cells_of_the_grid() -> None:
+    rows = [{"source": "Somebody 2022", "rule": "constant", "values": {"static": 0.9, "spot": 1}}]
+    assert parse(paper=rows).as_dict()["paper"] == [
+        {"workload": "digits-mlp", "trace": trace, "rule": "constant", "value": value, "source": "Somebody 2022",
+         "what": "metric"}
+        for trace, value in (("static", 0.9), ("spot", 1.0))
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="paper: workload is None"):
+        parse(paper=rows, workloads=["digits-mlp", "digits-cnn"])
+    assert "paper" not in parse().as_dict()
+
+
+def test_settings_are_given_as_texts_and_overrides_still_win() -> None:
+    study = parse(settings={"epochs": 3}, override=[{"rule": "constant", "set": {"lr": 0.5}}])
+    changed = with_settings(study, ["epochs=7", "device = cuda:1", "lr=0.25", "repeat=true", 'step_time="0.6s"'])
+    config = changed.arms()[1].config
+    assert (config.epochs, config.device, config.lr, config.repeat, config.step_time) == (
+        7,
+        "cuda:1",
+        0.25,
+        True,
+        "0.6s",
+    )
+    assert changed.arms()[0].config.lr == 0.5
+    for text, message in (("epochs", "has no value"), ("=3", "has no value"), ("epoch=3", "did you mean 'epochs'"),
+                          ("epochs=many", "expected a whole number")):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            with_settings(study, [text])
+
+
+def test_a_recipe_s_file_can_be_begun_from(tmp_path: Path) -> None:
+    mine = tmp_path / "demo.toml"
+    mine.write_text(recipe_text("demo"))
+    assert load_study(str(mine)).as_dict() == load_study("demo").as_dict()
+    with pytest.raises(ConfigError, match="'dmo' is not a recipe; did you mean 'demo'"):
+        recipe_text("dmo")
+
+
+def test_a_trace_can_be_written_as_its_changes(tmp_path: Path) -> None:
+    path = tmp_path / "study.toml"
+    changes = " ".join(f"{60 * i}s:{i % 7 + 1}" for i in range(400))  # longer than a file name can be
+    path.write_text(f'workloads = "digits-mlp"\nrules = "linear"\n[traces]\nmine = """{changes}\n  24000s"""\n')
+    study = load_study(str(path))
+    check_arms(study.arms())
+    with pytest.raises(EbbflowError, match=r"'60s:two' in trace .* is not time:count"):
+        check_arms(parse(traces={"mine": "0s:1 60s:two 90s"}).arms())

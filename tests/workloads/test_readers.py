@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ebbflow.errors import DataError
-from ebbflow.workloads.readers import decode_jpegs, read_cifar10, read_idx, read_mnist_folder, read_text
+from ebbflow.workloads.readers import decode_jpegs, read_cifar10, read_cifar100, read_idx, read_mnist_folder, read_text
 
 RNG = np.random.default_rng(7)
 
@@ -236,6 +236,59 @@ def test_a_missing_batch_is_named(tmp_path):
     (tmp_path / "data_batch_3.bin").unlink()
     with pytest.raises(DataError, match=r"lacks data_batch_3.bin of CIFAR-10's 6"):
         read_cifar10(tmp_path)
+
+
+def write_cifar100(folder: Path, kind: str) -> dict[str, tuple[np.ndarray, list[int], list[int]]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for name, count in (("train", 6), ("test", 3)):
+        rows = RNG.integers(0, 256, (count, 3072), dtype=np.uint8)
+        coarse, fine = ([int(label) for label in RNG.integers(0, top, count)] for top in (20, 100))
+        written[name] = rows, coarse, fine
+        if kind == "python":
+            batch = {b"data": rows, b"fine_labels": fine, b"coarse_labels": coarse, b"filenames": [b"a.png"] * count}
+            (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
+        else:  # the coarse label comes first
+            (folder / f"{name}.bin").write_bytes(np.column_stack([np.uint8(coarse), np.uint8(fine), rows]).tobytes())
+    return written
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize(("kind", "name"), [("python", "cifar-100-python"), ("binary", "cifar-100-binary")])
+def test_both_originals_of_cifar_100_are_read_with_their_fine_labels(tmp_path, kind, name, inner):
+    written = write_cifar100(tmp_path / name, kind)
+    train, test = read_cifar100(tmp_path if inner else tmp_path / name)
+    assert train.pixels.shape == (6, 3, 32, 32)
+    np.testing.assert_array_equal(train.pixels[4, 2].ravel(), written["train"][0][4, 2048:])
+    assert train.labels.tolist() == written["train"][2]
+    assert test.labels.tolist() == written["test"][2]
+
+
+def test_one_set_is_not_taken_for_the_other(tmp_path):
+    write_cifar100(tmp_path / "hundred", "python")
+    with pytest.raises(DataError, match=r"no CIFAR-10 at .*hundred: it holds none of it"):
+        read_cifar10(tmp_path / "hundred")
+    write_cifar(tmp_path / "ten", "binary")
+    with pytest.raises(DataError, match=r"no CIFAR-100 at .*\(train and test of cifar-100-python.tar.gz"):
+        read_cifar100(tmp_path / "ten")
+
+
+def test_wrong_files_of_cifar_100_are_named(tmp_path):
+    write_cifar100(tmp_path, "python")
+    rows, labels = cifar_rows(2)
+    (tmp_path / "train").write_bytes(pickle.dumps({b"data": rows, b"labels": labels}, protocol=2))
+    with pytest.raises(DataError, match=r"train: has no list 'fine_labels' .*is it CIFAR-100"):
+        read_cifar100(tmp_path)
+    (tmp_path / "train").write_bytes(pickle.dumps({b"data": rows, b"fine_labels": [99, 100]}, protocol=2))
+    with pytest.raises(DataError, match="label 100; expected 0 to 99"):
+        read_cifar100(tmp_path)
+    (tmp_path / "train").unlink()
+    with pytest.raises(DataError, match="lacks train of CIFAR-100's 2 batches"):
+        read_cifar100(tmp_path)
+    write_cifar100(tmp_path / "bin", "binary")
+    (tmp_path / "bin" / "test.bin").write_bytes(bytes(3073))
+    with pytest.raises(DataError, match=r"test.bin: 3073 bytes, not a multiple of 3074"):
+        read_cifar100(tmp_path / "bin")
 
 
 def test_a_wrong_path_says_what_is_there(tmp_path):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
-from ebbflow.cli.common import AsJson, command_line, err, interruptible, out
+from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
 from ebbflow.cli.report import show_report
 from ebbflow.errors import ConfigError
 from ebbflow.studies import runner
-from ebbflow.studies.study import Study, load_study, recipe_names
+from ebbflow.studies.scaling import scaled
+from ebbflow.studies.study import Study, load_study, recipe_names, recipe_text, with_settings
 from ebbflow.units import parse_seconds
 
 __all__ = ["run_with_progress", "study"]
@@ -26,25 +29,55 @@ def study(
     out_folder: Annotated[
         Path | None, typer.Option("--out", help="Folder of the study. [default: below runs/]")
     ] = None,
+    scale: Annotated[
+        float, typer.Option(help="Shrink it: this part of the epochs and narrower models, same structure.")
+    ] = 1.0,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds. [default: the study's]")] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A setting for every run, such as device=cuda; repeatable."),
+    ] = None,
     jobs: Jobs = None,
     checkpoint_every: Annotated[str, typer.Option(help="Time between checkpoints of an arm.")] = "30s",
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the final weights of every arm.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the recipes that come with ebbflow.")] = False,
+    shown: Annotated[bool, typer.Option("--show", help="Print the file of a recipe, to begin your own from.")] = False,
     json: AsJson = False,
 ) -> None:
     """Run rules x traces x workloads x seeds in parallel and report. The same command continues after a kill."""
     if listed:
-        for name in recipe_names():
-            out.print(f"{name}: {len(load_study(name).arms())} arms")
+        _list(as_json=json)
         return
     if config is None:
         raise ConfigError(
             f"no study was given; write one (see the guide) or name a recipe: {', '.join(recipe_names())}"
         )
-    chosen = load_study(config)
+    if shown:
+        print(recipe_text(config), end="")
+        return
+    chosen = with_settings(load_study(config), setting or [])
+    if seeds is not None:
+        if seeds < 1:
+            raise ConfigError(f"seeds is {seeds}; expected how many, 1 or more")
+        chosen = replace(chosen, seeds=tuple(range(seeds)))
+    chosen = scaled(chosen, scale)
     folder = out_folder or Path("runs") / chosen.name
     run_with_progress(chosen, folder, jobs=jobs, checkpoint_every=checkpoint_every, keep_weights=keep_weights)
     show_report(folder, as_json=json)
+
+
+def _list(*, as_json: bool) -> None:
+    recipes = [(name, load_study(name)) for name in recipe_names()]
+    if as_json:
+        print_json([{"name": name, "arms": len(study.arms()), "summary": study.summary} for name, study in recipes])
+        return
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    shown.add_column("name", no_wrap=True)
+    shown.add_column("runs", justify="right")
+    shown.add_column("what it is")
+    for name, study in recipes:
+        shown.add_row(name, str(len(study.arms())), study.summary)
+    out.print(shown)
 
 
 def run_with_progress(

@@ -39,7 +39,14 @@ def train(
     offset: Annotated[str, typer.Option(help="Where in the trace to start.")] = "0s",
     on_change: Annotated[str, typer.Option(help="A step that a change cuts: finish or lose.")] = "finish",
     repeat: Annotated[bool, typer.Option("--repeat", help="Play the trace again when it ends too early.")] = False,
-    piece: Annotated[int | None, typer.Option(help="At most so many samples a backward pass.")] = None,
+    piece: Annotated[int | None, typer.Option(help="At most so many samples of a worker together.")] = None,
+    engine: Annotated[
+        str, typer.Option(help="Workers one after another (loop), many at a time (fused), or auto.")
+    ] = "auto",
+    chunk: Annotated[int | None, typer.Option(help="Samples a backward pass of the fused engine.")] = None,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    batch_norm: Annotated[str, typer.Option(help="Over a worker (local), the step (sync), or frozen.")] = "local",
+    compile: Annotated[bool | None, typer.Option(help="Compile the model. [default: on a GPU, for long runs]")] = None,
     clip: Annotated[float | None, typer.Option(help="Largest norm of a step's mean gradient.")] = None,
     on_nonfinite: Annotated[str, typer.Option(help="A step with a NaN or infinite gradient: stop or skip.")] = "stop",
     ema: Annotated[
@@ -61,7 +68,8 @@ def train(
     config = RunConfig(
         workload=workload, rule=rule, trace=trace, plan=plan, seed=seed, epochs=epochs, lr=lr, ref_batch=ref_batch,
         local_batch=local_batch, optimizer=optimizer, schedule=schedule, policy=policy, step_time=step_time,
-        offset=offset, on_change=on_change, repeat=repeat, piece=piece, clip=clip, on_nonfinite=on_nonfinite, ema=ema,
+        offset=offset, on_change=on_change, repeat=repeat, piece=piece, engine=engine, chunk=chunk,
+        precision=precision, batch_norm=batch_norm, compile=compile, clip=clip, on_nonfinite=on_nonfinite, ema=ema,
         bn_follows_batch=bn_follows_batch, validate_every=validate_every, data=data, device=device, threads=threads,
         plugins=tuple(plugin or ()),
     )  # fmt: skip

@@ -18,7 +18,18 @@ from rich.text import Text
 
 from ebbflow.report.tables import LAST, Cell, Scale, Summary
 
-__all__ = ["caption", "cell_text", "csv_text", "json_text", "latex", "losses_text", "markdown", "terminal"]
+__all__ = [
+    "caption",
+    "cell_text",
+    "csv_text",
+    "json_text",
+    "latex",
+    "losses_text",
+    "markdown",
+    "published_text",
+    "sources_text",
+    "terminal",
+]
 
 NOTHING = "–"  # noqa: RUF001  # an en dash: the study has no such arm
 
@@ -32,7 +43,28 @@ def caption(summary: Summary, workload: str) -> str:
     counts = {len(c.finished) for c in summary.of(workload) if c.finished}
     if counts and max(counts) > 1:
         text += f"; mean ± standard deviation over {' to '.join(map(str, sorted({min(counts), max(counts)})))} seeds"
-    return f"{text}; best of each row marked."
+    return f"{text}; best of each row marked.{sources_text(summary, workload)}"
+
+
+def sources_text(summary: Summary, workload: str) -> str:
+    """Where the published values of a table come from, and whether they can be compared; empty if it has none."""
+    if not any(cell.published is not None or cell.published_steps is not None for cell in summary.of(workload)):
+        return ""
+    text = f" Published: {'; '.join(summary.sources)}."
+    if summary.scaled is not None:
+        text += f" This study is scaled to {summary.scaled:g} of its epochs: not comparable with what was published."
+    return text
+
+
+def published_text(cell: Cell | None, scale: Scale) -> str:
+    """What the paper has in this place, such as "paper 94.2" or "29,240 steps, paper 29,240"; empty if nothing."""
+    if cell is None:
+        return ""
+    parts = [f"paper {scale.number(cell.published)}"] if cell.published is not None else []
+    if cell.published_steps is not None:
+        steps = f"{cell.steps:,.0f} steps, " if cell.steps is not None else ""
+        parts.append(f"{steps}paper {cell.published_steps:,.0f}")
+    return "; ".join(parts)
 
 
 def cell_text(cell: Cell | None, scale: Scale) -> str:
@@ -82,6 +114,8 @@ def _rich_cell(cell: Cell | None, scale: Scale) -> Text:
         text.append(" *", style="bold green")  # also where colours do not reach: a file, a pipe
     if note := losses_text(cell):
         text.append("\n" + note.replace(", ", "\n"), style="yellow")
+    if published := published_text(cell, scale):
+        text.append("\n" + published.replace("; ", "\n").replace("steps, ", "steps\n"), style="dim")
     return text
 
 
@@ -122,7 +156,7 @@ def _pipe(text: str) -> str:
 
 def _markdown_cell(cell: Cell | None, scale: Scale) -> str:
     text = f"**{cell_text(cell, scale)}**" if cell and cell.best else cell_text(cell, scale)
-    note = losses_text(cell)
+    note = "; ".join(part for part in (losses_text(cell), published_text(cell, scale)) if part)
     return f"{text} ({note})" if note else text
 
 
@@ -165,7 +199,7 @@ def _tex(text: str) -> str:
 def _latex_cell(cell: Cell | None, scale: Scale) -> str:
     text = _tex(cell_text(cell, scale))
     text = rf"\textbf{{{text}}}" if cell and cell.best else text
-    note = _tex(losses_text(cell))
+    note = _tex("; ".join(part for part in (losses_text(cell), published_text(cell, scale)) if part))
     return f"{text} ({note})" if note else text
 
 

@@ -53,7 +53,7 @@ def write_report(folder: Path, *, out: Path | None = None) -> ReportPaths:
     An earlier report at that place is replaced as a whole; a folder that holds anything else is refused.
     """
     results = load_results(folder)
-    summary = summarise(results.arms)
+    summary = summarise(results.arms, results.config)
     target = out if out is not None else results.folder / "report"
     with _replacing(target) as partial:
         (partial / "figures").mkdir()

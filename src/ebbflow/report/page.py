@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
-from ebbflow.report.export import caption, losses_text
+from ebbflow.report.export import caption, losses_text, published_text
 from ebbflow.report.results import ArmResult, Results
 from ebbflow.report.style import PALETTE, slugs
 from ebbflow.report.tables import Cell, Scale, Summary, outcome, run_value
@@ -135,7 +135,15 @@ def _table(summary: Summary, workload: str) -> dict[str, Any]:
 
 def _cell(cell: Cell | None, scale: Scale) -> dict[str, Any]:
     if cell is None:
-        return {"mean": "", "std": "", "word": "not in the study", "best": False, "lost": "", "title": ""}
+        return {
+            "mean": "",
+            "std": "",
+            "word": "not in the study",
+            "best": False,
+            "lost": "",
+            "published": "",
+            "title": "",
+        }
     lost = [f"{name}: seed {', '.join(map(str, seeds))}" for name, seeds in cell.lost]
     values = ", ".join(
         f"{scale.number(value)} (seed {seed})" for value, seed in zip(cell.values, cell.finished, strict=True)
@@ -146,6 +154,7 @@ def _cell(cell: Cell | None, scale: Scale) -> dict[str, Any]:
         "word": cell.lost[0][0] if cell.mean is None and cell.lost else "",
         "best": cell.best,
         "lost": losses_text(cell),
+        "published": published_text(cell, scale),
         "title": "; ".join(text for text in [values, *lost] if text),
     }
 

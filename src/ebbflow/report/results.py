@@ -204,15 +204,21 @@ def _labels(value: Any) -> list[str]:
 
 
 def _missing(config: Mapping[str, Any], arms: Iterable[ArmResult]) -> list[ArmResult]:
-    """Arms of the configured grid that have no record."""
+    """Arms of the configured grid that have no record, less those that the study leaves out on purpose."""
     there = {(arm.workload, arm.trace, arm.rule, arm.seed) for arm in arms}
     axes = [_labels(config.get(key)) for key in ("workloads", "traces", "rules", "seeds")]
     grid = ((w, t, r, int(s)) for w, t, r, s in product(*axes) if s.lstrip("-").isdigit())
     return [
         ArmResult(id="", workload=w, trace=t, rule=r, seed=s, status="missing", note="no record that can be read")
         for w, t, r, s in grid
-        if (w, t, r, s) not in there
+        if (w, t, r, s) not in there and not any(_meant(entry, w, t, r, s) for entry in config.get("skip") or ())
     ]
+
+
+def _meant(entry: Mapping[str, Any], workload: str, trace: str, rule: str, seed: int) -> bool:
+    """Whether an entry of `skip` means this arm: each of its selectors is a value, or a list of values."""
+    own = {"workload": workload, "trace": trace, "rule": rule, "seed": seed}
+    return all(own.get(key) in (value if isinstance(value, list) else [value]) for key, value in entry.items())
 
 
 def _ordered(config: Mapping[str, Any], arms: list[ArmResult]) -> tuple[ArmResult, ...]:

@@ -47,6 +47,10 @@ class Cell:
     steps: float | None = None
     samples: float | None = None
     """Means over the seeds that finished."""
+    published: float | None = None
+    """What the paper has here that the study follows, in the units of `mean`."""
+    published_steps: float | None = None
+    """The paper's number of steps, in the same way."""
 
     @property
     def seeds(self) -> int:
@@ -83,6 +87,8 @@ class Cell:
             "best": self.best,
             "steps": self.steps,
             "samples": self.samples,
+            "published": self.published,
+            "published_steps": self.published_steps,
         }
 
 
@@ -125,6 +131,10 @@ class Summary:
     cells: tuple[Cell, ...]
     short: tuple[str, ...] = ()
     """Runs whose value is the mean of fewer than three validations, as text."""
+    sources: tuple[str, ...] = ()
+    """Where published values come from."""
+    scaled: float | None = None
+    """The part of its epochs to which the study was scaled down; then published values are not comparable."""
     _index: Mapping[tuple[str, str, str], Cell] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -171,8 +181,14 @@ def outcome(arm: ArmResult) -> str:
     return "diverged" if arm.values.size else "failed"
 
 
-def summarise(arms: Iterable[ArmResult]) -> Summary:
-    """The cells of these arms; workloads, traces and rules in the order of their first appearance."""
+def summarise(arms: Iterable[ArmResult], config: Mapping[str, Any] | None = None) -> Summary:
+    """The cells of these arms; workloads, traces and rules in the order of their first appearance.
+
+    The configuration of the study tells what was published: `paper`, a list of {workload, trace, rule, value, source,
+    what}, with `what` metric or steps.
+    """
+    config = config or {}
+    paper = [entry for entry in config.get("paper") or () if isinstance(entry, Mapping)]
     groups: dict[tuple[str, str, str], list[ArmResult]] = {}
     told: dict[str, ArmResult] = {}  # an arm of each workload that knows its metric; one without a record does not
     for arm in arms:
@@ -189,8 +205,26 @@ def summarise(arms: Iterable[ArmResult]) -> Summary:
         for arm in groups[key]
         if outcome(arm) == "finished" and arm.values.size < LAST
     ]
-    cells = _mark_best([_cell(key, groups[key], told[key[0]]) for key in keys])
-    return Summary(workloads=workloads, traces=traces, rules=rules, cells=tuple(cells), short=tuple(short))
+    cells = [replace(_cell(key, groups[key], told[key[0]]), **_published(paper, key)) for key in keys]
+    return Summary(
+        workloads=workloads,
+        traces=traces,
+        rules=rules,
+        cells=tuple(_mark_best(cells)),
+        short=tuple(short),
+        sources=tuple(dict.fromkeys(str(entry["source"]) for entry in paper if entry.get("source"))),
+        scaled=config.get("scale"),
+    )
+
+
+def _published(paper: Iterable[Mapping[str, Any]], key: tuple[str, str, str]) -> dict[str, Any]:
+    """The fields of a cell that a paper knows."""
+    fields = {"metric": "published", "steps": "published_steps"}
+    return {
+        fields[entry.get("what", "metric")]: float(entry["value"])
+        for entry in paper
+        if (entry.get("workload"), entry.get("trace"), entry.get("rule")) == key
+    }
 
 
 def _cell(key: tuple[str, str, str], arms: list[ArmResult], told: ArmResult) -> Cell:

@@ -1,6 +1,7 @@
 """A study as data: the grid of runs that a small TOML or YAML file describes.
 
 name = "which rule for my model"
+summary = "One line for `ebbflow study --list`."
 workloads = ["digits-mlp"]
 rules = ["constant", "sqrt", "linear"]
 seeds = 3                                   # or a list of seeds
@@ -12,9 +13,19 @@ mine = "my_trace.csv"                       # beside this file
 [settings]                                  # for every run; the names are those of RunConfig
 epochs = 30
 
-[[override]]                                # for the runs that match
+[[override]]                                # for the runs that match: workload, trace, rule, seed, or lists of them
 rule = "linear"
 set = { lr = 0.02 }
+
+[[skip]]                                    # runs that the grid shall not hold
+rule = ["sqrt", "linear"]
+trace = "static"
+
+[[paper]]                                   # published values, which a report shows beside ours
+source = "Somebody 2022, Table 1"
+workload = "digits-mlp"                     # need not be said when there is one
+rule = "sqrt"
+values = { mine = 0.9488 }                  # by trace; in units of the metric, or of what = "steps"
 """
 
 from __future__ import annotations
@@ -23,7 +34,7 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -36,10 +47,22 @@ from ebbflow.rules.registry import make_rule
 from ebbflow.spec import nearest
 from ebbflow.traces import load as load_trace
 
-__all__ = ["Arm", "Study", "check_arms", "load_study", "parse_study", "recipe_names"]
+__all__ = [
+    "Arm",
+    "PaperValue",
+    "Study",
+    "check_arms",
+    "load_study",
+    "parse_study",
+    "recipe_names",
+    "recipe_text",
+    "with_settings",
+]
 
-_KEYS = ["name", "workloads", "rules", "traces", "seeds", "settings", "override"]
+_KEYS = ["name", "summary", "workloads", "rules", "traces", "seeds", "settings", "override", "skip", "paper"]
 _SELECTORS = ["workload", "trace", "rule", "seed"]
+_PAPER_KEYS = ["source", "workload", "rule", "values", "what"]
+_MEASURED = ["metric", "steps"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +72,20 @@ class Arm:
     id: str
     """Name of its folder: readable, and different for different configurations."""
     config: RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperValue:
+    """What a paper reports for one cell of the grid."""
+
+    workload: str
+    trace: str
+    rule: str
+    value: float
+    source: str
+    """Authors, year, table, and what was different there."""
+    what: str = "metric"
+    """What the value is: the workload's metric, in our units, or the number of steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +99,17 @@ class Study:
     seeds: tuple[int, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     override: tuple[Mapping[str, Any], ...] = ()
+    skip: tuple[Mapping[str, Any], ...] = ()
+    paper: tuple[PaperValue, ...] = ()
+    summary: str = ""
+    scale: float = 1.0
+    """The part of the study as it was written that this one is (`scaling.scaled`)."""
     source: str = "study"
     """Where it was read from, for errors."""
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as JSON: what `study.json` keeps and what a resumed study is compared with."""
-        return {
+        always = {
             "name": self.name,
             "workloads": list(self.workloads),
             "rules": list(self.rules),
@@ -76,6 +118,12 @@ class Study:
             "settings": dict(self.settings),
             "override": [dict(entry) for entry in self.override],
         }
+        sometimes = {
+            "skip": [dict(entry) for entry in self.skip],
+            "paper": [asdict(value) for value in self.paper],
+            "scale": None if self.scale == 1.0 else self.scale,
+        }
+        return always | {key: value for key, value in sometimes.items() if value}
 
     def arms(self) -> list[Arm]:
         """All runs: seeds outermost, so that an interrupted study has whole tables of fewer seeds."""
@@ -85,13 +133,13 @@ class Study:
             for workload in self.workloads
             for trace in self.traces
             for rule in self.rules
+            if not any(_matches(entry, workload=workload, trace=trace, rule=rule, seed=seed) for entry in self.skip)
         ]
 
     def _arm(self, *, workload: str, trace: str, rule: str, seed: int) -> Arm:
-        chosen = {"workload": workload, "trace": trace, "rule": rule, "seed": seed}
         settings = dict(self.settings)
         for entry in self.override:
-            if all(key == "set" or chosen[key] == value for key, value in entry.items()):
+            if _matches(entry, workload=workload, trace=trace, rule=rule, seed=seed):
                 settings |= entry["set"]
         values = {**settings, "workload": workload, "trace": self.traces[trace], "rule": rule, "seed": seed}
         config = RunConfig.from_mapping({**values, "label": trace}, where=self.source)
@@ -100,17 +148,32 @@ class Study:
         return Arm(id=f"{readable[:80]}_s{seed}_{digest}", config=config)
 
 
+def _matches(entry: Mapping[str, Any], **chosen: Any) -> bool:
+    """Whether a run is meant by the selectors of an [[override]] or [[skip]]: each a value, or a list of values."""
+    return all(chosen[key] in _values(value) for key, value in entry.items() if key != "set")
+
+
+def _values(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def recipe_names() -> list[str]:
     """The studies that come with the package, by name."""
     folder = resources.files("ebbflow.studies").joinpath("recipes")
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
+def recipe_text(name: str) -> str:
+    """The file of a recipe: what to begin an own study from."""
+    if name not in recipe_names():
+        raise ConfigError(f"{name!r} is not a recipe; {nearest(name, recipe_names())}")
+    return resources.files("ebbflow.studies").joinpath("recipes", f"{name}.toml").read_text(encoding="utf-8")
+
+
 def load_study(text: str) -> Study:
     """The study of a file (.toml, .yaml, .yml), or of a recipe that comes with the package."""
     if text in recipe_names():
-        content = resources.files("ebbflow.studies").joinpath("recipes", f"{text}.toml").read_text(encoding="utf-8")
-        return parse_study(tomllib.loads(content), source=text, folder=None)
+        return parse_study(tomllib.loads(recipe_text(text)), source=text, folder=None)
     path = Path(text)
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ConfigError(
@@ -135,7 +198,11 @@ def parse_study(values: Any, *, source: str, folder: Path | None) -> Study:
         if key not in _KEYS:
             raise ConfigError(f"{source}: unknown key {key!r}; {nearest(str(key), _KEYS)}")
     settings = _table(values, "settings", source)
-    override = _overrides(values.get("override", []), source)
+    override = _selections(values, "override", source)
+    for entry in override:
+        if not isinstance(entry.get("set"), Mapping):
+            raise ConfigError(f"{source}: an override lacks its settings; add set = {{ lr = 0.01 }}")
+        entry["set"] = dict(entry["set"])
     for place in (settings, *(entry["set"] for entry in override)):
         _anchor_paths(place, folder)
     traces = {label: _anchor(str(text), folder) for label, text in _traces(values, source).items()}
@@ -147,10 +214,34 @@ def parse_study(values: Any, *, source: str, folder: Path | None) -> Study:
         seeds=_seeds(values.get("seeds", 1), source),
         settings=settings,
         override=override,
+        skip=_selections(values, "skip", source),
+        summary=str(values.get("summary", "")),
         source=source,
     )
-    study.arms()  # a wrong setting is an error now, before anything is started
+    _check_selections(study)
+    study = replace(study, paper=_paper(values.get("paper", []), study))
+    if not study.arms():  # which also finds wrong settings, before anything is started
+        raise ConfigError(f"{source}: skip leaves nothing to run")
     return study
+
+
+def with_settings(study: Study, texts: Sequence[str]) -> Study:
+    """The study with settings for every run from texts such as epochs=5 or device=cuda; its overrides still win.
+
+    A value is read as TOML; what is not TOML is a text.
+    """
+    settings = dict(study.settings)
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"the setting {text!r} has no value; write for example epochs=5 or device=cuda")
+        try:
+            settings[name.strip()] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            settings[name.strip()] = value.strip()
+    changed = replace(study, settings=settings)
+    changed.arms()
+    return changed
 
 
 def _texts(values: Mapping[str, Any], key: str, source: str) -> tuple[str, ...]:
@@ -190,23 +281,67 @@ def _seeds(found: Any, source: str) -> tuple[int, ...]:
     raise ConfigError(f"{source}: seeds is {found!r}; expected how many (3) or which ([0, 1, 2])")
 
 
-def _overrides(found: Any, source: str) -> tuple[dict[str, Any], ...]:
+def _selections(values: Mapping[str, Any], key: str, source: str) -> tuple[dict[str, Any], ...]:
+    """The [[override]] or [[skip]] tables, their keys checked."""
+    found = values.get(key, [])
+    known = [*_SELECTORS, "set"] if key == "override" else _SELECTORS
     if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
-        raise ConfigError(f"{source}: override is {found!r}; expected [[override]] tables")
+        raise ConfigError(f"{source}: {key} is {found!r}; expected [[{key}]] tables")
+    for entry in found:
+        for name in entry:
+            if name not in known:
+                raise ConfigError(f"{source}: {key}: unknown key {name!r}; {nearest(name, known)}")
+    return tuple(dict(entry) for entry in found)
+
+
+def _check_selections(study: Study) -> None:
+    """A selector that names nothing of the study is a misprint: the runs it was meant for would go on without it."""
+    known: dict[str, Sequence[Any]] = {
+        "workload": study.workloads, "trace": list(study.traces), "rule": study.rules, "seed": study.seeds,
+    }  # fmt: skip
+    for kind, entries in (("override", study.override), ("skip", study.skip)):
+        for entry in entries:
+            for key in set(entry) - {"set"}:
+                for value in _values(entry[key]):
+                    if value not in known[key]:
+                        names = nearest(str(value), [str(name) for name in known[key]])
+                        raise ConfigError(f"{study.source}: {kind}: no {key} of the study is {value!r}; {names}")
+
+
+def _paper(found: Any, study: Study) -> tuple[PaperValue, ...]:
+    """The [[paper]] tables, one a row of a published table, as values of single cells."""
+    if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
+        raise ConfigError(f"{study.source}: paper is {found!r}; expected [[paper]] tables")
+    result = []
     for entry in found:
         for key in entry:
-            if key not in (*_SELECTORS, "set"):
-                raise ConfigError(f"{source}: override: unknown key {key!r}; {nearest(key, [*_SELECTORS, 'set'])}")
-        if not isinstance(entry.get("set"), Mapping):
-            raise ConfigError(f"{source}: an override lacks its settings; add set = {{ lr = 0.01 }}")
-    return tuple({**entry, "set": dict(entry["set"])} for entry in found)
+            if key not in _PAPER_KEYS:
+                raise ConfigError(f"{study.source}: paper: unknown key {key!r}; {nearest(key, _PAPER_KEYS)}")
+        row = {"workload": study.workloads[0] if len(study.workloads) == 1 else None, "what": "metric", **entry}
+        for key, known in (("workload", study.workloads), ("rule", study.rules), ("what", _MEASURED)):
+            if row.get(key) not in known:
+                raise ConfigError(f"{study.source}: paper: {key} is {row.get(key)!r}; {nearest('', list(known))}")
+        values = row.get("values")
+        if not isinstance(values, Mapping) or not isinstance(row.get("source"), str):
+            raise ConfigError(f"{study.source}: paper: a table needs source = '...' and values = {{ trace = 0.95 }}")
+        for trace, value in values.items():
+            if trace not in study.traces or not isinstance(value, int | float) or isinstance(value, bool):
+                raise ConfigError(f"{study.source}: paper: {trace!r} = {value!r}; expected a trace of the study and "
+                                  f"a number; {nearest(trace, list(study.traces))}")  # fmt: skip
+            result.append(
+                PaperValue(workload=row["workload"], trace=trace, rule=row["rule"], value=float(value),
+                           source=row["source"], what=row["what"])
+            )  # fmt: skip
+    return tuple(result)
 
 
 def _anchor(text: str, folder: Path | None) -> str:
     """A path in a study file is relative to that file."""
-    if folder is None or not (folder / text).exists():
-        return text
-    return str(folder / text)
+    try:
+        found = folder is not None and (folder / text).exists()
+    except OSError:  # longer than a path can be: the text of a trace
+        found = False
+    return str(folder / text) if folder is not None and found else text
 
 
 def _anchor_paths(settings: dict[str, Any], folder: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Seeded traces for those who have no file, and `load`, which takes a file or the text of a generator.
+"""Seeded traces for those who have no file, and `load`, which takes a file, the text of a generator or a trace's own.
 
 Every generator is a function of its arguments alone: the same text gives the same trace again (with the same NumPy; its
 streams may change between releases, and the record of a run keeps the trace itself). Two imitate published traces
@@ -7,6 +7,7 @@ streams may change between releases, and the record of a run keeps the trace its
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,16 +27,22 @@ GENERATORS: Registry[Trace] = Registry("trace")
 _DAY = Seconds(86400.0)
 _HOUR = Seconds(3600.0)
 _FIVE_MINUTES = Seconds(300.0)
+_CHANGES = re.compile(r"\s*0\w*:\d+\s")  # how the changes of a trace begin, and no file or generator does
 
 
 def load(text_or_path: str | Path, *, format: str | None = None) -> Trace:
-    """A trace from a file, or from the text of a generator such as `gcp-a100-like(seed=3)`.
+    """A trace from a file, from the text of a generator such as `gcp-a100-like(seed=3)`, or from its changes.
 
-    A file that exists wins over a generator of the same name; with `format` the text is always a file.
+    A file that exists wins over a generator of the same name; with `format` the text is always a file. Changes are
+    those of `Trace.parse`: times with counts, and the end.
 
     >>> load("step(workers=4, factor=12, at=1h, duration=2h)")
     Trace('0s:4 3600s:48 7200s', name='step(workers=4, factor=12, at=1h, duration=2h)')
+    >>> load("0s:4 1h:48 2h").workers
+    array([ 4, 48])
     """
+    if isinstance(text_or_path, str) and format is None and _CHANGES.match(text_or_path):
+        return Trace.parse(text_or_path, name=" ".join(text_or_path.split()))
     path = Path(text_or_path)
     if isinstance(text_or_path, Path) or format is not None or path.exists():
         return formats.read(path, format)

@@ -2,6 +2,7 @@
 
     read_mnist_folder   idx files, plain or gzip: MNIST and what imitates it
     read_cifar10        the original batches, python or binary, or one npz of JPEGs; told apart by what is there
+    read_cifar100       the same of CIFAR-100, with its 100 fine labels
     read_text           a text file
 
 The npz holds, for `train` and `test`: `{split}_jpeg` (all images, one after the other, as bytes), `{split}_offsets`
@@ -16,6 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +27,11 @@ from numpy.typing import NDArray
 from ebbflow.errors import DataError, MissingExtra
 from ebbflow.workloads.pickles import PickledBytes, load_pickle
 
-__all__ = ["Images", "decode_jpegs", "read_cifar10", "read_idx", "read_mnist_folder", "read_text"]
+__all__ = ["Images", "decode_jpegs", "read_cifar10", "read_cifar100", "read_idx", "read_mnist_folder", "read_text"]
 
 _IDX_BYTES = 0x08  # the idx code of unsigned bytes, the only type that the image sets use
 _CIFAR_SIDE = 32
 _CIFAR_PIXELS = 3 * _CIFAR_SIDE * _CIFAR_SIDE
-_CIFAR_TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
-_CIFAR_TEST = ("test_batch",)
 
 
 class Images(NamedTuple):
@@ -119,65 +119,117 @@ def read_mnist_folder(folder: Path, *, side: int = 28, classes: int = 10, source
     return parts[0], parts[1]
 
 
-# ---- CIFAR-10 ----
+# ---- CIFAR-10 and CIFAR-100 ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cifar:
+    """What tells the files of the two sets apart."""
+
+    name: str
+    stem: str
+    """Of the archives, and with an ending of the folders in them."""
+    classes: int
+    train: tuple[str, ...]
+    test: str
+    folders: tuple[str, str]
+    """In the python and in the binary archive."""
+    labels: str
+    """Key of the labels in a python batch."""
+    label_bytes: int
+    """Before each image of a binary batch; the last of them is the label."""
+
+
+_CIFAR10 = _Cifar(
+    name="CIFAR-10",
+    stem="cifar-10",
+    classes=10,
+    train=tuple(f"data_batch_{number}" for number in range(1, 6)),
+    test="test_batch",
+    folders=("cifar-10-batches-py", "cifar-10-batches-bin"),
+    labels="labels",
+    label_bytes=1,
+)
+_CIFAR100 = _Cifar(
+    name="CIFAR-100",
+    stem="cifar-100",
+    classes=100,
+    train=("train",),
+    test="test",
+    folders=("cifar-100-python", "cifar-100-binary"),
+    labels="fine_labels",
+    label_bytes=2,  # the coarse label, then the fine one
+)
 
 
 def read_cifar10(data: Path) -> tuple[Images, Images]:
     """Training and test images of CIFAR-10: a folder of original batches (or the folder above it), or an npz file."""
+    return _read_cifar(data, _CIFAR10)
+
+
+def read_cifar100(data: Path) -> tuple[Images, Images]:
+    """Training and test images of CIFAR-100 with their fine labels, from the same kinds of places."""
+    return _read_cifar(data, _CIFAR100)
+
+
+def _read_cifar(data: Path, kind: _Cifar) -> tuple[Images, Images]:
     if data.is_file() and zipfile.is_zipfile(data):
-        return _cifar_npz(data, "train"), _cifar_npz(data, "test")
-    readers: tuple[tuple[str, str, Callable[[Path], Images]], ...] = (
-        ("cifar-10-batches-py", "", _cifar_python),
-        ("cifar-10-batches-bin", ".bin", _cifar_binary),
-    )
-    for inner, suffix, read in readers:
+        return _cifar_npz(data, "train", kind), _cifar_npz(data, "test", kind)
+    readers: tuple[tuple[str, Callable[[Path, _Cifar], Images]], ...] = (("", _cifar_python), (".bin", _cifar_binary))
+    for inner, (suffix, read) in zip(kind.folders, readers, strict=True):
         for folder in (data, data / inner):
-            paths = [folder / (name + suffix) for name in _CIFAR_TRAIN + _CIFAR_TEST]
+            paths = [folder / (name + suffix) for name in (*kind.train, kind.test)]
             missing = [path.name for path in paths if not path.is_file()]
             if len(missing) == len(paths):
                 continue
             if missing:
-                raise DataError(f"{folder} lacks {', '.join(missing)} of CIFAR-10's {len(paths)} batches; add them")
-            return _join([read(path) for path in paths[:-1]]), read(paths[-1])
+                raise DataError(f"{folder} lacks {', '.join(missing)} of {kind.name}'s {len(paths)} batches; add them")
+            return _join([read(path, kind) for path in paths[:-1]]), read(paths[-1], kind)
     found = "is a file of another kind" if data.is_file() else "holds none of it" if data.is_dir() else "does not exist"
     raise DataError(
-        f"no CIFAR-10 at {data}: it {found}; expected a folder with the unpacked original batches (data_batch_1 to 5 "
-        f"and test_batch of cifar-10-python.tar.gz, or with .bin those of cifar-10-binary.tar.gz), or an npz of JPEGs"
+        f"no {kind.name} at {data}: it {found}; expected a folder with the unpacked original batches "
+        f"({kind.train[0]}{' to 5' if len(kind.train) > 1 else ''} and {kind.test} of {kind.stem}-python.tar.gz, or "
+        f"with .bin those of {kind.stem}-binary.tar.gz), or an npz of JPEGs"
     )
 
 
-def _cifar_python(path: Path) -> Images:
+def _cifar_python(path: Path, kind: _Cifar) -> Images:
     batch = load_pickle(path)
     if not isinstance(batch, dict):
-        raise DataError(f"{path}: holds a {type(batch).__name__}; expected a dictionary with data and labels")
+        raise DataError(f"{path}: holds a {type(batch).__name__}; expected a dictionary with data and {kind.labels}")
     # Written by Python 2 the keys are bytes; a copy that was written again may have text.
-    pixels, labels = (batch.get(key.encode(), batch.get(key)) for key in ("data", "labels"))
+    pixels, labels = (batch.get(key.encode(), batch.get(key)) for key in ("data", kind.labels))
     if not isinstance(pixels, PickledBytes):
         raise DataError(f"{path}: has no array 'data'; expected one of shape (images, {_CIFAR_PIXELS})")
     if not (isinstance(labels, list) and all(type(label) is int for label in labels)):
-        raise DataError(f"{path}: has no list 'labels' of whole numbers")
+        raise DataError(f"{path}: has no list '{kind.labels}' of whole numbers; is it {kind.name}?")
     try:
         rows = pixels.array()
     except DataError as error:
         raise DataError(f"{path}: 'data' is {error}") from None
     if rows.ndim != 2 or rows.shape[1] != _CIFAR_PIXELS:
         raise DataError(f"{path}: 'data' has the shape {rows.shape}; expected (images, {_CIFAR_PIXELS})")
-    known = np.array(labels, dtype=object)  # as objects: a huge number is out of range, not an overflow
-    if len(labels) and not all(0 <= label < 10 for label in labels):
-        raise DataError(f"{path}: label {next(x for x in known if not 0 <= x < 10)}; expected 0 to 9")
-    return _images(path, rows.reshape(-1, 3, _CIFAR_SIDE, _CIFAR_SIDE), known.astype(np.int64), classes=10)
+    # Before they become an array of 64 bits: a huge number is out of range, not an overflow.
+    wrong = [label for label in labels if not 0 <= label < kind.classes]
+    if wrong:
+        raise DataError(f"{path}: label {wrong[0]}; expected 0 to {kind.classes - 1}")
+    known = np.array(labels, dtype=np.int64)
+    return _images(path, rows.reshape(-1, 3, _CIFAR_SIDE, _CIFAR_SIDE), known, classes=kind.classes)
 
 
-def _cifar_binary(path: Path) -> Images:
+def _cifar_binary(path: Path, kind: _Cifar) -> Images:
     raw = np.frombuffer(_read_bytes(path), dtype=np.uint8)
-    record = 1 + _CIFAR_PIXELS
+    record = kind.label_bytes + _CIFAR_PIXELS
     if raw.size == 0 or raw.size % record:
-        raise DataError(f"{path}: {raw.size} bytes, not a multiple of {record} (a label and an image); get it again")
+        raise DataError(
+            f"{path}: {raw.size} bytes, not a multiple of {record} (label and image of {kind.name}); get it again"
+        )
     rows = raw.reshape(-1, record)
-    return _images(path, rows[:, 1:].reshape(-1, 3, _CIFAR_SIDE, _CIFAR_SIDE), rows[:, 0], classes=10)
+    pixels = rows[:, kind.label_bytes :].reshape(-1, 3, _CIFAR_SIDE, _CIFAR_SIDE)
+    return _images(path, pixels, rows[:, kind.label_bytes - 1], classes=kind.classes)
 
 
-def _cifar_npz(path: Path, split: str) -> Images:
+def _cifar_npz(path: Path, split: str, kind: _Cifar) -> Images:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             blob, offsets, labels = (arrays[f"{split}_{part}"] for part in ("jpeg", "offsets", "labels"))
@@ -187,7 +239,7 @@ def _cifar_npz(path: Path, split: str) -> Images:
         raise DataError(f"{path}: damaged npz file ({error}); get it again") from None
     where = f"{path}, {split}"
     try:
-        return _images(where, decode_jpegs(blob, offsets), labels, classes=10)
+        return _images(where, decode_jpegs(blob, offsets), labels, classes=kind.classes)
     except DataError as error:
         raise DataError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
 

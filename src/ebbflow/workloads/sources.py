@@ -40,6 +40,14 @@ def crop_and_flip(images: Tensor, *, pad: int = 4) -> Tensor:
     return padded[sample, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
+def _on(device: torch.device, indices: Indices) -> Tensor:
+    """The indices on the device; a GPU takes them from pinned memory, so that nobody waits for its earlier work."""
+    index = torch.as_tensor(indices)
+    if device.type != "cuda" or index.is_cuda:
+        return index.to(device)
+    return index.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, eq=False)
 class TensorSource:
     """Samples that lie in two tensors, stored as they are (bytes stay bytes) and standardised when fetched."""
@@ -62,7 +70,7 @@ class TensorSource:
 
     def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the samples; augmented only when `train`."""
-        index = torch.as_tensor(indices, device=self.y.device)
+        index = _on(self.y.device, indices)
         x, y = self.x[index], self.y[index]
         if train and self.augment is not None:
             x = self.augment(x)
@@ -121,7 +129,7 @@ class TokenSource:
 
     def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
         """Blocks and the same blocks one token later; `train` makes no difference."""
-        starts = torch.as_tensor(indices, device=self.tokens.device) * self.stride
+        starts = _on(self.tokens.device, indices) * self.stride
         block = self.tokens[starts[:, None] + torch.arange(self.context + 1, device=self.tokens.device)]
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 

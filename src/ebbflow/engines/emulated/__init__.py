@@ -1,5 +1,6 @@
 """Any number of workers on one machine: to find out which rule suits a model before renting a fleet."""
 
+from ebbflow.engines.emulated.fused import FusedEngine
 from ebbflow.engines.emulated.loop import LoopEngine
 
-__all__ = ["LoopEngine"]
+__all__ = ["FusedEngine", "LoopEngine"]

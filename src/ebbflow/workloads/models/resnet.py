@@ -7,11 +7,23 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ResNet", "resnet18"]
+from ebbflow.workloads.models.init import kaiming
+
+__all__ = ["ResNet", "resnet18", "resnet50"]
+
+
+def _shortcut(before: int, after: int, stride: int) -> nn.Module:
+    """Nothing, or a 1x1 convolution where the shape changes."""
+    if stride == 1 and before == after:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(before, after, 1, stride=stride, bias=False), nn.BatchNorm2d(after))
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions and a shortcut."""
+
+    expansion = 1
+    """Channels of its output for each unit of width."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -19,9 +31,7 @@ class BasicBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or before != width:
-            self.shortcut = nn.Sequential(nn.Conv2d(before, width, 1, stride=stride, bias=False), nn.BatchNorm2d(width))
+        self.shortcut = _shortcut(before, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """Features, at 1/stride of the resolution."""
@@ -29,22 +39,47 @@ class BasicBlock(nn.Module):
         return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
 
 
-class ResNet(nn.Module):
-    """A 3x3 stem and four stages of basic blocks; each stage after the first halves the image and doubles the width."""
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions and a shortcut; the stride is the 3x3's, as in every later code of this network."""
 
-    def __init__(self, *, blocks: Sequence[int], width: int, classes: int) -> None:
+    expansion = 4
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        after = width * self.expansion
+        self.conv1 = nn.Conv2d(before, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, after, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(after)
+        self.shortcut = _shortcut(before, after, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features, at 1/stride of the resolution."""
+        out = F.relu(self.bn1(self.conv1(x)))
+        out = F.relu(self.bn2(self.conv2(out)))
+        return F.relu(self.bn3(self.conv3(out)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A 3x3 stem and stages of blocks; each stage after the first halves the image and doubles the width."""
+
+    def __init__(
+        self, *, block: type[BasicBlock] | type[Bottleneck], blocks: Sequence[int], width: int, classes: int
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         stages: list[nn.Module] = []
         before = width
         for stage, count in enumerate(blocks):
-            after = width * 2**stage
-            for block in range(count):
-                stages.append(BasicBlock(before, after, stride=2 if stage and block == 0 else 1))
-                before = after
+            for number in range(count):
+                stages.append(block(before, width * 2**stage, stride=2 if stage and number == 0 else 1))
+                before = width * 2**stage * block.expansion
         self.stages = nn.Sequential(*stages)
         self.fc = nn.Linear(before, classes)
+        kaiming(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits `(samples, classes)`."""
@@ -55,4 +90,9 @@ class ResNet(nn.Module):
 
 def resnet18(*, classes: int, width: int = 64) -> ResNet:
     """ResNet-18 for small images: 11.2 million parameters at the width of the paper."""
-    return ResNet(blocks=(2, 2, 2, 2), width=width, classes=classes)
+    return ResNet(block=BasicBlock, blocks=(2, 2, 2, 2), width=width, classes=classes)
+
+
+def resnet50(*, classes: int, width: int = 64) -> ResNet:
+    """ResNet-50 for small images: 23.5 million parameters at the width of the paper."""
+    return ResNet(block=Bottleneck, blocks=(3, 4, 6, 3), width=width, classes=classes)

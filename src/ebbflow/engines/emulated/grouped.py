@@ -1,0 +1,194 @@
+"""Batch norm of many workers in one forward pass: each group of samples is normalised with its own statistics.
+
+The arithmetic of ghost batch norm (Hoffer et al. 2017, arXiv 1705.08741), used here for what a fleet computes: a group
+is one worker's samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+
+from ebbflow.errors import ConfigError
+
+__all__ = ["BatchNormMode", "GroupedBatchNorm", "unfusable"]
+
+BatchNormMode = Literal["local", "sync", "frozen"]
+"""Over one worker's samples, over the whole step's, or with the running statistics, which then stay as they are."""
+
+
+def unfusable(model: torch.nn.Module) -> str:
+    """Why the workers of this model cannot share a forward pass; empty if they can."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and type(module).forward not in (_BatchNorm.forward, SyncBatchNorm.forward):
+            return f"the layer {name or 'itself'} is a {type(module).__name__}, a batch norm with a forward of its own"
+    return ""
+
+
+class _Layer:
+    """Stands in for the forward pass of one layer while a step is computed."""
+
+    def __init__(self, module: _BatchNorm, shared: GroupedBatchNorm) -> None:
+        self.module = module
+        self.shared = shared
+        # Mean over the groups of the latest call, the last one in a chunk: what a worker's own buffers would hold.
+        self.mean = self.var = None
+        if self.tracked:
+            self.mean, self.var = (torch.zeros_like(buffer) for buffer in self.buffers)
+
+    @property
+    def tracked(self) -> bool:
+        """Whether the layer keeps running statistics."""
+        return self.module.running_mean is not None
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The running statistics: mean and variance."""
+        assert self.module.running_mean is not None and self.module.running_var is not None
+        return self.module.running_mean, self.module.running_var
+
+    @property
+    def count(self) -> torch.Tensor:
+        """Steps that the running statistics have taken in."""
+        assert self.module.num_batches_tracked is not None
+        return self.module.num_batches_tracked
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As torch's own, with the statistics of each group for its samples."""
+        module, groups = self.module, self.shared.groups
+        if not module.training:
+            return type(module).forward(module, input)
+        module._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():
+            return self._decomposed(input, groups)
+        if groups == 1:
+            return F.batch_norm(input, self.mean, self.var, module.weight, module.bias, True, 1.0, module.eps)
+        return self._side_by_side(input, groups)
+
+    def _side_by_side(self, x: torch.Tensor, groups: int) -> torch.Tensor:
+        """The groups as channels of one call of torch's batch norm: two copies, but one kernel forward and backward."""
+        module, (samples, channels, *rest) = self.module, x.shape
+        wide = x.reshape(groups, samples // groups, channels, *rest).transpose(0, 1)
+        wide = wide.reshape(samples // groups, groups * channels, *rest)
+        weight, bias = (p.repeat(groups) if p is not None else None for p in (module.weight, module.bias))
+        mean, var = (s.new_zeros(groups * channels) if s is not None else None for s in (self.mean, self.var))
+        out = F.batch_norm(wide, mean, var, weight, bias, True, 1.0, module.eps)
+        if self.mean is not None and self.var is not None and mean is not None and var is not None:
+            torch.mean(mean.view(groups, channels), 0, out=self.mean)
+            torch.mean(var.view(groups, channels), 0, out=self.var)
+        return out.view(samples // groups, groups, channels, *rest).transpose(0, 1).reshape(x.shape)
+
+    def _decomposed(self, x: torch.Tensor, groups: int) -> torch.Tensor:
+        """In plain arithmetic, which a compiler fuses with what comes before and after.
+
+        Sums go over the places of a sample first, then over the samples of a group, forward and (by the `expand`)
+        backward: the large sums then have a result for each sample and channel, enough of them to fill a GPU. The
+        running mean is subtracted before squares are added up, so that a variance much smaller than the squared mean
+        does not drown in its rounding error.
+        """
+        module, (samples, channels, *rest) = self.module, x.shape
+        places = [*range(2, x.dim())]
+        ones = [1] * len(places)
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        if module.running_mean is not None:
+            wide = wide - module.running_mean.view(channels, *ones)
+
+        def mean(values: torch.Tensor) -> torch.Tensor:
+            values = values.mean(places) if places else values
+            return values.view(groups, samples // groups, channels).mean(1)
+
+        def for_each_sample(values: torch.Tensor) -> torch.Tensor:
+            expanded = values[:, None].expand(groups, samples // groups, channels)
+            return expanded.reshape(samples, channels, *ones)
+
+        first, second = mean(wide), mean(wide.square())
+        var = (second - first.square()).clamp_min(0)
+        scale = torch.rsqrt(var + module.eps)
+        if module.weight is not None:
+            scale = scale * module.weight
+        offset = -first * scale
+        if module.bias is not None:
+            offset = offset + module.bias
+        if self.mean is not None and self.var is not None and module.running_mean is not None:
+            count = samples // groups * math.prod(rest)
+            self.mean.copy_(first.detach().mean(0) + module.running_mean)
+            self.var.copy_(var.detach().mean(0) * (count / (count - 1)))
+        return (wide * for_each_sample(scale) + for_each_sample(offset)).to(x.dtype)
+
+
+class GroupedBatchNorm:
+    """Batch norm of a fused step; the model is changed only inside `installed`.
+
+    Running statistics = those before the step, blended once with the sample-weighted mean over the workers, when the
+    step commits: what `LocalBatchNorm` of the reference does. Until then nothing of the model is written. A layer that
+    is called several times in one forward pass counts with its last call. Does not wait for the device.
+    """
+
+    def __init__(self, model: torch.nn.Module, mode: BatchNormMode) -> None:
+        self.mode = mode
+        self.groups = 1
+        """Groups of equal size in the samples of the forward pass under way."""
+        if reason := unfusable(model):
+            raise ConfigError(f"{reason}: workers cannot be fused; use the loop (--engine loop)")
+        self.layers = [_Layer(module, self) for module in model.modules() if isinstance(module, _BatchNorm)]
+        self._tracked = [layer for layer in self.layers if layer.tracked]
+        if mode == "frozen" and len(self._tracked) < len(self.layers):
+            raise ConfigError(
+                "batch norm cannot be frozen: a layer keeps no running statistics (track_running_stats=False)"
+            )
+        self._latest = [t for layer in self._tracked for t in (layer.mean, layer.var) if t is not None]
+        self._sums = [torch.zeros_like(tensor) for tensor in self._latest]
+
+    def begin(self) -> None:
+        """Forget what an earlier attempt at the step collected."""
+        if self.mode == "frozen":
+            for layer in self.layers:
+                layer.module.eval()
+        if self._tracked:
+            torch._foreach_zero_(self._sums)
+            running = [buffer for layer in self._tracked for buffer in layer.buffers]
+            torch._foreach_copy_(self._latest, running)  # for a layer that is not called in this step
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The layers of the model normalise by groups inside."""
+        for layer in self.layers:
+            layer.module.forward = layer.forward  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                del layer.module.forward
+
+    def collect(self, share: float) -> None:
+        """Take in the statistics of the forward pass before, which had this share of the step's samples."""
+        if self._tracked:
+            torch._foreach_add_(self._sums, self._latest, alpha=share)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Blend the mean over the workers into the running statistics, as one update."""
+        moved: dict[float | None, list[tuple[_Layer, tuple[torch.Tensor, torch.Tensor]]]] = {}
+        for layer, mean, var in zip(self._tracked, self._sums[::2], self._sums[1::2], strict=True):
+            if layer.module.training:
+                moved.setdefault(layer.module.momentum, []).append((layer, (mean, var)))
+        for momentum, entries in moved.items():
+            counts = [layer.count for layer, _ in entries]
+            torch._foreach_add_(counts, 1)
+            running = [buffer for layer, _ in entries for buffer in layer.buffers]
+            new = [tensor for _, pair in entries for tensor in pair]
+            if momentum is not None:
+                torch._foreach_lerp_(running, new, momentum)
+                continue
+            # The mean of all steps, whose number only the device knows.
+            for buffer, tensor, count in zip(running, new, (c for c in counts for _ in range(2)), strict=True):
+                buffer.lerp_(tensor, 1 / count.to(tensor.dtype))
+
+    def rollback(self) -> None:
+        """Nothing was written."""

@@ -1,0 +1,159 @@
+"""A smaller study with the same structure: fewer epochs and narrower models, everything else in proportion.
+
+    epochs                       times the factor, rounded, at least 1; the ratio that comes out is used from here on
+    spans in rules, schedules    warmup(5ep), multistep(30ep, 60ep): times the ratio, also where a default counts epochs
+    step_time                    divided by the ratio: the run spans the same part of its trace; fit does so by itself
+    width of a workload          times the root of the factor, to a multiple of 8: a sample costs about the factor
+
+Rules, traces, seeds, batches and rates stay: a batch is no smaller a part of the data set, and a rule sees the same
+changes of workers. What cannot stay is the number of steps, so whatever takes its time in steps (momentum, a ramp, the
+memory of an average) takes a larger part of a smaller study.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ebbflow.config import load_plugins
+from ebbflow.errors import ConfigError, UnitError
+from ebbflow.spec import Call, Registry, parse_call, parse_calls
+from ebbflow.studies.study import Study
+from ebbflow.units import Span, parse_seconds, parse_span
+
+__all__ = ["scaled"]
+
+_WIDTH_STEP = 8
+
+
+def scaled(study: Study, factor: float) -> Study:
+    """The study at `factor` of its epochs; 1 gives the study itself.
+
+    All runs shrink by the same ratio. If rounding would give two lengths of run different ratios, or if a batch plan
+    is a file, whose steps cannot shrink, that is a ConfigError.
+    """
+    if not (math.isfinite(factor) and 0 < factor <= 1):
+        raise ConfigError(f"the scale is {factor:g}; expected a part of the study, above 0 and at most 1")
+    if factor == 1:
+        return study
+    from ebbflow import workloads  # imports torch, as the schedules do
+    from ebbflow.optim.schedules import SCHEDULES
+    from ebbflow.rules.registry import RULES, table
+
+    for arm in study.arms():
+        load_plugins(arm.config.plugins)
+        if arm.config.plan is not None:
+            raise ConfigError(f"the plan {arm.config.plan} counts steps and cannot be scaled; give a trace instead")
+    table()  # registers the rules
+    ratio = _ratio({a.config.epochs or workloads.recipe(a.config.workload).epochs for a in study.arms()}, factor)
+
+    def shorter(settings: Mapping[str, Any]) -> dict[str, Any]:
+        result = dict(settings)
+        if "epochs" in result:
+            result["epochs"] = round(result["epochs"] * ratio)
+        if "schedule" in result:
+            result["schedule"] = _shorter(result["schedule"], ratio, SCHEDULES)
+        if result.get("step_time", "fit") != "fit":
+            result["step_time"] = f"{parse_seconds(result['step_time']) / ratio:.12g}s"
+        return result
+
+    # A workload's own epochs and schedule shrink where the study leaves them to it.
+    own = [(name, workloads.recipe(name)) for name in study.workloads]
+    defaults: list[tuple[str, dict[str, Any]]] = []
+    for name, recipe in own:
+        values = {"epochs": recipe.epochs, "schedule": recipe.schedule}
+        defaults.append((name, shorter({key: value for key, value in values.items() if key not in study.settings})))
+    names: dict[str, Mapping[str, str]] = {
+        "rule": {rule: _shorter(rule, ratio, RULES) for rule in study.rules},
+        "workload": {name: _narrower(name, factor, workloads.WORKLOADS) for name in study.workloads},
+    }
+
+    def renamed(entry: Mapping[str, Any]) -> dict[str, Any]:
+        result = dict(entry)
+        for key in names.keys() & entry.keys():
+            new, found = names[key], entry[key]
+            result[key] = [new[name] for name in found] if isinstance(found, list) else new[found]
+        return result
+
+    return replace(
+        study,
+        name=f"{study.name}-x{factor:g}",
+        scale=study.scale * factor,
+        rules=tuple(names["rule"].values()),
+        workloads=tuple(names["workload"].values()),
+        settings=shorter(study.settings),
+        override=(
+            *({"workload": names["workload"][name], "set": values} for name, values in defaults if values),
+            *({**renamed(entry), "set": shorter(entry["set"])} for entry in study.override),
+        ),
+        skip=tuple(renamed(entry) for entry in study.skip),
+        paper=tuple(
+            replace(value, rule=names["rule"][value.rule], workload=names["workload"][value.workload])
+            for value in study.paper
+        ),
+    )
+
+
+def _ratio(epochs: set[int], factor: float) -> float:
+    """What all runs shrink by, once their epochs are whole numbers again."""
+    shorter = {before: max(1, round(before * factor)) for before in sorted(epochs)}
+    ratios = [after / before for before, after in shorter.items()]
+    if max(ratios) - min(ratios) > 1e-9:
+        lengths = " and ".join(str(before) for before in shorter)
+        raise ConfigError(
+            f"runs of {lengths} epochs scaled by {factor:g} would take {' and '.join(map(str, shorter.values()))} "
+            f"epochs, which is not the same part of each; choose a scale that gives whole epochs, such as "
+            f"{1 / math.gcd(*shorter):.3g}"
+        )
+    return ratios[0]
+
+
+def _shorter(text: str, ratio: float, registry: Registry[Any]) -> str:
+    """The text with every amount of training in it multiplied by the ratio, defaults included."""
+    calls = []
+    for call in parse_calls(text):
+        parameters = registry.entry(call.name).parameters
+        given = {name for name, _, _ in parameters[: len(call.args)]} | {key for key, _ in call.kwargs}
+        defaults = [(name, default) for name, default, _ in parameters if name not in given and _span(default)]
+        calls.append(
+            Call(
+                call.name,
+                tuple(_times(value, ratio) for value in call.args),
+                tuple((key, _times(value, ratio)) for key, value in (*call.kwargs, *defaults)),
+            )
+        )
+    return "+".join(str(call) for call in calls)
+
+
+def _span(text: str) -> Span | None:
+    try:
+        return parse_span(text)
+    except UnitError:
+        return None
+
+
+def _times(text: str, ratio: float) -> str:
+    span = _span(text)
+    return text if span is None else str(Span(span.value * ratio, span.unit))
+
+
+def _narrower(text: str, factor: float, registry: Registry[Any]) -> str:
+    """The workload with a smaller width, if it has one: a convolution's work goes with the square of it."""
+    call = parse_call(text)
+    parameters = [(name, default) for name, default, _ in registry.entry(call.name).parameters]
+    position = next((i for i, (name, _) in enumerate(parameters) if name == "width"), None)
+    if position is None:
+        return text
+    positional = position < len(call.args)
+    given = call.args[position] if positional else dict(call.kwargs).get("width", parameters[position][1])
+    width = int(float(given))
+    smaller = min(width, max(_WIDTH_STEP, round(width * math.sqrt(factor) / _WIDTH_STEP) * _WIDTH_STEP))
+    if smaller == width:
+        return text
+    if positional:
+        args = (*call.args[:position], str(smaller), *call.args[position + 1 :])
+        return str(replace(call, args=args))
+    others = tuple((key, value) for key, value in call.kwargs if key != "width")
+    return str(replace(call, kwargs=(*others, ("width", str(smaller)))))

@@ -1,0 +1,428 @@
+"""The fused engine against the reference: the same weights, the same statistics on average, whatever the workers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ebbflow import training
+from ebbflow.config import RunConfig
+from ebbflow.data.ledger import Ledger
+from ebbflow.engines.base import Faults, Gradients
+from ebbflow.engines.emulated import FusedEngine, LoopEngine
+from ebbflow.engines.emulated.base import EmulatedEngine
+from ebbflow.errors import ConfigError
+from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.policies import Follow
+from ebbflow.traces.trace import Trace
+from ebbflow.workloads import cross_entropy
+
+SAMPLES = 211  # a prime: every epoch has an uneven tail
+STEPS = 50
+
+
+def flat() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def images() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.0),
+        nn.Conv2d(6, 8, 3, padding=1), nn.BatchNorm2d(8, momentum=None), nn.ReLU(), nn.Flatten(), nn.Linear(128, 3),
+    )  # fmt: skip
+
+
+def odd_norms() -> nn.Module:
+    """Without weights, without running statistics, with another momentum."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False), nn.ReLU(), nn.BatchNorm2d(4, track_running_stats=False),
+        nn.Flatten(), nn.Linear(16, 5), nn.BatchNorm1d(5, momentum=0.3, eps=1e-3), nn.Linear(5, 3),
+    )  # fmt: skip
+
+
+def sequences() -> nn.Module:
+    """Batch norm over channels of a sequence (samples, channels, length)."""
+    return nn.Sequential(
+        nn.Flatten(2), nn.Conv1d(3, 6, 5), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3)
+    )
+
+
+def no_norm() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+MODELS: list[Callable[[], nn.Module]] = [flat, images, odd_norms, sequences, no_norm]
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(SAMPLES, 3, 4, 4, generator=generator)
+    y = torch.randint(3, (SAMPLES,), generator=generator)
+    return x + y[:, None, None, None] * 0.5, y
+
+
+def changing_plan() -> BatchPlan:
+    """One to seven workers of six samples, another number every two steps."""
+    trace = Trace.parse("0s:4 2s:2 4s:7 6s:3 8s:1 10s:5 12s:6 14s:2 16s").repeat(8)
+    return BatchPlan.from_trace(trace, Follow(6), "1s")
+
+
+def engine_on(
+    kind: type[EmulatedEngine], model: nn.Module, plan: BatchPlan | None = None, **settings: Any
+) -> EmulatedEngine:
+    x, y = data()
+    x = x.to(next(model.parameters()).dtype)
+    return kind(
+        model, lambda i: (x[i], y[i]), cross_entropy, plan or changing_plan(), samples=SAMPLES, seed=5, **settings
+    )
+
+
+def train(engine: EmulatedEngine, steps: int = STEPS, *, lr: float = 0.05) -> list[Gradients]:
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=lr, momentum=0.9)
+    ledger, seen = Ledger(samples=SAMPLES), []
+    for step in range(steps):
+        size = engine.members(step)
+        assignment = ledger.assign(size.samples)
+        seen.append(engine.gradients(assignment, size))
+        if engine.commit():
+            optimizer.step()
+            ledger = ledger.commit(assignment)
+    return seen
+
+
+def twins(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(3)
+    model = make()
+    return model, copy.deepcopy(model)
+
+
+def assert_same_state(left: nn.Module, right: nn.Module) -> None:
+    """To 1e-7 in double precision, where rounding cannot hide a difference; in single, to what 50 steps make of it."""
+    double = next(left.parameters()).dtype == torch.float64
+    rtol, atol = (1e-7, 1e-9) if double else (1e-3, 1e-4)
+    assert left.state_dict().keys() == right.state_dict().keys()
+    for name, value in left.state_dict().items():
+        torch.testing.assert_close(value, right.state_dict()[name], rtol=rtol, atol=atol)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("needs", [(), ("moments",)])
+@pytest.mark.parametrize("chunk", [13, 1000])
+@pytest.mark.parametrize("make", MODELS)
+def test_it_ends_with_the_weights_and_buffers_of_the_reference(
+    make: Callable[[], nn.Module], chunk: int, needs: tuple[str, ...]
+) -> None:
+    fused, loop = (model.double() for model in twins(make))
+    ours = train(engine_on(FusedEngine, fused, chunk=chunk, needs=needs))
+    theirs = train(engine_on(LoopEngine, loop, needs=needs))
+    assert_same_state(fused, loop)
+    assert [g.loss for g in ours] == pytest.approx([g.loss for g in theirs], rel=1e-7)
+    assert sum(g.pieces for g in ours) < sum(g.pieces for g in theirs), "workers were fused"
+
+
+@pytest.mark.parametrize("make", [flat, images, no_norm])
+def test_it_does_so_in_single_precision(make: Callable[[], nn.Module]) -> None:
+    fused, loop = twins(make)
+    train(engine_on(FusedEngine, fused, needs=("moments",)))
+    train(engine_on(LoopEngine, loop, needs=("moments",)))
+    assert_same_state(fused, loop)
+
+
+@pytest.mark.parametrize("make", [images, odd_norms, no_norm])
+def test_compiled_it_ends_the_same_with_few_graphs(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **settings: compile(f, backend=counter, **settings))
+    monkeypatch.setattr("ebbflow.engines.emulated.compiled._PATIENCE", 2)
+    fused, loop = (model.double() for model in twins(make))
+    train(engine_on(FusedEngine, fused, needs=("moments",), compile=True))
+    train(engine_on(LoopEngine, loop, needs=("moments",)))
+    assert_same_state(fused, loop)
+    assert 2 <= counter.frame_count <= 3, "seven numbers of workers and uneven tails need no graph each"
+
+
+def test_every_engine_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler limits the graphs of a function (to eight): a study has many engines."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("eager")
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **settings: compile(f, backend=counter, **settings))
+    for _ in range(10):
+        train(engine_on(FusedEngine, no_norm(), BatchPlan.constant(4, 24), compile=True), steps=2)
+    assert counter.frame_count == 10
+
+
+def test_a_model_that_cannot_be_compiled_is_run_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: object, inputs: object) -> Any:
+        raise RuntimeError("no compiler here")
+
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **settings: compile(f, backend=broken, **settings))
+    events: list[tuple[str, str]] = []
+    fused, loop = twins(images)
+    train(engine_on(FusedEngine, fused, compile=True, on_event=lambda *event: events.append(event)), steps=5)
+    train(engine_on(LoopEngine, loop), steps=5)
+    assert_same_state(fused, loop)
+    assert [what for what, _ in events] == ["not compiled"]
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_noise_and_signal_equal_the_references_on_average(layers: bool) -> None:
+    """At fixed weights, over all steps of many epochs: means agree within three standard errors of their difference."""
+    needs = ("layers",) if layers else ("moments",)
+    estimates = {}
+    for kind, settings in ((FusedEngine, {"chunk": 18}), (LoopEngine, {})):
+        model, _ = twins(no_norm)
+        seen = train(engine_on(kind, model, BatchPlan.constant(6, 36), needs=needs, **settings), steps=600, lr=0.0)
+        measured = [g.measurement for g in seen if g.measurement is not None and g.measurement.batch == 36]
+        estimates[kind] = np.array([m.estimate() for m in measured])  # (steps, noise or signal, layers)
+    fused, loop = estimates[FusedEngine], estimates[LoopEngine]
+    assert fused.shape == loop.shape
+    error = np.sqrt(fused.var(0) / len(fused) + loop.var(0) / len(loop))
+    assert (np.abs(fused.mean(0) - loop.mean(0)) < 3 * error).all()
+    assert (error[0] < 0.1 * loop.mean(0)[0]).all(), "the comparison could see a difference of a third of the noise"
+
+
+def test_a_step_has_two_pieces_where_a_rule_needs_them_and_workers_allow() -> None:
+    for workers, pieces in ((1, 1), (2, 2), (5, 2)):
+        model = no_norm()
+        engine = engine_on(FusedEngine, model, BatchPlan.constant(workers, 6 * workers), needs=("moments",))
+        assert [g.pieces for g in train(engine, steps=3)] == [pieces] * 3
+        engine = engine_on(FusedEngine, model, BatchPlan.constant(workers, 6 * workers))
+        assert [g.pieces for g in train(engine, steps=3)] == [1] * 3
+
+
+def test_synchronised_batch_norm_equals_one_large_batch() -> None:
+    fused, plain = twins(images)
+    engine = engine_on(FusedEngine, fused, batch_norm="sync", chunk=8)
+    train(engine)
+    x, y = data()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    ledger = Ledger(samples=SAMPLES)
+    for step in range(STEPS):
+        assignment = ledger.assign(changing_plan().at(step).samples)
+        if assignment.epoch != engine._epoch:
+            engine._epoch = assignment.epoch
+            engine._order = type(engine._order)(SAMPLES, 5, assignment.epoch)
+        indices = engine._order.indices(assignment.start, assignment.stop)
+        optimizer.zero_grad()
+        cross_entropy(plain, x[indices], y[indices]).backward()
+        optimizer.step()
+        ledger = ledger.commit(assignment)
+    assert_same_state(fused, plain)
+
+
+def test_frozen_batch_norm_uses_and_keeps_the_running_statistics() -> None:
+    fused, plain = twins(flat)
+    for model in (fused, plain):
+        nn.init.constant_(model[2].running_mean, 0.3)
+        nn.init.constant_(model[2].running_var, 2.0)
+    engine = engine_on(FusedEngine, fused, BatchPlan.constant(4, 24), batch_norm="frozen")
+    size = engine.members(0)
+    engine.gradients(Ledger(samples=SAMPLES).assign(24), size)
+    assert engine.commit()
+    plain.train()
+    plain[2].eval()
+    x, y = data()
+    indices = engine._order.indices(0, 24)
+    cross_entropy(plain, x[indices], y[indices]).backward()
+    for ours, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert fused[2].running_mean.tolist() == pytest.approx([0.3] * 16)
+    assert fused[2].num_batches_tracked == 0
+
+
+def test_a_checkpoint_of_one_engine_is_continued_by_the_other() -> None:
+    """25 steps by one and 25 by the other: the same weights as 50 by the reference."""
+    whole, _ = twins(images)
+    train(engine_on(LoopEngine, whole))
+    for first, second in ((FusedEngine, LoopEngine), (LoopEngine, FusedEngine)):
+        model, other = twins(images)
+        engine = engine_on(first, model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        ledger = Ledger(samples=SAMPLES)
+        for step in range(STEPS):
+            if step == STEPS // 2:
+                other.load_state_dict(copy.deepcopy(model.state_dict()))
+                engine = engine_on(second, other)
+                state = optimizer.state_dict()
+                optimizer = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9)
+                optimizer.load_state_dict(state)
+            size = engine.members(step)
+            assignment = ledger.assign(size.samples)
+            engine.gradients(assignment, size)
+            assert engine.commit()
+            optimizer.step()
+            ledger = ledger.commit(assignment)
+        assert_same_state(other, whole)
+
+
+def test_the_model_is_left_as_it_was_given() -> None:
+    model, untouched = twins(images)
+    engine = engine_on(FusedEngine, model)
+    train(engine, steps=3)
+    assert [type(m) for m in model.modules()] == [type(m) for m in untouched.modules()]
+    assert all("forward" not in vars(module) for module in model.modules())
+    copy.deepcopy(model)
+    model.eval()
+    x, _ = data()
+    untouched.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(x), untouched.eval()(x))
+
+
+def test_a_lost_step_leaves_no_trace() -> None:
+    model, before = twins(images)
+    engine = engine_on(FusedEngine, model, faults=Faults().lose(worker=0, step=0))
+    train(engine, steps=1)
+    assert_same_state(model, before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Small:
+    """A device on which at most so many samples fit."""
+
+    def __init__(self, fits: int) -> None:
+        self.fits = fits
+        self.sizes: list[int] = []
+
+    def __call__(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
+        loss = cross_entropy(model, x, y)
+        if len(x) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+
+def test_what_does_not_fit_into_the_memory_is_halved_and_the_step_repeated() -> None:
+    fused, loop = twins(images)
+    events: list[tuple[str, str]] = []
+    plan = BatchPlan.constant(8, 48)
+    engine = engine_on(FusedEngine, fused, plan, needs=("moments",), on_event=lambda *event: events.append(event))
+    engine.loss = small = Small(fits=18)
+    seen = train(engine, steps=4)
+    # 48 = 24 + 24 do not fit, nor would 24; 12 samples, two workers, do: four chunks, and so from then on.
+    assert small.sizes[0] == 24 and set(small.sizes[1:]) == {12}
+    assert [g.pieces for g in seen] == [4] * 4
+    assert events == [("out of memory", "24 samples did not fit; from now on at most 12 at a time")]
+    train(engine_on(LoopEngine, loop, plan, needs=("moments",)), steps=4)
+    assert_same_state(fused, loop)
+
+
+def test_a_workers_batch_that_does_not_fit_is_an_error_that_says_what_to_do() -> None:
+    engine = engine_on(FusedEngine, images(), BatchPlan.constant(4, 24))
+    engine.loss = Small(fits=5)
+    with pytest.raises(ConfigError, match=r"one worker's 6 samples do not fit .* smaller local batch or piece"):
+        train(engine, steps=1)
+    engine = engine_on(FusedEngine, images(), BatchPlan.constant(4, 24), batch_norm="sync")
+    engine.loss = Small(fits=5)
+    with pytest.raises(ConfigError, match=r"the whole step, which synchronised batch norm needs, 24 samples"):
+        train(engine, steps=1)
+
+
+def test_dropout_depends_on_the_position_only() -> None:
+    gradients = []
+    for _ in range(2):
+        torch.rand(100 + len(gradients))  # a run with another history has drawn other numbers
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        torch.rand(100 * len(gradients))
+        engine = engine_on(FusedEngine, model, BatchPlan.constant(4, 24))
+        engine.gradients(Ledger(samples=SAMPLES, epoch=2, position=12).assign(24), engine.members(0))
+        gradients.append(model[1].weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_half_precision_is_close_to_the_reference() -> None:
+    full, half = twins(images)
+    train(engine_on(LoopEngine, full, BatchPlan.constant(4, 24)), steps=10)
+    train(engine_on(FusedEngine, half, BatchPlan.constant(4, 24), precision="bf16", needs=("moments",)), steps=10)
+    for ours, theirs in zip(half.parameters(), full.parameters(), strict=True):
+        assert (ours - theirs).norm() < 0.05 * theirs.norm() + 1e-2
+
+
+def test_fp16_finds_a_loss_scale_and_repeats_the_step_that_was_too_large() -> None:
+    full, half = twins(no_norm)
+    train(engine_on(LoopEngine, full, BatchPlan.constant(4, 24)), steps=10)
+    engine = engine_on(FusedEngine, half, BatchPlan.constant(4, 24), precision="fp16", needs=("moments",))
+    assert isinstance(engine, FusedEngine)
+    engine._scale = 2.0**40  # far too large: halved until the gradients are finite, and no step is lost
+    seen = train(engine, steps=10)
+    assert 1 <= engine._scale < 2.0**30
+    assert all(math.isfinite(g.loss) and g.measurement is not None and g.measurement.finite for g in seen)
+    for ours, theirs in zip(half.parameters(), full.parameters(), strict=True):
+        assert (ours - theirs).norm() < 0.02 * theirs.norm() + 1e-2
+
+
+def test_a_nan_is_not_taken_for_a_loss_scale_that_is_too_large() -> None:
+    model = no_norm()
+    nn.init.constant_(model[1].weight, math.nan)
+    engine = engine_on(FusedEngine, model, BatchPlan.constant(4, 24), precision="fp16")
+    assert math.isnan(train(engine, steps=1)[0].loss)
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (no_norm, {"batch_norm": "globall"}, "batch_norm is 'globall'; .*local"),
+        (no_norm, {"precision": "fp8"}, "precision is 'fp8'"),
+        (images, {"batch_norm": "sync", "needs": ("moments",)}, "synchronised batch norm makes a step one piece"),
+        (odd_norms, {"batch_norm": "frozen"}, "keeps no running statistics"),
+        (lambda: nn.Sequential(Activated(3)), {}, "layer 0 is a Activated, .* use the loop"),
+    ],
+)
+def test_what_cannot_be_fused_is_refused(model: Callable[[], nn.Module], settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_on(FusedEngine, model(), **settings)
+
+
+def test_a_run_takes_the_engine_it_asks_for(tmp_path: Path) -> None:
+    """By default the fused one, on a CPU too; and both end at the same loss."""
+    ends = {}
+    for engine in ("auto", "loop", "fused"):
+        config = RunConfig(workload="digits-mlp(width=8)", engine=engine, epochs=1, seed=3)
+        run = training.train(config, tmp_path / engine)
+        ends[engine] = (run.header.config["emulation"]["engine"], run.validations[-1].metrics["loss"])
+    assert [name for name, _ in ends.values()] == ["FusedEngine", "LoopEngine", "FusedEngine"]
+    assert ends["auto"] == ends["fused"]
+    assert ends["auto"][1] == pytest.approx(ends["loop"][1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "loops"}, "engine is 'loops'; did you mean 'loop'"),
+        ({"precision": "fp8"}, "precision is 'fp8'"),
+        ({"chunk": 0}, "chunk is 0; expected a number above 0"),
+        ({"engine": "loop", "chunk": 64}, "chunk is a setting of the fused engine, but this run takes the loop"),
+        ({"engine": "loop", "precision": "fp16"}, "precision is 'fp16'"),
+        ({"rule": "adascale", "batch_norm": "sync"}, "synchronised batch norm makes a step one piece"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(settings: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        training.train(RunConfig(**{"workload": "digits-mlp", "epochs": 1} | settings), tmp_path / "run")

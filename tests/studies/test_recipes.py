@@ -1,0 +1,181 @@
+"""Every recipe can be run, and its plans are those of the paper: checked by arithmetic, without data."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from ebbflow.optim.build import OPTIMIZERS
+from ebbflow.optim.schedules import Progress, make_schedule
+from ebbflow.rules.registry import make_rule
+from ebbflow.runplan import check_measurable, make_plan
+from ebbflow.studies.scaling import scaled
+from ebbflow.studies.study import Arm, Study, check_arms, load_study, recipe_names
+from ebbflow.training import resolve
+
+CIFAR = 50_000
+PAPERS = [name for name in recipe_names() if name.startswith(("lena", "andre", "dynamic", "holt"))]
+IMAGES = [name for name in PAPERS if not name.endswith("-digits")]
+
+
+def samples(arm: Arm) -> int:
+    return {"digits": 1442, "quadra": 1024, "cifar1": CIFAR}[arm.config.workload[:6]]
+
+
+def arms(study: Study) -> dict[tuple[str, str], Arm]:
+    """By trace and rule, of the first seed and workload."""
+    first = [a for a in study.arms() if a.config.seed == 0 and a.config.workload == study.workloads[0]]
+    return {(arm.config.label, arm.config.rule): arm for arm in first}
+
+
+def steps(arm: Arm) -> int:
+    config = resolve(arm.config)
+    assert config.epochs
+    return make_plan(config, CIFAR)[0].for_epochs(CIFAR, config.epochs).steps
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.1])
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_has_a_summary_known_parts_and_plans_that_reach(name: str, scale: float) -> None:
+    study = scaled(load_study(name), scale)
+    assert study.summary.endswith(".")
+    assert study.summary.count("\n") == 0
+    check_arms(study.arms())
+    for arm in study.arms():
+        if arm.config.seed == 0:
+            config = resolve(arm.config)
+            plan, _ = make_plan(config, samples(arm))
+            if make_rule(config.rule).needs:
+                check_measurable(config, plan)
+            OPTIMIZERS.make(config.optimizer or "")
+            make_schedule(config.schedule)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_page_of_recipes_names_every_one(name: str) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
+    runs = len(load_study(name).arms())
+    assert f"| `{name}` | {runs} |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_recipes_of_tables_hold_the_published_values(name: str) -> None:
+    study = load_study(name)
+    if name == "andre-cifar10":  # a question, not a table
+        assert not study.paper
+        return
+    cells = {(arm.config.workload, arm.config.label, arm.config.rule) for arm in study.arms()}
+    published = [(value.workload, value.trace, value.rule) for value in study.paper]
+    assert len(set(published)) == len(published)
+    assert set(published) <= cells
+    # What the paper does not say: the static VGG16 by the linear rule, and eq. 13.
+    missing = {cell for cell in cells - set(published) if cell[2] != "linear+inside"}
+    assert missing == ({("cifar10-vgg16", "static", "linear+warmup(5ep)")} if name == "andre-table2" else set())
+    for value in study.paper:
+        assert value.what == "steps" or 0.05 < value.value < 0.96
+
+
+def test_lena_takes_the_paper_s_batches_and_warm_ups() -> None:
+    study = load_study("lena-table1")
+    batches = {arm.config.label: make_plan(resolve(arm.config), CIFAR)[0].at(0).samples for arm in arms(study).values()}
+    assert batches == {f"batch {size}": size for size in (1024, 2048, 4096, 8192, 16384)}
+    # 5.5 % of the run: 5.5 of 100 epochs, 8.25 of 150.
+    assert study.rules[0] == "linear+warmup(5.5ep)"
+    assert load_study("lena-table1-cifar100").rules[0] == "linear+warmup(8.25ep)"
+
+
+def test_andre_s_static_multiplier_is_32_and_vgg_s_rates_meet_there() -> None:
+    study = load_study("andre-table2")
+    found = arms(study)
+    rates = {}
+    for rule in study.rules:
+        config = resolve(found["static", rule].config)
+        assert config.ref_batch is not None and config.lr is not None
+        assert make_plan(config, CIFAR)[0].at(0).samples / config.ref_batch == 32
+        rates[rule.partition("+")[0]] = config.lr
+    # 0.00625 x sqrt(32) = 0.001105 x 32 = 0.0354, as 0.1 x sqrt(32) = 0.0177 x 32 in the paper.
+    assert rates["linear"] * 32 == pytest.approx(rates["sqrt"] * math.sqrt(32), rel=1e-3)
+    assert rates["adascale"] == rates["linear"]
+
+
+def test_dynamic_sgd_changes_the_workers_at_the_ends_of_epochs_20_and_70() -> None:
+    found = arms(load_study("dynamic-table1"))
+    # An epoch takes ceil(50000/128) = 391 steps of one worker, ceil(50000/1536) = 33 of twelve.
+    assert steps(found["12x at epoch 20", "linear"]) == 20 * 391 + 70 * 33
+    assert steps(found["12x at epoch 70", "dynamic"]) == 70 * 391 + 20 * 33
+    fixed = found["12x at epoch 20", "constant"]
+    assert steps(fixed) == 90 * 391
+    late = make_plan(resolve(fixed.config), CIFAR)[0].at(20 * 391)
+    assert (late.workers, late.samples) == (12, 128)  # 10.7 samples a worker, as 1,024 on 96
+
+
+@pytest.mark.parametrize("trace", [f"{scale}x {letter}" for scale in (12, 16) for letter in "abcde"])
+def test_random_schedules_change_every_five_epochs_within_their_range(trace: str) -> None:
+    arm = arms(load_study("dynamic-table3"))[trace, "dynamic"]
+    plan = make_plan(resolve(arm.config), CIFAR)[0]
+    levels, step = [], 0
+    for _ in range(18):
+        workers = plan.at(step).workers
+        levels.append(workers)
+        length = 5 * math.ceil(CIFAR / (128 * workers))
+        assert plan.at(step + length - 1).workers == workers
+        step += length
+    assert steps(arm) == step
+    assert min(levels) >= 1
+    assert max(levels) <= int(trace.partition("x")[0])
+    assert len(set(levels)) > 5
+
+
+def test_mobilenet_sees_one_random_schedule_of_each_range_and_static_fleets_one_rule() -> None:
+    study = load_study("dynamic-table3")
+    mobile = [(a.config.label, a.config.rule) for a in study.arms() if a.config.workload == "cifar10-mobilenet"]
+    statics = [(f"static {scale}x", "linear") for scale in (1, 12, 16)]
+    assert mobile == [*statics, *((f"{scale}x a", rule) for scale in (12, 16) for rule in ("linear", "dynamic"))]
+
+
+def test_weight_decay_spares_the_norms_in_table_1_and_not_in_table_6() -> None:
+    for name, spared in (("dynamic-table1", True), ("dynamic-table6", False)):
+        for arm in load_study(name).arms():
+            choice = OPTIMIZERS.make(arm.config.optimizer or "")
+            assert choice.settings["weight_decay"] == 1e-4
+            assert bool(choice.norms) == spared
+
+
+def test_growing_batches_take_exactly_the_published_updates_and_workers() -> None:
+    # Holt and Sievert, Table 1. Steps of an epoch: ceil(50000/B) = 391 (128), 79 (640), 16 (3,200), 4 (16,000);
+    # 196 (256), 40 (1,280), 10 (5,120). Sixty epochs each, and twenty or eighty of the last:
+    by_hand = {
+        "128": 200 * 391,
+        "640": 60 * 391 + 140 * 79,
+        "3.2k": 60 * 391 + 60 * 79 + 80 * 16,
+        "16k": 60 * 391 + 60 * 79 + 60 * 16 + 20 * 4,
+        "5.1k (*2)": 60 * 196 + 60 * 40 + 80 * 10,
+    }
+    study = load_study("holt-table1")
+    assert by_hand == {value.trace: value.value for value in study.paper}
+    found = {label: arm for (label, _), arm in arms(study).items()}
+    assert {label: steps(arm) for label, arm in found.items()} == by_hand
+    most = {label: int(make_plan(resolve(arm.config), CIFAR)[0].workers.max()) for label, arm in found.items()}
+    assert most == {"128": 1, "640": 5, "3.2k": 25, "16k": 125, "5.1k (*2)": 40}
+
+
+def test_growing_batches_reduce_rate_over_batch_by_five_at_each_point() -> None:
+    for arm in load_study("holt-table1").arms():
+        config = resolve(arm.config)
+        plan = make_plan(config, CIFAR)[0]
+        assert config.epochs is not None
+        schedule = make_schedule(config.schedule)
+        ends = [plan.for_epochs(CIFAR, epochs).steps for epochs in (60, 120, 180)]
+        first, ratios = plan.at(0).samples, []
+        for epochs, step in zip((0, 60, 120, 180), (0, *ends), strict=True):
+            progress = Progress(samples=epochs * CIFAR, epoch_samples=CIFAR, total_samples=200 * CIFAR, ref_batch=128)
+            ratios.append(schedule.value(progress) * first / plan.at(step).samples)
+        assert ratios == pytest.approx([1, 1 / 5, 1 / 25, 1 / 125])
+
+
+def test_the_proportion_of_steps_holds_at_a_smaller_scale() -> None:
+    # A tenth of the epochs: 6 x 391 + 6 x 79 + 6 x 16 + 2 x 4.
+    found = arms(scaled(load_study("holt-table1"), 0.1))
+    assert steps(found["16k", "constant"]) == 6 * 391 + 6 * 79 + 6 * 16 + 2 * 4

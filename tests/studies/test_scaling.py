@@ -1,0 +1,155 @@
+"""A scaled study: the same structure, with fewer epochs and narrower models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from ebbflow.cli.main import app
+from ebbflow.errors import ConfigError
+from ebbflow.runplan import make_plan
+from ebbflow.spec import parse_calls
+from ebbflow.studies.scaling import scaled
+from ebbflow.studies.study import Study, load_study, parse_study, recipe_names, recipe_text
+from ebbflow.training import resolve
+
+VALUES: dict[str, Any] = {
+    "name": "mine",
+    "workloads": ["digits-mlp", "digits-cnn(width=32)"],
+    "rules": ["constant", "linear+warmup(5ep)", "lsw", "sqrt+warmup(100steps, start=0)"],
+    "traces": {"static": "constant(workers=4)", "square": "square(low=2, high=6, period=1h, duration=4h)"},
+    "seeds": [3, 5],
+    "settings": {"epochs": 40, "schedule": "warmup(2ep)+multistep(10ep, 30ep, factor=0.2)", "step_time": "0.5s"},
+    "override": [
+        {"workload": "digits-cnn(width=32)", "rule": "lsw", "set": {"schedule": "cosine(20ep)", "lr": 0.3}},
+        {"rule": ["constant", "linear+warmup(5ep)"], "set": {"step_time": "fit"}},
+    ],
+    "skip": [{"rule": "lsw", "trace": "square"}],
+    "paper": [{"source": "x", "workload": "digits-mlp", "rule": "lsw", "values": {"static": 0.9}}],
+}
+
+
+def study(**changes: Any) -> Study:
+    return parse_study({**VALUES, **changes}, source="study.toml", folder=None)
+
+
+def test_epochs_spans_and_step_times_shrink_and_widths_by_the_root() -> None:
+    small = scaled(study(), 0.25)
+    assert small.settings["epochs"] == 10
+    assert small.settings["schedule"] == "warmup(0.5ep)+multistep(2.5ep, 7.5ep, factor=0.2)"
+    assert small.settings["step_time"] == "2s"
+    # lsw stands for a warm-up of 5 epochs by default, so its length is written out.
+    assert small.rules == ("constant", "linear+warmup(1.25ep)", "lsw(length=1.25ep)", "sqrt+warmup(25steps, start=0)")
+    # 64 and 32 times the root of 1/4.
+    assert small.workloads == ("digits-mlp(width=32)", "digits-cnn(width=16)")
+    assert small.scale == small.as_dict()["scale"] == 0.25
+
+
+def test_the_structure_stays_and_selectors_follow_the_new_names() -> None:
+    whole, small = study(), scaled(study(), 0.25)
+    assert small.traces == whole.traces
+    assert small.seeds == whole.seeds
+    assert len(small.arms()) == len(whole.arms()) == 2 * (2 * 2 * 4 - 2)
+    cnn = [arm.config for arm in small.arms() if arm.config.workload == "digits-cnn(width=16)"]
+    assert {config.lr for config in cnn if config.rule == "lsw(length=1.25ep)"} == {0.3}
+    assert {config.schedule for config in cnn if config.rule == "lsw(length=1.25ep)"} == {"cosine(5ep)"}
+    assert {config.step_time for config in cnn if config.rule == "constant"} == {"fit"}
+    assert (small.paper[0].workload, small.paper[0].rule) == ("digits-mlp(width=32)", "lsw(length=1.25ep)")
+    same = ("local_batch", "ref_batch", "lr", "optimizer", "policy", "seed", "label", "validate_every")
+    for before, after in zip(whole.arms(), small.arms(), strict=True):
+        for name in same:
+            assert getattr(before.config, name) == getattr(after.config, name)
+
+
+def test_what_the_study_leaves_to_the_workload_shrinks_too() -> None:
+    small = scaled(study(workloads=["cifar10-vgg16"], settings={}, override=[], paper=[]), 0.1)
+    config = small.arms()[0].config
+    assert (config.workload, config.epochs) == ("cifar10-vgg16(width=24)", 9)
+    assert config.schedule == "multistep(3ep, 6ep, 8ep, factor=0.1)"
+
+
+def test_the_whole_study_is_itself_and_an_unscaled_one_does_not_mention_it() -> None:
+    assert scaled(study(), 1) == study()
+    assert "scale" not in study().as_dict()
+
+
+def test_scaled_names_are_different_so_that_folders_are() -> None:
+    assert scaled(study(), 0.25).name == "mine-x0.25"
+
+
+def test_epochs_are_rounded_and_the_spans_follow_what_comes_out() -> None:
+    small = scaled(study(), 0.01)  # 0.4 epochs of 40: at least one, which is 1/40
+    assert small.settings["epochs"] == 1
+    assert small.rules[1] == "linear+warmup(0.125ep)"
+    assert small.settings["step_time"] == "20s"
+
+
+def test_runs_of_different_lengths_must_shrink_by_the_same_part() -> None:
+    two = study(settings={}, override=[{"workload": "digits-mlp", "set": {"epochs": 40}}])  # the other has its own 10
+    assert {arm.config.epochs for arm in scaled(two, 0.1).arms()} == {4, 1}
+    with pytest.raises(ConfigError, match=r"runs of 10 and 40 epochs scaled by 0.12 would take 1 and 5 .* such as 0.1"):
+        scaled(two, 0.12)
+
+
+@pytest.mark.parametrize("factor", [0, -1, 1.5, float("nan"), float("inf")])
+def test_a_scale_that_is_no_part_is_refused(factor: float) -> None:
+    with pytest.raises(ConfigError, match="expected a part of the study"):
+        scaled(study(), factor)
+
+
+def test_a_plan_of_steps_cannot_be_scaled() -> None:
+    planned = study(settings={"epochs": 10, "plan": "steps.csv"})
+    with pytest.raises(ConfigError, match=r"plan steps.csv counts steps"):
+        scaled(planned, 0.5)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+@settings(max_examples=5)
+@given(factor=st.sampled_from([0.02, 0.1, 0.2, 0.5, 0.9, 1.0]))
+def test_every_recipe_keeps_its_structure_at_every_scale(name: str, factor: float) -> None:
+    whole = load_study(name)
+    small = scaled(whole, factor)
+    assert len(small.arms()) == len(whole.arms())
+    assert [a.config.label for a in small.arms()] == [a.config.label for a in whole.arms()]
+    for before, after in zip(whole.arms(), small.arms(), strict=True):
+        names = [[call.name for call in parse_calls(arm.config.rule)] for arm in (before, after)]
+        assert names[0] == names[1]
+        long, short = resolve(before.config), resolve(after.config)
+        assert long.epochs is not None and short.epochs is not None
+        assert short.epochs == max(1, round(long.epochs * factor))
+        assert (short.local_batch, short.ref_batch, short.lr) == (long.local_batch, long.ref_batch, long.lr)
+
+
+def test_the_command_scales_sets_and_counts_seeds_and_the_folder_says_so(tmp_path: Path) -> None:
+    path, out = tmp_path / "tiny.toml", tmp_path / "out"
+    path.write_text(
+        'workloads = "digits-mlp"\nrules = "linear+warmup(5ep)"\ntraces = "constant(workers=4)"\nseeds = 3\n'
+    )
+    command = ["study", str(path), "--scale", "0.04", "--seeds", "1", "--set", "epochs=50", "--out", str(out)]
+    result = CliRunner().invoke(app, [*command, "--jobs", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    config = json.loads((out / "study.json").read_text())["config"]
+    # 0.04 of 50 epochs are 2, of 5 epochs 0.2; 64 times the root of 0.04 is 12.8, to a multiple of 8 16.
+    assert (config["scale"], config["seeds"], config["settings"]["epochs"]) == (0.04, [0], 2)
+    assert (config["rules"], config["workloads"]) == (["linear+warmup(0.2ep)"], ["digits-mlp(width=16)"])
+    assert len(list(out.glob("arms/*/record.jsonl"))) == 1
+
+
+def test_the_command_lists_and_shows_recipes() -> None:
+    listed = json.loads(CliRunner().invoke(app, ["study", "--list", "--json"]).output)
+    assert [entry["name"] for entry in listed] == recipe_names()
+    assert {"name": "lena-table1", "arms": 15, "summary": load_study("lena-table1").summary} in listed
+    assert "lena-table1 " in CliRunner().invoke(app, ["study", "--list"]).output
+    assert CliRunner().invoke(app, ["study", "demo", "--show"]).output == recipe_text("demo")
+
+
+def test_a_scaled_run_sees_the_same_workers_in_the_same_order() -> None:
+    whole, small = (s.arms()[2].config for s in (load_study("andre-table1"), scaled(load_study("andre-table1"), 0.1)))
+    before, after = (make_plan(resolve(config), 50_000)[0] for config in (whole, small))
+    assert list(before.workers) == list(after.workers)
