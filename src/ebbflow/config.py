@@ -55,6 +55,8 @@ class RunConfig:
     """Play the trace again when it ends before the run."""
     piece: int | None = None
     """At most so many samples in one backward pass; by default a worker's share."""
+    memory_steps: float = 1000.0
+    """Reference steps that the averages of noise and signal remember; AdaScale's 1000 is long for a short run."""
     clip: float | None = None
     """Largest norm of a step's mean gradient; by default gradients are not clipped."""
     on_nonfinite: str = "stop"
@@ -74,10 +76,13 @@ class RunConfig:
     """Python files that register rules, workloads or traces of your own."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "lr", "ref_batch", "local_batch", "piece", "clip", "ema", "validate_every", "threads"):
+        for name in ("epochs", "lr", "ref_batch", "local_batch", "piece", "memory_steps", "clip", "ema"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} is {value}; expected a number above 0")
+        for name in ("validate_every", "threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more")
         for name, known in (("on_change", ["finish", "lose"]), ("on_nonfinite", ["stop", "skip"])):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; {nearest(getattr(self, name), known)}")

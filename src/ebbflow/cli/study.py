@@ -18,14 +18,12 @@ from ebbflow.units import parse_seconds
 
 __all__ = ["run_with_progress", "study"]
 
-Jobs = Annotated[int | None, typer.Option(help="Arms at once. [default: one a core]")]
+Jobs = Annotated[int | None, typer.Option(help="Arms at once; default: one a core.")]
 
 
 def study(
     config: Annotated[str | None, typer.Argument(help="A study file (.toml, .yaml), or a recipe by name.")] = None,
-    out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the study. [default: below runs/]")
-    ] = None,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder of the study; default: below runs/.")] = None,
     jobs: Jobs = None,
     checkpoint_every: Annotated[str, typer.Option(help="Time between checkpoints of an arm.")] = "30s",
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the final weights of every arm.")] = False,
