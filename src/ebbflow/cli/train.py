@@ -64,7 +64,8 @@ def train(
     config = RunConfig(
         workload=workload, rule=rule, trace=trace, plan=plan, seed=seed, epochs=epochs, lr=lr, ref_batch=ref_batch,
         local_batch=local_batch, optimizer=optimizer, schedule=schedule, policy=policy, step_time=step_time,
-        offset=offset, on_change=on_change, repeat=repeat, piece=piece, memory_steps=memory_steps, clip=clip, on_nonfinite=on_nonfinite, ema=ema,
+        offset=offset, on_change=on_change, repeat=repeat, piece=piece, memory_steps=memory_steps, clip=clip,
+        on_nonfinite=on_nonfinite, ema=ema,
         bn_follows_batch=bn_follows_batch, validate_every=validate_every, data=data, device=device, threads=threads,
         plugins=tuple(plugin or ()),
     )  # fmt: skip
