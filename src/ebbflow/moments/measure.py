@@ -36,8 +36,7 @@ __all__ = ["Meter", "Tally", "squared_norms"]
 # A float32 dot of 4 * 10^7 numbers is wrong by 2e-4 on a CPU; in blocks of this size, added in float64, by less than
 # 1e-6. (linalg.vector_norm is wrong by 4e-4 at 4 * 10^6 and by 7e-3 at 4 * 10^7.)
 _BLOCK = 1 << 20
-_SMALL = 1 << 12
-_WAITING = 1 << 10  # small gradients that are kept at most: 16 MB
+_ALWAYS_CHECKED = 16  # steps of which every one is checked; then one in as many
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -49,7 +48,7 @@ class _Closed:
     """n_i, where the gradient that arrived is the mean; n_i over its scale otherwise."""
     scale: float
     squares: dict[int, Any]
-    """By parameter, |g_i|^2; or a tensor that is still to be turned into a number (`_settle`)."""
+    """By parameter, |g_i|^2; on a device the norm, as a tensor that nobody waits for."""
     watched: torch.Tensor | None
     """The watched parameter's gradient."""
 
@@ -85,7 +84,8 @@ class Meter:
     `unscale_`. A step whose gradients are not finite gives a Measurement with `finite` False; one that is skipped or
     lost is forgotten by `discard()`.
 
-    The check of `.grad` watches one small tensor; a change that leaves this one as it was goes unseen.
+    The check of `.grad` watches one small tensor, in the first steps and then in one of 16; a change that leaves this
+    tensor as it was goes unseen.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], *, layers: bool) -> None:
@@ -99,8 +99,8 @@ class Meter:
         self._arrived: dict[int, Any] = {}  # in the open piece: squared norms, or gradients that are measured later
         self._seen: list[torch.Tensor] = []  # the watched parameter's gradient in the open piece
         self._closed: list[_Closed] = []
-        self._settled = 0  # pieces of which the numbers are known
         self._samples = 0
+        self._steps = 0
         self._nodes = [_accumulator(parameter) for parameter in self.parameters]  # nobody else keeps them alive
         handles = [node.register_prehook(self._hook(i)) for i, node in enumerate(self._nodes)]
         self._unhook = weakref.finalize(self, _remove, handles)
@@ -145,8 +145,6 @@ class Meter:
         self._closed.append(_Closed(samples / scale, scale, squares, self._seen.pop() if self._seen else None))
         self._arrived.clear()
         self._samples += samples
-        if self._on_cpu and (len(self._closed) - self._settled) * len(squares) > _WAITING:
-            self._settle()
 
     def finish(self, batch: int, *, scale: float = 1.0) -> Measurement:
         """The step's measurement, when `.grad` holds `scale` times its mean gradient; opens the next step.
@@ -158,9 +156,12 @@ class Meter:
                 f"a step of {batch} samples was finished, but its pieces have {self._samples}; close every piece with "
                 f"its own number of samples, and discard() steps that are given up"
             )
-        means = self._squares_of_grad()
-        products = self._settle(means, self._products())
-        mismatch, totals, pieces = self._mismatch(products, scale), self._totals(), len(self._closed)
+        means, products = self._squares_of_grad(), self._products()
+        if self._on_cpu:
+            known = [] if products is None else products.tolist()
+        else:
+            known = self._read(means, products)
+        mismatch, totals, pieces = self._mismatch(known, scale), self._totals(), len(self._closed)
         self.discard()
         self.check(mismatch)
         mean_sq = [total / batch for total in totals]
@@ -178,7 +179,6 @@ class Meter:
         products = self._products()
         mismatch = self._mismatch([] if products is None else list(products.unbind()), scale)
         if self._on_cpu:
-            self._settle()
             squares = torch.tensor(self._totals(), dtype=torch.float64)
         else:
             zero = torch.zeros((), device=self.device)
@@ -208,24 +208,16 @@ class Meter:
             return {i: self._measures[i](gradient) for i, gradient in gradients.items()}
         return _norms(gradients)
 
-    def _settle(self, means: dict[int, Any] | None = None, products: torch.Tensor | None = None) -> list[float]:
-        """Turn tensors into numbers: in one call on a CPU, on a device the one time in a step that the host waits.
-
-        Changes the squares of the closed pieces and the given ones in place; returns the given products.
-        """
-        waiting = [piece.squares for piece in self._closed[self._settled :]] + ([means] if means else [])
-        self._settled = len(self._closed)
-        places = [(d, index) for d in waiting for index, value in d.items() if isinstance(value, torch.Tensor)]
-        tensors = [squares[index] for squares, index in places]
-        if self._on_cpu:
-            norms = [norm.item() for norm in torch._foreach_norm(tensors)] if tensors else []
-            known = [] if products is None else products.tolist()
-        else:
-            numbers = torch.cat([torch.stack(tensors), *([] if products is None else [products])]).tolist()
-            norms, known = numbers[: len(tensors)], numbers[len(tensors) :]
-        for (squares, index), norm in zip(places, norms, strict=True):
-            squares[index] = norm * norm
-        return known
+    def _read(self, means: dict[int, Any], products: torch.Tensor | None) -> list[float]:
+        """On a device: turn norms into numbers, squared and in place, and return the products; waits, once."""
+        owners = [*(piece.squares for piece in self._closed), means]
+        tensors = [norm for squares in owners for norm in squares.values()]
+        vectors = [torch.stack(tensors), *([] if products is None else [products])]
+        position = iter(torch.cat(vectors).tolist())
+        for squares in owners:
+            for index in squares:
+                squares[index] = next(position) ** 2
+        return list(position)
 
     def _totals(self) -> list[float]:
         """By parameter, the sum of n_i |g_i|^2."""
@@ -238,6 +230,9 @@ class Meter:
 
     def _products(self) -> torch.Tensor | None:
         """In the watched tensor: the first piece's gradient times each piece's, and times `.grad`."""
+        self._steps += 1
+        if self._steps > _ALWAYS_CHECKED and self._steps % _ALWAYS_CHECKED:
+            return None
         gradient = self.parameters[self._watched].grad
         parts = [piece.watched for piece in self._closed if piece.watched is not None]
         if not parts or gradient is None or gradient.is_sparse:
@@ -274,7 +269,7 @@ class Meter:
         self._arrived.clear()
         self._seen.clear()
         self._closed = []
-        self._samples = self._settled = 0
+        self._samples = 0
 
     def close(self) -> None:
         """Remove the hooks; they also go when nobody holds the meter any more."""
@@ -309,18 +304,21 @@ def _norms(gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
 def _measure(parameter: torch.Tensor) -> Callable[[torch.Tensor], Any]:
     """What to do with this parameter's gradients when they arrive.
 
-    On a CPU: measure large ones while they are in the cache, keep small ones, where a call costs more than its
-    arithmetic, and measure many in one call. On a device keep all; as an alias, because were the gradient itself kept,
-    autograd could not make it the first `.grad` of a step and would copy it.
+    On a CPU: measure them while they are in the cache. On a device: keep an alias until the piece is closed; were the
+    gradient itself kept, autograd could not make it the first `.grad` of a step and would copy it.
     """
     if parameter.device.type != "cpu":
         return torch.Tensor.detach
-    small = parameter.numel() <= _SMALL and parameter.dtype not in _LOW_PRECISION
-    return _keep if small else _squared_norm
+    simple = parameter.numel() <= _BLOCK and parameter.dtype not in _LOW_PRECISION
+    return _simple_squared_norm if simple else _squared_norm
 
 
-def _keep(gradient: torch.Tensor) -> torch.Tensor | float:
-    return _squared_norm(gradient) if gradient.is_sparse else gradient
+def _simple_squared_norm(gradient: torch.Tensor) -> float:
+    """The same with fewer questions: in small models every call counts."""
+    if gradient.is_sparse:
+        return _squared_norm(gradient)
+    flat = gradient.flatten()
+    return torch.dot(flat, flat).item()
 
 
 def _squared_norm(gradient: torch.Tensor) -> float:
