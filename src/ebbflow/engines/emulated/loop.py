@@ -72,7 +72,7 @@ class LoopEngine(Engine):
         piece: int | None = None,
         faults: Faults | None = None,
         needs: Collection[str] = (),
-        parameters: Iterable[torch.nn.Parameter] | None = None,
+        parameters: Iterable[torch.nn.Parameter] = (),
     ) -> None:
         """`samples`: size of an epoch. `piece`: at most so many samples a backward pass; default: a worker's share.
 
@@ -89,8 +89,8 @@ class LoopEngine(Engine):
         self.faults = faults or Faults()
         self.meter: Meter | None = None
         if not {"moments", "layers"}.isdisjoint(needs):
-            trained = parameters if parameters is not None else (p for p in model.parameters() if p.requires_grad)
-            self.meter = Meter(trained, layers="layers" in needs)
+            trained = [*parameters] if parameters else [p for p in model.parameters() if p.requires_grad]
+            self.meter = Meter(trained, layers="layers" in needs, adds=trained[0].device.type != "cpu")
         self._batch_norm = LocalBatchNorm(model)
         self._generators = _generators(model)
         self._epoch = 0
