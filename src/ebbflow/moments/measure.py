@@ -9,7 +9,7 @@
 
 The hooks sit where autograd adds to `.grad`, so they see exactly what is added: the sum over all uses of a shared
 parameter, after the user's own tensor hooks, and nothing of `torch.autograd.grad`. On a CPU each gradient is measured
-at once, by a `dot` while it is in the cache; a second pass over all gradients would cost twice as much. On a GPU the
+at once, by a `dot` while it is in the cache; a second pass over all gradients costs several times more. On a GPU the
 gradients of a piece are kept until it is closed and measured by one fused kernel. Sums are in float32 at least.
 """
 

@@ -17,7 +17,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """|g|^2 of each tensor as one vector on their device, without waiting for it; float64 on a CPU, else float32."""
+    """|g|^2 of each tensor as one vector on their device, without waiting for it; at least float32."""
     if not gradients:
         return torch.zeros(0)
     if gradients[0].device.type == "cpu":
@@ -29,7 +29,9 @@ def norms(gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """On a device: the norm of each gradient as a tensor, by one fused kernel."""
     if not gradients:
         return {}
-    found = torch._foreach_norm([*map(_dense, gradients.values())], 2, torch.float32)
+    tensors = [*map(_dense, gradients.values())]
+    double = any(tensor.dtype == torch.float64 for tensor in tensors)  # which torch refuses to narrow
+    found = torch._foreach_norm(tensors, 2, torch.float64 if double else torch.float32)
     return dict(zip(gradients, found, strict=True))
 
 
