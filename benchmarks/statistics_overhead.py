@@ -52,9 +52,12 @@ def plain(model: nn.Module, pieces: Pieces) -> Step:
     return step
 
 
-def ours(model: nn.Module, pieces: Pieces, *, layers: bool = False) -> Step:
+def ours(model: nn.Module, pieces: Pieces, *, layers: bool = False, adds: bool | None = None) -> Step:
+    """With hooks on a CPU; on a GPU the meter adds up the pieces, as the emulated engine has it."""
+    adds = pieces[0][0].is_cuda if adds is None else adds
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    meter, rule = Meter(model.parameters(), layers=layers), make_rule("adascale")
+    meter = Meter(model.parameters(), layers=layers, adds=adds)
+    rule = make_rule("adascale")
     size = len(pieces[0][0])
     averages = Averages()
 
@@ -77,6 +80,11 @@ def ours(model: nn.Module, pieces: Pieces, *, layers: bool = False) -> Step:
 
 def ours_by_layer(model: nn.Module, pieces: Pieces) -> Step:
     return ours(model, pieces, layers=True)
+
+
+def ours_by_hooks(model: nn.Module, pieces: Pieces) -> Step:
+    """As in a user's own loop."""
+    return ours(model, pieces, adds=False)
 
 
 def fairscale(model: nn.Module, pieces: Pieces) -> Step:
@@ -166,7 +174,8 @@ def compare(
     """Print a table: milliseconds a step and the ratio to plain accumulation."""
     pieces = [(torch.randn(*shape, device=device), torch.randint(10, shape[:1], device=device)) for _ in range(PIECES)]
     methods: dict[str, Step] = {}
-    for method in (plain, ours, ours_by_layer, fairscale, adaptdl):
+    extra = (ours_by_hooks,) if device == "cuda" else ()
+    for method in (plain, ours, ours_by_layer, *extra, fairscale, adaptdl):
         torch.manual_seed(0)
         model = make().to(device)
         if device == "cuda":

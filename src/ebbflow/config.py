@@ -74,6 +74,8 @@ class RunConfig:
     """Over the samples of one worker (local) or of the whole step (sync), or with fixed statistics (frozen)."""
     compile: bool | None = None
     """Whether to compile the model; by default on a GPU, where the run is long enough for it to pay."""
+    memory_steps: float = 1000.0
+    """Reference steps that the averages of noise and signal remember; AdaScale's 1000 is long for a short run."""
     clip: float | None = None
     """Largest norm of a step's mean gradient; by default gradients are not clipped."""
     on_nonfinite: str = "stop"
@@ -93,21 +95,13 @@ class RunConfig:
     """Python files that register rules, workloads or traces of your own."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "epochs",
-            "lr",
-            "ref_batch",
-            "local_batch",
-            "piece",
-            "chunk",
-            "clip",
-            "ema",
-            "validate_every",
-            "threads",
-        ):
+        for name in ("epochs", "lr", "ref_batch", "local_batch", "piece", "chunk", "memory_steps", "clip", "ema"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} is {value}; expected a number above 0")
+        for name in ("validate_every", "threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; {nearest(getattr(self, name), known)}")

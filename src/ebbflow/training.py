@@ -158,6 +158,7 @@ class _Trainer:
             schedule=config.schedule,
             epochs=config.epochs,
             epoch_samples=samples,
+            memory_steps=config.memory_steps,
             clip=config.clip,
             on_nonfinite=cast(OnNonfinite, config.on_nonfinite),
         )

@@ -37,6 +37,10 @@ def follow(page: Path, folder: Path) -> int:
     return commands
 
 
+def test_every_command_of_the_page_on_the_quadratic_model_works(tmp_path: Path) -> None:
+    assert follow(ROOT / "docs" / "quadratic.md", tmp_path) >= 2
+
+
 @pytest.mark.timeout(900)  # the demo, a study and a dozen starts of the command, on whatever machine this is
 def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
     assert follow(ROOT / "docs" / "guide.md", tmp_path) >= 15

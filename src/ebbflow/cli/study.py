@@ -21,18 +21,16 @@ from ebbflow.units import parse_seconds
 
 __all__ = ["run_with_progress", "study"]
 
-Jobs = Annotated[int | None, typer.Option(help="Arms at once. [default: one a core]")]
+Jobs = Annotated[int | None, typer.Option(help="Arms at once; default: one a core.")]
 
 
 def study(
     config: Annotated[str | None, typer.Argument(help="A study file (.toml, .yaml), or a recipe by name.")] = None,
-    out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the study. [default: below runs/]")
-    ] = None,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder of the study; default: below runs/.")] = None,
     scale: Annotated[
         float, typer.Option(help="Shrink it: this part of the epochs and narrower models, same structure.")
     ] = 1.0,
-    seeds: Annotated[int | None, typer.Option(help="How many seeds. [default: the study's]")] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds; default: the study's.")] = None,
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A setting for every run, such as device=cuda; repeatable."),

@@ -26,8 +26,8 @@ def train(
     ),
     plan: Annotated[str | None, typer.Option(help="A step,batchsize file instead of a trace.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, order and augmentation.")] = 0,
-    epochs: Annotated[int | None, typer.Option(help="[default: the recipe's]")] = None,
-    lr: Annotated[float | None, typer.Option(help="Base rate at the reference batch. [default: the recipe's]")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the recipe's.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Base rate at the reference batch; default: the recipe's.")] = None,
     ref_batch: Annotated[int | None, typer.Option(help="The batch that the rate was tuned at.")] = None,
     local_batch: Annotated[int | None, typer.Option(help="Samples a worker takes a step.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="Such as 'sgd(momentum=0.9)'.")] = None,
@@ -46,7 +46,10 @@ def train(
     chunk: Annotated[int | None, typer.Option(help="Samples a backward pass of the fused engine.")] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     batch_norm: Annotated[str, typer.Option(help="Over a worker (local), the step (sync), or frozen.")] = "local",
-    compile: Annotated[bool | None, typer.Option(help="Compile the model. [default: on a GPU, for long runs]")] = None,
+    compile: Annotated[bool | None, typer.Option(help="Compile the model. Default: on a GPU, for long runs.")] = None,
+    memory_steps: Annotated[
+        float, typer.Option(help="Reference steps that noise and signal are averaged over.")
+    ] = 1000.0,
     clip: Annotated[float | None, typer.Option(help="Largest norm of a step's mean gradient.")] = None,
     on_nonfinite: Annotated[str, typer.Option(help="A step with a NaN or infinite gradient: stop or skip.")] = "stop",
     ema: Annotated[
@@ -60,7 +63,7 @@ def train(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
     plugin: Annotated[list[str] | None, typer.Option(help="A Python file with your own rules or workloads.")] = None,
-    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder of the run. [default: below runs/]")] = None,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder of the run; default: below runs/.")] = None,
     checkpoint_every: Annotated[str, typer.Option(help="Time between checkpoints.")] = "60s",
     json: AsJson = False,
 ) -> None:
@@ -69,7 +72,8 @@ def train(
         workload=workload, rule=rule, trace=trace, plan=plan, seed=seed, epochs=epochs, lr=lr, ref_batch=ref_batch,
         local_batch=local_batch, optimizer=optimizer, schedule=schedule, policy=policy, step_time=step_time,
         offset=offset, on_change=on_change, repeat=repeat, piece=piece, engine=engine, chunk=chunk,
-        precision=precision, batch_norm=batch_norm, compile=compile, clip=clip, on_nonfinite=on_nonfinite, ema=ema,
+        precision=precision, batch_norm=batch_norm, compile=compile, memory_steps=memory_steps, clip=clip,
+        on_nonfinite=on_nonfinite, ema=ema,
         bn_follows_batch=bn_follows_batch, validate_every=validate_every, data=data, device=device, threads=threads,
         plugins=tuple(plugin or ()),
     )  # fmt: skip

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Measurement
-from ebbflow.moments.measure import Meter, squared_norms
+from ebbflow.moments.measure import Meter
+from ebbflow.moments.norms import squared_norms
 
 __all__ = ["AllReduce"]
 

@@ -42,7 +42,7 @@ class Measurement:
     @property
     def finite(self) -> bool:
         """Whether all numbers are; a step with an infinite gradient says nothing about noise and signal."""
-        return all(map(math.isfinite, self.mean_sq)) and all(map(math.isfinite, self.sq_mean))
+        return math.isfinite(sum(self.mean_sq) + sum(self.sq_mean))
 
     def estimate(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(noise, signal) of each layer: unbiased, so either may come out below zero in a single step.
@@ -58,9 +58,9 @@ class Measurement:
                 f"more workers, or a smaller piece"
             )
         scale = self.batch / (self.pieces - 1)
-        noise = tuple(scale * (a - n) for a, n in zip(self.mean_sq, self.sq_mean, strict=True))
-        signal = tuple(n - v / self.batch for n, v in zip(self.sq_mean, noise, strict=True))
-        return noise, signal
+        noise = [scale * (a - n) for a, n in zip(self.mean_sq, self.sq_mean, strict=True)]
+        signal = [n - v / self.batch for n, v in zip(self.sq_mean, noise, strict=True)]
+        return tuple(noise), tuple(signal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,18 +8,15 @@
     measurement = meter.finish(batch)          # the one host synchronisation of the step
 
 The hooks sit where autograd adds to `.grad`, so they see exactly what is added: the sum over all uses of a shared
-parameter, after the user's own tensor hooks, and nothing of `torch.autograd.grad`.
-
-On a CPU each gradient is measured at once, by a `dot` while it is in the cache; that is half the price of a second pass
-over the gradients. On a GPU the gradients of a piece are kept until `close_piece` and measured by one fused kernel;
-one kernel a tensor would cost a launch each. Sums are accumulated in at least float32, whatever the gradients are in.
+parameter, after the user's own tensor hooks, and nothing of `torch.autograd.grad`. On a CPU each gradient is measured
+at once, by a `dot` while it is in the cache; a second pass over all gradients costs several times more. On a GPU the
+gradients of a piece are kept until it is closed and measured by one fused kernel. Sums are in float32 at least.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -30,15 +27,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Measurement
+from ebbflow.moments.norms import LOW_PRECISION, at_least_float32, norms, on_arrival, squared_norms
 
 __all__ = ["Meter", "Tally", "squared_norms"]
 
-# A float32 dot of 4 * 10^7 numbers is wrong by 2e-4 on a CPU; in blocks of this size, added in float64, by less than
-# 1e-6. (linalg.vector_norm is wrong by 4e-4 at 4 * 10^6 and by 7e-3 at 4 * 10^7.)
-_BLOCK = 1 << 20
-_SMALL = 1 << 12
-_WAITING = 1 << 10  # small gradients that are kept at most: 16 MB
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_ALWAYS_CHECKED = 16  # steps of which every one is checked; then one in as many
 
 
 @dataclass(slots=True)
@@ -49,7 +42,7 @@ class _Closed:
     """n_i, where the gradient that arrived is the mean; n_i over its scale otherwise."""
     scale: float
     squares: dict[int, Any]
-    """By parameter, |g_i|^2; or a tensor that is still to be turned into a number (`_settle`)."""
+    """By parameter, |g_i|^2; on a device the norm, as a tensor that nobody waits for."""
     watched: torch.Tensor | None
     """The watched parameter's gradient."""
 
@@ -85,23 +78,34 @@ class Meter:
     `unscale_`. A step whose gradients are not finite gives a Measurement with `finite` False; one that is skipped or
     lost is forgotten by `discard()`.
 
-    The check of `.grad` watches one small tensor; a change that leaves this one as it was goes unseen.
+    *With* `adds=True` there are no hooks: `close_piece` takes the piece's gradient out of `.grad`, and `finish` puts
+    the sum there, as autograd would have. For loops that own their gradients and run on a GPU, where a Python hook
+    for each tensor costs more than all the arithmetic, and one fused addition saves a kernel a tensor. It needs the
+    memory of one more gradient; several backward passes in a piece are welcome; `.grad` must be empty before a step.
+
+    The check of `.grad` watches one small tensor, in the first steps and then in one of 16; a change that leaves this
+    tensor as it was goes unseen.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], *, layers: bool) -> None:
-        """Hook into the given parameters; `layers`: measure each of them, and not only their sum."""
+    def __init__(self, parameters: Iterable[torch.Tensor], *, layers: bool, adds: bool = False) -> None:
+        """Prepare to measure the given parameters; `layers`: each of them, and not only their sum.
+
+        `adds`: the meter adds up the pieces itself, without hooks; see the class.
+        """
         self.parameters = tuple(parameters)
         self.layers = layers
         self.device = _check(self.parameters)
         self._on_cpu = self.device.type == "cpu"
-        self._measures = [_measure(parameter) for parameter in self.parameters]
+        self._measures = [on_arrival(parameter) for parameter in self.parameters]
         self._watched = min(range(len(self.parameters)), key=lambda i: _suitability(self.parameters[i]))
         self._arrived: dict[int, Any] = {}  # in the open piece: squared norms, or gradients that are measured later
         self._seen: list[torch.Tensor] = []  # the watched parameter's gradient in the open piece
         self._closed: list[_Closed] = []
-        self._settled = 0  # pieces of which the numbers are known
         self._samples = 0
-        self._nodes = [_accumulator(parameter) for parameter in self.parameters]  # nobody else keeps them alive
+        self._steps = 0
+        self._sums: dict[int, torch.Tensor] | None = {} if adds else None
+        # Autograd's nodes that add to .grad; nobody else keeps them alive.
+        self._nodes = [] if adds else [_accumulator(parameter) for parameter in self.parameters]
         handles = [node.register_prehook(self._hook(i)) for i, node in enumerate(self._nodes)]
         self._unhook = weakref.finalize(self, _remove, handles)
 
@@ -136,17 +140,36 @@ class Meter:
         """
         if samples < 1:
             raise ConfigError(f"a piece of {samples} samples was closed; expected at least one")
+        if self._sums is not None:
+            self._collect(self._sums)
         if not self._arrived:
             raise ConfigError(
                 "a piece was closed, but no gradient arrived in it; call backward() first. If it was called: was the "
                 "model moved to a device or cast to another type after the Meter was made? Then make a new one"
             )
-        squares = dict(self._arrived) if self._on_cpu else _norms(self._arrived)
+        squares = dict(self._arrived) if self._on_cpu else norms(self._arrived)
         self._closed.append(_Closed(samples / scale, scale, squares, self._seen.pop() if self._seen else None))
         self._arrived.clear()
         self._samples += samples
-        if self._on_cpu and (len(self._closed) - self._settled) * len(squares) > _WAITING:
-            self._settle()
+
+    def _collect(self, sums: dict[int, torch.Tensor]) -> None:
+        """Take the piece's gradient out of `.grad` and add it to those of the step."""
+        taken = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
+        both = [i for i in taken if i in sums and not taken[i].is_sparse]
+        if both:
+            torch._foreach_add_([sums[i] for i in both], [taken[i] for i in both])
+        for index, gradient in taken.items():
+            if index not in sums:
+                sums[index] = gradient
+            elif gradient.is_sparse:
+                sums[index] = sums[index] + gradient
+            self.parameters[index].grad = None
+            self._arrived[index] = self._measures[index](gradient)
+
+    def _put_back(self) -> None:
+        """Leave in `.grad` what adding up there would have left."""
+        for index, gradient in (self._sums or {}).items():
+            self.parameters[index].grad = gradient
 
     def finish(self, batch: int, *, scale: float = 1.0) -> Measurement:
         """The step's measurement, when `.grad` holds `scale` times its mean gradient; opens the next step.
@@ -158,9 +181,10 @@ class Meter:
                 f"a step of {batch} samples was finished, but its pieces have {self._samples}; close every piece with "
                 f"its own number of samples, and discard() steps that are given up"
             )
-        means = self._squares_of_grad()
-        products = self._settle(means, self._products())
-        mismatch, totals, pieces = self._mismatch(products, scale), self._totals(), len(self._closed)
+        self._put_back()
+        means, products = self._squares_of_grad(), self._products()
+        known = self._read(means, products)
+        mismatch, totals, pieces = self._mismatch(known, scale), self._totals(), len(self._closed)
         self.discard()
         self.check(mismatch)
         mean_sq = [total / batch for total in totals]
@@ -175,17 +199,17 @@ class Meter:
         For those who combine the gradients of several ranks; `.grad` must hold `scale` times the mean of this rank's
         pieces. A rank without pieces has a tally of zeros.
         """
+        self._put_back()
         products = self._products()
         mismatch = self._mismatch([] if products is None else list(products.unbind()), scale)
         if self._on_cpu:
-            self._settle()
             squares = torch.tensor(self._totals(), dtype=torch.float64)
         else:
             zero = torch.zeros((), device=self.device)
             squares = zero.expand(len(self.parameters)).clone()
             for piece in self._closed:
-                norms = torch.stack([piece.squares.get(i, zero) for i in range(len(self.parameters))])
-                squares.addcmul_(norms, norms, value=piece.weight / piece.scale)
+                own = torch.stack([piece.squares.get(i, zero) for i in range(len(self.parameters))])
+                squares.addcmul_(own, own, value=piece.weight / piece.scale)
         if not self.layers:
             squares = squares.sum(0, keepdim=True)
         tally = Tally(
@@ -206,26 +230,20 @@ class Meter:
         gradients = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
         if self._on_cpu:
             return {i: self._measures[i](gradient) for i, gradient in gradients.items()}
-        return _norms(gradients)
+        return norms(gradients)
 
-    def _settle(self, means: dict[int, Any] | None = None, products: torch.Tensor | None = None) -> list[float]:
-        """Turn tensors into numbers: in one call on a CPU, on a device the one time in a step that the host waits.
-
-        Changes the squares of the closed pieces and the given ones in place; returns the given products.
-        """
-        waiting = [piece.squares for piece in self._closed[self._settled :]] + ([means] if means else [])
-        self._settled = len(self._closed)
-        places = [(d, index) for d in waiting for index, value in d.items() if isinstance(value, torch.Tensor)]
-        tensors = [squares[index] for squares, index in places]
+    def _read(self, means: dict[int, Any], products: torch.Tensor | None) -> list[float]:
+        """Turn the norms on a device into squared numbers, in place, and return the products; waits, once."""
         if self._on_cpu:
-            norms = [norm.item() for norm in torch._foreach_norm(tensors)] if tensors else []
-            known = [] if products is None else products.tolist()
-        else:
-            numbers = torch.cat([torch.stack(tensors), *([] if products is None else [products])]).tolist()
-            norms, known = numbers[: len(tensors)], numbers[len(tensors) :]
-        for (squares, index), norm in zip(places, norms, strict=True):
-            squares[index] = norm * norm
-        return known
+            return [] if products is None else products.tolist()
+        owners = [*(piece.squares for piece in self._closed), means]
+        tensors = [norm for squares in owners for norm in squares.values()]
+        vectors = [torch.stack(tensors), *([] if products is None else [products])]
+        position = iter(torch.cat(vectors).tolist())
+        for squares in owners:
+            for index in squares:
+                squares[index] = next(position) ** 2
+        return list(position)
 
     def _totals(self) -> list[float]:
         """By parameter, the sum of n_i |g_i|^2."""
@@ -238,11 +256,14 @@ class Meter:
 
     def _products(self) -> torch.Tensor | None:
         """In the watched tensor: the first piece's gradient times each piece's, and times `.grad`."""
+        self._steps += 1
+        if self._steps > _ALWAYS_CHECKED and self._steps % _ALWAYS_CHECKED:
+            return None
         gradient = self.parameters[self._watched].grad
         parts = [piece.watched for piece in self._closed if piece.watched is not None]
         if not parts or gradient is None or gradient.is_sparse:
             return None
-        stacked = _at_least_float32(torch.stack([*parts, gradient.detach()]).flatten(1))
+        stacked = at_least_float32(torch.stack([*parts, gradient.detach()]).flatten(1))
         return stacked @ stacked[0]
 
     def _mismatch(self, products: Sequence[Any], scale: float) -> Any:
@@ -261,7 +282,7 @@ class Meter:
 
     def check(self, mismatch: float) -> None:
         """Refuse a step whose `.grad` was not the mean of its pieces; `mismatch` is a tally's, read from the device."""
-        tolerance = 5e-2 if self.parameters[self._watched].dtype in _LOW_PRECISION else 1e-3
+        tolerance = 5e-2 if self.parameters[self._watched].dtype in LOW_PRECISION else 1e-3
         if mismatch > tolerance**2:  # false for a NaN, which `Measurement.finite` reports
             raise ConfigError(
                 "the gradient in .grad is not the mean of the step's pieces, so noise and signal cannot be told. "
@@ -274,7 +295,9 @@ class Meter:
         self._arrived.clear()
         self._seen.clear()
         self._closed = []
-        self._samples = self._settled = 0
+        self._samples = 0
+        if self._sums is not None:
+            self._sums = {}
 
     def close(self) -> None:
         """Remove the hooks; they also go when nobody holds the meter any more."""
@@ -289,55 +312,6 @@ class Meter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """|g|^2 of each tensor as one vector on their device, without waiting for it; float64 on a CPU, else float32."""
-    if gradients[0].device.type == "cpu":
-        return torch.tensor([_squared_norm(gradient) for gradient in gradients], dtype=torch.float64)
-    return torch.stack([*_norms(dict(enumerate(gradients))).values()]).square_()
-
-
-def _norms(gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """On a device: the norm of each gradient as a tensor, by one fused kernel."""
-    if not gradients:
-        return {}
-    norms = torch._foreach_norm([*map(_dense, gradients.values())], 2, torch.float32)
-    return dict(zip(gradients, norms, strict=True))
-
-
-def _measure(parameter: torch.Tensor) -> Callable[[torch.Tensor], Any]:
-    """What to do with this parameter's gradients when they arrive.
-
-    On a CPU: measure large ones while they are in the cache, keep small ones, where a call costs more than its
-    arithmetic, and measure many in one call. On a device keep all; as an alias, because were the gradient itself kept,
-    autograd could not make it the first `.grad` of a step and would copy it.
-    """
-    if parameter.device.type != "cpu":
-        return torch.Tensor.detach
-    small = parameter.numel() <= _SMALL and parameter.dtype not in _LOW_PRECISION
-    return _keep if small else _squared_norm
-
-
-def _keep(gradient: torch.Tensor) -> torch.Tensor | float:
-    return _squared_norm(gradient) if gradient.is_sparse else gradient
-
-
-def _squared_norm(gradient: torch.Tensor) -> float:
-    """On a CPU, where reading a result costs nothing."""
-    flat = _at_least_float32(_dense(gradient).flatten())
-    if flat.numel() <= _BLOCK:
-        return torch.dot(flat, flat).item()
-    return math.fsum(torch.dot(block, block).item() for block in torch.split(flat, _BLOCK))
-
-
-def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in _LOW_PRECISION else tensor
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient; those of a sparse one, of which each row is there once."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _remove(handles: Iterable[RemovableHandle]) -> None:

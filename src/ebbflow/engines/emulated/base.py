@@ -128,8 +128,10 @@ class EmulatedEngine(Engine):
         self.precision = precision
         self.meter: Meter | None = None
         if not {"moments", "layers"}.isdisjoint(needs):
-            trained = parameters if parameters is not None else (p for p in model.parameters() if p.requires_grad)
-            self.meter = Meter(trained, layers="layers" in needs)
+            trained = [*(parameters if parameters is not None else (p for p in model.parameters() if p.requires_grad))]
+            # On a GPU a hook for each tensor costs more than the arithmetic; fp16 looks at .grad before it is measured.
+            adds = trained[0].device.type != "cpu" and precision != "fp16"
+            self.meter = Meter(trained, layers="layers" in needs, adds=adds)
         self._batch_norm = self._make_batch_norm()
         self._generators = _generators(model)
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
