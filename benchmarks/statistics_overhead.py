@@ -221,6 +221,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     compare("MLP", deep_mlp, (32, 1024), turns=options.turns or 15, steps=1, target=1.05, device="cpu")
+    compare("MLP", deep_mlp, (128, 1024), turns=options.turns or 8, steps=1, target=1.05, device="cpu")
     compare("small MLP", small_mlp, (32, 64), turns=10 * (options.turns or 20), steps=5, target=1.2, device="cpu")
 
 
