@@ -1,6 +1,8 @@
-"""The reference engine under the contract."""
+"""The emulated engines under the contract: the reference, and the fused one in one chunk a step and in small ones."""
 
 from __future__ import annotations
+
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -8,7 +10,8 @@ import torch
 from contract.suite import EPOCHS, SAMPLES, EngineContract, Outcome, make_data, make_model
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
-from ebbflow.engines.emulated import LoopEngine
+from ebbflow.engines.emulated import FusedEngine, LoopEngine
+from ebbflow.engines.emulated.base import EmulatedEngine
 from ebbflow.loop import Flow
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan
@@ -16,6 +19,9 @@ from ebbflow.workloads import cross_entropy
 
 
 class TestLoopEngine(EngineContract):
+    engine: ClassVar[type[EmulatedEngine]] = LoopEngine
+    settings: ClassVar[dict[str, Any]] = {}
+
     def run(self, plan: BatchPlan, *, faults: Faults | None = None, batch_norm: bool = False) -> Outcome:
         x, y = make_data()
         model = make_model(batch_norm=batch_norm)
@@ -25,7 +31,7 @@ class TestLoopEngine(EngineContract):
             asked.extend(indices.tolist())
             return x[indices], y[indices]
 
-        engine = LoopEngine(model, fetch, cross_entropy, plan, samples=SAMPLES, seed=7, faults=faults)
+        engine = self.engine(model, fetch, cross_entropy, plan, samples=SAMPLES, seed=7, faults=faults, **self.settings)
         optimizer = ElasticOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "linear", base_batch=8, epoch_samples=SAMPLES
         )
@@ -40,3 +46,12 @@ class TestLoopEngine(EngineContract):
                 epochs.append(row.epoch)
         weights = torch.cat([tensor.double().flatten() for tensor in model.state_dict().values()])
         return Outcome(committed, epochs, weights, attempts)
+
+
+class TestFusedEngine(TestLoopEngine):
+    engine = FusedEngine
+
+
+class TestFusedEngineInSmallChunks(TestLoopEngine):
+    engine = FusedEngine
+    settings: ClassVar[dict[str, Any]] = {"chunk": 8, "needs": frozenset({"moments"})}
