@@ -82,9 +82,11 @@ class Moments:
 
 
 def decay(batch: float, memory: float) -> float:
-    """What an average keeps of its past in a step: (1 - 1/m)^kappa written in samples, exp(-batch/memory).
+    """What an average keeps of its past in a step: exp(-batch/memory).
 
-    The memory is counted in samples, so an average means the same for every history of workers.
+    The memory is counted in samples, so an average means the same for every history of workers: two steps of half the
+    batch keep as much as one whole step. With a memory of 1000 reference steps this is AdaScale's 1 - S/1000, to first
+    order, and never negative.
     """
     if not memory > 0:
         raise ConfigError(f"an average cannot remember {memory} samples; expected a positive number")
