@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ebbflow.moments.choose import meter_for
 from ebbflow.moments.estimate import Averages
 from ebbflow.moments.measure import Meter
 from ebbflow.rules.base import StepContext
@@ -52,17 +53,18 @@ def plain(model: nn.Module, pieces: Pieces) -> Step:
     return step
 
 
-def ours(model: nn.Module, pieces: Pieces, *, layers: bool = False, adds: bool | None = None) -> Step:
-    """With hooks on a CPU; on a GPU the meter adds up the pieces, as the emulated engine has it."""
-    adds = pieces[0][0].is_cuda if adds is None else adds
+def ours(model: nn.Module, pieces: Pieces, *, layers: bool = False, hooks: bool = False) -> Step:
+    """As an engine has it: without hooks on a GPU and for small models."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    meter = Meter(model.parameters(), layers=layers, adds=adds)
+    parameters = [*model.parameters()]
+    meter = Meter(parameters, layers=layers) if hooks else meter_for(parameters, layers=layers)
     rule = make_rule("adascale")
     size = len(pieces[0][0])
     averages = Averages()
 
     def step() -> None:
         nonlocal averages
+        meter.discard()
         for piece in pieces:
             backward(model, [piece])
             meter.close_piece(size, 1 / PIECES)
@@ -84,7 +86,7 @@ def ours_by_layer(model: nn.Module, pieces: Pieces) -> Step:
 
 def ours_by_hooks(model: nn.Module, pieces: Pieces) -> Step:
     """As in a user's own loop."""
-    return ours(model, pieces, adds=False)
+    return ours(model, pieces, hooks=True)
 
 
 def fairscale(model: nn.Module, pieces: Pieces) -> Step:
@@ -174,7 +176,7 @@ def compare(
     """Print a table: milliseconds a step and the ratio to plain accumulation."""
     pieces = [(torch.randn(*shape, device=device), torch.randint(10, shape[:1], device=device)) for _ in range(PIECES)]
     methods: dict[str, Step] = {}
-    extra = (ours_by_hooks,) if device == "cuda" else ()
+    extra = () if isinstance(meter_for([*make().to(device).parameters()], layers=False), Meter) else (ours_by_hooks,)
     for method in (plain, ours, ours_by_layer, *extra, fairscale, adaptdl):
         torch.manual_seed(0)
         model = make().to(device)

@@ -12,6 +12,7 @@ from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.emulated.base import EmulatedEngine
+from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.loop import Flow
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan
@@ -55,3 +56,14 @@ class TestFusedEngine(TestLoopEngine):
 class TestFusedEngineInSmallChunks(TestLoopEngine):
     engine = FusedEngine
     settings: ClassVar[dict[str, Any]] = {"chunk": 8, "needs": frozenset({"moments"})}
+
+
+class TestLoopEngineOfTheOnlyRank(TestLoopEngine):
+    """The path of several ranks, without the others: `tests/engines/test_ranks.py` has them."""
+
+    settings: ClassVar[dict[str, Any]] = {"ranks": Ranks(0, 1)}
+
+
+class TestFusedEngineOfTheOnlyRank(TestLoopEngine):
+    engine = FusedEngine
+    settings: ClassVar[dict[str, Any]] = {"chunk": 8, "needs": frozenset({"moments"}), "ranks": Ranks(0, 1)}

@@ -19,6 +19,7 @@ from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults, Gradients
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.emulated.base import EmulatedEngine
+from ebbflow.engines.emulated.chunks import Chunk
 from ebbflow.errors import ConfigError
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.plan.policies import Follow
@@ -426,3 +427,45 @@ def test_a_run_takes_the_engine_it_asks_for(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit_together_are_refused(settings: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         training.train(RunConfig(**{"workload": "digits-mlp", "epochs": 1} | settings), tmp_path / "run")
+
+
+# Looking ahead -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_samples_that_were_fetched_ahead_are_those_that_would_have_been(lost: bool) -> None:
+    def noisy() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(48, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+    runs = []
+    for looks_ahead in (False, True):
+        model, _ = twins(noisy)
+        faults = Faults().lose(worker=1, step=5).rejoin(worker=1, step=9) if lost else None
+        engine = engine_on(FusedEngine, model, chunk=13, faults=faults)
+        assert isinstance(engine, FusedEngine)
+        engine.looks_ahead = looks_ahead
+        fetch, fetched = engine.fetch, []
+
+        def augmented(indices: Any, fetch: Any = fetch, fetched: Any = fetched) -> tuple[torch.Tensor, torch.Tensor]:
+            fetched.append(len(indices))
+            x, y = fetch(indices)
+            return x + 0.1 * torch.randn_like(x), y
+
+        engine.fetch = augmented
+        losses = [g.loss for g in train(engine)]
+        runs.append((losses, model.state_dict(), sum(fetched)))
+    assert runs[0][0] == runs[1][0]
+    torch.testing.assert_close(runs[0][1], runs[1][1], rtol=0, atol=0)
+    spare = runs[1][2] - runs[0][2]  # what was fetched for steps that did not come
+    assert spare < (100 if lost else 20), "looking ahead fetches what is needed, not twice as much"
+
+
+def test_the_usual_chunk_is_the_one_that_holds_most_samples_of_the_plan() -> None:
+    # 2 steps of 3 workers of 6, then 10 of 5 workers in chunks of at most 13 samples: 2 + 2 + 1 groups.
+    plan = BatchPlan.from_trace(Trace.parse("0s:3 2s:5 12s"), Follow(6), "1s")
+    engine = engine_on(FusedEngine, twins(flat)[0], plan, chunk=13)
+    assert isinstance(engine, FusedEngine)
+    assert engine._usual_chunk() == Chunk(groups=2, size=6)
+    whole = engine_on(FusedEngine, twins(flat)[0], plan, batch_norm="sync")
+    assert isinstance(whole, FusedEngine)
+    assert whole._usual_chunk() == Chunk(groups=1, size=30)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from ebbflow.errors import ConfigError
+from ebbflow.moments.choose import AnyMeter
 from ebbflow.moments.estimate import Averages, Measurement
+from ebbflow.moments.flat import FlatSums
 from ebbflow.moments.measure import Meter
 from ebbflow.moments.norms import squared_norms
+from ebbflow.moments.sums import Sums
 
 SIZES = (5, 3, 4)
 
@@ -42,7 +46,7 @@ def truth(model: nn.Module, pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> 
     return a, n
 
 
-def run_step(model: nn.Module, meter: Meter, pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> Measurement:
+def run_step(model: nn.Module, meter: AnyMeter, pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> Measurement:
     """Accumulate the sample-weighted mean, as engines do."""
     model.zero_grad()
     batch = sum(len(x) for x, _ in pieces)
@@ -52,11 +56,11 @@ def run_step(model: nn.Module, meter: Meter, pieces: list[tuple[torch.Tensor, to
     return meter.finish(batch)
 
 
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("kind", [Meter, Sums, FlatSums])
 @pytest.mark.parametrize("layers", [False, True])
-def test_it_measures_what_separate_backward_passes_find(layers: bool, adds: bool) -> None:
+def test_it_measures_what_separate_backward_passes_find(layers: bool, kind: Any) -> None:
     model = make_model()
-    meter = Meter(model.parameters(), layers=layers, adds=adds)
+    meter = kind(model.parameters(), layers=layers)
     a, n = truth(model, make_pieces())
     measured = run_step(model, meter, make_pieces())
     assert (measured.batch, measured.pieces) == (12, 3)
@@ -424,89 +428,3 @@ def test_hooks_go_with_the_meter() -> None:
         run_step(model, keeper, make_pieces())
     with pytest.raises(ConfigError, match="no gradient arrived"):
         meter.close_piece(1)
-
-
-# A meter that adds up the pieces itself ------------------------------------------------------------------------------
-
-
-def test_a_meter_that_adds_leaves_the_gradient_that_autograd_would_have_left() -> None:
-    gradients = []
-    for adds in (False, True):
-        model = make_model()
-        meter = Meter(model.parameters(), layers=False, adds=adds)
-        for step in range(2):
-            run_step(model, meter, make_pieces(step))
-        gradients.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
-def test_a_meter_that_adds_takes_several_backward_passes_for_one_piece() -> None:
-    w = nn.Parameter(torch.tensor([1.0]))
-    meter = Meter([w], layers=False, adds=True)
-    (2 * w).sum().backward()
-    (3 * w).sum().backward()
-    meter.close_piece(1)
-    assert w.grad is None
-    w.sum().backward()
-    meter.close_piece(1)  # 5 and 1: A = 13, N = 9
-    assert meter.finish(2, scale=2.0) == Measurement(batch=2, pieces=2, mean_sq=(13.0,), sq_mean=(9.0,))
-    assert w.grad == torch.tensor([6.0])
-
-
-def test_a_meter_that_adds_forgets_a_discarded_step() -> None:
-    model = make_model()
-    meter = Meter(model.parameters(), layers=True, adds=True)
-    accumulate(model, meter)
-    meter.discard()
-    assert run_step(model, meter, make_pieces()).mean_sq == pytest.approx(truth(model, make_pieces())[0], rel=1e-6)
-    model.zero_grad()
-    with pytest.raises(ConfigError, match="no gradient arrived"):
-        meter.close_piece(1)
-
-
-def test_a_meter_that_adds_knows_sparse_and_missing_gradients() -> None:
-    measured = []
-    for adds in (False, True):
-        torch.manual_seed(0)
-        table, rare = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.ones(1))
-        meter = Meter([table.weight, rare], layers=True, adds=adds)
-        for rows, factor in (([1, 1, 3], 0.0), ([3, 0], 1.0)):
-            loss = table(torch.tensor(rows)).square().sum() / 5
-            (loss + rare.sum() if factor else loss).backward()
-            meter.close_piece(len(rows), scale=len(rows) / 5)
-        measured.append(meter.finish(5))
-    assert measured[0].mean_sq == pytest.approx(measured[1].mean_sq, rel=1e-6)
-    assert measured[0].sq_mean == pytest.approx(measured[1].sq_mean, rel=1e-6)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU to compare the CPU with")
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("layers", [False, True])
-def test_a_gpu_measures_what_a_cpu_does(layers: bool, adds: bool) -> None:
-    measured = []
-    for device in ("cpu", "cuda"):
-        model = make_model().to(device)
-        meter = Meter(model.parameters(), layers=layers, adds=adds)
-        measured.append(run_step(model, meter, [(x.to(device), y.to(device)) for x, y in make_pieces()]))
-    assert measured[0].mean_sq == pytest.approx(measured[1].mean_sq, rel=1e-4)
-    assert measured[0].sq_mean == pytest.approx(measured[1].sq_mean, rel=1e-4)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU whose queue could be waited for")
-def test_closing_a_piece_does_not_wait_for_the_gpu() -> None:
-    model = make_model().cuda()
-    meter = Meter(model.parameters(), layers=True)
-    pieces = [(x.cuda(), y.cuda()) for x, y in make_pieces()]
-    run_step(model, meter, pieces)
-    model.zero_grad()
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it does not detect every one
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        for x, y in pieces:
-            (F.cross_entropy(model(x), y) * len(x) / 12).backward()
-            meter.close_piece(len(x), scale=len(x) / 12)
-        meter.take()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)

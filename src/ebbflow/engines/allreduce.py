@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, RankLost
+from ebbflow.moments.choose import AnyMeter
 from ebbflow.moments.estimate import Measurement
-from ebbflow.moments.measure import Meter
 from ebbflow.moments.norms import squared_norms
 
 __all__ = ["AllReduce"]
@@ -37,10 +37,14 @@ class AllReduce:
         self,
         parameters: Iterable[torch.nn.Parameter],
         *,
-        meter: Meter | None = None,
+        meter: AnyMeter | None = None,
         group: dist.ProcessGroup | None = None,
+        along: int = 0,
     ) -> None:
-        """`meter`: has measured the same parameters; None: nothing is measured and nothing paid."""
+        """`meter`: has measured the same parameters; None: nothing is measured and nothing paid.
+
+        `along`: so many numbers of the caller's are added up with the gradients.
+        """
         self.parameters = tuple(parameters)
         self.meter = meter
         self.group = group
@@ -52,8 +56,9 @@ class AllReduce:
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
         size = sum(parameter.numel() for parameter in self.parameters)
         extra = meter.width + 2 if meter is not None else 0
-        self._buffer = torch.zeros(size + extra, dtype=dtype, device=self.parameters[0].device)
-        self._flat, self._extra = self._buffer.split([size, extra])  # type: ignore[no-untyped-call]
+        self._buffer = torch.zeros(size + extra + along, dtype=dtype, device=self.parameters[0].device)
+        self._flat, self._extra, self.along = self._buffer.split([size, extra, along])  # type: ignore[no-untyped-call]
+        """The caller's numbers: what is written here before a call is the sum over the ranks after it."""
         parts = self._flat.split([parameter.numel() for parameter in self.parameters])
         self._views = [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
 
@@ -68,11 +73,17 @@ class AllReduce:
             self._put_statistics(self.meter, samples, batch)
         self._put_gradients(samples / batch)
         if dist.is_initialized():
-            dist.all_reduce(self._buffer, group=self.group)
+            try:
+                dist.all_reduce(self._buffer, group=self.group)
+            except RuntimeError as error:
+                raise RankLost(
+                    "another rank has gone in the middle of a step, killed or out of memory; what was done up to the "
+                    "last checkpoint is kept, and the same command continues from there"
+                ) from error
         self._take_gradients()
         return self._measurement(self.meter, batch) if self.meter is not None else None
 
-    def _put_statistics(self, meter: Meter, samples: int, batch: int) -> None:
+    def _put_statistics(self, meter: AnyMeter, samples: int, batch: int) -> None:
         tally = meter.take()
         if tally.samples != samples:
             raise ConfigError(f"this rank closed pieces of {tally.samples} samples, but says that it has {samples}")
@@ -105,7 +116,7 @@ class AllReduce:
                 continue
             parameter.grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
 
-    def _measurement(self, meter: Meter, batch: int) -> Measurement:
+    def _measurement(self, meter: AnyMeter, batch: int) -> Measurement:
         if meter.layers:
             place = {id(parameter): view for parameter, view in zip(self.parameters, self._views, strict=True)}
             mean = squared_norms([place[id(parameter)] for parameter in meter.parameters])

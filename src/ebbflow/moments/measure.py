@@ -29,7 +29,7 @@ from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Measurement
 from ebbflow.moments.norms import LOW_PRECISION, at_least_float32, norms, on_arrival, squared_norms
 
-__all__ = ["Meter", "Tally", "squared_norms"]
+__all__ = ["Meter", "Tally", "check_complete", "check_parameters", "squared_norms"]
 
 _ALWAYS_CHECKED = 16  # steps of which every one is checked; then one in as many
 
@@ -78,23 +78,15 @@ class Meter:
     `unscale_`. A step whose gradients are not finite gives a Measurement with `finite` False; one that is skipped or
     lost is forgotten by `discard()`.
 
-    *With* `adds=True` there are no hooks: `close_piece` takes the piece's gradient out of `.grad`, and `finish` puts
-    the sum there, as autograd would have. For loops that own their gradients and run on a GPU, where a Python hook
-    for each tensor costs more than all the arithmetic, and one fused addition saves a kernel a tensor. It needs the
-    memory of one more gradient; several backward passes in a piece are welcome; `.grad` must be empty before a step.
-
     The check of `.grad` watches one small tensor, in the first steps and then in one of 16; a change that leaves this
     tensor as it was goes unseen.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], *, layers: bool, adds: bool = False) -> None:
-        """Prepare to measure the given parameters; `layers`: each of them, and not only their sum.
-
-        `adds`: the meter adds up the pieces itself, without hooks; see the class.
-        """
+    def __init__(self, parameters: Iterable[torch.Tensor], *, layers: bool) -> None:
+        """Prepare to measure the given parameters; `layers`: each of them, and not only their sum."""
         self.parameters = tuple(parameters)
         self.layers = layers
-        self.device = _check(self.parameters)
+        self.device = check_parameters(self.parameters)
         self._on_cpu = self.device.type == "cpu"
         self._measures = [on_arrival(parameter) for parameter in self.parameters]
         self._watched = min(range(len(self.parameters)), key=lambda i: _suitability(self.parameters[i]))
@@ -103,9 +95,8 @@ class Meter:
         self._closed: list[_Closed] = []
         self._samples = 0
         self._steps = 0
-        self._sums: dict[int, torch.Tensor] | None = {} if adds else None
         # Autograd's nodes that add to .grad; nobody else keeps them alive.
-        self._nodes = [] if adds else [_accumulator(parameter) for parameter in self.parameters]
+        self._nodes = [_accumulator(parameter) for parameter in self.parameters]
         handles = [node.register_prehook(self._hook(i)) for i, node in enumerate(self._nodes)]
         self._unhook = weakref.finalize(self, _remove, handles)
 
@@ -140,8 +131,6 @@ class Meter:
         """
         if samples < 1:
             raise ConfigError(f"a piece of {samples} samples was closed; expected at least one")
-        if self._sums is not None:
-            self._collect(self._sums)
         if not self._arrived:
             raise ConfigError(
                 "a piece was closed, but no gradient arrived in it; call backward() first. If it was called: was the "
@@ -152,36 +141,12 @@ class Meter:
         self._arrived.clear()
         self._samples += samples
 
-    def _collect(self, sums: dict[int, torch.Tensor]) -> None:
-        """Take the piece's gradient out of `.grad` and add it to those of the step."""
-        taken = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
-        both = [i for i in taken if i in sums and not taken[i].is_sparse]
-        if both:
-            torch._foreach_add_([sums[i] for i in both], [taken[i] for i in both])
-        for index, gradient in taken.items():
-            if index not in sums:
-                sums[index] = gradient
-            elif gradient.is_sparse:
-                sums[index] = sums[index] + gradient
-            self.parameters[index].grad = None
-            self._arrived[index] = self._measures[index](gradient)
-
-    def _put_back(self) -> None:
-        """Leave in `.grad` what adding up there would have left."""
-        for index, gradient in (self._sums or {}).items():
-            self.parameters[index].grad = gradient
-
     def finish(self, batch: int, *, scale: float = 1.0) -> Measurement:
         """The step's measurement, when `.grad` holds `scale` times its mean gradient; opens the next step.
 
         Waits for the device, once.
         """
-        if batch != self._samples:
-            raise ConfigError(
-                f"a step of {batch} samples was finished, but its pieces have {self._samples}; close every piece with "
-                f"its own number of samples, and discard() steps that are given up"
-            )
-        self._put_back()
+        check_complete(batch, self._samples)
         means, products = self._squares_of_grad(), self._products()
         known = self._read(means, products)
         mismatch, totals, pieces = self._mismatch(known, scale), self._totals(), len(self._closed)
@@ -199,7 +164,6 @@ class Meter:
         For those who combine the gradients of several ranks; `.grad` must hold `scale` times the mean of this rank's
         pieces. A rank without pieces has a tally of zeros.
         """
-        self._put_back()
         products = self._products()
         mismatch = self._mismatch([] if products is None else list(products.unbind()), scale)
         if self._on_cpu:
@@ -296,8 +260,6 @@ class Meter:
         self._seen.clear()
         self._closed = []
         self._samples = 0
-        if self._sums is not None:
-            self._sums = {}
 
     def close(self) -> None:
         """Remove the hooks; they also go when nobody holds the meter any more."""
@@ -319,7 +281,16 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
         handle.remove()
 
 
-def _check(parameters: Sequence[torch.Tensor]) -> torch.device:
+def check_complete(batch: int, closed: int) -> None:
+    """Refuse to finish a step that is not the sum of its pieces."""
+    if batch != closed:
+        raise ConfigError(
+            f"a step of {batch} samples was finished, but its pieces have {closed}; close every piece with its own "
+            f"number of samples, and discard() steps that are given up"
+        )
+
+
+def check_parameters(parameters: Sequence[torch.Tensor]) -> torch.device:
     """The device of the parameters, if they can be measured."""
     if not parameters:
         raise ConfigError("there are no parameters to measure; expected those that the optimizer trains")

@@ -23,7 +23,12 @@ class LocalBatchNorm:
     def __init__(self, model: torch.nn.Module) -> None:
         self.layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self._before: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sums = [(torch.zeros_like(m.running_mean), torch.zeros_like(m.running_var)) for m in self.layers]  # type: ignore[arg-type]
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """Mean and variance of each layer, summed over the pieces so far; the same tensors in every step."""
+        return [tensor for pair in self._sums for tensor in pair]
 
     def begin(self) -> None:
         """Remember the buffers of before the step."""
@@ -31,7 +36,8 @@ class LocalBatchNorm:
             (layer.running_mean.clone(), layer.running_var.clone(), int(layer.num_batches_tracked))  # type: ignore[union-attr, arg-type]
             for layer in self.layers
         ]
-        self._sums = [(torch.zeros_like(mean), torch.zeros_like(var)) for mean, var, _ in self._before]
+        for tensor in self.sums:
+            tensor.zero_()
 
     @contextmanager
     def piece(self, weight: float) -> Iterator[None]:

@@ -10,19 +10,26 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 
+from ebbflow.data.ledger import Assignment, Ledger, Share
 from ebbflow.engines.base import Faults
 from ebbflow.engines.emulated.base import EmulatedEngine, Fetch, Loss, Precision, Step
 from ebbflow.engines.emulated.chunks import Chunk, cut
-from ebbflow.engines.emulated.compiled import Compiled
+from ebbflow.engines.emulated.compiled import Compiled, Way
+from ebbflow.engines.emulated.graphs import Graphs
 from ebbflow.engines.emulated.grouped import BatchNormMode, GroupedBatchNorm
-from ebbflow.errors import ConfigError
-from ebbflow.moments.measure import squared_norms
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.engines.emulated.ranks import Ranks
+from ebbflow.errors import ConfigError, PlanError
+from ebbflow.moments.norms import squared_norms
+from ebbflow.moments.sums import Sums
+from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.spec import nearest
 
 __all__ = ["DEFAULT_CHUNK", "FusedEngine"]
@@ -36,6 +43,20 @@ images, 2,048 keep the GPU busy for longer than it takes to launch them, and 1,0
 
 _LOG = logging.getLogger(__name__)
 _GROW_AFTER = 2000  # steps without an overflow after which the loss scale of fp16 is doubled, as in torch's GradScaler
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What was fetched for the step that should come next."""
+
+    assignment: Assignment
+    size: StepSize
+    step: Step
+    range: tuple[int, int]
+    """The positions that were fetched."""
+    fetched: tuple[torch.Tensor, torch.Tensor]
+    states: list[torch.Tensor]
+    """Of the generators, after the fetch."""
 
 
 class FusedEngine(EmulatedEngine):
@@ -72,6 +93,7 @@ class FusedEngine(EmulatedEngine):
         batch_norm: BatchNormMode = "local",
         compile: bool = False,
         on_event: Callable[[str, str], None] = lambda what, text: None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`chunk`: samples of one backward pass; by default what is fastest on the device. `piece`: of one group.
 
@@ -85,9 +107,14 @@ class FusedEngine(EmulatedEngine):
                 "synchronised batch norm makes a step one piece, and a rule that measures the noise of the gradient "
                 "needs two: use local or frozen batch norm, or a rule that measures nothing, such as linear or sqrt"
             )
+        if batch_norm == "sync" and ranks is not None:
+            raise ConfigError(
+                "synchronised batch norm takes a step in one pass, which ranks cannot share: use local or frozen batch "
+                "norm, or a single process"
+            )
         self.mode: BatchNormMode = batch_norm
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.chunk = chunk or DEFAULT_CHUNK.get(device.type, DEFAULT_CHUNK["cpu"])
+        self.chunk = self._asked = chunk or DEFAULT_CHUNK.get(device.type, DEFAULT_CHUNK["cpu"])
         self.on_event = on_event
         self._channels_last = device.type == "cuda"
         if self._channels_last:
@@ -96,9 +123,19 @@ class FusedEngine(EmulatedEngine):
         self._since_overflow = 0
         super().__init__(
             model, fetch, loss, plan, samples=samples, seed=seed, piece=piece, faults=faults, needs=needs,
-            parameters=parameters, precision=precision,
+            parameters=parameters, precision=precision, ranks=ranks,
         )  # fmt: skip
-        self._compiled = Compiled(model, loss, self._batch_norm) if compile else None
+        self._compiled = Compiled(model, loss, self._batch_norm, self._usual_chunk()) if compile else None
+        self._sums = self.meter if isinstance(self.meter, Sums) else None
+        self._graphs: Graphs | None = None
+        self._trained: tuple[bool, ...] = ()
+        self.looks_ahead = device.type != "cpu"
+        """Whether the first samples of a step are fetched while the one before is computed."""
+        self._ahead: _Ahead | None = None
+        if compile and device.type == "cuda":
+            trained = [p for p in model.parameters() if p.requires_grad]
+            self._sums = self._sums or Sums(trained, measured=False)
+            self._graphs = Graphs(self._compute, self._sums, samples=self.chunk)
 
     def describe(self) -> dict[str, Any]:
         """How workers are emulated, as JSON: what a record's header keeps."""
@@ -107,6 +144,14 @@ class FusedEngine(EmulatedEngine):
 
     def _make_batch_norm(self) -> GroupedBatchNorm:
         return GroupedBatchNorm(self.model, self.mode)
+
+    def _begin(self) -> None:
+        super()._begin()
+        if self._sums is not None and self._sums is not self.meter:
+            self._sums.discard()
+        if self._graphs is not None and self._trained != (trained := tuple(p.requires_grad for p in self._parameters)):
+            self._trained = trained
+            self._graphs.clear()
 
     def _backward(self, step: Step) -> tuple[torch.Tensor | float, int]:
         """All chunks of a step; again with smaller ones where the memory does not suffice."""
@@ -122,11 +167,71 @@ class FusedEngine(EmulatedEngine):
                     return total, len(chunks)
             self._begin()
 
+    def _parts(self, groups: Sequence[Share]) -> tuple[list[Sequence[Share]], list[int]]:
+        """A chunk a part, dealt out to the ranks as if it were a worker.
+
+        Where noise is measured, and pieces therefore count, they are what one process would have; otherwise there is
+        a chunk for every rank, if there are enough groups.
+        """
+        at_least = 2 if self.meter is not None else self.ranks.world if self.ranks is not None else 1
+        sizes = [group.size for group in groups]
+        chunks = cut(sizes, samples=self._asked, at_least=at_least) if self.mode != "sync" else [Chunk(len(sizes), 0)]
+        stops = [*accumulate(chunk.groups for chunk in chunks)]
+        parts = [groups[stop - chunk.groups : stop] for stop, chunk in zip(stops, chunks, strict=True)]
+        return parts, list(range(len(parts)))
+
+    def _usual_chunk(self) -> Chunk:
+        """The chunk that most of the plan's samples are in."""
+        steps: Counter[tuple[int, int]] = Counter()
+        for run in self.plan.runs():
+            steps[run.workers, run.samples] += (run.stop if run.stop is not None else run.first + 10**9) - run.first
+        samples: Counter[Chunk] = Counter()
+        for (workers, batch), times in steps.items():
+            parts, _ = self._parts(self._groups(Assignment(0, 0, batch), workers, batch))
+            for part in parts:
+                chunk = Chunk(len(part), part[0].size) if self.mode != "sync" else Chunk(1, batch)
+                samples[chunk] += chunk.samples * times
+        return samples.most_common(1)[0][0]
+
     def _cut(self, step: Step) -> list[Chunk]:
+        """The step's parts, or smaller chunks of them where the memory has turned out not to suffice."""
         if self.mode == "sync":
             return [Chunk(1, step.batch)]
-        sizes = [group.size for group in step.groups]
-        return cut(sizes, samples=self.chunk, at_least=2 if self.meter is not None else 1)
+        return [chunk for part in step.parts for chunk in cut([g.size for g in part], samples=self.chunk)]
+
+    def _make_step(self, assignment: Assignment, size: StepSize) -> Step:
+        if self._ahead is not None and (self._ahead.assignment, self._ahead.size) == (assignment, size):
+            return self._ahead.step
+        return super()._make_step(assignment, size)
+
+    def _look_ahead(self, step: Step) -> None:
+        """Fetch the first samples of the next step while the device is busy with this one.
+
+        A guess: where the next step turns out to be another one, nothing of this is used.
+        """
+        self._ahead = None
+        whole = step.whole
+        ledger = Ledger(samples=self.samples, epoch=whole.epoch, position=whole.start).commit(whole)
+        try:
+            size = self.plan.at(self._step + 1)
+        except PlanError:
+            return
+        assignment = ledger.assign(size.samples)
+        coming = super()._make_step(assignment, size)
+        if not coming.batch:  # other ranks compute all of it
+            return
+        start, stop = coming.start, coming.start + self._cut(coming)[0].samples
+        fetched = self._fetch(coming, start, stop)
+        states = [generator.get_state() for generator in self._generators]
+        self._ahead = _Ahead(assignment, size, coming, (start, stop), fetched, states)
+
+    def _fetch(self, step: Step, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ahead = self._ahead
+        if ahead is None or ahead.step is not step or ahead.range != (start, stop):
+            return super()._fetch(step, start, stop)
+        for generator, state in zip(self._generators, ahead.states, strict=True):
+            generator.set_state(state)
+        return ahead.fetched
 
     def _pass(self, step: Step, chunks: list[Chunk]) -> torch.Tensor | float:
         total: torch.Tensor | float = 0.0
@@ -136,21 +241,43 @@ class FusedEngine(EmulatedEngine):
             if self._channels_last and inputs.dim() == 4:
                 inputs = inputs.contiguous(memory_format=torch.channels_last)
             weight = chunk.samples / step.batch
-            loss = self._forward(inputs, targets, chunk)
-            (loss * (weight * self._scale)).backward()  # type: ignore[no-untyped-call]
+            total += self._chunk(inputs, targets, chunk, weight * self._scale) * weight
             self._batch_norm.collect(weight)
-            if self.meter is not None:
-                self.meter.close_piece(chunk.samples, weight * self._scale)
-            total += loss.detach() * weight
             start += chunk.samples
+        if self._sums is not None:
+            self._sums.put_back()
+        if self.looks_ahead:
+            self._look_ahead(step)
         return total
 
-    def _forward(self, inputs: torch.Tensor, targets: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    def _chunk(self, inputs: torch.Tensor, targets: torch.Tensor, chunk: Chunk, factor: float) -> torch.Tensor:
+        """The mean loss of a chunk; `factor` times its gradient goes where those of the step are added up."""
+        way = self._compiled.way(chunk) if self._compiled is not None else "plain"
+        if self._graphs is not None and self._sums is not None:
+            refused = self._graphs.refused
+            loss = self._graphs(inputs, targets, chunk, way, factor)
+            if self._graphs.refused != refused:
+                self._tell("no CUDA graph", f"every kernel is launched on its own: {self._graphs.refused}")
+            self._sums.close(chunk.samples, factor)
+            return loss
+        loss = self._compute(inputs, targets, chunk, way, factor)
+        if self.meter is not None:
+            self.meter.close_piece(chunk.samples, factor)
+        return loss
+
+    def _compute(
+        self, inputs: torch.Tensor, targets: torch.Tensor, chunk: Chunk, way: Way, factor: torch.Tensor | float
+    ) -> torch.Tensor:
+        loss = self._forward(inputs, targets, chunk, way)
+        (loss * factor).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _forward(self, inputs: torch.Tensor, targets: torch.Tensor, chunk: Chunk, way: Way) -> torch.Tensor:
         self._batch_norm.groups = chunk.groups
         with self.autocast():
             if self._compiled is not None:
                 try:
-                    return self._compiled(inputs, targets, chunk)
+                    return self._compiled(inputs, targets, chunk, way)
                 except torch._dynamo.exc.TorchDynamoException as error:
                     self._compiled = None
                     self._tell("not compiled", f"the model runs as it is: {str(error).strip().splitlines()[0]}")
@@ -169,6 +296,8 @@ class FusedEngine(EmulatedEngine):
         self._tell(
             "out of memory", f"{largest.samples} samples did not fit; from now on at most {self.chunk} at a time"
         )
+        if self._graphs is not None:
+            self._graphs.clear()
         if self._device_type == "cuda":
             torch.cuda.empty_cache()
 

@@ -145,6 +145,11 @@ class GroupedBatchNorm:
         self._latest = [t for layer in self._tracked for t in (layer.mean, layer.var) if t is not None]
         self._sums = [torch.zeros_like(tensor) for tensor in self._latest]
 
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """Mean and variance of each layer, summed over the passes so far; the same tensors in every step."""
+        return self._sums
+
     def begin(self) -> None:
         """Forget what an earlier attempt at the step collected."""
         if self.mode == "frozen":

@@ -5,8 +5,11 @@ Slow on a GPU and simple enough to be believed; every faster or distributed engi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from ebbflow.data.ledger import Share
 from ebbflow.engines.emulated.base import EmulatedEngine, Fetch, Loss, Step, piece_seed
 from ebbflow.engines.emulated.batchnorm import LocalBatchNorm
 
@@ -26,10 +29,14 @@ class LoopEngine(EmulatedEngine):
     def _make_batch_norm(self) -> LocalBatchNorm:
         return LocalBatchNorm(self.model)
 
+    def _parts(self, groups: Sequence[Share]) -> tuple[list[Sequence[Share]], list[int]]:
+        return [[group] for group in groups], [group.worker for group in groups]
+
     def _backward(self, step: Step) -> tuple[torch.Tensor | float, int]:
         """One forward and backward pass a piece, accumulated with each piece's share as weight."""
         total: torch.Tensor | float = 0.0
-        for part in step.groups:
+        groups = step.groups
+        for part in groups:
             inputs, targets = self._fetch(step, part.start, part.stop)
             weight = part.size / step.batch
             with self._batch_norm.piece(weight), self.autocast():
@@ -38,4 +45,4 @@ class LoopEngine(EmulatedEngine):
             if self.meter is not None:
                 self.meter.close_piece(part.size, weight)
             total += loss.detach()
-        return total, len(step.groups)
+        return total, len(groups)

@@ -1,0 +1,128 @@
+"""The fused engine on a GPU against the reference on a CPU: as it is, compiled, and replayed from CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ebbflow.engines.emulated import FusedEngine, LoopEngine
+from ebbflow.engines.emulated.base import EmulatedEngine
+from ebbflow.plan.plan import BatchPlan
+from ebbflow.workloads import cross_entropy
+from engines.test_fused_engine import (
+    MODELS,
+    SAMPLES,
+    assert_same_state,
+    changing_plan,
+    data,
+    images,
+    no_norm,
+    train,
+    twins,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("ebbflow.engines.emulated.compiled._PATIENCE", 4)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def engine_on(kind: type[EmulatedEngine], model: nn.Module, plan: BatchPlan | None = None, **settings: Any) -> Any:
+    dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
+    x, y = data()
+    x, y = x.to(device, dtype), y.to(device)
+    return kind(
+        model, lambda i: (x[i], y[i]), cross_entropy, plan or changing_plan(), samples=SAMPLES, seed=5, **settings
+    )
+
+
+@pytest.mark.parametrize("needs", [(), ("moments",)])
+@pytest.mark.parametrize("make", MODELS)
+def test_it_ends_with_the_weights_and_buffers_of_the_reference(
+    make: Callable[[], nn.Module], needs: tuple[str, ...]
+) -> None:
+    fused, loop = (model.double() for model in twins(make))
+    ours = train(engine_on(FusedEngine, fused.cuda(), chunk=13, needs=needs))
+    theirs = train(engine_on(LoopEngine, loop, needs=needs))
+    assert_same_state(fused.cpu(), loop)
+    assert [g.loss for g in ours] == pytest.approx([g.loss for g in theirs], rel=1e-7)
+
+
+@pytest.mark.parametrize("needs", [(), ("moments",)])
+@pytest.mark.parametrize("make", [images, no_norm])
+def test_compiled_and_replayed_too(make: Callable[[], nn.Module], needs: tuple[str, ...]) -> None:
+    fused, loop = (model.double() for model in twins(make))
+    events: list[tuple[str, str]] = []
+    engine = engine_on(
+        FusedEngine, fused.cuda(), chunk=24, needs=needs, compile=True, on_event=lambda *event: events.append(event)
+    )
+    ours = train(engine)
+    assert len(engine._graphs) > 1, "several shapes were captured"
+    assert not events
+    theirs = train(engine_on(LoopEngine, loop, needs=needs))
+    assert_same_state(fused.cpu(), loop)
+    assert [g.loss for g in ours] == pytest.approx([g.loss for g in theirs], rel=1e-7)
+
+
+def test_pieces_replayed_from_a_graph_are_measured_as_those_that_are_not() -> None:
+    measured = []
+    for compile in (False, True):
+        model, _ = twins(images)
+        engine = engine_on(
+            FusedEngine, model.double().cuda(), BatchPlan.constant(4, 24), chunk=12, needs=("layers",), compile=compile
+        )
+        measured.append([g.measurement for g in train(engine, steps=20)])
+    for plain, replayed in zip(*measured, strict=True):
+        assert replayed.mean_sq == pytest.approx(plain.mean_sq, rel=1e-6)
+        assert replayed.sq_mean == pytest.approx(plain.sq_mean, rel=1e-6)
+
+
+def test_dropout_draws_new_numbers_at_every_replay() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(48, 3)).cuda()
+    x = torch.ones(SAMPLES, 3, 4, 4, device="cuda")
+    y = torch.zeros(SAMPLES, dtype=torch.long, device="cuda")
+    engine = FusedEngine(
+        model, lambda i: (x[i], y[i]), cross_entropy, BatchPlan.constant(2, 20), samples=SAMPLES, compile=True
+    )
+    losses = [g.loss for g in train(engine, steps=9, lr=0.0)]
+    assert len(engine._graphs) >= 1  # type: ignore[arg-type]
+    assert len(set(losses)) == len(losses), "equal samples and weights: only dropout differs"
+
+
+def test_a_model_that_cannot_be_captured_is_trained_all_the_same() -> None:
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(48, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.linear(x.flatten(1))
+            return out * (1.0 if out.sum().item() > 1e9 else 2.0)  # asks the device in the middle of the pass
+
+    events: list[str] = []
+    ours, theirs = (model.double() for model in twins(Waits))
+    train(engine_on(FusedEngine, ours.cuda(), compile=True, on_event=lambda what, text: events.append(what)))
+    train(engine_on(LoopEngine, theirs))
+    assert_same_state(ours.cpu(), theirs)
+    assert events == ["no CUDA graph"]
+
+
+def test_freezing_a_layer_later_leaves_it_as_it_is() -> None:
+    ours, theirs = (model.double() for model in twins(no_norm))
+    fused, loop = engine_on(FusedEngine, ours.cuda(), compile=True), engine_on(LoopEngine, theirs)
+    for engine, model in ((fused, ours), (loop, theirs)):
+        train(engine, steps=8)
+        model[1].requires_grad_(False)
+        train(engine, steps=8)
+    assert_same_state(ours.cpu(), theirs)
