@@ -12,6 +12,7 @@
     |   `-- CheckpointError   a checkpoint of another run, or a damaged one
     |-- LedgerError           a step that would lose or repeat a sample; a bug of ours or of an engine
     |-- OutputError           the disk is full, the folder is read-only  (also an OSError)
+    |-- RankLost              another process of this run is gone
     |-- Diverged              the loss stopped being a finite number
     `-- MissingExtra          an optional dependency is not installed    (also an ImportError)
 
@@ -32,6 +33,7 @@ __all__ = [
     "MissingExtra",
     "OutputError",
     "PlanError",
+    "RankLost",
     "RecordError",
     "SpecError",
     "TraceError",
@@ -85,6 +87,15 @@ class LedgerError(EbbflowError):
 
 class OutputError(EbbflowError, OSError):
     """A result cannot be written."""
+
+
+class RankLost(EbbflowError):
+    """Another process of this run has ended, so that this one cannot go on."""
+
+    def __init__(self, message: str, *, told: bool = False) -> None:
+        super().__init__(message)
+        self.told = told
+        """Whether that process, or another one, has said why."""
 
 
 class Diverged(EbbflowError):

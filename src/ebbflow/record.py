@@ -38,6 +38,7 @@ __all__ = [
     "Event",
     "Header",
     "LayersRow",
+    "NoRecord",
     "RecordWriter",
     "Row",
     "Run",
@@ -278,6 +279,23 @@ class RecordWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class NoRecord(RecordWriter):
+    """Takes rows and keeps none: for a process of a run whose record another one writes."""
+
+    def __init__(self) -> None:
+        """Opens nothing."""
+
+    def write(self, row: Row) -> None:
+        """Nothing happens."""
+
+    def flush(self) -> int:
+        """Nothing happens."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing happens."""
 
 
 @dataclass(frozen=True, kw_only=True)

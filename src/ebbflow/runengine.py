@@ -11,12 +11,13 @@ from ebbflow.config import RunConfig
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.emulated.base import EmulatedEngine, Precision
 from ebbflow.engines.emulated.grouped import BatchNormMode, unfusable
+from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan import BatchPlan
 from ebbflow.workloads import Task
 
-__all__ = ["COMPILE_FROM", "make_engine"]
+__all__ = ["COMPILE_FROM", "idle_ranks", "make_engine"]
 
 COMPILE_FROM = 2_000_000
 """Samples of a run from which compiling pays on a GPU.
@@ -33,6 +34,7 @@ def make_engine(
     optimizer: ElasticOptimizer,
     *,
     on_event: Callable[[str, str], None],
+    ranks: Ranks | None = None,
 ) -> EmulatedEngine:
     """The engine of a resolved configuration.
 
@@ -46,6 +48,7 @@ def make_engine(
         "needs": optimizer.rule.needs,
         "parameters": optimizer.layers,
         "precision": cast(Precision, config.precision),
+        "ranks": ranks,
     }
 
     def fetch(indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,4 +72,18 @@ def make_engine(
         batch_norm=cast(BatchNormMode, config.batch_norm),
         compile=compile,
         on_event=on_event,
+    )
+
+
+def idle_ranks(engine: EmulatedEngine) -> str:
+    """Which ranks never have anything to do, and what to do about it; empty if all of them work."""
+    if engine.ranks is None:
+        return ""
+    most, world = engine.most_parts(), engine.ranks.world
+    if most >= world:
+        return ""
+    smaller = ", or a smaller chunk" if isinstance(engine, FusedEngine) else ""
+    return (
+        f"no step has more than {most} parts to share, so that {world - most} of {world} ranks never compute; use "
+        f"fewer ranks{smaller}"
     )

@@ -2,7 +2,8 @@
 
 A run lives in a folder: `record.jsonl`, `checkpoint.pt` while it is under way, `weights.pt` at the end if wanted.
 Killed at any moment and started again with the same configuration, it continues from its checkpoint and ends, on a
-CPU, with the same weights bit for bit as one never interrupted.
+CPU, with the same weights bit for bit as one never interrupted. Several processes that torchrun started train the run
+together; files are then the business of rank 0, and so are validations.
 
 A run ends after its epochs. Where the rule counts progress by gain (AdaScale's own stopping rule) it ends when the
 steps were worth as many reference steps as the epochs have, which takes more samples; ten times the epochs at most.
@@ -10,10 +11,8 @@ steps were worth as many reference steps as the epochs have, which takes more sa
 
 from __future__ import annotations
 
-import datetime
+import logging
 import math
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,11 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from ebbflow import workloads
-from ebbflow._version import __version__
 from ebbflow.checkpoint import load_checkpoint, load_model, save_checkpoint, weights_digest
 from ebbflow.config import RunConfig, load_plugins
 from ebbflow.data.ledger import Ledger
@@ -34,12 +31,11 @@ from ebbflow.loop import Flow
 from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer, OnNonfinite
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
-from ebbflow.plan import BatchPlan
 from ebbflow.record import (
     End,
     Event,
-    Header,
     LayersRow,
+    NoRecord,
     RecordWriter,
     Run,
     StepRow,
@@ -48,12 +44,14 @@ from ebbflow.record import (
     read_record,
 )
 from ebbflow.rules.base import Scaling, spread
-from ebbflow.runengine import make_engine
+from ebbflow.runengine import idle_ranks, make_engine
+from ebbflow.runheader import make_header
 from ebbflow.runplan import MAX_EPOCHS, check_measurable, make_plan
-from ebbflow.traces import Trace
-from ebbflow.workloads import Task
+from ebbflow.torchrun import Group, joined
 
 __all__ = ["Callbacks", "resolve", "train"]
+
+_LOG = logging.getLogger(__name__)
 
 RECORD = "record.jsonl"
 CHECKPOINT = "checkpoint.pt"
@@ -80,59 +78,6 @@ def resolve(config: RunConfig) -> RunConfig:
     return replace(config, **filled, label=config.label or (Path(config.plan).stem if config.plan else config.trace))
 
 
-def _header(
-    config: RunConfig, task: Task, plan: BatchPlan, trace: Trace | None, command: str, flow: Flow, emulation: Any
-) -> Header:
-    described = {} if trace is None else {
-        "name": trace.name or config.trace,
-        "times": trace.times.tolist(),
-        "workers": trace.workers.tolist(),
-        "end": trace.end,
-    }  # fmt: skip
-    recipe, optimizer = task.recipe, flow.optimizer
-    names = {id(parameter): name for name, parameter in task.model.named_parameters()}
-    return Header(
-        config={
-            **config.as_dict(),
-            "trace": config.label,
-            "trace_text": config.plan or config.trace,
-            "progress": "gain" if optimizer.by_gain else "samples",
-            "layers": [names[id(layer)] for layer in optimizer.layers] if "layers" in optimizer.rule.needs else [],
-            "metric": recipe.metric,
-            "higher_is_better": recipe.higher_is_better,
-            "task": task.describe(),
-            "emulation": emulation,
-        },
-        trace=described,
-        plan=plan.describe(),
-        versions={
-            "python": platform.python_version(),
-            "ebbflow": __version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
-        command=command,
-        git_commit=_git_commit(),
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        device=_device_name(config.device),
-    )
-
-
-def _git_commit() -> str:
-    """The commit of the working folder, where the user's own code lies; empty outside a repository."""
-    try:
-        answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout.strip() if answer.returncode == 0 else ""
-
-
-def _device_name(device: str) -> str:
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device} ({platform.machine()}, {torch.get_num_threads()} threads)"
-
-
 def _by_layer(scaling: Scaling, count: int) -> list[float]:
     """How much larger the step of each layer was, inside and outside the momentum together."""
     inside = scaling.gradient if isinstance(scaling.gradient, tuple) else (scaling.gradient,)
@@ -142,15 +87,18 @@ def _by_layer(scaling: Scaling, count: int) -> list[float]:
 class _Trainer:
     """The parts of one run; `run` is the whole story."""
 
-    def __init__(self, config: RunConfig, folder: Path, command: str) -> None:
+    def __init__(self, config: RunConfig, folder: Path, command: str, group: Group) -> None:
         load_plugins(config.plugins)
         self.config = config = resolve(config)
         assert config.epochs and config.lr and config.ref_batch and config.optimizer  # resolve() filled them in
         self.folder = folder
-        self.task = workloads.build(config.workload, data=config.data, seed=config.seed, device=config.device)
+        self.group = group
+        device = group.device(config.device)
+        self.task = workloads.build(config.workload, data=config.data, seed=config.seed, device=device)
         samples = len(self.task.train)
         self.total_samples = config.epochs * samples
         model = self.task.model
+        group.same_weights(model)
         optimizer = ElasticOptimizer(
             build_optimizer(config.optimizer, model, lr=config.lr),
             config.rule,
@@ -167,6 +115,7 @@ class _Trainer:
             check_measurable(config, self.plan)
         self.engine = make_engine(
             config, self.task, self.plan, optimizer,
+            ranks=group.ranks,
             on_event=lambda what, text: self.record.write(Event(step=self.flow.step, what=what, text=text)),
         )  # fmt: skip
         skips = config.on_nonfinite == "skip"
@@ -185,18 +134,29 @@ class _Trainer:
     def _open_record(self, command: str) -> RecordWriter:
         """Continue from the checkpoint if there is one, else begin a new record."""
         path, checkpoint = self.folder / RECORD, self.folder / CHECKPOINT
-        if checkpoint.is_file() and path.is_file():
-            record = RecordWriter(path, resume_at=self._restore(checkpoint))
+        found = self.group.shared(
+            lambda: load_checkpoint(checkpoint) if checkpoint.is_file() and path.is_file() else None
+        )
+        size = None if found is None else self._restore(found, checkpoint)
+        if not self.group.leads:
+            return NoRecord()
+        record = RecordWriter(path, resume_at=size)
+        if size is not None:
             record.write(Event(step=self.flow.step, what="resumed", text=f"from {CHECKPOINT}"))
             return record
-        record = RecordWriter(path)
-        emulation = self.engine.describe()
-        record.write(_header(self.config, self.task, self.plan, self.trace, command, self.flow, emulation))
+        record.write(
+            make_header(
+                self.config, self.task, self.plan, self.trace, self.flow.optimizer,
+                command=command, emulation=self.engine.describe(),
+            )
+        )  # fmt: skip
+        if idle := idle_ranks(self.engine):
+            _LOG.warning(idle)
+            record.write(Event(step=0, what="idle ranks", text=idle))
         return record
 
-    def _restore(self, path: Path) -> int:
+    def _restore(self, state: dict[str, Any], path: Path) -> int:
         """Everything at the last checkpoint; returns the size that the record had then."""
-        state = load_checkpoint(path)
         load_model(self.task.model, state["model"], path)
         if state["fingerprint"] != self.config.fingerprint():
             raise CheckpointError(
@@ -213,6 +173,8 @@ class _Trainer:
 
     def save(self) -> None:
         """A checkpoint of the last complete step."""
+        if not self.group.leads:
+            return
         record_bytes = self.record.flush()
         save_checkpoint(
             self.folder / CHECKPOINT,
@@ -233,6 +195,7 @@ class _Trainer:
         """All epochs, or all the gain; the record's last row says how it ended."""
         saved = time.monotonic()
         flow = self.flow
+        should_stop = self._agree_to_stop(callbacks)
         callbacks.on_start(flow.ledger.total, self.total_samples)
         try:
             while not flow.optimizer.finished:
@@ -251,7 +214,7 @@ class _Trainer:
                     raise Diverged(f"the training loss is {row.loss} at step {row.step} (epoch {row.epoch})")
                 if flow.ledger.position == 0 or flow.optimizer.finished:
                     self._validate(row, callbacks)
-                stop = callbacks.should_stop()
+                stop = should_stop()
                 if stop or time.monotonic() - saved >= checkpoint_every_s:
                     self.save()
                     saved = time.monotonic()
@@ -260,6 +223,14 @@ class _Trainer:
         except Diverged as error:
             return self._end("diverged", str(error))
         return self._end("finished", self._by_gain() if flow.optimizer.by_gain else "")
+
+    def _agree_to_stop(self, callbacks: Callbacks) -> Callable[[], bool]:
+        """Ranks stop after the same step, though a signal reaches each in its own time."""
+        together = self.engine.step_sum
+        if together is None:
+            return callbacks.should_stop
+        together.should_stop = callbacks.should_stop
+        return lambda: together.stopping
 
     def _write_layers(self, row: StepRow) -> None:
         """What a layer-wise rule heard and said of each layer, in about 200 steps of the run."""
@@ -300,6 +271,8 @@ class _Trainer:
         """Validate after every `validate_every` epochs, and at the end of the run."""
         ledger = self.flow.ledger
         if ledger.epoch % self.config.validate_every and not self.flow.optimizer.finished:
+            return
+        if not self.group.leads:
             return
         began = time.perf_counter()
         with self.engine.autocast():
@@ -345,21 +318,40 @@ def train(
 ) -> Run:
     """Train to the end, or continue a run that was interrupted; the record of the whole run.
 
-    A folder that holds a finished run of the same configuration is left alone and its record returned.
+    A folder that holds a finished run of the same configuration is left alone and its record returned. In processes
+    that torchrun started each call trains its part of the one run; rank 0 calls the callbacks, all ranks `should_stop`.
     """
-    done = _finished(config, folder)
-    if done is not None:
-        return done
-    with _cpu_settings(config.threads):
-        trainer = _Trainer(config, folder, command)
-        with trainer.record:
-            trainer.run(callbacks or Callbacks(), checkpoint_every_s=checkpoint_every_s)
-            if keep_weights:
-                average = trainer.flow.average
-                ema = {"ema": average.state_dict()} if average is not None else {}
-                save_checkpoint(folder / WEIGHTS, {"model": trainer.task.model.state_dict(), **ema})
-    (folder / CHECKPOINT).unlink(missing_ok=True)
-    return read_record(folder / RECORD)
+    callbacks = callbacks or Callbacks()
+    with joined(config.device) as group:
+        done = group.shared(lambda: _finished(config, folder))
+        if done is not None:
+            return done
+        if not group.leads:
+            callbacks = Callbacks(should_stop=callbacks.should_stop)
+        with _cpu_settings(config.threads), _enough_memory(config.device):
+            trainer = _Trainer(config, folder, command, group)
+            with trainer.record:
+                trainer.run(callbacks, checkpoint_every_s=checkpoint_every_s)
+                if keep_weights and group.leads:
+                    average = trainer.flow.average
+                    ema = {"ema": average.state_dict()} if average is not None else {}
+                    save_checkpoint(folder / WEIGHTS, {"model": trainer.task.model.state_dict(), **ema})
+        if group.leads:
+            (folder / CHECKPOINT).unlink(missing_ok=True)
+        return group.shared(lambda: read_record(folder / RECORD))
+
+
+@contextmanager
+def _enough_memory(device: str) -> Iterator[None]:
+    """Say what to do when the device's memory, or the machine's, turns out not to suffice."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        reason = str(error).strip().partition("\n")[0][:200] or "out of memory"
+        raise ConfigError(
+            f"the memory of the device {device} does not suffice ({reason}): run fewer things on it at once (--jobs of "
+            f"a study), or use a smaller local batch, piece or model, or precision bf16"
+        ) from error
 
 
 @contextmanager

@@ -9,34 +9,38 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
+from ebbflow.data.ledger import Ledger, pieces
 from ebbflow.data.sampler import ElasticSampler, Piece
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.plan.plan import BatchPlan, StepSize
+from ebbflow.plan.plan import BatchPlan
 from ebbflow.traces.trace import Trace
-from ebbflow.units import Samples, Seconds
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """A plan of given worker counts, over and over."""
+    """A plan of given worker counts, over and over, one run a step."""
 
     counts: tuple[int, ...]
     local_batch: int
 
-    def at(self, step: int) -> StepSize:
-        workers = self.counts[step % len(self.counts)]
-        samples = Samples(workers * self.local_batch)
-        return StepSize(workers=workers, samples=samples, time_s=Seconds(step), duration_s=Seconds(1))
+    def plan(self, steps: int = 20_000) -> BatchPlan:
+        workers = np.resize(np.array(self.counts, np.int64), steps)
+        step = np.arange(steps)
+        return BatchPlan(
+            first=step, workers=workers, samples=workers * self.local_batch, start_s=step * 1.0, step_s=np.ones(steps),
+            steps=steps,
+        )  # fmt: skip
 
 
 def make(samples: int, plan: Any, **options: Any) -> ElasticSampler:
-    return ElasticSampler(samples, plan, **options)
+    return ElasticSampler(samples, plan.plan() if isinstance(plan, Fleet) else plan, **options)
 
 
 def train(sampler: ElasticSampler, pieces: int, *, ahead: int = 0) -> Iterator[tuple[Piece, list[int]]]:
@@ -340,3 +344,64 @@ def test_a_plan_that_ends_with_an_epoch_is_long_enough() -> None:
     sampler = ElasticSampler(40, BatchPlan.constant(2, 8, steps=5))
     assert sorted(i for _, batch in train(sampler, 10) for i in batch) == list(range(40))
     assert sampler.epoch == 1
+
+
+# Counting without walking ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    counts = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
+    return Trace.parse(" ".join(f"{20 * i}s:{count}" for i, count in enumerate(counts)) + f" {20 * len(counts)}s")
+
+
+@given(
+    trace=traces(),
+    share=st.integers(1, 9),
+    samples=st.integers(1, 400),
+    local_batch=st.none() | st.integers(1, 9),
+    world=st.integers(1, 4),
+    data=st.data(),
+)
+@settings(max_examples=200)
+def test_lengths_and_epochs_are_those_of_a_walk_over_the_steps(
+    trace: Trace, share: int, samples: int, local_batch: int | None, world: int, data: st.DataObject
+) -> None:
+    plan = BatchPlan.from_trace(trace.repeat(3), f"follow({share})", "1s")
+    sampler = make(samples, plan, local_batch=local_batch, world_size=world, rank=data.draw(st.integers(0, world - 1)))
+    # The walk: every step on its own, by the ledger's rule.
+    ledger, step, starts = Ledger(samples=samples), 0, [0]
+    left: list[tuple[Ledger, int, int]] = []
+    while step < plan.steps and ledger.epoch < 4:  # type: ignore[operator]
+        size = plan.at(step)
+        assignment = ledger.assign(size.samples)
+        most = min(-(-size.samples // size.workers), local_batch or samples)
+        count = len(range(sampler.rank, len(pieces(assignment.batch, piece=most)), world))
+        left.append((ledger, step, count))
+        ledger, step = ledger.commit(assignment), step + 1
+        if not ledger.position:
+            starts.append(step)
+    for place, number, _ in data.draw(st.lists(st.sampled_from(left), max_size=5)):
+        sampler.load_state_dict(sampler.state_dict() | place.state() | {"step": number})
+        if place.epoch + 1 < len(starts):
+            assert len(sampler) == sum(
+                c for at, _, c in left if at.epoch == place.epoch and at.position >= place.position
+            )
+        else:
+            with pytest.raises(PlanError, match="the plan reaches"):
+                len(sampler)
+    sampler.load_state_dict(sampler.state_dict() | Ledger(samples=samples).state() | {"step": 0})
+    for epoch in data.draw(st.permutations(range(len(starts)))):
+        sampler.set_epoch(epoch)
+        assert (sampler.state_dict()["step"], sampler.epoch) == (starts[epoch], epoch)
+    with pytest.raises(PlanError, match="the plan reaches"):
+        sampler.set_epoch(10**4)
+
+
+def test_an_epoch_of_a_million_steps_is_counted_at_once() -> None:
+    # Two workers of 8 and, every second run, four: 10^6 steps in 2 runs, 12 samples a worker and step on average.
+    plan = BatchPlan.from_trace(Trace.parse("0s:2 500000s:4 1000000s"), "follow(8)", "1s")
+    sampler = ElasticSampler(16 * 500_000 + 32 * 500_000, plan)
+    assert len(sampler) == 2 * 500_000 + 4 * 500_000
+    sampler.set_epoch(1)
+    assert sampler.state_dict()["step"] == 1_000_000

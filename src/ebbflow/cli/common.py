@@ -31,7 +31,7 @@ def print_json(value: Any) -> None:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible(*, tell: bool = True) -> Iterator[None]:
     """Ctrl-C and SIGTERM interrupt the work inside; the user is told that it can be continued."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
@@ -41,7 +41,8 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        err.print("interrupted; what was done is kept, and the same command continues")
+        if tell:
+            err.print("interrupted; what was done is kept, and the same command continues")
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)

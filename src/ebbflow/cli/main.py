@@ -11,7 +11,7 @@ import typer
 from ebbflow import __version__
 from ebbflow.cli import demo, plan, report, rules, study, trace, train, workloads
 from ebbflow.cli.common import err
-from ebbflow.errors import EbbflowError
+from ebbflow.errors import EbbflowError, RankLost
 
 __all__ = ["app", "main"]
 
@@ -52,7 +52,8 @@ def main() -> None:
     try:
         app()
     except EbbflowError as error:
-        err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        if not (isinstance(error, RankLost) and error.told):
+            err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
         sys.exit(2)
     except BrokenPipeError:  # the reader of our output left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

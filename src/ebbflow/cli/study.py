@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
@@ -17,11 +16,11 @@ from ebbflow.errors import ConfigError
 from ebbflow.studies import runner
 from ebbflow.studies.scaling import scaled
 from ebbflow.studies.study import Study, load_study, recipe_names, recipe_text, with_settings
-from ebbflow.units import parse_seconds
+from ebbflow.units import format_seconds, parse_seconds
 
 __all__ = ["run_with_progress", "study"]
 
-Jobs = Annotated[int | None, typer.Option(help="Arms at once; default: one a core.")]
+Jobs = Annotated[int | None, typer.Option(help="Arms at once; default: one a core, or three on a GPU.")]
 
 
 def study(
@@ -92,9 +91,9 @@ def run_with_progress(
     over: dict[str, str] = {}
     with interruptible(), Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(), console=err,
+        TextColumn("{task.fields[left]}"), console=err,
     ) as bar:  # fmt: skip
-        task = bar.add_task(f"0/{len(arms)} arms", total=len(arms))
+        task = bar.add_task(f"0/{len(arms)} arms", total=len(arms), left="")
 
         def on_progress(progress: runner.Progress) -> None:
             fractions[progress.arm] = max(fractions[progress.arm], progress.fraction)
@@ -102,12 +101,13 @@ def run_with_progress(
                 over[progress.arm] = progress.what
             if progress.what in ("failed", "diverged"):
                 err.print(f"{progress.arm} {progress.what}: {progress.text}", markup=False)
-            bar.update(task, completed=sum(fractions.values()), description=f"{len(over)}/{len(arms)} arms")
+            left = f"{format_seconds(progress.left_s)} left" if progress.left_s is not None else ""
+            bar.update(task, completed=sum(fractions.values()), description=f"{len(over)}/{len(arms)} arms", left=left)
 
         runner.run_study(
             chosen,
             folder,
-            jobs=jobs or os.cpu_count() or 1,
+            jobs=jobs,
             command=command_line(),
             checkpoint_every_s=parse_seconds(checkpoint_every),
             keep_weights=keep_weights,

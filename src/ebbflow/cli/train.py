@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,11 +79,13 @@ def train(
         plugins=tuple(plugin or ()),
     )  # fmt: skip
     every = parse_seconds(checkpoint_every)
-    from ebbflow import training
+    from ebbflow import torchrun, training
 
+    here = torchrun.place(os.environ)
+    speaks = here is None or here.rank == 0
     folder = out_folder or Path("runs") / _slug(f"{workload}_{plan or trace}_{rule}_s{seed}")
     with (
-        interruptible(),
+        interruptible(tell=speaks),
         StopSignal() as stop,
         Progress(
             TextColumn("{task.description}"),
@@ -92,6 +95,7 @@ def train(
             TimeRemainingColumn(),
             console=err,
             transient=True,
+            disable=not speaks,
         ) as bar,
     ):
         task = bar.add_task("preparing", total=None)
@@ -119,6 +123,8 @@ def train(
             on_start=on_start, on_step=on_step, on_validation=on_validation, should_stop=lambda: stop.requested
         )
         run = training.train(config, folder, command=command_line(), callbacks=callbacks, checkpoint_every_s=every)
+    if not speaks:
+        return
     answer = _answer(run, folder)
     if json:
         print_json(answer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -150,7 +150,7 @@ class ElasticSampler(Sampler[list[int]]):
     # Reading ----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self._looked_at == self.epoch and not any(self._count(step) for step in self._rest(self._place)):
+        if self._looked_at == self.epoch and not self._left(self._place):
             # What remains of this epoch is for other ranks, and the iteration that ends here has been.
             self.set_epoch(self.epoch + 1)
         self._looked_at = self.epoch
@@ -171,8 +171,8 @@ class ElasticSampler(Sampler[list[int]]):
                 done = 0
 
     def __len__(self) -> int:
-        """Pieces that an iteration would yield now; walks the plan's steps to the end of the epoch."""
-        return sum(self._count(step) for step in self._rest(self._place)) - self._done
+        """Pieces that an iteration would yield now; costs as much as the plan has runs, not steps."""
+        return self._left(self._place) - self._done
 
     def _order(self, epoch: int) -> Permutation:
         return Permutation(self.samples, self.seed, epoch, shuffle=self.shuffle)
@@ -185,6 +185,21 @@ class ElasticSampler(Sampler[list[int]]):
             yield step
             place = step.after
 
+    def _left(self, place: _Place) -> int:
+        """This rank's pieces from a place to the end of its epoch."""
+        tail = self._tail(place)
+        whole = (
+            steps * self._count(samples, self._most(workers, samples))
+            for workers, samples, steps in self.plan.kinds(place.step, tail.step)
+        )
+        return sum(whole) + sum(self._count(step.assignment.batch, step.piece) for step in self._rest(tail))
+
+    def _tail(self, place: _Place) -> _Place:
+        """The place before the last steps of an epoch, which its end may cut; all before them are as planned."""
+        step = self.plan.whole_until(place.step, place.ledger.remaining)
+        passed = self.plan.samples_before(step) - self.plan.samples_before(place.step)
+        return _Place(replace(place.ledger, position=place.ledger.position + passed), step)
+
     def _step_at(self, place: _Place) -> _Step:
         try:
             size = self.plan.at(place.step)
@@ -195,17 +210,21 @@ class ElasticSampler(Sampler[list[int]]):
                 f"repeat the trace, or train fewer epochs"
             ) from error
         assignment = place.ledger.assign(size.samples)
-        share = -(-size.samples // size.workers)
-        return _Step(place, size, assignment, min(share, self.local_batch or share))
+        return _Step(place, size, assignment, self._most(size.workers, size.samples))
+
+    def _most(self, workers: int, samples: int) -> int:
+        """Samples in a piece, at most."""
+        share = -(-samples // workers)
+        return min(share, self.local_batch or share)
 
     def _mine(self, step: _Step) -> tuple[Share, ...]:
         """This rank's pieces of a step; none where the step has fewer pieces than there are ranks."""
         every = shares(step.assignment, workers=self.world_size, piece=step.piece)
         return every[self.rank :: self.world_size]
 
-    def _count(self, step: _Step) -> int:
-        """How many pieces `_mine` has, without making them."""
-        return len(range(self.rank, len(pieces(step.assignment.batch, piece=step.piece)), self.world_size))
+    def _count(self, batch: int, piece: int) -> int:
+        """How many pieces of a step are this rank's."""
+        return len(range(self.rank, len(pieces(batch, piece=piece)), self.world_size))
 
     # The position -----------------------------------------------------------------------------------------------
 
@@ -279,7 +298,7 @@ class ElasticSampler(Sampler[list[int]]):
             return
         place = self._place if epoch > self.epoch else self._start
         while place.ledger.epoch < epoch:
-            place = self._step_at(place).after
+            place = self._step_at(self._tail(place)).after
         self._move(place)
 
     def state_dict(self) -> dict[str, int]:

@@ -54,11 +54,17 @@ class SampleCount:
         missing = samples - int(self._before[run])
         return int(self.first[run]) + -(-missing // int(self.samples[run]))
 
+    def first_cut(self, step: int, samples: int) -> int:
+        """The first step that may differ from the plan by `cut_step`, when an epoch has so many samples from `step` on.
+
+        Only the last two steps can: any step before them leaves at least two samples.
+        """
+        return max(step, self.steps_until(self.before(step) + samples) - 2)
+
     def epoch_end(self, step: int, samples: int) -> int:
         """The step after the last one of an epoch that begins with `step`, each step as `cut_step` has it."""
         target = self.before(step) + samples
-        # Only the last two steps can differ from the plan: any step before them leaves at least two samples.
-        step = max(step, self.steps_until(target) - 2)
+        step = self.first_cut(step, samples)
         remaining = target - self.before(step)
         while remaining:
             remaining -= cut_step(self.before(step + 1) - self.before(step), remaining)

@@ -222,6 +222,32 @@ class BatchPlan:
         rows = zip(self.first.tolist(), stops, *(column.tolist() for column in columns), strict=True)
         return (PlanRun(*row) for row in rows)
 
+    def kinds(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(workers, samples, how many) of the different steps from `start` up to but without `stop`.
+
+        >>> BatchPlan.from_trace(Trace.parse("0s:4 60s:2 90s:4 120s"), "follow(32)", "10s").kinds(1, 11)
+        [(2, 64, 3), (4, 128, 7)]
+        """
+        if stop <= start:
+            return []
+        low, high = self._run(start), self._run(stop - 1) + 1
+        counts = np.diff(np.clip(np.append(self.first[low:high], stop), start, stop))
+        sizes, of = np.unique(np.stack([self.workers[low:high], self.samples[low:high]]), axis=1, return_inverse=True)
+        totals = np.bincount(of.reshape(-1), weights=counts).astype(np.int64)
+        return [*zip(*sizes.tolist(), totals.tolist(), strict=True)]
+
+    def samples_before(self, step: int) -> int:
+        """Planned samples of all steps before this one."""
+        return self._count.before(step)
+
+    def whole_until(self, step: int, samples: int) -> int:
+        """The first step from `step` on that may not take what is planned, when an epoch has so many samples left.
+
+        Before it every step does; not beyond the plan's end.
+        """
+        last = self._count.first_cut(step, samples)
+        return last if self.steps is None else max(step, min(last, self.steps))
+
     def for_epochs(self, samples: int, epochs: int, *, cut: bool = True) -> PlanSummary:
         """How far training of so many epochs over so many samples goes, or a PlanError if the plan is too short.
 

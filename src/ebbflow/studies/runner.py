@@ -3,7 +3,7 @@
 One process an arm: an arm that crashes, runs out of memory or is killed takes no other with it. The processes are
 forked from a server that has imported torch once, so starting one costs milliseconds. If the study itself is killed,
 its arms notice that they are orphans and stop; a lock on each arm's folder keeps a restarted study from running
-beside them.
+beside them. What takes long to read is read once for all arms (`workloads/kept.py`).
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ import fcntl
 import json
 import multiprocessing
 import os
-import signal
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from ebbflow.errors import ConfigError, EbbflowError, OutputError, RecordError
+from ebbflow.errors import ConfigError, OutputError, RecordError
 from ebbflow.files import write_whole
-from ebbflow.record import End, RecordWriter, StepRow, read_record
-from ebbflow.signals import StopSignal
+from ebbflow.record import read_record
+from ebbflow.studies.arm import KEPT, killed, record_failure, run_arm
+from ebbflow.studies.forecast import Board, Timed
 from ebbflow.studies.study import Arm, Study, check_arms
 
-__all__ = ["Progress", "run_study"]
+__all__ = ["Progress", "default_jobs", "run_study"]
 
 VERSION = 1
-_REPORT_EVERY_S = 0.2
+JOBS_ON_A_GPU = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,27 +43,48 @@ class Progress:
     what: Literal["found", "started", "moved", "finished", "diverged", "failed"]
     fraction: float = 0.0
     text: str = ""
+    left_s: float | None = None
+    """How long the whole study will still take, as far as that can be told (`forecast.py`)."""
+
+
+def default_jobs(arms: Sequence[Arm], *, cores: int) -> int:
+    """Arms to run at once: what fills a GPU, or the cores of the machine, and no more than there are.
+
+    Arms on a GPU take turns on it while one of them reads, validates or waits for Python.
+    """
+    if any(arm.config.device.startswith("cuda") for arm in arms):
+        fitting = JOBS_ON_A_GPU
+    else:
+        fitting = cores // max((arm.config.threads for arm in arms), default=1)
+    return max(1, min(fitting, len(arms)))
 
 
 def run_study(
     study: Study,
     out: Path,
     *,
-    jobs: int = 1,
+    jobs: int | None = None,
     command: str = "",
     checkpoint_every_s: float = 30.0,
     keep_weights: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> None:
-    """Run every arm that is not finished yet. The results are the records under `out`/arms.
+    """Run every arm that is not finished yet, by default as many at once as fill the device.
 
-    Arms that failed in an earlier call are tried again. An arm that fails does not stop the others; its record says
-    why. Raises ConfigError if the folder holds another study.
+    The results are the records under `out`/arms. Seeds come one after the other, so that an interrupted study has whole
+    tables of fewer seeds; of a seed's arms those that take longest come first. Arms that failed in an earlier call are
+    tried again. An arm that fails does not stop the others; its record says why. Raises ConfigError if the folder holds
+    another study.
     """
-    if jobs < 1:
+    if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs is {jobs}; expected the number of arms to run at once, 1 or more")
+    from ebbflow import torchrun  # imports torch, which describing a study does not need
+
+    if torchrun.place(os.environ) is not None:
+        raise ConfigError("a study starts the processes of its arms itself; run it without torchrun")
     arms = study.arms()
     check_arms(arms)
+    jobs = jobs or default_jobs(arms, cores=_cores())
     with _study_folder(study, out, command):
         waiting = []
         for arm in arms:
@@ -73,6 +95,14 @@ def run_study(
                 waiting.append(arm)
         options = {"command": command, "checkpoint_every_s": checkpoint_every_s, "keep_weights": keep_weights}
         _run_arms(waiting, out, jobs, options, on_progress)
+        shutil.rmtree(out / KEPT, ignore_errors=True)
+
+
+def _cores() -> int:
+    """Those that this process may use, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _status(folder: Path) -> str:
@@ -128,19 +158,26 @@ def _run_arms(
     on_progress: Callable[[Progress], None],
 ) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ebbflow.training"])
+    # torch imports the second one, which takes longer than the rest, when the first optimizer is made.
+    context.set_forkserver_preload(["ebbflow.training", "torch._dynamo"])
     running: dict[Connection, tuple[Arm, BaseProcess]] = {}
-    queue = list(reversed(waiting))
+    queue = {arm.id: arm for arm in waiting}
+    board = Board(waiting={arm.id: _timed(arm) for arm in waiting})
+
+    def tell(progress: Progress) -> None:
+        on_progress(replace(progress, left_s=board.remaining_s(jobs)))
+
     try:
         while queue or running:
             while queue and len(running) < jobs:
-                arm = queue.pop()
+                arm = queue.pop(_next(queue, board))
+                board.start(arm.id)
                 ours, theirs = context.Pipe(duplex=False)
-                child = context.Process(target=_run_arm, args=(arm, out / "arms" / arm.id, dict(options), theirs))
+                child = context.Process(target=run_arm, args=(arm, out, dict(options), theirs))
                 child.start()
                 theirs.close()
                 running[ours] = (arm, child)
-                on_progress(Progress(arm=arm.id, what="started"))
+                tell(Progress(arm=arm.id, what="started"))
             for ready in wait(list(running)):
                 assert isinstance(ready, Connection)
                 arm, process = running[ready]
@@ -148,12 +185,14 @@ def _run_arms(
                     what, value = ready.recv()
                 except EOFError:  # ended without a word: killed, or out of memory
                     process.join()
-                    what, value = "failed", f"its process ended with code {process.exitcode} (out of memory?)"
-                    _record_failure(out / "arms" / arm.id, value)
+                    what, value = "failed", killed(process.exitcode)
+                    record_failure(arm, out / "arms" / arm.id, value)
                 if what == "moved":
-                    on_progress(Progress(arm=arm.id, what="moved", fraction=value))
+                    board.move(arm.id, value, time.monotonic())
+                    tell(Progress(arm=arm.id, what="moved", fraction=value))
                     continue
-                on_progress(Progress(arm=arm.id, what=what, fraction=1.0, text=value))
+                board.end(arm.id)
+                tell(Progress(arm=arm.id, what=what, fraction=1.0, text=value))
                 ready.close()
                 process.join()
                 del running[ready]
@@ -165,61 +204,15 @@ def _run_arms(
             process.kill()
 
 
-def _record_failure(folder: Path, text: str) -> None:
-    """Say in the record why an arm ended, if it has a record and no end of its own."""
-    path = folder / "record.jsonl"
-    try:
-        run = read_record(path)
-        if run.end is None and not run.damage:
-            with RecordWriter(path, resume_at=path.stat().st_size) as record:
-                record.write(End(status="failed", steps=len(run.steps), samples=0, wall_s=0.0, text=text))
-    except EbbflowError:
-        pass  # nothing was recorded yet, or it cannot be written: the caller reports the failure anyway
+def _next(queue: Mapping[str, Arm], board: Board) -> str:
+    """The arm to start next: of the first seed that is left, the one that takes longest."""
+    seed = next(iter(queue.values())).config.seed
+    return board.longest([name for name, arm in queue.items() if arm.config.seed == seed])
 
 
-def _run_arm(arm: Arm, folder: Path, options: dict[str, Any], report: Connection) -> None:
-    """The body of an arm's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the study, which then terminates its arms
-    from ebbflow.training import Callbacks, train
+def _timed(arm: Arm) -> Timed:
+    from ebbflow import workloads  # imports torch, which describing a study does not need
 
-    parent = os.getppid()
-    told = 0.0
-    total = 1
-
-    def on_start(done: int, all_samples: int) -> None:
-        nonlocal total
-        total = all_samples
-
-    def on_step(row: StepRow) -> None:
-        nonlocal told
-        if os.getppid() != parent:
-            os._exit(1)  # the study is gone; whoever continues it starts from the checkpoint
-        now = time.monotonic()
-        if now - told > _REPORT_EVERY_S:
-            told = now
-            report.send(("moved", min(1.0, row.samples / total)))  # a run by gain may take more samples
-
-    try:
-        with _arm_lock(folder), StopSignal(signal.SIGTERM) as stop:
-            callbacks = Callbacks(on_start=on_start, on_step=on_step, should_stop=lambda: stop.requested)
-            run = train(arm.config, folder, callbacks=callbacks, **options)
-        text = run.end.text if run.end else ""
-        report.send((run.status, text))
-    except KeyboardInterrupt:
-        report.send(("failed", "interrupted"))
-    except EbbflowError as error:
-        _record_failure(folder, str(error))
-        report.send(("failed", str(error)))
-    except Exception as error:  # whatever a user's model raises: the study goes on with the other arms
-        text = f"{type(error).__name__}: {error}"
-        _record_failure(folder, text)
-        report.send(("failed", text))
-
-
-@contextmanager
-def _arm_lock(folder: Path) -> Iterator[None]:
-    """Hold the arm's folder; an orphan of a killed study lets go of it within a step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    config = arm.config
+    epochs = config.epochs or workloads.recipe(config.workload).epochs
+    return Timed(work=epochs, kind=(config.workload, config.label))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from ebbflow.workloads.base import Recipe, Task, register
+from ebbflow.workloads.kept import kept
 from ebbflow.workloads.models import MLP, SmallCNN
 from ebbflow.workloads.sources import TensorSource
 
@@ -60,18 +62,24 @@ def digits_cnn(recipe: Recipe, width: int = 16) -> Task:
     return _task(SmallCNN(channels=1, widths=(width, 2 * width, 4 * width), classes=10), recipe)
 
 
-def _task(model: nn.Module, recipe: Recipe) -> Task:
+def _read() -> NDArray[np.uint8]:
+    """A row an image: 64 pixels from 0 to 16, and the digit."""
     from sklearn.datasets import load_digits  # half a second that listing the workloads need not wait for
 
     digits = load_digits()
-    labels: np.ndarray[tuple[int], np.dtype[np.int64]] = digits.target
+    return np.column_stack([digits.data, digits.target]).astype(np.uint8)
+
+
+def _task(model: nn.Module, recipe: Recipe) -> Task:
+    digits = kept("digits", [], _read)
+    labels = digits[:, -1].astype(np.int64)
     # Within each class every fifth image is for validation: stratified, and nothing is drawn.
     rank = np.zeros(len(labels), dtype=np.int64)
     for label in range(10):
         members = np.flatnonzero(labels == label)
         rank[members] = np.arange(len(members))
     held_out = torch.from_numpy(rank % _FOLDS == _FOLDS - 1)
-    x = torch.from_numpy(digits.images).float()[:, None]
+    x = torch.from_numpy(digits[:, :-1]).float().reshape(-1, 1, 8, 8)
     y = torch.from_numpy(labels)
     mean, std = x[~held_out].mean(), x[~held_out].std()
     return Task(

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ebbflow.errors import DataError, MissingExtra
+from ebbflow.workloads.kept import kept
 from ebbflow.workloads.pickles import PickledBytes, load_pickle
 
 __all__ = ["Images", "decode_jpegs", "read_cifar10", "read_cifar100", "read_idx", "read_mnist_folder", "read_text"]
@@ -239,7 +240,8 @@ def _cifar_npz(path: Path, split: str, kind: _Cifar) -> Images:
         raise DataError(f"{path}: damaged npz file ({error}); get it again") from None
     where = f"{path}, {split}"
     try:
-        return _images(where, decode_jpegs(blob, offsets), labels, classes=kind.classes)
+        pixels = kept("jpeg", [blob, offsets], lambda: decode_jpegs(blob, offsets))
+        return _images(where, pixels, labels, classes=kind.classes)
     except DataError as error:
         raise DataError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
 
@@ -247,7 +249,7 @@ def _cifar_npz(path: Path, split: str, kind: _Cifar) -> Images:
 def decode_jpegs(blob: NDArray[Any], offsets: NDArray[Any], *, side: int = _CIFAR_SIDE) -> NDArray[np.uint8]:
     """Square RGB images from JPEGs that lie one after the other in an array of bytes; uses all cores.
 
-    Image i is `blob[offsets[i]:offsets[i + 1]]`. Nothing is cached on disk.
+    Image i is `blob[offsets[i]:offsets[i + 1]]`.
     """
     try:
         from PIL import Image

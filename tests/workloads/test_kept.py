@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ebbflow.workloads.kept import kept, kept_in
+
+SOURCE = np.arange(10, dtype=np.uint8)
+
+
+class Maker:
+    """Counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self) -> np.ndarray:
+        self.made += 1
+        return np.arange(12).reshape(3, 4)
+
+
+def test_it_is_made_once_and_found_again(tmp_path: Path) -> None:
+    make = Maker()
+    with kept_in(tmp_path / "there"):
+        first, second = (kept("x", [SOURCE], make) for _ in range(2))
+        other = kept("x", [SOURCE + 1], make)
+    assert make.made == 2, "another content is another file"
+    for array in (first, second, other):
+        assert array.tolist() == np.arange(12).reshape(3, 4).tolist()
+    second[0, 0] = 99  # one's own copy of the page
+    assert first[0, 0] == 0
+    with kept_in(tmp_path / "there"):
+        assert kept("x", [SOURCE], make)[0, 0] == 0
+    assert make.made == 2
+
+
+def test_outside_nothing_is_kept(tmp_path: Path) -> None:
+    make = Maker()
+    with kept_in(tmp_path):
+        pass
+    kept("x", [SOURCE], make)
+    kept("x", [SOURCE], make)
+    assert (make.made, list(tmp_path.iterdir())) == (2, [])
+
+
+def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
+    make = Maker()
+    with kept_in(tmp_path):
+        kept("x", [SOURCE], make)
+        (file,) = tmp_path.glob("*.npy")
+        file.write_bytes(file.read_bytes()[:100])
+        assert kept("x", [SOURCE], make).shape == (3, 4)
+    assert make.made == 2
+
+
+def test_a_folder_that_cannot_be_made_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with kept_in(tmp_path / "file" / "folder"):
+        assert kept("x", [SOURCE], Maker()).shape == (3, 4)
+
+
+def test_an_error_in_the_making_is_the_callers(tmp_path: Path) -> None:
+    def fails() -> np.ndarray:
+        raise KeyError("no")
+
+    with kept_in(tmp_path), pytest.raises(KeyError):
+        kept("x", [SOURCE], fails)
+    assert not list(tmp_path.glob("*.npy"))
+
+
+def _ask(folder: Path) -> None:
+    def make() -> np.ndarray:
+        with (folder / "made").open("a") as file:
+            file.write("x")
+        return np.zeros(1000)
+
+    with kept_in(folder):
+        kept("x", [SOURCE], make)
+
+
+def test_processes_at_the_same_time_make_it_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_ask, args=(tmp_path,)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert (tmp_path / "made").read_text() == "x"
