@@ -9,7 +9,20 @@ from typing import Annotated
 import typer
 
 from ebbflow import __version__
-from ebbflow.cli import demo, plan, report, rules, study, trace, train, workloads
+from ebbflow.cli import (
+    compare,
+    demo,
+    plan,
+    profile,
+    report,
+    rules,
+    simulate,
+    study,
+    trace,
+    train,
+    whatif,
+    workloads,
+)
 from ebbflow.cli.common import err
 from ebbflow.errors import EbbflowError, RankLost
 
@@ -25,6 +38,10 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.add_typer(trace.app, name="trace")
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate_verb)
+app.command("compare")(compare.compare)
+app.command("profile")(profile.profile)
+app.command("whatif")(whatif.whatif)
 app.add_typer(rules.app, name="rules")
 app.command("workloads")(workloads.workloads)
 app.command("train")(train.train)

@@ -11,6 +11,7 @@
     layers.py     what layer-wise rules say of each layer
     page.py       Results -> what the page says, as plain values for page.html
     html.py       Results -> the report folder: the page, the figures, the tables
+    simulation.py simulations -> a page of time, cost and where the time goes
 
 Nothing here trains or imports torch, and nothing is read but records, so a report can be made anew at any time.
 """

@@ -29,10 +29,10 @@ from ebbflow.report.results import Results, load_results
 from ebbflow.report.style import BAND, GRID, INK, MUTED, PALETTE, Drawing, save
 from ebbflow.report.tables import Summary, summarise
 
-__all__ = ["ReportPaths", "render_page", "write_report"]
+__all__ = ["GENERATOR", "VARIABLES", "ReportPaths", "embedded", "render_page", "replacing", "write_report"]
 
 GENERATOR = "ebbflow report"
-_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", BAND: "--band"} | {
+VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", BAND: "--band"} | {
     colour: f"--rule-{i}" for i, colour in enumerate(PALETTE)
 }
 
@@ -55,12 +55,12 @@ def write_report(folder: Path, *, out: Path | None = None) -> ReportPaths:
     results = load_results(folder)
     summary = summarise(results.arms, results.config)
     target = out if out is not None else results.folder / "report"
-    with _replacing(target) as partial:
+    with replacing(target) as partial:
         (partial / "figures").mkdir()
         figures = []
         for drawing in all_figures(results, summary):
             svg, _ = save(drawing.figure, partial / "figures", drawing.stem)
-            figures.append(_figure(drawing, svg.read_text(encoding="utf-8")))
+            figures.append(embedded(drawing, svg.read_text(encoding="utf-8")))
         for suffix, text in _tables(summary).items():
             (partial / f"tables.{suffix}").write_text(text, encoding="utf-8")
         (partial / "index.html").write_text(render_page(results, summary, figures), encoding="utf-8")
@@ -96,7 +96,8 @@ def _tables(summary: Summary) -> Mapping[str, str]:
     }
 
 
-def _figure(drawing: Drawing, svg: str) -> dict[str, Any]:
+def embedded(drawing: Drawing, svg: str) -> dict[str, Any]:
+    """A figure as a template takes it."""
     from markupsafe import Markup
 
     return {
@@ -123,12 +124,12 @@ def inline_svg(svg: str, *, stem: str) -> str:
     svg = re.sub(r'\bid="rule-(\d+)"', r'class="line rule-\1"', svg)
     svg = re.sub(r'\bid="', f'id="{stem}-', svg)
     svg = svg.replace("url(#", f"url(#{stem}-").replace('xlink:href="#', f'href="#{stem}-')
-    svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var({_VARIABLES[m[0]]})" if m[0] in _VARIABLES else m[0], svg)
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], svg)
     return svg.replace("<svg", f'<svg role="img" aria-labelledby="{stem}-caption"', 1).strip()
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path) -> Iterator[Path]:
     """A new folder that takes the target's place at the end, or disappears if something goes wrong."""
     _refuse_foreign(target)
     partial: Path | None = None

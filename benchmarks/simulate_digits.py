@@ -1,0 +1,68 @@
+"""The simulated time of emulated trainings on the digits beside the measured one, after `ebbflow profile`.
+
+One machine computes for all workers, so the model is one of emulated steps (`ebbflow profile --workers`). The fleet of
+an emulated run lives on the clock of its trace, a step a second here, and its computing on ours: the steps are those of
+the simulated plan, their time is that of the model. Compared is the time of all steps, without validations. A busy
+machine is slower at one moment than at another: the profile is measured before and after each training.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from ebbflow import training
+from ebbflow.cli.profile import measure_workload
+from ebbflow.config import RunConfig
+from ebbflow.plan import make_policy
+from ebbflow.record import Run
+from ebbflow.sim import FlatPrice, Scenario, parse_step_time, simulate
+from ebbflow.sim.fit import Measured, fit_steps
+from ebbflow.traces import load
+
+SIZES, FLEETS, LOCAL, SAMPLES = (16, 32), (2, 4, 8, 16), 32, 1437
+CHANGING = "square(2, 16, period=20s, duration=1h)"
+CASES = [("digits-mlp", "constant(8)", 30), ("digits-mlp", CHANGING, 30), ("digits-cnn", "constant(8)", 12),
+         ("digits-cnn", CHANGING, 12)]  # fmt: skip
+
+
+def step_seconds(run: Run) -> float:
+    """Of all steps, without the validations between them."""
+    ends = {row.step + 1: row.wall_s for row in run.steps}
+    between = [row for row in run.validations if row.step <= run.steps[-1].step]
+    return run.steps[-1].wall_s - sum(row.wall_s - ends[row.step] for row in between)
+
+
+def measure(workload: str) -> list[Measured]:
+    return measure_workload({"workload": workload, "rule": "linear"}, SIZES, FLEETS, steps=40)
+
+
+def compare(workload: str, trace: str, epochs: int) -> tuple[float, float]:
+    """(simulated, measured) seconds."""
+    profile = measure(workload)
+    with tempfile.TemporaryDirectory() as folder:
+        config = RunConfig(
+            workload=workload, rule="linear", trace=trace, epochs=epochs, local_batch=LOCAL, step_time="1s", repeat=True
+        )
+        measured = step_seconds(training.train(config, Path(folder), keep_weights=False))
+    fit = fit_steps([*profile, *measure(workload)], serial=True)
+    plan = simulate(
+        Scenario(
+            trace=load(trace), policy=make_policy("follow", LOCAL), model=parse_step_time("1s"), samples=SAMPLES,
+            epochs=epochs, price=FlatPrice(0.0), repeat=True,
+        )
+    )  # fmt: skip
+    seconds = fit.model.parts(plan.workers[plan.runs.legs], plan.runs.sizes).total
+    return float((plan.runs.counts * seconds).sum()), measured
+
+
+def main() -> None:
+    print(f"{'workload':14}{'fleet':42}{'simulated, s':>14}{'measured, s':>14}{'ratio':>8}")
+    for workload, trace, epochs in CASES:
+        simulated, measured = compare(workload, trace, epochs)
+        print(f"{workload:14}{trace:42}{simulated:>14.2f}{measured:>14.2f}{simulated / measured:>8.2f}")
+    print("to reach: 0.90 to 1.10")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""The page of simulations: time and cost of each, where the time goes, money over time, which to choose."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbflow.report.html import GENERATOR, VARIABLES, embedded, replacing
+from ebbflow.report.style import BAND, INK, MUTED, PALETTE, Drawing, RuleStyle, drawing_style, legend, panels, save
+from ebbflow.sim.search import pareto
+from ebbflow.sim.simulate import BREAKDOWN, Simulation
+from ebbflow.units import format_seconds
+
+__all__ = ["simulation_figures", "write_simulations"]
+
+Simulations = Mapping[str, Simulation]
+_COLOURS = dict(zip(BREAKDOWN, (PALETTE[0], PALETTE[4], BAND, PALETTE[1], PALETTE[3], PALETTE[6]), strict=True))
+_MEANINGS = {
+    "compute": "gradients",
+    "network": "exchange that computing does not hide",
+    "waiting": "nobody there, booting, the slowest worker, data",
+    "lost": "steps that did not count",
+    "restart": "noticing a change and starting again",
+    "checkpoint": "writing checkpoints",
+}
+_POINTS = 400
+
+
+def write_simulations(found: Simulations, *, out: Path, name: str, command: str = "") -> Path:
+    """One self-contained page with the figures beside it; an earlier report at that place is replaced as a whole."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    with replacing(out) as partial:
+        (partial / "figures").mkdir()
+        figures = []
+        for drawing in simulation_figures(found):
+            svg, _ = save(drawing.figure, partial / "figures", drawing.stem)
+            figures.append(embedded(drawing, svg.read_text(encoding="utf-8")))
+        files = resources.files("ebbflow.report")
+        environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        template = environment.from_string(files.joinpath("simulation.html").read_text(encoding="utf-8"))
+        page = template.render(
+            name=name,
+            takeaways=takeaways(found),
+            rows=_rows(found),
+            parts=[
+                {"name": part, "meaning": _MEANINGS[part], "colour": _variable(part)}
+                for part in BREAKDOWN
+                if any(one.breakdown[part] > 0 for one in found.values())
+            ],
+            figures=figures,
+            assumptions=_assumptions(found),
+            command=command,
+            generator=GENERATOR,
+            written=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            style=Markup(files.joinpath("page.css").read_text(encoding="utf-8")),
+        )
+        (partial / "index.html").write_text(page, encoding="utf-8")
+    return out / "index.html"
+
+
+def takeaways(found: Simulations) -> list[str]:
+    """What a user should take from the figures, in sentences."""
+    cheapest = min(found, key=lambda name: (found[name].cost_usd, found[name].time_s))
+    fastest = min(found, key=lambda name: (found[name].time_s, found[name].cost_usd))
+    low, quick = found[cheapest], found[fastest]
+    if cheapest == fastest:
+        first = f"{cheapest} is both the cheapest and the fastest: {_money(low)} in {format_seconds(low.time_s)}."
+    else:
+        first = (
+            f"{cheapest} is the cheapest: {_money(low)} in {format_seconds(low.time_s)}. {fastest} is the fastest: "
+            f"{format_seconds(quick.time_s)} for {_money(quick)}."
+        )
+    idle = low.time_s - low.breakdown["compute"]
+    second = f"{cheapest} computes {low.breakdown['compute'] / low.time_s:.0%} of its time"
+    if idle > 0.005 * low.time_s:
+        worst = max((part for part in BREAKDOWN if part != "compute"), key=lambda part: low.breakdown[part])
+        second += f"; most of the rest is {worst} ({low.breakdown[worst] / low.time_s:.0%})"
+    return [first, second + "."]
+
+
+def _money(one: Simulation) -> str:
+    return f"{one.cost_usd:,.2f} USD"
+
+
+def _rows(found: Simulations) -> list[dict[str, Any]]:
+    front = pareto([(one.time_s, one.cost_usd) for one in found.values()])
+    return [
+        {
+            "name": name,
+            "best": best,
+            "time": format_seconds(one.time_s),
+            "cost": f"{one.cost_usd:,.2f}",
+            "workers": f"{one.mean_workers:.1f}",
+            "steps": f"{one.steps:,}",
+            "goodput": f"{one.goodput:,.0f}",
+            "parts": [
+                {
+                    "name": part,
+                    "colour": _variable(part),
+                    "percent": f"{100 * one.breakdown[part] / one.time_s:.2f}",
+                    "text": f"{part}: {format_seconds(one.breakdown[part])}",
+                }
+                for part in BREAKDOWN
+                if one.breakdown[part] > 0
+            ],
+        }
+        for (name, one), best in zip(found.items(), front, strict=True)
+    ]
+
+
+def _variable(part: str) -> str:
+    """The colour of a part, as the page names it in both of its schemes."""
+    return f"var({VARIABLES[_COLOURS[part]]})"
+
+
+def _assumptions(found: Simulations) -> list[dict[str, str]]:
+    """What each simulation took for granted."""
+    return [
+        {
+            "name": name,
+            "trace": one.scenario.trace.name or repr(one.scenario.trace),
+            "policy": str(one.scenario.policy),
+            "step": str(one.scenario.model),
+            "recovery": str(one.scenario.recovery),
+            "training": f"{one.scenario.epochs} epochs of {one.scenario.samples:,} samples"
+            + ("" if one.scenario.noise_scale == float("inf") else f", noise scale {one.scenario.noise_scale:,.0f}"),
+        }
+        for name, one in found.items()
+    ]
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def simulation_figures(found: Simulations) -> Iterator[Drawing]:
+    """The figures, in the order of the page."""
+    with drawing_style():
+        yield _time_bars(found)
+        yield _money_over_time(found)
+        if len(found) > 1:
+            yield _trade(found)
+
+
+def _time_bars(found: Simulations) -> Drawing:
+    figure, (axis,) = panels([""], height=0.55 * len(found) + 0.7)
+    scale, unit = _unit(max(one.time_s for one in found.values()))
+    names = list(found)
+    left = np.zeros(len(found))
+    for part in BREAKDOWN:
+        widths = np.array([one.breakdown[part] for one in found.values()]) / scale
+        if widths.any():
+            axis.barh(names, widths, left=left, color=_COLOURS[part], label=part, height=0.62)
+            left += widths
+    axis.invert_yaxis()
+    axis.set_xlabel(unit)
+    axis.grid(visible=False, axis="y")
+    axis.tick_params(axis="y", labelcolor=INK, length=0)
+    legend(figure, [axis])
+    caption = "Where the time goes: " + "; ".join(
+        f"{part}: {_MEANINGS[part]}" for part in BREAKDOWN if any(one.breakdown[part] > 0 for one in found.values())
+    )
+    return Drawing(stem="time", kind="time", title="Where the time goes", caption=caption + ".", figure=figure)
+
+
+def _money_over_time(found: Simulations) -> Drawing:
+    figure, (axis,) = panels([""], height=3.0)
+    scale, unit = _unit(max(one.time_s for one in found.values()))
+    style = RuleStyle(list(found))
+    for name, one in found.items():
+        times = _moments(one)
+        spent = one.cost_until(times)
+        axis.plot(times / scale, spent, **style.line(name))
+        axis.plot(times[-1] / scale, spent[-1], marker="o", markersize=4, color=style.line(name)["color"])
+    axis.set_xlabel(unit)
+    axis.set_ylabel("USD")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    legend(figure, [axis])
+    return Drawing(
+        stem="cost", kind="cost", title="Money spent over time",
+        caption="All workers that are there are paid for, whether they take part in a step or not; the dot is the "
+        "end of training. What a minimum of billing adds is not in the lines.",
+        figure=figure,
+    )  # fmt: skip
+
+
+def _moments(one: Simulation) -> npt.NDArray[np.float64]:
+    """Times at which the cost bends, thinned to what a figure can show."""
+    changes = one.trace.times[one.trace.times < one.time_s]
+    if len(changes) > _POINTS:
+        changes = changes[np.linspace(0, len(changes) - 1, _POINTS).astype(np.int64)]
+    return np.append(changes, one.time_s)
+
+
+def _trade(found: Simulations) -> Drawing:
+    """Cost against time; those that nothing beats joined by a line."""
+    figure, (axis,) = panels([""], height=3.6)
+    scale, unit = _unit(max(one.time_s for one in found.values()))
+    points = [(one.time_s / scale, one.cost_usd) for one in found.values()]
+    front = pareto(points)
+    ahead = sorted(point for point, best in zip(points, front, strict=True) if best)
+    axis.plot(*zip(*ahead, strict=True), color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+    for i, ((x, y), best) in enumerate(zip(points, front, strict=True)):
+        colour = PALETTE[i % len(PALETTE)]
+        axis.plot(
+            x, y, marker="o", markersize=9 if best else 6, color=colour, markerfacecolor=colour if best else "none",
+            linestyle="none", label=list(found)[i], gid=f"rule-{i}",
+        )  # fmt: skip
+    axis.set_xlabel(unit)
+    axis.set_ylabel("USD")
+    axis.set_xlim(0, 1.08 * max(x for x, _ in points))
+    axis.set_ylim(0, 1.08 * max(max(y for _, y in points), 0.01))
+    legend(figure, [axis])
+    return Drawing(
+        stem="trade", kind="trade", title="Cost against time",
+        caption="Down and to the left is better. Filled, and joined by the dashed line: no other is both faster and "
+        "cheaper (the Pareto front).",
+        figure=figure,
+    )  # fmt: skip
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    """Seconds in one unit of the axis, and its name."""
+    for size, name in ((2 * 86400.0, "days"), (2 * 3600.0, "hours"), (120.0, "minutes")):
+        if seconds >= size:
+            return {"days": 86400.0, "hours": 3600.0, "minutes": 60.0}[name], name
+    return 1.0, "seconds"

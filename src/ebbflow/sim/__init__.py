@@ -1,0 +1,30 @@
+"""Hours and dollars of a training before anything is rented: trace + policy + step model + prices, without torch.
+
+network.py, stragglers.py, stepmodel.py   how long a step takes, and on what
+recovery.py                               what a change of the fleet costs
+fleet.py                                  who is paid for, and who can compute
+legs.py, leap.py, walk.py                 from event to event through the trace
+prices.py, efficiency.py                  dollars; samples that a larger batch needs more
+simulate.py                               one scenario; `Simulation` has the figures
+montecarlo.py, search.py, fit.py          many scenarios: intervals, the best setting, a fitted step model
+"""
+
+from ebbflow.sim.prices import FlatPrice, PriceHistory, read_prices
+from ebbflow.sim.recovery import RECOVERIES, Ideal
+from ebbflow.sim.simulate import Scenario, Simulation, on_demand, simulate
+from ebbflow.sim.stepmodel import ComputeAndNetwork, WholeStep, parse_step_time
+
+__all__ = [
+    "RECOVERIES",
+    "ComputeAndNetwork",
+    "FlatPrice",
+    "Ideal",
+    "PriceHistory",
+    "Scenario",
+    "Simulation",
+    "WholeStep",
+    "on_demand",
+    "parse_step_time",
+    "read_prices",
+    "simulate",
+]

@@ -1,0 +1,144 @@
+"""Where the time of a step goes: computing, the network, waiting for data.
+
+    WholeStep          a step time that somebody measured: all of it counts as computing
+    ComputeAndNetwork  computing by the local batch, the exchange by the workers, what of it computing hides
+
+A step that an epoch's end cuts takes a time between that of an empty step and that of a whole one, in proportion to its
+samples: what does not depend on the samples is paid in full.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbflow.errors import ConfigError, PlanError
+from ebbflow.plan.steptime import ConstantStepTime, StepTime, TableStepTime
+from ebbflow.sim.network import Network
+from ebbflow.units import Seconds, parse_seconds
+
+__all__ = ["ComputeAndNetwork", "Parts", "StepModel", "WholeStep", "parse_step_time"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+_NONE = Seconds(0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Seconds of a step by what they are spent on, for each of several steps; they add up to the step."""
+
+    compute: Floats
+    network: Floats
+    """The part of the exchange that computing does not hide."""
+    waiting: Floats
+
+    @property
+    def total(self) -> Floats:
+        """The whole step."""
+        return self.compute + self.network + self.waiting
+
+
+@runtime_checkable
+class StepModel(Protocol):
+    """Time of a step from its workers and samples."""
+
+    def parts(self, workers: Ints, samples: Ints) -> Parts:
+        """For steps of so many samples over so many workers (at least one); zero samples give what is paid anyway."""
+        ...
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """A measured step time, constant or by the number of workers, whatever the samples."""
+
+    step_time: StepTime
+
+    def parts(self, workers: Ints, samples: Ints) -> Parts:
+        """All of it is computing."""
+        seconds = self.step_time.seconds(workers)
+        none = np.zeros(len(workers))
+        return Parts(compute=seconds, network=none, waiting=none)
+
+    def __str__(self) -> str:
+        return str(self.step_time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeAndNetwork:
+    """A worker computes on its share of the samples, then all exchange gradients.
+
+    >>> from ebbflow.sim.network import NETWORKS
+    >>> model = ComputeAndNetwork(per_step=0.1, per_sample=0.01, network=NETWORKS.make("affine(0.5s)"), overlap=0.5)
+    >>> parts = model.parts(np.array([1, 2]), np.array([20, 40]))
+    >>> parts.compute, parts.network  # 0.1 + 20 x 0.01; half of it hides the exchange
+    (array([0.3, 0.3]), array([0.  , 0.35]))
+    """
+
+    per_step: Seconds = _NONE
+    """Computing that does not depend on the samples, for each piece (see `piece`)."""
+    per_sample: Seconds
+    """Computing for each sample of a worker."""
+    network: Network | None = None
+    overlap: float = 0.0
+    """Share of the computing that can hide the exchange, between 0 and 1: gradients of late layers travel first."""
+    loading: Seconds = _NONE
+    """Time in which a worker reads one sample; it reads ahead, so only what takes longer than the step counts."""
+    piece: int | None = None
+    """Samples that fit into a worker's memory at once; a larger share is accumulated in so many pieces."""
+    serial: bool = False
+    """The workers are emulated, one machine computes for all: the time goes by the samples of the whole step."""
+
+    def __post_init__(self) -> None:
+        times = {"per_step": self.per_step, "per_sample": self.per_sample, "loading": self.loading}
+        for name, value in times.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} is {value:g} s; expected a finite time that is not negative")
+        if self.per_step + self.per_sample <= 0:
+            raise ConfigError("a step would take no time; give a computing time a step, a sample, or both")
+        if not 0 <= self.overlap <= 1:
+            raise ConfigError(f"overlap is {self.overlap:g}; expected a share between 0 and 1")
+        if self.piece is not None and self.piece < 1:
+            raise ConfigError(f"piece is {self.piece}; expected at least 1 sample")
+
+    def parts(self, workers: Ints, samples: Ints) -> Parts:
+        """The slowest worker, which has the largest share, sets the pace."""
+        share = samples if self.serial else -(-samples // workers)
+        pieces = np.maximum(-(-share // self.piece), 1) if self.piece else np.ones(len(share), np.int64)
+        compute = pieces * float(self.per_step) + share * float(self.per_sample)
+        exchange = np.zeros(len(share)) if self.network is None else self.network.seconds(workers)
+        network = np.maximum(exchange - self.overlap * compute, 0.0)
+        return Parts(
+            compute=compute,
+            network=network,
+            waiting=np.maximum(share * float(self.loading) - compute - network, 0.0),
+        )
+
+    def __str__(self) -> str:
+        said = [f"{self.per_step:.6g}s a step", f"{self.per_sample:.6g}s a sample"]
+        said += [str(self.network)] if self.network is not None else []
+        said += [f"overlap {self.overlap:g}"] if self.network is not None and self.overlap else []
+        said += [f"loading {self.loading:.6g}s"] if self.loading else []
+        said += [f"pieces of {self.piece}"] if self.piece else []
+        return ", ".join(said + (["emulated"] if self.serial else []))
+
+
+def parse_step_time(text: str) -> WholeStep:
+    """A constant ("0.6s") or a table by the number of workers ("1:0.5s 8:0.62s").
+
+    >>> str(parse_step_time("8:0.62s 1:500ms"))
+    '1:0.5s 8:0.62s'
+    """
+    if ":" not in text:
+        return WholeStep(ConstantStepTime(parse_seconds(text)))
+    table: dict[int, float] = {}
+    for word in text.replace(",", " ").split():
+        count, colon, seconds = word.partition(":")
+        if not colon or not count.isdecimal():
+            raise PlanError(f"{word!r} in the step times {text!r} is not workers:time; write for example 8:0.62s")
+        table[int(count)] = parse_seconds(seconds)
+    return WholeStep(TableStepTime(table))

@@ -1,0 +1,238 @@
+"""simulate, compare, whatif and profile as scripts and people meet them: fixed shapes, pages, and bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from ebbflow.cli import common
+from ebbflow.cli.main import main
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Ebbflow = Callable[..., Answer]
+
+
+@pytest.fixture
+def ebbflow(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ebbflow:
+    """Run the command in this process, in an empty folder; one text, split at spaces, then single arguments."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text: str, *arguments: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["ebbflow", *text.split(), *map(str, arguments)])
+        for console in (common.out, common.err):
+            monkeypatch.setattr(console, "_width", 10_000)  # one message, one line
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return Answer(code, captured.out, captured.err)
+
+    return run
+
+
+TASK = "--samples 1000 --epochs 1 --local-batch 10"
+PRICES = "--spot-price 3.6 --price 36"
+STEP = "--step-time 1s"
+FLEET = "0s:4 10s:2 1h"
+
+
+def test_simulate_answers_in_the_fixed_shape(ebbflow: Ebbflow) -> None:
+    answer = ebbflow(f"simulate {TASK} {STEP} {PRICES} --json", FLEET)
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+    # 400 samples in 10 s on 4 workers, 600 in 30 s on 2: 100 worker-seconds, 2.5 workers on average, so 3 on demand:
+    # steps of 30 samples, 33 and a smaller one, 102 worker-seconds.
+    assert found == {
+        "time_s": 40.0,
+        "cost_usd": pytest.approx(0.1),
+        "on_demand": {"time_s": 34.0, "cost_usd": pytest.approx(1.02), "workers": 3},
+        "steps": 40,
+        "samples": 1000,
+        "goodput": 25.0,
+        "breakdown": {"compute": 40.0, "network": 0.0, "waiting": 0.0, "lost": 0.0, "restart": 0.0, "checkpoint": 0.0},
+    }
+
+
+def test_simulate_prints_a_table_that_fits_a_terminal(ebbflow: Ebbflow) -> None:
+    answer = ebbflow(f"simulate {TASK} {STEP} {PRICES} --recovery step(detect=1s)", FLEET)
+    assert answer.code == 0, answer.err
+    assert "2 on demand" in answer.out
+    assert "restart" in answer.out
+    assert max(map(len, answer.out.splitlines())) <= 80
+
+
+def test_seeds_give_intervals(ebbflow: Ebbflow) -> None:
+    fleet = "poisson(4, preempt_every=1min, provision=20s, duration=1h)"
+    found = json.loads(ebbflow(f"simulate {TASK} {STEP} {PRICES} --seeds 8 --json", fleet).out)
+    assert found["seeds"]["count"] == 8
+    spread = found["seeds"]["time_s"]
+    assert 25 <= spread["low"] <= spread["mean"] <= spread["high"]
+    refused = ebbflow(f"simulate {TASK} {STEP} {PRICES} --seeds 8", FLEET)
+    assert refused.code == 2
+    assert "--seeds draws nothing here" in refused.err
+
+
+def test_prices_come_from_a_history_too(ebbflow: Ebbflow, tmp_path: Path) -> None:
+    history = tmp_path / "prices.csv"
+    history.write_text("time_s,zone,usd_per_hour\n0,a,3.6\n0,b,7.2\n4000,a,3.6\n")
+    task = f"simulate {TASK} {STEP} --price 36 --price-history prices.csv --json"
+    assert json.loads(ebbflow(task, FLEET).out)["cost_usd"] == pytest.approx(0.15)
+    assert json.loads(ebbflow(f"{task} --zone b", FLEET).out)["cost_usd"] == pytest.approx(0.2)
+    late = ebbflow(f"{task} --price-offset 3970s", FLEET)
+    assert late.code == 2
+    assert "prices.csv covers 30.0 s, the run takes 40.0 s" in late.err
+
+
+def test_a_page_is_written_whole_and_loads_nothing(ebbflow: Ebbflow, tmp_path: Path) -> None:
+    answer = ebbflow(f"simulate {TASK} {STEP} {PRICES} --recovery step(detect=1s) --out page --json", FLEET)
+    assert answer.code == 0, answer.err
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "https://" not in page
+    assert 'data-figure="time"' in page
+    assert 'data-figure="cost"' in page
+    assert {path.name for path in (tmp_path / "page" / "figures").iterdir()} >= {"time.svg", "cost.svg", "trade.png"}
+    assert ebbflow(f"simulate {TASK} {STEP} {PRICES} --out page --json", FLEET).code == 0  # a page may be replaced
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    refused = ebbflow(f"simulate {TASK} {STEP} {PRICES} --out mine --json", FLEET)
+    assert refused.code == 2
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+
+
+def test_compare_marks_what_nothing_beats(ebbflow: Ebbflow, tmp_path: Path) -> None:
+    text = (
+        f"compare {TASK} {STEP} --spot-price 3.6 --price 36 --policy follow --policy capped(max_workers=1) "
+        f"--recovery ideal --recovery checkpoint(every=5s,write=1s,detect=1s,restart=5s)"
+    )
+    found = json.loads(ebbflow(f"{text} --json --out page", FLEET).out)
+    by_name = {one["name"]: one for one in found}
+    assert len(by_name) == 6  # two policies x two recoveries, and an on-demand cluster a policy
+    assert [name for name, one in by_name.items() if one["pareto"]] == ["follow · ideal", "3 on demand · follow"]
+    follow = by_name["follow · ideal"]
+    assert follow["time_s"] == 40.0
+    assert by_name["capped(max_workers=1) · ideal"]["time_s"] == 100.0
+    restarted = by_name["follow · checkpoint(every=5s,write=1s,detect=1s,restart=5s)"]
+    assert restarted["breakdown"]["checkpoint"] > 0
+    assert 'data-figure="trade"' in (tmp_path / "page" / "index.html").read_text()
+    table = ebbflow(text, FLEET).out
+    assert any(line.startswith("*") and "follow · ideal" in line for line in table.splitlines())
+
+
+def test_compare_takes_one_price_for_each_trace(ebbflow: Ebbflow) -> None:
+    found = json.loads(ebbflow(f"compare {TASK} {STEP} --spot-price 1 --spot-price 2 --json", "0s:4 1h", "0s:5 1h").out)
+    assert [one["cost_usd"] for one in found] == pytest.approx([100 / 3600, 200 / 3600])
+    refused = ebbflow(f"compare {TASK} {STEP} --spot-price 1 --spot-price 2", "0s:4 1h", "0s:5 1h", "0s:6 1h")
+    assert refused.code == 2
+    assert "2 spot prices for 3 traces" in refused.err
+
+
+WHATIF = "whatif --samples 800 --epochs 10 --step-time 1s --spot-price 3600"
+
+
+def test_whatif_finds_the_cheapest_before_a_deadline(ebbflow: Ebbflow) -> None:
+    answer = ebbflow(f"{WHATIF} --deadline 300s --max-workers 1,3,7 --local-batch 10 --json", "0s:8 10h")
+    found = json.loads(answer.out)
+    # 80, 27 or 12 steps an epoch: 800, 270 or 120 s for 800, 810 or 840 USD.
+    assert found["setting"] == {"max_workers": 3, "local_batch": 10, "policy": "follow"}
+    assert (found["time_s"], found["cost_usd"]) == (270.0, pytest.approx(810))
+    assert found["settings"] == {"tried": 3, "ended": 3}
+    assert [one["time_s"] for one in found["pareto"]] == [120, 270, 800]
+    assert {one["name"]: one["met"] for one in found["sensitivity"]}["steps 10% slower"] is True
+    assert "the cheapest of 3 settings" in ebbflow(
+        f"{WHATIF} --deadline 300s --max-workers 1,3,7 --local-batch 10", "0s:8 10h"
+    ).out  # fmt: skip
+
+
+def test_whatif_finds_the_fastest_within_a_budget(ebbflow: Ebbflow) -> None:
+    text = f"{WHATIF} --budget 820 --max-workers 1:7:2 --local-batch 10 --policy follow --policy capped(max_batch=20)"
+    found = json.loads(ebbflow(f"{text} --json", "0s:8 10h").out)
+    # 5 workers take 16 steps an epoch: 160 s for 800 USD.
+    assert (found["setting"]["max_workers"], found["time_s"]) == (5, 160.0)
+    assert found["settings"]["tried"] == 8
+
+
+def test_whatif_says_the_best_that_can_be_had(ebbflow: Ebbflow) -> None:
+    refused = ebbflow(f"{WHATIF} --deadline 10s --max-workers 1,3,7 --local-batch 10 --json", "0s:8 10h")
+    assert refused.code == 2
+    assert (
+        "none of 3 settings ends within 10.0 s; the fastest takes 2.0 min and costs 840.00 USD: at most 7 workers"
+        in (refused.err)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"simulate {TASK} {STEP} --price 36", "give the price of a worker: --spot-price"),
+        (f"simulate {TASK} {STEP} --spot-price 1", "give the on-demand price"),
+        (f"simulate {TASK} {STEP} --spot-price -1 --price 1", "the price is -1 USD an hour"),
+        (f"simulate {TASK} {STEP} --spot-price 1 --price -1", "the price is -1 USD an hour"),
+        (f"simulate {TASK} {STEP} --spot-price nan --price 1", "expected a finite number"),
+        (f"simulate {TASK} {STEP} --spot-price 1 --price 1 --price-history x.csv", "one of the two"),
+        (f"simulate {TASK} --step-time 0.6 {PRICES}", "duration '0.6' has no unit; write 0.6s"),
+        (f"simulate {TASK} --step-time 0s {PRICES}", "expected a finite time above 0"),
+        (f"simulate {TASK} {PRICES}", "say how long a step takes in one way"),
+        (f"simulate {TASK} {STEP} --compute-sample 1ms {PRICES}", "say how long a step takes in one way"),
+        (f"simulate {TASK} {STEP} {PRICES} --network ring(1,gbps=1)", "--step-time is the time of the whole step"),
+        (f"simulate {TASK} --compute-sample 1ms {PRICES} --network rign(1,gbps=1)", "did you mean 'ring'"),
+        (f"simulate {TASK} --compute-sample 1ms {PRICES} --network ring(1,gbps=1,latency=5)", "has no unit"),
+        (f"simulate {TASK} {STEP} {PRICES} --recovery chekpoint", "did you mean 'checkpoint'"),
+        (f"simulate {TASK} {STEP} {PRICES} --noise-scale 100", "--noise-scale needs --ref-batch"),
+        (f"simulate {TASK} {STEP} {PRICES} --policy folow", "did you mean 'follow'"),
+        (f"simulate {TASK} {STEP} {PRICES} --provisioning 5", "has no unit"),
+        (f"simulate {TASK} {STEP} {PRICES} --profile missing.json", "say how long a step takes in one way"),
+        (f"simulate {TASK} {PRICES} --profile missing.json", "missing.json: no such file"),
+        (f"simulate --samples 9999999999 --epochs 9999999 --local-batch 1 {STEP} {PRICES}", "more than 2^53 samples"),
+        (f"simulate --samples 1000 --epochs 99 --local-batch 1 {STEP} {PRICES}", "the trace is too short"),
+        (f"{WHATIF} --local-batch 10", "give a deadline"),
+        (f"{WHATIF} --local-batch 10 --deadline 5", "has no unit"),
+        (f"{WHATIF} --local-batch 10 --budget -5", "cannot be met"),
+        (f"{WHATIF} --local-batch ten --budget 5", "is not a number or a range"),
+        (f"{WHATIF} --local-batch 1:999999999 --budget 5", "has more than 1,000,000 values"),
+        (f"{WHATIF} --local-batch 1:2000 --max-workers 1:2000 --budget 5", "settings are too many"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_told_without_a_traceback(ebbflow: Ebbflow, text: str, message: str) -> None:
+    answer = ebbflow(text, FLEET)
+    assert answer.code == 2, answer
+    assert message in answer.err
+    assert "Traceback" not in answer.err
+    assert answer.out == ""
+
+
+def test_profile_measures_a_workload_and_simulate_reads_it(ebbflow: Ebbflow, tmp_path: Path) -> None:
+    answer = ebbflow("profile digits-mlp --local-batch 16,64 --steps 5 --out p.json --json")
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+    assert found == json.loads((tmp_path / "p.json").read_text())
+    assert [(one["workers"], one["samples"]) for one in found["measured"]] == [(1, 16), (1, 64)]
+    assert found["per_step_s"] + found["per_sample_s"] > 0
+    simulated = ebbflow(f"simulate {TASK} {PRICES} --profile p.json --emulated --repeat --json", FLEET)
+    assert json.loads(simulated.out)["time_s"] > 0
+
+
+def test_profile_fits_the_steps_of_a_record(ebbflow: Ebbflow) -> None:
+    trained = ebbflow(
+        "train digits-mlp --epochs 1 --local-batch 32 --out run --json --trace", "square(1, 4, period=8s)"
+    )
+    assert trained.code == 0, trained.err
+    found = json.loads(ebbflow("profile --from run --json").out)
+    assert found["serial"] is True  # the engine computed for all workers
+    assert {one["workers"] for one in found["measured"]} == {1, 4}
+    neither = ebbflow("profile")
+    assert neither.code == 2
+    assert "give a workload to measure, or a record" in neither.err

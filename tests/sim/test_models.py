@@ -1,0 +1,280 @@
+"""Networks, stragglers, provisioning, noise scale, fits, searches: each against a formula or a count by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbflow.errors import ConfigError, EbbflowError, PlanError, RecordError
+from ebbflow.plan import make_policy
+from ebbflow.record import Header, Run, StepRow, ValidationRow
+from ebbflow.sim import FlatPrice, Scenario, parse_step_time
+from ebbflow.sim.efficiency import noise_scale_of, read_noise_scale
+from ebbflow.sim.fit import Measured, fit_steps, measured_steps, read_profile
+from ebbflow.sim.fleet import provisioned
+from ebbflow.sim.montecarlo import draws, interval, reseeded
+from ebbflow.sim.network import NETWORKS, Affine
+from ebbflow.sim.recovery import RECOVERIES
+from ebbflow.sim.search import Goal, Outcome, Setting, best, outcomes, pareto, sensitivity
+from ebbflow.sim.stragglers import STRAGGLERS, Lognormal, Stragglers
+from ebbflow.traces import Trace, load
+from ebbflow.units import Seconds
+
+COUNTS = np.array([1, 2, 8, 96])
+
+
+# -- networks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # 100 MB through 8 Gb/s are 0.1 s. Ring: 2 (W-1) (1 ms + 0.1 s / W).
+        ("ring(100, gbps=8, latency=1ms)", [0.0, 0.102, 14 * (0.001 + 0.0125), 190 * (0.001 + 0.1 / 96)]),
+        # Tree: twice log2 W levels (0, 1, 3, 7) of 1 ms, and the gradients down and up.
+        ("tree(100, gbps=8, latency=1ms)", [0.0, 0.202, 0.206, 0.214]),
+        # One server: everybody's gradients in, everybody's weights out.
+        ("server(100, gbps=8, latency=1ms)", [0.202, 0.402, 1.602, 19.202]),
+        # Four servers share it, but a worker's own link still takes 0.1 s.
+        ("server(100, gbps=8, servers=4)", [0.2, 0.2, 0.4, 4.8]),
+        # Eight on a machine: 1, 1, 1 and 12 machines.
+        ("ring(100, gbps=8, per_machine=8)", [0.0, 0.0, 0.0, 22 * 0.1 / 12]),
+        ("affine(20ms, more=1ms)", [0.0, 0.02, 0.026, 0.114]),
+    ],
+)  # fmt: skip
+def test_exchange_times_follow_their_formula(text: str, expected: list[float]) -> None:
+    network = NETWORKS.make(text)
+    np.testing.assert_allclose(network.seconds(COUNTS), expected)
+    assert NETWORKS.make(str(network)) == network
+
+
+@pytest.mark.parametrize(
+    "text", ["ring(0, gbps=8)", "ring(1, gbps=-1)", "tree(1, gbps=1, per_machine=0)", "server(1, gbps=1, servers=0)",
+             "ring(1, gbps=1, latency=5)", "affine(1)"],
+)  # fmt: skip
+def test_impossible_networks_and_forgotten_units_are_refused(text: str) -> None:
+    with pytest.raises(EbbflowError):
+        NETWORKS.make(text)
+
+
+# -- stragglers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["exponential(0.2)", "rare(0.03, factor=4)", "lognormal(0.3)"])
+def test_the_slowest_worker_is_as_slow_as_a_simulation_says(text: str) -> None:
+    model = STRAGGLERS.make(text)
+    rng = np.random.default_rng(0)
+    count = 20
+    sampled = _factors(model, rng, (40_000, count)).max(axis=1)
+    mean, variance = model.slowest(np.array([count]))
+    assert mean[0] == pytest.approx(sampled.mean(), rel=0.01)
+    assert variance[0] == pytest.approx(sampled.var(), rel=0.08)
+
+
+def _factors(model: Stragglers, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    if isinstance(model, Lognormal):
+        return np.exp(model.spread * rng.standard_normal(shape))
+    if hasattr(model, "delay"):
+        return 1 + model.delay * rng.exponential(size=shape)
+    return np.where(rng.random(shape) < model.chance, model.factor, 1.0)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("text", ["exponential(-1)", "rare(2)", "rare(0.1, factor=0.5)", "lognormal(9)"])
+def test_impossible_stragglers_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="stragglers"):
+        STRAGGLERS.make(text)
+
+
+# -- fleets ------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    points=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), min_size=1, max_size=12), delay=st.integers(1, 25)
+)
+def test_workers_are_ready_when_they_were_there_all_the_time_before(points: list[tuple[int, int]], delay: int) -> None:
+    times = np.cumsum([0, *(length for length, _ in points)]).astype(np.float64)
+    trace = Trace(times[:-1], np.array([count for _, count in points]), float(times[-1]))
+    ready = provisioned(trace, Seconds(float(delay)))
+    for time in np.arange(0, trace.end, 0.5):
+        window = np.arange(time - delay, time + 0.25, 0.5)
+        least = min(trace.at(float(t)) if t >= 0 else 0 for t in window)
+        assert ready.at(float(time)) == least, time
+
+
+@pytest.mark.parametrize(
+    "text", ["step(detect=-1s)", "step(detect=1)", "checkpoint(every=soon)", "ideal(maybe)", "checkpont"]
+)
+def test_impossible_recoveries_are_refused(text: str) -> None:
+    with pytest.raises(EbbflowError):
+        RECOVERIES.make(text)
+
+
+# -- noise scale -------------------------------------------------------------------------------------------------------
+
+
+def row(step: int, wall: float, *, workers: int = 2, batch: int = 8, **stats: float) -> StepRow:
+    return StepRow(
+        step=step, time_s=0, wall_s=wall, epoch=0, samples=0, workers=workers, batch=batch, pieces=1, lr_base=1, lr=1,
+        multiplier=1, loss=1.0, stats=stats,
+    )  # fmt: skip
+
+
+def record(*rows: StepRow, validations: tuple[int, ...] = ()) -> Run:
+    seen = [ValidationRow(step=step, epoch=1, samples=0, time_s=0, wall_s=0, metrics={}) for step in validations]
+    return Run(path=Path("r.jsonl"), header=Header(), steps=list(rows), validations=seen, events=[], end=None)
+
+
+def test_the_noise_scale_of_a_record_is_mean_noise_over_mean_signal() -> None:
+    # By samples: (8 x 10 + 24 x 30) / 32 = 25 over (8 x 1 + 24 x 3) / 32 = 2.5.
+    run = record(row(0, 1, noise=10, signal=1), row(1, 2), row(2, 3, batch=24, noise=30, signal=3))
+    assert noise_scale_of(run) == pytest.approx(10.0)
+
+
+def test_a_record_without_statistics_has_no_noise_scale() -> None:
+    with pytest.raises(RecordError, match="its rule measured none"):
+        noise_scale_of(record(row(0, 1)))
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "nan"])
+def test_a_noise_scale_must_be_above_zero(text: str) -> None:
+    with pytest.raises(ConfigError, match="above 0"):
+        read_noise_scale(text)
+
+
+# -- fits --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_finds_the_times_that_steps_were_made_of() -> None:
+    steps = [
+        Measured(workers=w, samples=w * b, seconds=0.02 + 0.003 * b + (0.05 + 0.01 * (w - 2) if w > 1 else 0))
+        for w in (1, 2, 5)
+        for b in (8, 32)
+    ]
+    found = fit_steps(steps)
+    assert found.error < 1e-9
+    assert found.model.per_step == pytest.approx(0.02)
+    assert found.model.per_sample == pytest.approx(0.003)
+    assert isinstance(found.model.network, Affine)
+    assert (found.model.network.first, found.model.network.more) == pytest.approx((0.05, 0.01))
+
+
+def test_what_was_not_observed_is_left_out() -> None:
+    one_size = fit_steps([Measured(workers=4, samples=64, seconds=0.32)])
+    assert one_size.model.per_sample == pytest.approx(0.02)
+    assert one_size.model.network is None
+    emulated = fit_steps([Measured(workers=w, samples=8 * w, seconds=0.1 + 0.08 * w) for w in (1, 2, 4)], serial=True)
+    assert (emulated.model.per_step, emulated.model.per_sample) == pytest.approx((0.1, 0.01))
+    assert emulated.model.serial
+
+
+def test_a_fit_is_never_negative() -> None:
+    found = fit_steps([Measured(workers=1, samples=10, seconds=0.2), Measured(workers=1, samples=20, seconds=0.1)])
+    assert found.model.per_sample == 0 and found.model.per_step > 0
+
+
+def test_steps_of_a_record_are_measured_without_validations_and_gaps() -> None:
+    # 1 s a step; 5 s of validation lie before step 2, and step 3 is missing.
+    run = record(row(0, 1), row(1, 2), row(2, 8), row(4, 10), row(5, 11), validations=(2,))
+    assert measured_steps(run) == [Measured(workers=2, samples=8, seconds=1.0, steps=2)]
+    with pytest.raises(RecordError, match="a longer run is needed"):
+        measured_steps(record(row(0, 1)))
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    found = fit_steps([Measured(workers=w, samples=w * b, seconds=0.1 + b + w) for w in (1, 2, 3) for b in (1, 2)])
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(found.as_json()))
+    assert read_profile(path) == found.model
+    path.write_text('{"per_step_s": 1}')
+    with pytest.raises(ConfigError, match="is not a profile"):
+        read_profile(path)
+
+
+# -- many scenarios ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one() -> Scenario:
+    return Scenario(
+        trace=load("constant(8, duration=10h)"), policy=make_policy("follow(10)"), model=parse_step_time("1s"),
+        samples=800, epochs=10, price=FlatPrice(3600.0),
+    )  # fmt: skip
+
+
+def settings(*caps: int) -> list[Setting]:
+    return [Setting(max_workers=cap, local_batch=10, policy="follow") for cap in caps]
+
+
+def found(one: Scenario, *caps: int) -> list[Outcome]:
+    return [o for o in outcomes(one, settings(*caps)) if isinstance(o, Outcome)]
+
+
+def test_the_cheapest_before_a_deadline_and_the_fastest_within_a_budget(one: Scenario) -> None:
+    # 800 samples an epoch in steps of 10, 30 and 70: 80, 27 and 12 steps of a second, a dollar a worker-second.
+    results = found(one, 1, 3, 7)
+    assert [(o.time_s, o.cost_usd) for o in results] == [
+        (800, 800),
+        (270, pytest.approx(810)),
+        (120, pytest.approx(840)),
+    ]
+    assert best(results, Goal(deadline=300.0)).setting == settings(3)[0]
+    assert best(results, Goal(deadline=120.0)).setting == settings(7)[0]
+    assert best(results, Goal(budget=820.0)).setting == settings(3)[0]
+
+
+def test_what_cannot_be_had_says_the_best_that_can(one: Scenario) -> None:
+    with pytest.raises(
+        PlanError, match=r"none of 2 settings ends within 50.0 s; the fastest takes 100.0 s and costs 800"
+    ):
+        best(found(one, 4, 8), Goal(deadline=50.0))
+    with pytest.raises(PlanError, match=r"costs at most 5.00 USD; the cheapest takes .* and costs 800.00 USD"):
+        best(found(one, 4, 8), Goal(budget=5.0))
+
+
+def test_a_setting_that_never_ends_is_left_out(one: Scenario) -> None:
+    short = replace(one, trace=load("constant(8, duration=150s)"))
+    assert [isinstance(o, Outcome) for o in outcomes(short, settings(4, 8))] == [False, True]
+    with pytest.raises(PlanError, match="no setting comes to an end"):
+        best([], Goal(deadline=1.0))
+
+
+def test_a_goal_is_a_deadline_or_a_budget() -> None:
+    for bad in ({}, {"deadline": 1.0, "budget": 1.0}, {"deadline": 0.0}, {"budget": -1.0}):
+        with pytest.raises(ConfigError):
+            Goal(**bad)
+
+
+def test_sensitivity_changes_one_thing_at_a_time(one: Scenario) -> None:
+    by_name = {o.name: o for o in sensitivity(replace(one, noise_scale=800.0, ref_batch=80))}
+    assert by_name["steps 10% slower"].time_s == pytest.approx(110.0)
+    assert by_name["price 10% lower"].cost_usd == pytest.approx(720.0)
+    assert by_name["price 10% lower"].time_s == 100
+    assert by_name["half the noise scale"].time_s == 100  # at the reference batch nothing hangs on it
+    assert any(name.startswith("begun") for name in by_name)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12))
+def test_the_front_is_what_nothing_beats(points: list[tuple[float, float]]) -> None:
+    def beaten(a: tuple[float, float]) -> bool:
+        return any(b[0] <= a[0] and b[1] <= a[1] and b != a for b in points)
+
+    assert pareto(points) == [not beaten(point) for point in points]
+
+
+def test_draws_give_the_same_for_the_same_seed_and_differ_between_seeds(one: Scenario) -> None:
+    def scenario(seed: int) -> Scenario:
+        return replace(one, trace=load(reseeded("poisson(8, preempt_every=1min, provision=20s, duration=2h)", seed)))
+
+    times = [found.time_s for found in draws(scenario, 5)]
+    assert times == [found.time_s for found in draws(scenario, 5)]
+    assert len(set(times)) > 1
+    spread = interval(times)
+    assert min(times) <= spread.low <= spread.mean <= spread.high <= max(times)
+    assert not math.isnan(spread.mean)
