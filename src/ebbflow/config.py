@@ -53,7 +53,7 @@ class RunConfig:
     optimizer: str | None = None
     schedule: str | None = None
     policy: str = "follow"
-    """How the batch follows the workers: follow, fixed(TOTAL), capped(max_batch=N)."""
+    """How the batch follows the workers: follow, fixed(TOTAL), capped(max_batch=N); or grows: geo(60ep, factor=5)."""
     step_time: str = "fit"
     """How long a step takes, for example 0.6s; fit: such that the run spans the whole trace."""
     offset: str = "0s"

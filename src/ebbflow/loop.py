@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ebbflow.data.ledger import Ledger
-from ebbflow.engines.base import Engine
+from ebbflow.engines.base import Engine, Gradients
+from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
+from ebbflow.plan.growth import Growth
 from ebbflow.record import StepRow
 from ebbflow.rules.base import StepContext
 
@@ -31,6 +34,15 @@ class Flow:
     statistics: RunningStatistics | None = None
     """Of batch norm, where they follow the batch or a step may be skipped."""
     average: WeightAverage | None = None
+    growth: Growth | None = None
+    """Of the batch, where the policy is a growing one."""
+
+    def __post_init__(self) -> None:
+        if self.average is not None and self.engine.replicated:
+            raise ConfigError(
+                "an average of the weights is kept where the weights are, and this engine's replicas have them; use "
+                "carry='centralized', or no average"
+            )
 
     def run_step(self) -> StepRow | None:
         """One step from the fleet to the record; None if it was lost, and then nothing has happened.
@@ -39,7 +51,11 @@ class Flow:
         trace in weights, buffers, rule and averages, and its row has `skipped` among its stats.
         """
         began = time.perf_counter()
+        if self.growth is not None:
+            self.engine.want(self.growth.useful)
         size = self.engine.members(self.step)  #                         traces, plan: who, and how much
+        if self.growth is not None:
+            size = self.growth.allow(size)
         assignment = self.ledger.assign(size.samples)  #                 data: which samples
         batch = assignment.batch
         keep = self.statistics.step(batch, self.optimizer.base_batch) if self.statistics else nullcontext()
@@ -57,14 +73,18 @@ class Flow:
             workers=size.workers,
             epoch_samples=self.ledger.samples,
             total_samples=self.total_samples,
+            shortfall=size.shortfall,
         )
         update = self.optimizer.update(context, gradients.measurement)  # rules, optim: the step
+        self.engine.applied(context)
         if update.applied and self.average is not None:
             self.average.update(context.ratio)
         if not update.applied and self.statistics is not None:
             self.statistics.undo()
         self.ledger = self.ledger.commit(assignment)
         self.step += 1
+        if self.growth is not None:
+            self.growth.observe(batch=batch, **_shown(gradients))
         self.wall_s += time.perf_counter() - began
         return StepRow(  #                                               record: what happened
             step=context.step,
@@ -81,3 +101,15 @@ class Flow:
             loss=gradients.loss,
             stats=update.stats,
         )
+
+
+def _shown(gradients: Gradients) -> dict[str, float]:
+    """What a step shows to a growing policy; nothing that is not finite."""
+    shown = {"loss": gradients.loss}
+    measured = gradients.measurement
+    if measured is not None:
+        shown["norm_sq"] = math.fsum(measured.sq_mean)
+        if measured.pieces > 1:
+            noise, signal = measured.estimate()
+            shown |= {"noise": math.fsum(noise), "signal": math.fsum(signal)}
+    return {name: value for name, value in shown.items() if math.isfinite(value)}

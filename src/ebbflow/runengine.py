@@ -33,10 +33,11 @@ def make_engine(
     plan: BatchPlan,
     optimizer: ElasticOptimizer,
     *,
+    needs: frozenset[str],
     on_event: Callable[[str, str], None],
     ranks: Ranks | None = None,
 ) -> EmulatedEngine:
-    """The engine of a resolved configuration.
+    """The engine of a resolved configuration; `needs` is what rule and policy want to have measured.
 
     `auto` fuses workers wherever the model allows: on a CPU, too, it is nowhere slower than the loop (measured on
     digits-mlp, digits-cnn and shakespeare-gpt with 1 to 16 workers).
@@ -45,7 +46,7 @@ def make_engine(
         "samples": len(task.train),
         "seed": config.seed,
         "piece": config.piece,
-        "needs": optimizer.rule.needs,
+        "needs": needs,
         "parameters": optimizer.layers,
         "precision": cast(Precision, config.precision),
         "ranks": ranks,

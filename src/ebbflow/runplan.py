@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ebbflow.config import RunConfig
 from ebbflow.data.ledger import pieces
 from ebbflow.errors import ConfigError
-from ebbflow.plan import BatchPlan, fit_step_time, make_policy, make_step_time, plan_for
+from ebbflow.plan import (
+    BatchPlan,
+    Growing,
+    Growth,
+    fit_growing,
+    fit_step_time,
+    foresee,
+    make_policy,
+    make_step_time,
+    plan_for,
+    plan_growing,
+)
+from ebbflow.rules.registry import make_rule
 from ebbflow.traces import Trace
 from ebbflow.traces import load as load_trace
 from ebbflow.units import parse_seconds
 
-__all__ = ["MAX_EPOCHS", "check_measurable", "make_plan"]
+__all__ = ["MAX_EPOCHS", "check_measurable", "foresee_steps", "make_growth", "make_plan"]
 
 MAX_EPOCHS = 10
 """A run by gain may take so many times its epochs; one that would take more has too little gain ever to end."""
@@ -20,6 +33,8 @@ MAX_EPOCHS = 10
 
 def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tuple[BatchPlan, Trace | None]:
     """The batch plan of a resolved configuration over a data set, and the trace it comes from.
+
+    Of a growing policy it is the plan of what the workers can do; what steps take of it is decided on the way.
 
     A run by gain takes more samples than its epochs, nobody knows how many: a trace whose step time is fitted to the
     epochs is then repeated as with `repeat`; any other plan must reach, and the run stops where it does not.
@@ -32,6 +47,8 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
         return plan, None
     trace = load_trace(config.trace)
     policy = make_policy(config.policy, config.local_batch)
+    if isinstance(policy, Growing):
+        return _growing_plan(config, trace, policy, samples, by_gain=by_gain), trace
     offset = parse_seconds(config.offset)
     if config.step_time == "fit":
         step_time = fit_step_time(
@@ -55,6 +72,42 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
     return plan, trace
 
 
+def _growing_plan(config: RunConfig, trace: Trace, policy: Growing, samples: int, *, by_gain: bool) -> BatchPlan:
+    """What the workers can do in each step, long enough for what the policy will make of it."""
+    assert config.epochs and config.ref_batch
+    fixed: dict[str, Any] = {
+        "samples": samples,
+        "ref_batch": config.ref_batch,
+        "offset": parse_seconds(config.offset),
+        "on_change": config.on_change,
+    }
+    if config.step_time == "fit":
+        step_time = fit_growing(trace, policy, epochs=config.epochs, **fixed)
+    else:
+        step_time = parse_seconds(config.step_time)
+    epochs = config.epochs * (MAX_EPOCHS if by_gain else 1)
+    return plan_growing(trace, policy, step_time, epochs=epochs, repeat=config.repeat or by_gain, **fixed).capacity
+
+
+def foresee_steps(config: RunConfig, samples: int) -> BatchPlan:
+    """The steps of a run as far as they can be told beforehand: of a growing policy `make_plan` gives the workers'."""
+    plan, _ = make_plan(config, samples)
+    growth = make_growth(config, samples)
+    if growth is None:
+        return plan
+    assert config.epochs and config.ref_batch
+    return foresee(growth.policy, plan, samples=samples, epochs=config.epochs, ref_batch=config.ref_batch)
+
+
+def make_growth(config: RunConfig, samples: int) -> Growth | None:
+    """The growing policy of a resolved configuration at its beginning; None if its policy is another kind."""
+    assert config.ref_batch
+    if config.plan is not None:
+        return None
+    policy = make_policy(config.policy, config.local_batch)
+    return Growth(policy, ref_batch=config.ref_batch, epoch_samples=samples) if isinstance(policy, Growing) else None
+
+
 def check_measurable(config: RunConfig, plan: BatchPlan) -> None:
     """Refuse a plan in which no step has the two gradient pieces that telling noise from signal takes."""
     for run in plan.runs():
@@ -62,8 +115,9 @@ def check_measurable(config: RunConfig, plan: BatchPlan) -> None:
         if len(pieces(run.samples, piece=min(share, config.piece or share))) > 1:
             return
     most = int(plan.samples.max())
+    who = f"the rule {config.rule}" if make_rule(config.rule).needs else f"the policy {config.policy}"
     raise ConfigError(
-        f"the rule {config.rule} measures the noise of the gradient, which takes steps of two pieces or more, but the "
-        f"largest step has {most} samples in one: set piece to {max(1, most // 2)} or less (--piece), use more "
-        f"workers, or a rule that measures nothing, such as linear or sqrt"
+        f"{who} measures the noise of the gradient, which takes steps of two "
+        f"pieces or more, but the largest step has {most} samples in one: set piece to {max(1, most // 2)} or less "
+        f"(--piece), use more workers, or a rule that measures nothing, such as linear or sqrt"
     )

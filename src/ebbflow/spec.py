@@ -219,14 +219,15 @@ def render(name: str, instance: Any) -> str:
     """The shortest text that `bind` reads back as an equal instance: defaults are left out."""
     parts = []
     hints = typing.get_type_hints(type(instance))
-    for field in dataclasses.fields(instance):
+    fields = sorted(dataclasses.fields(instance), key=lambda field: bool(field.kw_only))  # as the signature
+    for field in fields:
         value = getattr(instance, field.name)
         if not field.init or value == field.default:
             continue
         if isinstance(value, tuple):
             parts += [_text(item, hints[field.name]) for item in value]
         else:
-            positional = len(parts) == 0 and field is dataclasses.fields(instance)[0]
+            positional = len(parts) == 0 and field is fields[0] and not field.kw_only
             text = _text(value, hints[field.name])
             parts.append(text if positional else f"{field.name}={text}")
     return f"{name}({', '.join(parts)})" if parts else name

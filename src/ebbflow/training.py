@@ -46,7 +46,7 @@ from ebbflow.record import (
 from ebbflow.rules.base import Scaling, spread
 from ebbflow.runengine import idle_ranks, make_engine
 from ebbflow.runheader import make_header
-from ebbflow.runplan import MAX_EPOCHS, check_measurable, make_plan
+from ebbflow.runplan import MAX_EPOCHS, check_measurable, make_growth, make_plan
 from ebbflow.torchrun import Group, joined
 
 __all__ = ["Callbacks", "resolve", "train"]
@@ -111,11 +111,12 @@ class _Trainer:
             on_nonfinite=cast(OnNonfinite, config.on_nonfinite),
         )
         self.plan, self.trace = make_plan(config, samples, by_gain=optimizer.by_gain)
-        if optimizer.rule.needs:
+        growth = make_growth(config, samples)
+        needs = optimizer.rule.needs | (growth.policy.needs if growth is not None else frozenset())
+        if needs:
             check_measurable(config, self.plan)
         self.engine = make_engine(
-            config, self.task, self.plan, optimizer,
-            ranks=group.ranks,
+            config, self.task, self.plan, optimizer, needs=needs, ranks=group.ranks,
             on_event=lambda what, text: self.record.write(Event(step=self.flow.step, what=what, text=text)),
         )  # fmt: skip
         skips = config.on_nonfinite == "skip"
@@ -128,6 +129,7 @@ class _Trainer:
             if skips or config.bn_follows_batch
             else None,
             average=WeightAverage(model, config.ema) if config.ema is not None else None,
+            growth=growth,
         )
         self.record = self._open_record(command)
 
@@ -163,8 +165,9 @@ class _Trainer:
                 f"{path} belongs to a run with other settings; use the settings of its record, or another output folder"
             )
         self.flow.optimizer.load_state_dict(state["optimizer"])
-        if self.flow.average is not None:
-            self.flow.average.load_state_dict(state["average"])
+        for name, part in (("average", self.flow.average), ("growth", self.flow.growth)):
+            if part is not None:
+                part.load_state_dict(state[name])
         self.flow.ledger = Ledger.restore(state["ledger"])
         self.flow.step = state["step"]
         self.flow.wall_s = state["wall_s"]
@@ -175,7 +178,6 @@ class _Trainer:
         """A checkpoint of the last complete step."""
         if not self.group.leads:
             return
-        record_bytes = self.record.flush()
         save_checkpoint(
             self.folder / CHECKPOINT,
             {
@@ -183,11 +185,12 @@ class _Trainer:
                 "model": self.task.model.state_dict(),
                 "optimizer": self.flow.optimizer.state_dict(),
                 "average": self.flow.average.state_dict() if self.flow.average is not None else None,
+                "growth": self.flow.growth.state_dict() if self.flow.growth is not None else None,
                 "ledger": self.flow.ledger.state(),
                 "step": self.flow.step,
                 "wall_s": self.flow.wall_s,
                 "rng": torch.get_rng_state(),
-                "record_bytes": record_bytes,
+                "record_bytes": self.record.flush(),
             },
         )
 

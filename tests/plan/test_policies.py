@@ -29,7 +29,7 @@ def test_a_fixed_total_of_one_sample_has_one_worker() -> None:
     assert FixedTotal(1).sizes(np.array([0, 3]))[0].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("name", POLICIES.names())
+@pytest.mark.parametrize("name", POLICIES.names("fleet"))
 @given(counts=st.lists(st.integers(0, 10_000), min_size=1, max_size=20))
 def test_every_policy_uses_at_most_who_is_there_and_waits_for_nobody_only(name: str, counts: list[int]) -> None:
     available = np.array(counts, np.int64)
@@ -40,7 +40,7 @@ def test_every_policy_uses_at_most_who_is_there_and_waits_for_nobody_only(name: 
     assert (samples >= 2 * workers).all()  # no worker with one lone sample
 
 
-@pytest.mark.parametrize("name", POLICIES.names())
+@pytest.mark.parametrize("name", POLICIES.names("fleet"))
 def test_every_policy_reads_its_own_text(name: str) -> None:
     policy = make_policy(EXAMPLES[name])
     assert isinstance(policy, Policy)

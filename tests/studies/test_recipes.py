@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ebbflow.optim.build import OPTIMIZERS
-from ebbflow.optim.schedules import Progress, make_schedule
+from ebbflow.optim.schedules import make_schedule
 from ebbflow.rules.registry import make_rule
-from ebbflow.runplan import check_measurable, make_plan
+from ebbflow.runplan import check_measurable, foresee_steps, make_growth, make_plan
 from ebbflow.studies.scaling import scaled
 from ebbflow.studies.study import Arm, Study, check_arms, load_study, recipe_names
 from ebbflow.training import resolve
@@ -33,7 +33,7 @@ def arms(study: Study) -> dict[tuple[str, str], Arm]:
 def steps(arm: Arm) -> int:
     config = resolve(arm.config)
     assert config.epochs
-    return make_plan(config, CIFAR)[0].for_epochs(CIFAR, config.epochs).steps
+    return foresee_steps(config, CIFAR).for_epochs(CIFAR, config.epochs).steps
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.1])
@@ -157,21 +157,21 @@ def test_growing_batches_take_exactly_the_published_updates_and_workers() -> Non
     assert by_hand == {value.trace: value.value for value in study.paper}
     found = {label: arm for (label, _), arm in arms(study).items()}
     assert {label: steps(arm) for label, arm in found.items()} == by_hand
-    most = {label: int(make_plan(resolve(arm.config), CIFAR)[0].workers.max()) for label, arm in found.items()}
+    most = {label: int(foresee_steps(resolve(arm.config), CIFAR).workers.max()) for label, arm in found.items()}
     assert most == {"128": 1, "640": 5, "3.2k": 25, "16k": 125, "5.1k (*2)": 40}
 
 
 def test_growing_batches_reduce_rate_over_batch_by_five_at_each_point() -> None:
     for arm in load_study("holt-table1").arms():
         config = resolve(arm.config)
-        plan = make_plan(config, CIFAR)[0]
-        assert config.epochs is not None
-        schedule = make_schedule(config.schedule)
-        ends = [plan.for_epochs(CIFAR, epochs).steps for epochs in (60, 120, 180)]
-        first, ratios = plan.at(0).samples, []
-        for epochs, step in zip((0, 60, 120, 180), (0, *ends), strict=True):
-            progress = Progress(samples=epochs * CIFAR, epoch_samples=CIFAR, total_samples=200 * CIFAR, ref_batch=128)
-            ratios.append(schedule.value(progress) * first / plan.at(step).samples)
+        plan, growth = make_plan(config, CIFAR)[0], make_growth(config, CIFAR)
+        assert growth is not None
+        first, ratios = growth.allow(plan.at(0)).samples, []
+        for samples in (0, 60 * CIFAR, 60 * CIFAR, 60 * CIFAR):
+            if samples:
+                growth.observe(batch=samples)
+            size = growth.allow(plan.at(0))
+            ratios.append(size.shortfall * first / size.samples)  # with the rule constant the rate is the shortfall
         assert ratios == pytest.approx([1, 1 / 5, 1 / 25, 1 / 125])
 
 

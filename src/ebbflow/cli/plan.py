@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -12,9 +12,12 @@ from rich.table import Table
 from ebbflow.cli.common import AsJson, out, print_json
 from ebbflow.cli.trace import FormatName, TraceText
 from ebbflow.errors import PlanError
+from ebbflow.plan.growing import Growing
+from ebbflow.plan.growth import plan_growing
 from ebbflow.plan.plan import BatchPlan, PlanSummary, plan_for
 from ebbflow.plan.policies import POLICIES, make_policy
-from ebbflow.plan.steptime import make_step_time
+from ebbflow.plan.steptime import StepTime, make_step_time
+from ebbflow.traces import Trace
 from ebbflow.traces.synthetic import load
 from ebbflow.units import format_seconds, parse_seconds
 
@@ -30,6 +33,7 @@ def plan(
     policy: Annotated[str, typer.Option(help=f"How the batch follows the workers: {', '.join(POLICIES.names())}.")] = (
         "follow"
     ),
+    ref_batch: Annotated[int | None, typer.Option(help="The batch that a growing policy begins with.")] = None,
     offset: Annotated[str, typer.Option(help="Begin at this time of the trace, such as 30min.")] = "0s",
     repeat: Annotated[bool, typer.Option("--repeat", help="Repeat the trace until the epochs are done.")] = False,
     on_change: Annotated[
@@ -54,7 +58,10 @@ def plan(
         made = BatchPlan.read(Path(file), local_batch, model)
     else:
         trace, chosen, begin = load(file, format=format), make_policy(policy, local_batch), parse_seconds(offset)
-        if repeat:
+        if isinstance(chosen, Growing):
+            made = _growing(trace, chosen, model, ref_batch, samples=samples, epochs=epochs, offset=begin,
+                            repeat=repeat, on_change=on_change)  # fmt: skip
+        elif repeat:
             made = plan_for(
                 trace, chosen, model, samples=samples, epochs=epochs, offset=begin, repeat=True, on_change=on_change
             )
@@ -66,6 +73,18 @@ def plan(
     else:
         out.print(file, style="bold", markup=False, soft_wrap=True)
         out.print(_table(found))
+
+
+def _growing(trace: Trace, policy: Growing, model: StepTime, ref_batch: int | None, **options: Any) -> BatchPlan:
+    """The steps of a policy that can be told beforehand."""
+    if not policy.passive:
+        raise PlanError(
+            f"the policy {policy} depends on what training shows, so its steps cannot be counted beforehand; a plan "
+            f"with fixed({policy.initial or ref_batch or 128}) counts those of a batch that never grows"
+        )
+    if policy.initial is None and ref_batch is None:
+        raise PlanError(f"the policy {policy} begins with the reference batch; give it with --ref-batch, or initial=")
+    return plan_growing(trace, policy, model, ref_batch=ref_batch or policy.initial or 1, **options).foreseen
 
 
 def _table(found: PlanSummary) -> Table:

@@ -34,7 +34,8 @@ def train(
     optimizer: Annotated[str | None, typer.Option(help="Such as 'sgd(momentum=0.9)'.")] = None,
     schedule: Annotated[str | None, typer.Option(help="Such as 'multistep(30ep, 60ep)'.")] = None,
     policy: Annotated[
-        str, typer.Option(help="How the batch follows: follow, fixed(N), capped(max_batch=N).")
+        str,
+        typer.Option(help="How the batch follows: follow, fixed(N), capped(max_batch=N); or grows: 'geo(60ep, 5)'."),
     ] = "follow",
     step_time: Annotated[str, typer.Option(help="Such as 0.6s; fit: the run spans the whole trace.")] = "fit",
     offset: Annotated[str, typer.Option(help="Where in the trace to start.")] = "0s",

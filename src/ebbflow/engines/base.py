@@ -36,6 +36,21 @@ class Gradients:
 class Engine(ABC):
     """Computes gradients with the workers that are there."""
 
+    replicated: bool = False
+    """Whether replicas elsewhere make the steps, and this process's model lags behind until `sync`."""
+
+    def want(self, samples: int) -> None:  # noqa: B027, an engine that cannot hire has nothing to do
+        """Told before `members`: a growing policy could use a step of so many samples. A fleet that can grow may."""
+
+    def applied(self, context: object) -> None:  # noqa: B027, most engines have their model in this process
+        """Told after the optimizer made the step, with its StepContext: replicas elsewhere make the same step."""
+
+    def sync(self) -> None:  # noqa: B027
+        """Bring model and optimizer of this process up to date, before somebody reads them.
+
+        Where replicas elsewhere make the steps, this process only follows their rates and statistics in between.
+        """
+
     @abstractmethod
     def members(self, step: int) -> StepSize:
         """Who takes part in a step and how many samples they are meant to take; waits while nobody is there."""

@@ -88,7 +88,7 @@ class Sums:
         self.touched.update(arrived)
         return frozenset(arrived)
 
-    def close(self, samples: int, scale: float = 1.0) -> None:
+    def weigh(self, samples: int, scale: float = 1.0) -> None:
         """What was added last was `scale` times the mean gradient over `samples` samples. Does not wait."""
         if samples < 1:
             raise ConfigError(f"a piece of {samples} samples was closed; expected at least one")
@@ -101,7 +101,7 @@ class Sums:
     def close_piece(self, samples: int, scale: float = 1.0) -> None:
         """The gradient in `.grad` is `scale` times the mean over `samples` samples: add it and measure it."""
         self.add()
-        self.close(samples, scale)
+        self.weigh(samples, scale)
 
     def put_back(self) -> None:
         """Leave in `.grad` what adding up there would have left."""

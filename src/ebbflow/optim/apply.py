@@ -87,6 +87,15 @@ class Applier:
         self._copies: dict[int, torch.Tensor] = {}
 
     @property
+    def noise_exponent(self) -> float:
+        """By which power of the batch the rate has to fall for the noise of a step to stay the same.
+
+        1 where the step is proportional to the gradient, 1/2 where the optimizer normalises it. Those have an eps, or
+        betas, among their settings.
+        """
+        return 0.5 if {"eps", "betas"} & self.inner.defaults.keys() else 1.0
+
+    @property
     def _corrected(self) -> bool:
         return isinstance(self.inner, _CORRECTED)
 

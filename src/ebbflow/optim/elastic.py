@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -15,8 +15,11 @@ from ebbflow.moments.estimate import Averages, Measurement, Moments
 from ebbflow.moments.measure import Meter, squared_norms
 from ebbflow.optim.amp import CompleteStep
 from ebbflow.optim.apply import Applier, scale_gradients
+from ebbflow.optim.pickling import reduced
 from ebbflow.optim.schedules import Progress, Schedule, make_schedule
-from ebbflow.rules.base import Rule, Scaling, StepContext
+from ebbflow.optim.update import Update
+from ebbflow.rules.base import Rule, StepContext
+from ebbflow.rules.damping import scale_damped
 from ebbflow.rules.registry import make_rule
 from ebbflow.spec import nearest
 
@@ -25,25 +28,6 @@ __all__ = ["ElasticOptimizer", "OnNonfinite", "Update"]
 STATE_VERSION = 2
 
 OnNonfinite = Literal["ignore", "skip", "stop"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Update:
-    """What one step did."""
-
-    lr_base: float
-    """Rate of the schedule at the reference batch (first parameter group)."""
-    lr: float
-    """Rate that the step used; the mean over the layers where they differ; 0 if it was skipped."""
-    multiplier: float
-    """How much larger the step was than one at the reference batch, inside and outside the momentum together."""
-    applied: bool = True
-    """False: the gradient was not finite, and nothing has changed but the position."""
-    stats: Mapping[str, float] = field(default_factory=dict)
-    scaling: Scaling = Scaling()
-    """What the rule said."""
-    moments: Moments | None = None
-    """What the rule heard."""
 
 
 class ElasticOptimizer(torch.optim.Optimizer):
@@ -275,7 +259,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if self.rule.needs:
             averages = averages.updated(measurement, memory=self.memory) if measurement is not None else averages
             moments = averages.moments()
-        scaling, rule_state = self.rule.scale(replace(context, moments=moments), self._rule_state)
+        asked, exponent = replace(context, moments=moments), self._applier.noise_exponent
+        scaling, rule_state = scale_damped(self.rule, asked, self._rule_state, exponent=exponent)
         self._applier.check(scaling, str(self.rule))
         self._set_base_rates(context)
         with self._applier.scaled(scaling):
@@ -394,6 +379,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
             self._meter.discard()
         if self.sampler is not None and state_dict["sampler"] is not None:
             self.sampler.load_state_dict(state_dict["sampler"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduced(self)
 
     def __repr__(self) -> str:
         return f"ElasticOptimizer({type(self.inner).__name__}, rule={str(self.rule)!r}, base_batch={self.base_batch})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from ebbflow.plan.steptime import ConstantStepTime, StepTime, StepTimeLike, make
 from ebbflow.traces import Trace, load
 from ebbflow.units import Seconds, format_seconds
 
-__all__ = ["BatchPlan", "PlanRun", "PlanSummary", "StepSize", "cut_step", "fit_step_time", "plan_for"]
+__all__ = ["BatchPlan", "PlanRun", "PlanSummary", "StepSize", "cut_step", "fit_step_time", "longest_step", "plan_for"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -38,6 +38,13 @@ class StepSize:
     time_s: float
     """When the step begins; training begins at 0 s."""
     duration_s: float
+    wanted: int | None = field(default=None, repr=False)
+    """What a growing policy wanted, where that was more than `samples`."""
+
+    @property
+    def shortfall(self) -> float:
+        """The part of the wanted batch that the step has; the learning rate pays for the rest."""
+        return 1.0 if self.wanted is None else self.samples / self.wanted
 
 
 class PlanRun(NamedTuple):
@@ -371,7 +378,12 @@ def fit_step_time(
             return False
         return BatchPlan._from_runs(runs, source={}).epochs_reached(samples, epochs) >= epochs
 
-    short = long = whole.end
+    return longest_step(fits, whole.end)
+
+
+def longest_step(fits: Callable[[float], bool], longest: float) -> Seconds:
+    """The longest step time, at most `longest`, that fits; to a millionth of itself."""
+    short = long = longest
     while not fits(short):
         short, long = short / 2, short
     while long - short > 1e-6 * short:

@@ -1,12 +1,12 @@
 """How many of the available workers take part in a step, and with how many samples in all.
 
 A policy is a frozen dataclass in a registry. What it wants may be less than what the workers could do, never more. The
-policies here look at the workers alone; ones that also look at the progress of training belong into the same registry.
+policies here look at the workers alone; those of `growing.py`, in the same registry, look at the progress of training.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -39,7 +39,7 @@ def _at_least_one(policy: str, **values: int | None) -> None:
             raise PlanError(f"{policy}: {name} is {value}; expected at least 1")
 
 
-@POLICIES.register("follow", cite="Andre, Strati, Klimovic 2022")
+@POLICIES.register("follow", kind="fleet", cite="Andre, Strati, Klimovic 2022")
 @dataclass(frozen=True)
 class Follow:
     """The batch follows the workers: each always takes the same local batch."""
@@ -57,7 +57,7 @@ class Follow:
         return render("follow", self)
 
 
-@POLICIES.register("fixed", cite="Lin et al. 2019")
+@POLICIES.register("fixed", kind="fleet", cite="Lin et al. 2019")
 @dataclass(frozen=True)
 class FixedTotal:
     """The batch stays the same and is shared, as evenly as whole samples allow, by the workers that are there.
@@ -79,7 +79,7 @@ class FixedTotal:
         return render("fixed", self)
 
 
-@POLICIES.register("capped")
+@POLICIES.register("capped", kind="fleet")
 @dataclass(frozen=True)
 class Capped:
     """The batch follows the workers up to a limit; workers above it idle.
@@ -117,12 +117,14 @@ def make_policy(text: str | Call | Policy, local_batch: int | None = None) -> Po
     Follow(local_batch=128)
     >>> make_policy("follow(32)", local_batch=128)
     Follow(local_batch=32)
+    >>> str(make_policy("geo(delay=60ep, factor=5)", local_batch=128))
+    'geo(60ep, factor=5, local_batch=128)'
     """
     if isinstance(text, Policy):
         return text
     call = parse_call(text) if isinstance(text, str) else text
     make = POLICIES.entry(call.name).make
-    fields: list[str] = [field.name for field in dataclasses.fields(make)] if dataclasses.is_dataclass(make) else []
+    fields = list(inspect.signature(make).parameters)
     given = {*fields[: len(call.args)], *(key for key, _ in call.kwargs)}
     if local_batch is not None and "local_batch" in fields and "local_batch" not in given:
         call = Call(call.name, call.args, (*call.kwargs, ("local_batch", str(local_batch))))

@@ -2,6 +2,7 @@
 
     epochs                       times the factor, rounded, at least 1; the ratio that comes out is used from here on
     spans in rules, schedules    warmup(5ep), multistep(30ep, 60ep): times the ratio, also where a default counts epochs
+    spans in policies            geo(60ep): as in rules; pada(rate=...) counts steps and stays
     step_time                    divided by the ratio: the run spans the same part of its trace; fit does so by itself
     width of a workload          times the root of the factor, to a multiple of 8: a sample costs about the factor
 
@@ -19,6 +20,7 @@ from typing import Any
 
 from ebbflow.config import load_plugins
 from ebbflow.errors import ConfigError, UnitError
+from ebbflow.plan.policies import POLICIES
 from ebbflow.spec import Call, Registry, parse_call, parse_calls
 from ebbflow.studies.study import Study
 from ebbflow.units import Span, parse_seconds, parse_span
@@ -53,8 +55,9 @@ def scaled(study: Study, factor: float) -> Study:
         result = dict(settings)
         if "epochs" in result:
             result["epochs"] = round(result["epochs"] * ratio)
-        if "schedule" in result:
-            result["schedule"] = _shorter(result["schedule"], ratio, SCHEDULES)
+        for name, registry in (("schedule", SCHEDULES), ("policy", POLICIES)):
+            if name in result:
+                result[name] = _shorter(result[name], ratio, registry)
         if result.get("step_time", "fit") != "fit":
             result["step_time"] = f"{parse_seconds(result['step_time']) / ratio:.12g}s"
         return result

@@ -43,6 +43,7 @@ import yaml
 
 from ebbflow.config import RunConfig, load_plugins
 from ebbflow.errors import ConfigError
+from ebbflow.plan.policies import make_policy
 from ebbflow.rules.registry import make_rule
 from ebbflow.spec import nearest
 from ebbflow.traces import load as load_trace
@@ -360,6 +361,8 @@ def check_arms(arms: Sequence[Arm]) -> None:
         load_plugins(arm.config.plugins)
     for rule in {arm.config.rule for arm in arms}:
         make_rule(rule)
+    for policy in {arm.config.policy for arm in arms}:
+        make_policy(policy, local_batch=1)
     for trace in {arm.config.trace for arm in arms if arm.config.plan is None}:
         load_trace(trace)
     for workload in {arm.config.workload for arm in arms}:

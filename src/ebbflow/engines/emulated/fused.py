@@ -258,7 +258,7 @@ class FusedEngine(EmulatedEngine):
             loss = self._graphs(inputs, targets, chunk, way, factor)
             if self._graphs.refused != refused:
                 self._tell("no CUDA graph", f"every kernel is launched on its own: {self._graphs.refused}")
-            self._sums.close(chunk.samples, factor)
+            self._sums.weigh(chunk.samples, factor)
             return loss
         loss = self._compute(inputs, targets, chunk, way, factor)
         if self.meter is not None:

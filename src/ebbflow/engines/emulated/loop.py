@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from ebbflow.data.ledger import Share
+from ebbflow.engines.batchnorm import LocalBatchNorm
 from ebbflow.engines.emulated.base import EmulatedEngine, Fetch, Loss, Step, piece_seed
-from ebbflow.engines.emulated.batchnorm import LocalBatchNorm
 
 __all__ = ["Fetch", "Loss", "LoopEngine", "piece_seed"]
 

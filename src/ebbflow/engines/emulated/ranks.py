@@ -62,7 +62,7 @@ class StepSum:
         """`sums`: weighted sums over the rank's samples, which are overwritten with those over all samples."""
         self._sums = list(sums)
         self._sizes = [tensor.numel() for tensor in self._sums]
-        self._reduce = AllReduce(parameters, meter=meter, along=3 + sum(self._sizes))
+        self._reduce = AllReduce(parameters, meter=meter, riders=3 + sum(self._sizes))
         self.should_stop: Callable[[], bool] = lambda: False
         """Whether this rank was asked to stop."""
         self.stopping = False
@@ -72,7 +72,7 @@ class StepSum:
     def __call__(self, loss: torch.Tensor | float, passes: int, *, samples: int, batch: int) -> Gradients:
         """Combine a step of `batch` samples of which this rank computed `samples`, with this mean loss."""
         share = samples / batch
-        head, tail = self._reduce.along.split([3, sum(self._sizes)])
+        head, tail = self._reduce.riders.split([3, sum(self._sizes)])
         head[0] = loss
         head[0] *= share
         head[1] = passes

@@ -1,0 +1,229 @@
+"""The driver's side of a Dask cluster: who is there, starting replicas, sending messages, scaling."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from distributed import Client
+from distributed.actor import ProxyRPC
+from distributed.protocol.serialize import to_serialize
+
+from ebbflow._version import __version__
+from ebbflow.engines.dask.service import HANDLER, Failure
+from ebbflow.errors import ConfigError
+from ebbflow.units import format_seconds
+
+__all__ = ["Cluster", "Message", "connect"]
+
+Message = tuple[str, dict[str, Any]]
+"""What a replica shall do, and the arguments."""
+
+_LOOK_EVERY_S = 0.25
+_RETRY_AFTER_S = 5.0
+_FRAMES = 0.6
+"""Of a worker's memory, what a data set may take, beside model and gradients; it is there twice while unpacked."""
+
+
+def connect(address: str | Any, *, timeout_s: float = 10.0) -> Client:
+    """A Client for the address of a scheduler, or for a cluster object; one that is a Client already is returned."""
+    if isinstance(address, Client):
+        return address
+    try:
+        return Client(address, timeout=timeout_s)  # type: ignore[no-untyped-call]
+    except (OSError, TimeoutError, ValueError) as error:
+        raise ConfigError(
+            f"no Dask cluster answers at {address} within {format_seconds(timeout_s)} ({error}); is the scheduler "
+            f"running (dask scheduler), and is this its address?"
+        ) from None
+
+
+def _starter() -> Callable[[str], Any]:
+    """A task that needs nothing of ours to arrive: a function inside a function is pickled by value."""
+
+    def start(version: str) -> Any:
+        try:
+            import ebbflow._version as found
+            from ebbflow.engines.dask.service import install
+        except ImportError as error:
+            return f"cannot import ebbflow ({error}); install it there: pip install 'ebbflow[dask]=={version}'"
+        if found.__version__ != version:
+            return f"has ebbflow {found.__version__}, this process {version}; install the same version on both"
+        return install()
+
+    return start
+
+
+class Cluster:
+    """The workers of a cluster that have a replica of one run, and those that are getting one."""
+
+    def __init__(
+        self,
+        client: Client,
+        run: str,
+        *,
+        blueprint: bytes,
+        data: bytes,
+        direct: bool,
+        on_event: Callable[[str, str], None],
+    ) -> None:
+        if client.status != "running" or client.asynchronous:
+            raise ConfigError(
+                f"the Client is {'asynchronous' if client.asynchronous else client.status}; expected one that is "
+                f"running and synchronous: Client(address)"
+            )
+        self.client = client
+        self.run = run
+        self.problems: dict[str, str] = {}
+        """Why a worker cannot be used."""
+        self._blueprint, self._data, self._direct, self._on_event = blueprint, data, direct, on_event
+        self._ready: dict[str, int] = {}  # in the order of their arrival
+        self._arrivals = 0
+        self._starting: dict[str, Future[str | None]] = {}
+        self._lost: dict[str, float] = {}
+        self._looked = -_LOOK_EVERY_S
+        self._threads = ThreadPoolExecutor(4, "ebbflow-start")
+        self._tasks: dict[str, Any] = {}
+        self._rpcs: dict[str, Any] = {}
+
+    # -- who is there ----------------------------------------------------------------------------------------------
+
+    def look(self, *, now: bool = False) -> list[str]:
+        """The workers with a replica, in the order of their arrival; newcomers are started in the background."""
+        if now or time.monotonic() - self._looked >= _LOOK_EVERY_S or any(f.done() for f in self._starting.values()):
+            self._looked = time.monotonic()
+            self._take_in(self._listed())
+        return list(self._ready)
+
+    def arrival(self, address: str) -> int | None:
+        """The number of a worker's arrival, another one when it comes back; None: it is not there."""
+        return self._ready.get(address)
+
+    @property
+    def starting(self) -> int:
+        """Newcomers that are not ready yet."""
+        return len(self._starting)
+
+    def _listed(self) -> Mapping[str, Mapping[str, Any]]:
+        try:
+            workers: Mapping[str, Mapping[str, Any]] = self.client.scheduler_info(n_workers=-1)["workers"]
+        except (OSError, TimeoutError, KeyError) as error:
+            raise ConfigError(f"the Dask scheduler no longer answers ({error}); the cluster is gone") from None
+        # A worker that is paused, for its memory or its start, still answers messages.
+        return {a: info for a, info in workers.items() if not str(info.get("status", "")).startswith("clos")}
+
+    def _take_in(self, listed: Mapping[str, Mapping[str, Any]]) -> None:
+        for address in [address for address in self._ready if address not in listed]:
+            self.lose(address)
+        for address, start in list(self._starting.items()):
+            if address not in listed and address in self._tasks:
+                self._tasks.pop(address).cancel()  # it would wait for the worker to come back
+            if start.done():
+                del self._starting[address]
+                self._tasks.pop(address, None)
+                if address not in listed or start.exception() is not None:
+                    self.lose(address)
+                    continue
+                problem = start.result()
+                if problem is None:
+                    self._arrivals += 1
+                    self._ready[address] = self._arrivals
+                else:
+                    self.problems[address] = problem
+                    self._on_event("worker refused", f"{address} {problem}")
+        for address, info in listed.items():
+            again = time.monotonic() - self._lost.get(address, -_RETRY_AFTER_S) >= _RETRY_AFTER_S
+            if again and not {address} & (self._ready.keys() | self._starting.keys() | self.problems.keys()):
+                self._starting[address] = self._threads.submit(self._start, address, dict(info))
+
+    def lose(self, address: str) -> None:
+        """A worker is gone; if it is seen again, it begins as a newcomer."""
+        self._ready.pop(address, None)
+        self._rpcs.pop(address, None)
+        self._lost[address] = time.monotonic()
+
+    def _start(self, address: str, info: Mapping[str, Any]) -> str | None:
+        """In a thread: make a replica; None, or why it cannot be. A worker that dies meanwhile is an exception."""
+        limit, size = info.get("memory_limit") or 0, len(self._data)
+        if limit and size > _FRAMES / 2 * limit:
+            return (
+                f"has {limit / 2**20:.0f} MiB of memory, the data set {size / 2**20:.0f} MiB, which is there twice "
+                f"while it is unpacked; give workers {size * 2 / _FRAMES / 2**20:.0f} MiB, or a data set that reads "
+                f"samples by number (numpy.load(..., mmap_mode='r'), a Dask array) and is small when pickled"
+            )
+        task = self.client.submit(_starter(), __version__, workers=[address], allow_other_workers=False, pure=False)
+        self._tasks[address] = task
+        threads = task.result()
+        if isinstance(threads, str):
+            return threads
+        arguments = {"blueprint": self._blueprint, "data": self._data, "threads": threads}
+        answer = self.call({address: ("start", arguments)})[address]
+        if isinstance(answer, Failure) and answer.gone:
+            raise ConnectionError(answer.text)
+        return f"could not make the model: {answer.text}" if isinstance(answer, Failure) else None
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def call(self, messages: Mapping[str, Message], *, within_s: float = math.inf) -> dict[str, Any]:
+        """Send a message to each worker, all at once; their answers, with a Failure of those that are gone.
+
+        A worker is gone when its connection breaks, when the scheduler no longer knows it, or after `within_s`.
+        """
+        answers: dict[str, Any] = self.client.sync(self._call, messages, within_s)  # type: ignore[no-untyped-call]
+        return answers
+
+    async def _call(self, messages: Mapping[str, Message], within_s: float) -> dict[str, Any]:
+        asked = {a: asyncio.ensure_future(self._ask(a, *message)) for a, message in messages.items()}
+        until = time.monotonic() + within_s
+        pending: Collection[Any] = asked.values()
+        while pending:
+            _, pending = await asyncio.wait(pending, timeout=_LOOK_EVERY_S)
+            if pending:
+                # A connection to a worker that is gone is tried again for long; the scheduler knows better.
+                scheduler: Any = self.client.scheduler
+                listed = (await scheduler.identity(n_workers=-1))["workers"]
+                late = time.monotonic() > until
+                for address, task in asked.items():
+                    if late or address not in listed:
+                        task.cancel()
+        return {address: task.result() for address, task in asked.items()}
+
+    async def _ask(self, address: str, what: str, arguments: dict[str, Any]) -> Any:
+        if address not in self._rpcs:
+            proxy = ProxyRPC(self.client.scheduler, address)  # type: ignore[no-untyped-call]
+            self._rpcs[address] = self.client.rpc(address) if self._direct else proxy
+        wrapped = {name: to_serialize(value) for name, value in arguments.items()}  # type: ignore[no-untyped-call]
+        try:
+            reply = await getattr(self._rpcs[address], HANDLER)(run=self.run, what=what, arguments=wrapped)
+        except (OSError, TimeoutError, asyncio.CancelledError) as error:  # CommClosedError is an OSError
+            return Failure(text=f"{address} is gone: {error}", gone=True)
+        return reply["answer"]
+
+    # -- scaling ---------------------------------------------------------------------------------------------------
+
+    def scale(self, workers: int) -> None:
+        """Ask for so many workers; those that are too many are gone when this returns, new ones come when they do."""
+        cluster = self.client.cluster
+        if cluster is None or not hasattr(cluster, "scale"):
+            raise ConfigError(
+                "scale=True, but this Client knows an address only and cannot start workers; give it a cluster object "
+                "(LocalCluster, KubeCluster, ...), or scale=False to take the cluster as it is"
+            )
+        fewer = workers < len(self._listed())
+        cluster.scale(workers)
+        until = time.monotonic() + 30
+        while fewer and len(self._listed()) > workers and time.monotonic() < until:
+            time.sleep(0.02)
+        self.look(now=True)
+
+    def close(self) -> None:
+        """Remove the replicas from the workers; the cluster and the Client go on."""
+        for task in self._tasks.values():
+            task.cancel()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        if self.client.status == "running":
+            self.call({address: ("stop", {}) for address in self._ready}, within_s=10)

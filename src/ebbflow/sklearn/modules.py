@@ -1,0 +1,57 @@
+"""The module of an estimator that was given none, and the loss of a module's output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["MLP", "ModelLoss"]
+
+
+class MLP(nn.Module):
+    """Fully connected layers with ReLU between them, sized by the data: what `module=None` stands for."""
+
+    def __init__(self, *, features: int, outputs: int, hidden: Sequence[int] = (64,)) -> None:
+        """`features` and `outputs` come from the data; `hidden` is set with `module__hidden=(128, 64)`."""
+        super().__init__()
+        sizes = [features, *hidden]
+        layers: list[nn.Module] = [nn.Flatten()]
+        for before, after in pairwise(sizes):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        self.layers = nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One row of outputs a sample: logits, or the values of a regression."""
+        output: Tensor = self.layers(x)
+        return output
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """The mean loss of a model over inputs and targets; can be pickled, so that workers elsewhere compute it, too.
+
+    A module that returns several values is judged by the first. Negative log likelihood is given the logarithm of the
+    module's output, as in skorch. Where the module has one column and the targets of a regression have none, the column
+    is taken off: torch would pair every target with every output instead.
+    """
+
+    criterion: nn.Module
+
+    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward pass and loss."""
+        return self.of(model(inputs), targets)
+
+    def of(self, output: Tensor | tuple[Tensor, ...], targets: Tensor) -> Tensor:
+        """The loss of an output that is there already."""
+        if isinstance(output, tuple):
+            output = output[0]
+        if isinstance(self.criterion, nn.NLLLoss):
+            output = torch.log(output + torch.finfo(output.dtype).eps)
+        if targets.is_floating_point() and targets.dim() == 1 and output.dim() == 2 and output.shape[1] == 1:
+            output = output.squeeze(1)
+        loss: Tensor = self.criterion(output, targets)
+        return loss

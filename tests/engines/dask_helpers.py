@@ -1,0 +1,63 @@
+"""What the tests of the Dask engine share: a cluster on loopback, and data that write down who asked for what."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from distributed import Client, LocalCluster
+
+
+@contextmanager
+def local_client(workers: int, *, threads: int = 1, **options: Any) -> Iterator[Client]:
+    """Worker processes on loopback; gone when the block ends."""
+    with (
+        LocalCluster(
+            n_workers=workers,
+            threads_per_worker=threads,
+            processes=True,
+            dashboard_address="127.0.0.1:0",  # any port: another cluster may have the usual one
+            scheduler_kwargs={"dashboard": False},
+            host="127.0.0.1",
+            silence_logs=50,
+            **options,
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@dataclass
+class Witnessed:
+    """Samples that remember, in files of a folder, which of them were asked for, and by which process."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    folder: Path
+    _read: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        line = " ".join(map(str, indices.tolist())) + "\n"
+        handle = os.open(self.folder / f"{os.getpid()}.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            os.write(handle, line.encode())
+        finally:
+            os.close(handle)
+        return self.inputs[indices], self.targets[indices]
+
+    def news(self) -> dict[str, list[int]]:
+        """By process, what was asked for since the last call."""
+        found = {}
+        for path in sorted(self.folder.glob("*.txt")):
+            content = path.read_text()
+            new = content[self._read.get(path.name, 0) :]
+            self._read[path.name] = len(content)
+            if new:
+                found[path.stem] = [int(number) for number in new.split()]
+        return found

@@ -1,0 +1,415 @@
+"""The Dask engine on workers that are shared, arrive, leave and are killed."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed import Client, LocalCluster
+from torch import nn
+
+from ebbflow.data.ledger import Ledger
+from ebbflow.engines.dask import DaskEngine, connect
+from ebbflow.engines.emulated import LoopEngine
+from ebbflow.errors import ConfigError, DataError
+from ebbflow.loop import Flow
+from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.plan.growing import Geo
+from ebbflow.plan.growth import Growth
+from ebbflow.plan.plan import BatchPlan
+from ebbflow.units import Span
+from ebbflow.workloads import cross_entropy
+from engines.dask_helpers import Witnessed, local_client
+
+SAMPLES = 101
+BOTH = pytest.mark.parametrize("carry", ["allreduce", "centralized"])
+
+
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[Client]:
+    with local_client(2, threads=2) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def growing_cluster() -> Iterator[Client]:
+    with local_client(1) as client:
+        yield client
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(3, (SAMPLES,), generator=generator)
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    """With dropout, which draws from the generators that all threads of a process share."""
+    torch.manual_seed(seed)
+    layers = nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.3), nn.BatchNorm1d(16), nn.Linear(16, 3)
+    return nn.Sequential(*layers).double()
+
+
+def make_optimizer(model: nn.Module, *, rule: str = "linear", **settings: Any) -> ElasticOptimizer:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return ElasticOptimizer(inner, rule, base_batch=8, epoch_samples=SAMPLES, epochs=2, **settings)
+
+
+def vector(model: nn.Module) -> torch.Tensor:
+    return torch.cat([tensor.detach().double().flatten() for tensor in model.state_dict().values()])
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.data = make_data()
+
+    def __call__(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.data[0][indices], self.data[1][indices]
+
+
+def reference(
+    steps: int, plan: BatchPlan, *, seed: int, piece: int | None = None, **settings: Any
+) -> list[torch.Tensor]:
+    """The weights after each step, computed by the reference engine in this process."""
+    model = make_model(seed)
+    optimizer = make_optimizer(model, **settings)
+    engine = LoopEngine(
+        model, Plain(), cross_entropy, plan, samples=SAMPLES, seed=seed, piece=piece, needs=optimizer.rule.needs,
+        parameters=optimizer.layers,
+    )  # fmt: skip
+    flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
+    found = []
+    for _ in range(steps):
+        flow.run_step()
+        found.append(vector(model))
+    return found
+
+
+@BOTH
+@pytest.mark.parametrize("workers", [1, 2])
+def test_weights_equal_those_of_one_process_at_every_step(two_workers: Client, carry: Any, workers: int) -> None:
+    plan = BatchPlan.constant(3, 24)  # three workers of the plan on one or two real ones; 101 = 4 * 24 + 5
+    expected = reference(12, plan, seed=3, piece=5, rule="adascale", clip=0.5)
+    model = make_model(3)
+    optimizer = make_optimizer(model, rule="adascale", clip=0.5)
+    with DaskEngine(
+        model, Plain(), cross_entropy, plan, client=two_workers, optimizer=optimizer, samples=SAMPLES, seed=3, piece=5,
+        carry=carry, min_workers=workers, max_workers=workers, needs={"moments"}, parameters=optimizer.layers,
+    ) as engine:  # fmt: skip
+        flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
+        for step, weights in enumerate(expected):
+            assert flow.run_step() is not None
+            engine.sync()
+            torch.testing.assert_close(vector(model), weights, rtol=1e-9, atol=1e-12, msg=f"step {step}")
+
+
+@BOTH
+def test_runs_that_share_workers_do_not_share_models(two_workers: Client, carry: Any) -> None:
+    """Two runs at once, on workers of two threads each. A model or a generator that tasks of a worker share would give
+    one run the gradient of the other's weights, or of its dropout."""
+    plan = BatchPlan.constant(4, 32)
+    models = {seed: make_model(seed) for seed in (1, 2)}
+
+    def train(seed: int) -> None:
+        model = models[seed]
+        optimizer = make_optimizer(model)
+        with DaskEngine(
+            model, Plain(), cross_entropy, plan, client=two_workers, optimizer=optimizer, samples=SAMPLES, seed=seed,
+            carry=carry, min_workers=2,
+        ) as engine:  # fmt: skip
+            flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
+            for _ in range(15):
+                flow.run_step()
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in (1, 2):
+        torch.testing.assert_close(vector(models[seed]), reference(15, plan, seed=seed)[-1], rtol=1e-9, atol=1e-12)
+
+
+class Cut:
+    """A run that is followed step by step: which samples counted, and how many workers there were."""
+
+    def __init__(self, flow: Flow, data: Witnessed) -> None:
+        self.flow, self.data = flow, data
+        self.used: Counter[tuple[int, int]] = Counter()
+        self.lost = 0
+
+    def step(self) -> int | None:
+        row = self.flow.run_step()
+        asked = [index for indices in self.data.news().values() for index in indices]
+        if row is None:
+            self.lost += 1
+            return None
+        self.used.update((row.epoch, index) for index in asked)
+        return row.workers
+
+    def until(self, workers: int, *, within_s: float = 60.0) -> None:
+        end = time.monotonic() + within_s
+        while self.step() != workers:
+            assert time.monotonic() < end, f"never had {workers} workers"
+            time.sleep(0.01)
+
+    def finish_epoch(self) -> None:
+        epoch = self.flow.ledger.epoch
+        while self.flow.ledger.epoch == epoch:
+            self.step()
+        assert self.used == Counter({(e, i): 1 for e in range(epoch + 1) for i in range(SAMPLES)})
+
+
+def run_epoch(flow: Flow) -> None:
+    while flow.ledger.epoch < 1:
+        flow.run_step()
+
+
+def pids(client: Client) -> dict[str, int]:
+    return dict(client.run(os.getpid))
+
+
+@BOTH
+def test_every_sample_counts_once_while_the_cluster_scales_and_a_worker_is_killed(
+    growing_cluster: Client, carry: Any, tmp_path: Path
+) -> None:
+    """1 -> 4 -> 2 workers, and kill -9: the number of workers follows the wanted batch of 4 samples a worker."""
+    client = growing_cluster
+    model = make_model()
+    optimizer = make_optimizer(model)
+    data = Witnessed(*make_data(), tmp_path)
+    events: list[str] = []
+    with DaskEngine(
+        model, data, cross_entropy, "follow(4)", client=client, optimizer=optimizer, samples=SAMPLES, carry=carry,
+        max_workers=4, scale=True, on_event=lambda what, text: events.append(f"{what}: {text}"),
+    ) as engine:  # fmt: skip
+        run = Cut(Flow(engine, optimizer, Ledger(samples=SAMPLES)), data)
+        assert run.step() == 1
+        engine.want(100)
+        run.until(4)
+        victim = pids(client)[engine._members[-1]]
+        os.kill(victim, signal.SIGKILL)
+        while run.step() is not None:  # the step that it was in, or the next
+            pass
+        assert run.step() == 3
+        run.until(4)  # its nanny started another one
+        engine.want(8)
+        run.until(2)
+        run.finish_epoch()
+        if carry == "allreduce":
+            states = engine.cluster.call({a: ("state", {"settle": engine.carry._settle}) for a in engine._members})
+            contents = [torch.load(io.BytesIO(state)) for state in states.values()]
+            assert len(contents) == 2
+            for name in contents[0]["model"]:
+                assert torch.equal(contents[0]["model"][name], contents[1]["model"][name]), name
+    assert run.lost == 1
+    assert events[:3] == ["scale: to 1 workers", "scale: to 4 workers", "scale: to 2 workers"]
+
+
+@BOTH
+def test_a_run_survives_the_loss_of_all_its_workers(growing_cluster: Client, carry: Any) -> None:
+    """The only member is killed, before and after a sync: another worker gets what was lost."""
+    growing_cluster.cluster.scale(2)
+    growing_cluster.wait_for_workers(2, timeout=100)
+    plan = BatchPlan.constant(2, 16)
+    model = make_model(5)
+    optimizer = make_optimizer(model)
+    with DaskEngine(
+        model, Plain(), cross_entropy, plan, client=growing_cluster, optimizer=optimizer, samples=SAMPLES, seed=5,
+        carry=carry, max_workers=1,
+    ) as engine:  # fmt: skip
+        flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
+        for steps, synced in ((3, False), (9, True)):
+            while flow.step < steps:
+                flow.run_step()
+            if synced:
+                engine.sync()  # from here on less is repeated
+                flow.run_step()
+            os.kill(pids(growing_cluster)[engine._members[0]], signal.SIGKILL)
+            assert flow.run_step() is None
+        while flow.step < 14:
+            flow.run_step()
+    growing_cluster.wait_for_workers(2, timeout=100)
+    torch.testing.assert_close(vector(model), reference(14, plan, seed=5)[-1], rtol=1e-9, atol=1e-12)
+
+
+def test_workers_without_a_nanny_at_an_address(tmp_path: Path) -> None:
+    """A worker that is killed stays away; the scheduler is known by its address only, messages go through it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with LocalCluster(
+        n_workers=0, dashboard_address="127.0.0.1:0", host="127.0.0.1", scheduler_kwargs={"dashboard": False}
+    ) as cluster:
+        command = [sys.executable, "-m", "distributed.cli.dask_worker", cluster.scheduler_address, "--no-nanny",
+                   "--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1"]  # fmt: skip
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        workers = [subprocess.Popen(command, env=environment, cwd=tmp_path, **quiet) for _ in range(2)]
+        try:
+            with connect(cluster.scheduler_address) as client:
+                model = make_model()
+                optimizer = make_optimizer(model)
+                with pytest.raises(ConfigError, match="knows an address only"):
+                    DaskEngine(model, Plain(), cross_entropy, "follow(4)", client=client, optimizer=optimizer,
+                               samples=SAMPLES, scale=True)  # fmt: skip
+                data = Witnessed(*make_data(), tmp_path)
+                with DaskEngine(
+                    model, data, cross_entropy, "follow(4)", client=client, optimizer=optimizer, samples=SAMPLES,
+                    min_workers=2, direct=False,
+                ) as engine:  # fmt: skip
+                    run = Cut(Flow(engine, optimizer, Ledger(samples=SAMPLES)), data)
+                    assert run.step() == 2
+                    workers[0].kill()
+                    engine.min_workers = 1
+                    assert run.step() is None
+                    run.until(1)
+                    run.finish_epoch()
+                    assert run.lost == 1
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+
+
+def test_the_batch_and_the_cluster_grow_together(growing_cluster: Client) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model, rule="constant")
+    policy = Geo(Span(1, "ep"), 2.0, initial=8, max_batch=16, local_batch=8)
+    growth = Growth(policy, ref_batch=8, epoch_samples=SAMPLES)
+    with DaskEngine(
+        model, Plain(), cross_entropy, policy, client=growing_cluster, optimizer=optimizer, samples=SAMPLES,
+        max_workers=4, scale=True,
+    ) as engine:  # fmt: skip
+        flow = Flow(engine, optimizer, Ledger(samples=SAMPLES), growth=growth)
+        rows = []
+        while flow.ledger.epoch < 3:
+            rows.append(flow.run_step())
+            while flow.ledger.epoch == 2 and len(engine.cluster.look(now=True)) < 2:
+                time.sleep(0.1)  # an epoch of seven steps is shorter than the start of a worker
+    last = [row for row in rows if row is not None and row.epoch == 2]
+    assert {row.workers for row in last} == {2}
+    assert [row.batch for row in last] == [16] * 6 + [5]
+    # 32 were wanted, and max_batch is 16: the rate pays, as it does in the last step, which the epoch's end has cut.
+    assert {row.lr for row in last} == {0.05}
+
+
+def test_a_run_of_replicas_keeps_no_average_here(two_workers: Client) -> None:
+    from ebbflow.optim.ema import WeightAverage
+
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with (
+        DaskEngine(
+            model, Plain(), cross_entropy, "follow(4)", client=two_workers, optimizer=optimizer, samples=SAMPLES
+        ) as engine,
+        pytest.raises(ConfigError, match="centralized"),
+    ):
+        Flow(engine, optimizer, Ledger(samples=SAMPLES), average=WeightAverage(model, 0.9))
+
+
+# -- what cannot be used -------------------------------------------------------------------------------------------
+
+
+class Failing(Plain):
+    def __call__(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        if 7 in indices:
+            raise KeyError("sample 7 is broken")
+        return super().__call__(indices)
+
+
+@BOTH
+def test_what_the_data_raise_on_a_worker_is_raised_here(two_workers: Client, carry: Any) -> None:
+    with engine_with(two_workers, data=Failing(), plan="follow(8)", carry=carry, min_workers=2) as engine:
+        flow = Flow(engine, make_optimizer(engine.model), Ledger(samples=SAMPLES))
+        with pytest.raises(KeyError, match="sample 7 is broken") as caught:
+            run_epoch(flow)
+    assert any("on the Dask worker tcp://127.0.0.1" in note for note in caught.value.__notes__)
+
+
+def engine_with(client: Client, **changes: Any) -> DaskEngine:
+    model = changes.pop("model", None) or make_model()
+    given = {"data": Plain(), "samples": SAMPLES, "optimizer": make_optimizer(model), "plan": "follow(4)", **changes}
+    return DaskEngine(model, given.pop("data"), cross_entropy, given.pop("plan"), client=client, **given)
+
+
+def test_a_model_that_cannot_be_pickled_is_refused_with_advice(two_workers: Client) -> None:
+    model = make_model()
+    model.lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"cannot be pickled .*keep open files, locks"):
+        engine_with(two_workers, model=model)
+
+
+def test_data_that_cannot_be_pickled_are_refused(two_workers: Client, tmp_path: Path) -> None:
+    with (tmp_path / "open").open("w") as file:
+        data = Plain()
+        data.file = file  # type: ignore[attr-defined]
+        with pytest.raises(DataError, match="the data set cannot be pickled"):
+            engine_with(two_workers, data=data)
+
+
+def test_data_larger_than_a_worker_are_refused_with_the_numbers() -> None:
+    data = Plain()
+    data.ballast = b"x" * 80 * 2**20  # type: ignore[attr-defined]
+    with (
+        local_client(1, memory_limit="200MiB") as client,
+        engine_with(client, data=data, carry="centralized") as engine,
+        pytest.raises(ConfigError, match=r"has 200 MiB of memory, the data set 80 MiB.*give workers 267 MiB"),
+    ):
+        engine.members(0)
+
+
+def test_workers_that_never_come_are_waited_for_and_then_given_up(two_workers: Client) -> None:
+    with (
+        engine_with(two_workers, min_workers=3, wait_s=0.5) as engine,
+        pytest.raises(ConfigError, match=r"2 of at least 3 workers came within 500 ms; start more"),
+    ):
+        engine.members(0)
+
+
+@pytest.mark.parametrize("found", ["no package", "another version"])
+def test_a_worker_that_lacks_the_package_is_refused(
+    two_workers: Client, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(name: str) -> None:
+        sys.modules.pop("ebbflow.engines.dask.service", None)
+        sys.modules[name] = None  # type: ignore[assignment]
+
+    def mend(name: str) -> None:
+        del sys.modules[name]
+
+    if found == "another version":
+        monkeypatch.setattr("ebbflow.engines.dask.cluster.__version__", "99.0")
+        expected = r"has ebbflow .*, this process 99\.0; install the same version"
+    else:
+        two_workers.run(spoil, "ebbflow.engines.dask.service")
+        expected = r"cannot import ebbflow .*pip install 'ebbflow\[dask\]=="
+    try:
+        with engine_with(two_workers) as engine, pytest.raises(ConfigError, match=expected):
+            engine.members(0)
+    finally:
+        if found == "no package":
+            two_workers.run(mend, "ebbflow.engines.dask.service")
+
+
+def test_no_cluster_at_an_address() -> None:
+    with pytest.raises(ConfigError, match=r"no Dask cluster answers at tcp://127\.0\.0\.1:9 within 300 ms"):
+        connect("tcp://127.0.0.1:9", timeout_s=0.3)
+
+
+def test_settings_that_make_no_sense_are_refused(two_workers: Client) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'centralized'"):
+        engine_with(two_workers, carry="centralised")
+    with pytest.raises(ConfigError, match="give optimizer=, or carry='centralized'"):
+        engine_with(two_workers, optimizer=None)
+    with pytest.raises(ConfigError, match="min_workers=3, max_workers=2"):
+        engine_with(two_workers, min_workers=3, max_workers=2)

@@ -1,0 +1,241 @@
+"""Growing policies: rows derived by hand, what they do to a run, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ebbflow.cli.main import app
+from ebbflow.config import RunConfig
+from ebbflow.errors import CheckpointError, EbbflowError, PlanError, SpecError, UnitError
+from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.plan.growing import Growing, Observation
+from ebbflow.plan.growth import Growth, fit_growing, foresee, plan_growing
+from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.policies import make_policy
+from ebbflow.rules.base import StepContext
+from ebbflow.rules.damping import scale_damped
+from ebbflow.rules.registry import make_rule
+from ebbflow.traces.trace import Trace
+from ebbflow.training import Callbacks, train
+
+
+def policy_of(text: str) -> Growing:
+    policy = make_policy(text)
+    assert isinstance(policy, Growing)
+    return policy
+
+
+def wanted(text: str, *steps: dict[str, Any], ref_batch: int = 100) -> list[int]:
+    """What a policy wants in the first step and after each of the given ones."""
+    growth = Growth(policy_of(text), ref_batch=ref_batch, epoch_samples=1000)
+    found = [growth.wanted]
+    for step in steps:
+        growth.observe(**{"batch": 100, **step})
+        found.append(growth.wanted)
+    return found
+
+
+def test_geo_by_hand() -> None:
+    # Epochs of 1000 samples, steps of 500: after 2 epochs x3, after 4 x9.
+    assert wanted("geo(2ep, factor=3)", *[{"batch": 500}] * 8) == [100, 100, 100, 100, 300, 300, 300, 300, 900]
+    # Ten reference steps of 100 are 1000 samples; 64 x 1.5 = 96, x 1.5 = 144.
+    assert wanted("geo(10steps, factor=1.5, initial=64)", *[{"batch": 1000}] * 2) == [64, 96, 144]
+    assert wanted("geo", *[{"batch": 1000}] * 5) == [100] * 5 + [200]  # the default: 2 every 5 epochs
+
+
+def test_pada_by_hand() -> None:
+    # 100 + 0.5 k, rounded up.
+    assert wanted("pada(rate=0.5)", *[{}] * 4) == [100, 101, 101, 102, 102]
+
+
+def test_ada_by_hand() -> None:
+    # Windows of two steps; the first mean is (4 + 2)/2 = 3 = F0. The second, (2 + 1)/2 = 1.5, doubles the batch; the
+    # third, (1.5 + 0.5)/2 = 1, gives x3. With F* = 1: F0 - F* = 2 over 0.5 gives x4, and over 0 nothing can be told.
+    losses = [{"loss": x} for x in (4.0, 2.0, 2.0, 1.0, 1.5, 0.5)]
+    assert wanted("ada(dwell=2, wait=0)", *losses) == [100, 100, 100, 100, 200, 200, 300]
+    assert wanted("ada(dwell=2, wait=0, best=1)", *losses) == [100, 100, 100, 100, 400, 400, 400]
+    assert wanted("ada(dwell=2, wait=5)", *losses) == [100] * 6 + [300]
+    # A loss above the first is no reason for a batch below the first.
+    assert wanted("ada(dwell=1, wait=0)", {"loss": 1.0}, {"loss": 2.0}) == [100, 100, 100]
+
+
+def test_ada_norm_by_hand() -> None:
+    # The first signal is 8, then 2: x4. Below zero there is no telling: as before.
+    shown = [{"signal": 8.0}, {"signal": 2.0}, {"signal": -1.0}]
+    assert wanted("ada-norm(dwell=1, wait=0)", *shown) == [100, 100, 400, 400]
+
+
+def test_rada_by_hand() -> None:
+    # Windows of two; least loss and least squared norm: (2, 8), then (1, 2). Smoothed with rho = 0.5: (1.5, 5).
+    # Mean of 1.5/2 and 5/8 is 0.6875, so D = ceil(100/0.6875) = ceil(145.45) = 146.
+    shown = [{"loss": a, "norm_sq": b} for a, b in ((4.0, 8.0), (2.0, 9.0), (1.0, 3.0), (3.0, 2.0))]
+    assert wanted("rada(dwell=2, wait=0, rho=0.5)", *shown) == [100, 100, 100, 100, 146]
+
+
+def test_the_noise_policy_by_hand() -> None:
+    # V/S = 900/3 = 300 after one step, whatever its weight; half of it is 150.
+    assert wanted("noise(dwell=1, wait=0)", {"noise": 900.0, "signal": 3.0}) == [100, 300]
+    assert wanted("noise(part=0.5, dwell=1, wait=0)", {"noise": 900.0, "signal": 3.0}) == [100, 150]
+    # The first step enters with weight 1/2 and is halved once: (900/4 + 300/2)/(3/4 + 3/2) = 375/2.25 = 166.7.
+    memory = 100 / 0.6931471805599453
+    text = f"noise(dwell=1, wait=0, memory={memory!r}samples)"
+    assert wanted(text, {"noise": 900.0, "signal": 3.0}, {"noise": 300.0, "signal": 3.0}) == [100, 300, 167]
+
+
+# -- the rate pays ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "exponent", "multiplier", "damping"),
+    [
+        ("constant", 1.0, 0.25, 0.25),  # a quarter of what was wanted: a quarter of the rate
+        ("constant", 0.5, 0.5, 0.5),  # optimizers that normalise: its root
+        ("linear", 1.0, 2.0, 1.0),  # 2 at a batch of twice the reference: the rule has paid, 8 x 1/4 = 2
+        ("linear", 0.5, 2.0, 1.0),  # 8 x 1/2 = 4 would be a reward, which nobody gets
+        ("sqrt", 1.0, 8**0.5 / 4, 0.5),  # sqrt says 8^(1/2) of the wanted batch, 2^(1/2) of the step
+    ],
+)
+def test_the_rate_pays_for_what_the_rule_has_not(rule: str, exponent: float, multiplier: float, damping: float) -> None:
+    # The reference batch is 32, the step has 64, and 256 were wanted.
+    context = StepContext(step=0, batch=64, ref_batch=32, samples=0, shortfall=0.25)
+    made = make_rule(rule)
+    scaling, _ = scale_damped(made, context, made.init(), exponent=exponent)
+    assert scaling.multiplier == pytest.approx(multiplier)
+    assert scaling.stats["damping"] == pytest.approx(damping)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lr"), [(torch.optim.SGD, 0.025), (torch.optim.AdamW, 0.05), (torch.optim.Adadelta, 0.05)]
+)
+def test_the_optimizer_decides_by_which_power(kind: type[torch.optim.Optimizer], lr: float) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = ElasticOptimizer(kind([weight], lr=0.1), "constant", base_batch=8)  # type: ignore[call-arg]
+    weight.grad = torch.ones(3)
+    update = optimizer.update(StepContext(step=0, batch=8, ref_batch=8, samples=0, shortfall=0.25))
+    assert update.lr == pytest.approx(lr)
+    assert update.lr_base == pytest.approx(0.1)
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_foreseen_steps_by_hand() -> None:
+    # Eight workers of 4: 32 samples at most. Epochs of 100: 8 samples (12 x 8 + 4), then 24 (4 x 24 + 4), then 72 are
+    # wanted and 32 taken (3 x 32 + 4).
+    trace = Trace.parse("0s:8 100s")
+    policy = policy_of("geo(1ep, factor=3, initial=8, local_batch=4)")
+    plan = plan_growing(trace, policy, 1.0, samples=100, epochs=3, ref_batch=8)
+    found = [(run.first, run.stop, run.workers, run.samples) for run in plan.foreseen.runs()]
+    assert found == [(0, 13, 2, 8), (13, 18, 6, 24), (18, 22, 8, 32)]
+    assert plan.capacity.steps == 100
+    assert fit_growing(trace, policy, samples=100, epochs=3, ref_batch=8) == pytest.approx(100 / 21, rel=1e-5)
+
+
+def test_an_adaptive_policy_is_foreseen_as_one_that_never_grows() -> None:
+    plan = foresee(policy_of("ada(initial=10, local_batch=4)"), BatchPlan.constant(8, 32), samples=100, epochs=2,
+                   ref_batch=8)  # fmt: skip
+    assert (plan.steps, int(plan.samples.max())) == (20, 10)
+
+
+def test_a_trace_that_is_too_short_is_an_error_or_repeated() -> None:
+    policy = policy_of("geo(1ep, initial=8, local_batch=4)")
+    with pytest.raises(PlanError, match=r"reach 0\.48 of 1 epochs"):
+        plan_growing(Trace.parse("0s:8 6s"), policy, 1.0, samples=100, epochs=1, ref_batch=8)
+    plan = plan_growing(Trace.parse("0s:8 6s"), policy, 1.0, samples=100, epochs=1, ref_batch=8, repeat=True)
+    assert plan.foreseen.for_epochs(100, 1).steps == 13
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+CONFIG = RunConfig(
+    workload="digits-mlp(width=16)", rule="constant", trace="constant(workers=4)", epochs=3, ref_batch=32,
+    local_batch=32, policy="geo(1ep, factor=2, max_batch=64)",
+)  # fmt: skip
+
+
+def test_a_growing_run_has_the_batches_and_rates_of_its_policy(tmp_path: Path) -> None:
+    run = train(CONFIG, tmp_path)
+    batches = {epoch: max(row.batch for row in run.steps if row.epoch == epoch) for epoch in range(3)}
+    assert batches == {0: 32, 1: 64, 2: 64}
+    # In the third epoch 128 are wanted and 64 allowed.
+    assert {round(row.multiplier, 9) for row in run.steps if row.epoch == 2} == {0.5}
+    assert {row.workers for row in run.steps if row.epoch == 0} == {1}
+
+
+@pytest.mark.parametrize("policy", ["ada(dwell=2, wait=4)", "rada(dwell=2, wait=4)", "noise(dwell=2, wait=4)"])
+def test_a_run_that_is_interrupted_grows_as_one_that_is_not(policy: str, tmp_path: Path) -> None:
+    config = RunConfig(
+        workload="digits-mlp(width=16)", trace="constant(workers=64)", epochs=1, ref_batch=32, local_batch=16,
+        policy=policy,
+    )  # fmt: skip
+    whole = train(config, tmp_path / "whole")
+    assert len({row.batch for row in whole.steps[:-1]}) > 1, "the batch did grow"
+    stops = iter([False] * 8 + [True] + [False] * 1000)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "cut", callbacks=Callbacks(should_stop=lambda: next(stops)))
+    resumed = train(config, tmp_path / "cut")
+    assert [row.batch for row in resumed.steps] == [row.batch for row in whole.steps]
+    assert resumed.end is not None
+    assert whole.end is not None
+    assert resumed.end.weights_sha256 == whole.end.weights_sha256
+
+
+def test_the_command_line_counts_the_steps_of_a_growing_batch() -> None:
+    def count(*more: str) -> Any:
+        arguments = ["plan", "constant(workers=125)", "--samples", "50000", "--epochs", "200", "--step-time", "1s",
+                     "--local-batch", "128", "--json", *more]  # fmt: skip
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    # Holt and Sievert, Table 1: 60 x 391 + 60 x 79 + 60 x 16 + 20 x 4.
+    assert count("--policy", "geo(60ep, factor=5)", "--ref-batch", "128")["steps"] == 29_240
+    assert count("--policy", "geo(60ep, factor=5, initial=256, max_batch=5120)")["steps"] == 14_960
+
+
+# -- what cannot be used ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("geo(5)", UnitError, "geo: delay: '5' has no unit; write 5ep"),
+        ("geo(0ep)", PlanError, "delay is 0ep"),
+        ("geo(factor=0.5)", PlanError, "factor is 0.5; expected at least 1"),
+        ("geo(initial=64, max_batch=32)", PlanError, "max_batch=32 is less than the initial batch of 64"),
+        ("pada(rate=-1)", PlanError, "rate is -1"),
+        ("ada(dwell=0)", PlanError, "dwell is 0; expected at least 1"),
+        ("rada(rho=0)", PlanError, "rho is 0; expected a number above 0"),
+        ("rada(rho=2)", PlanError, "rho is 2"),
+        ("noise(part=0)", PlanError, "part is 0; expected a number above 0"),
+        ("ada(max_batch=0)", PlanError, "max_batch is 0"),
+        ("gio(5ep)", SpecError, "did you mean 'geo'"),
+    ],
+)
+def test_a_bad_policy_is_refused(text: str, kind: type[EbbflowError], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make_policy(text)
+
+
+def test_the_state_of_another_policy_is_refused() -> None:
+    ours, theirs = (Growth(policy_of(text), ref_batch=8, epoch_samples=100) for text in ("geo(5ep)", "geo(6ep)"))
+    with pytest.raises(CheckpointError, match=r"is 'geo\(6ep\)', this run's is geo"):
+        ours.load_state_dict(theirs.state_dict())
+    with pytest.raises(CheckpointError, match="damaged"):
+        ours.load_state_dict({**ours.state_dict(), "wanted": "many"})
+
+
+def test_nothing_is_known_of_the_workers_without_a_local_batch() -> None:
+    with pytest.raises(PlanError, match=r"write local_batch=32"):
+        BatchPlan.from_trace(Trace.parse("0s:8 100s"), policy_of("geo(5ep)"), 1.0)
+
+
+def test_an_observation_says_where_training_is() -> None:
+    seen = Observation(step=28_200, samples=6_000_000, epoch_samples=50_000, ref_batch=128)
+    assert policy_of("geo(60ep, factor=5)").wanted(seen, None) == (3200, None)
