@@ -9,8 +9,22 @@ from typing import Annotated
 import typer
 
 from ebbflow import __version__
-from ebbflow.cli import demo, plan, report, rules, study, trace, train, workloads
+from ebbflow.cli import (
+    demo,
+    launch,
+    lighthouse,
+    plan,
+    replay,
+    report,
+    rules,
+    status,
+    study,
+    trace,
+    train,
+    workloads,
+)
 from ebbflow.cli.common import err
+from ebbflow.cli.fleet import PASS_THROUGH
 from ebbflow.errors import EbbflowError
 
 __all__ = ["app", "main"]
@@ -30,6 +44,10 @@ app.command("workloads")(workloads.workloads)
 app.command("train")(train.train)
 app.command("study")(study.study)
 app.command("report")(report.report)
+app.command("launch", context_settings=PASS_THROUGH)(launch.launch)
+app.command("status")(status.status)
+app.command("replay", context_settings=PASS_THROUGH)(replay.replay)
+app.command("lighthouse")(lighthouse.lighthouse)
 
 
 def _print_version(wanted: bool) -> None:

@@ -6,7 +6,7 @@ measured rides behind them in the same message. A number more a layer costs noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -39,38 +39,55 @@ class AllReduce:
         *,
         meter: Meter | None = None,
         group: dist.ProcessGroup | None = None,
+        riders: int = 0,
+        reduce: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """`meter`: has measured the same parameters; None: nothing is measured and nothing paid."""
+        """`meter`: has measured the same parameters; None: nothing is measured and nothing paid.
+
+        `riders`: so many numbers of the caller's own are added up in the same message. `reduce`: adds up a tensor over
+        the ranks in place, for those whose ranks are not a group of `torch.distributed`.
+        """
         self.parameters = tuple(parameters)
         self.meter = meter
         self.group = group
+        self._reduce = reduce or self._all_reduce
+        self._rider_count = riders
         if not self.parameters:
             raise ConfigError("there are no gradients to combine: no parameters were given")
         if meter is not None and {*map(id, meter.parameters)} != {*map(id, self.parameters)}:
             raise ConfigError("the meter measures other parameters than those that are combined; give both the same")
+        self.renew()
+
+    def renew(self) -> None:
+        """Make the buffer anew: after a collective that was given up, which may still write into the old one."""
         # Half-precision gradients are added in float32; double precision stays.
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
         size = sum(parameter.numel() for parameter in self.parameters)
-        extra = meter.width + 2 if meter is not None else 0
-        self._buffer = torch.zeros(size + extra, dtype=dtype, device=self.parameters[0].device)
-        self._flat, self._extra = self._buffer.split([size, extra])  # type: ignore[no-untyped-call]
+        extra = self.meter.width + 2 if self.meter is not None else 0
+        sizes = [size, extra, self._rider_count]
+        self._buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.parameters[0].device)
+        self._flat, self._extra, self.riders = self._buffer.split(sizes)  # type: ignore[no-untyped-call]
         parts = self._flat.split([parameter.numel() for parameter in self.parameters])
         self._views = [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
 
     def __call__(self, *, samples: int, batch: int) -> Measurement | None:
         """Replace the mean gradient over this rank's `samples` in `.grad` by the mean over all ranks' `batch` samples.
 
-        All ranks call it in every step, those without a sample too.
+        All ranks call it in every step, those without a sample too. What the caller put into `riders` before is added
+        up with it.
         """
         if not 0 <= samples <= batch or batch < 1:
             raise ConfigError(f"this rank has {samples} of a step's {batch} samples; expected 0 to {batch}")
         if self.meter is not None:
             self._put_statistics(self.meter, samples, batch)
         self._put_gradients(samples / batch)
-        if dist.is_initialized():
-            dist.all_reduce(self._buffer, group=self.group)
+        self._reduce(self._buffer)
         self._take_gradients()
         return self._measurement(self.meter, batch) if self.meter is not None else None
+
+    def _all_reduce(self, buffer: torch.Tensor) -> None:
+        if dist.is_initialized():
+            dist.all_reduce(buffer, group=self.group)
 
     def _put_statistics(self, meter: Meter, samples: int, batch: int) -> None:
         tally = meter.take()

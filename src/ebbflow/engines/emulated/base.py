@@ -7,9 +7,9 @@ They differ in how the virtual workers of a step are computed: one after another
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Protocol
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,47 +18,13 @@ import torch
 from ebbflow.data.ledger import Assignment, Share, shares
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.base import Engine, Faults, Gradients
+from ebbflow.engines.pieces import Fetch, Loss, Precision, autocast, generators, piece_seed
 from ebbflow.errors import ConfigError
 from ebbflow.moments.measure import Meter
 from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.spec import nearest
 
 __all__ = ["BatchNorm", "EmulatedEngine", "Fetch", "Loss", "Precision", "Step", "piece_seed"]
-
-Fetch = Callable[[npt.NDArray[np.int64]], tuple[torch.Tensor, torch.Tensor]]
-"""Inputs and targets of the samples with these indices, on the model's device."""
-Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Mean loss of the model over inputs and targets."""
-Precision = Literal["fp32", "bf16", "fp16"]
-"""What forward and backward passes compute in; weights, gradients and statistics are in the model's own type."""
-
-_TYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-_MASK = (1 << 64) - 1
-
-
-def piece_seed(seed: int, epoch: int, start: int) -> int:
-    """The seed of dropout and augmentation for the piece that starts at a position of an epoch.
-
-    A function of the position alone (a splitmix64 mix of the three numbers): a resumed run, or one in which a step
-    was lost and repeated, draws what an undisturbed run draws.
-    """
-    value = 0
-    for part in (seed, epoch, start):
-        value = (value + part + 0x9E3779B97F4A7C15) & _MASK
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-        value ^= value >> 31
-    return value >> 1  # torch takes seeds below 2**63 on every platform
-
-
-def _generators(model: torch.nn.Module) -> list[torch.Generator]:
-    """The generators that dropout and augmentation draw from: the CPU's, and those of the GPUs the model is on.
-
-    Not `torch.manual_seed`, which without a GPU formats and keeps a stack trace for every call (2.13).
-    """
-    gpus = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    return [torch.default_generator, *(torch.cuda.default_generators[gpu.index or 0] for gpu in gpus)]
 
 
 class BatchNorm(Protocol):
@@ -133,7 +99,7 @@ class EmulatedEngine(Engine):
             adds = trained[0].device.type != "cpu" and precision != "fp16"
             self.meter = Meter(trained, layers="layers" in needs, adds=adds)
         self._batch_norm = self._make_batch_norm()
-        self._generators = _generators(model)
+        self._generators = generators(model)
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
         self._epoch = 0
         self._order = Permutation(samples, seed, 0)
@@ -181,8 +147,7 @@ class EmulatedEngine(Engine):
 
     def autocast(self) -> AbstractContextManager[object]:
         """The model computes in the engine's precision inside."""
-        dtype = _TYPES[self.precision]
-        return nullcontext() if dtype is None else torch.autocast(self._device_type, dtype=dtype)
+        return autocast(self.precision, self._device_type)
 
     def describe(self) -> dict[str, Any]:
         """How workers are emulated, as JSON: what a record's header keeps."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from ebbflow.engines.batchnorm import LocalBatchNorm
 from ebbflow.engines.emulated.base import EmulatedEngine, Fetch, Loss, Step, piece_seed
-from ebbflow.engines.emulated.batchnorm import LocalBatchNorm
 
 __all__ = ["Fetch", "Loss", "LoopEngine", "piece_seed"]
 

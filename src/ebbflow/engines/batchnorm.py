@@ -65,3 +65,21 @@ class LocalBatchNorm:
             layer.running_mean.copy_(mean)  # type: ignore[union-attr]
             layer.running_var.copy_(var)  # type: ignore[union-attr]
             layer.num_batches_tracked.fill_(count)  # type: ignore[union-attr]
+
+    def pack(self) -> torch.Tensor:
+        """The weighted sums over this process's pieces in one row, to be added up over the processes of a step."""
+        if not self._sums:
+            return torch.zeros(0)
+        return torch.cat([part.flatten() for pair in self._sums for part in pair])
+
+    def unpack(self, sums: torch.Tensor) -> None:
+        """Take what the processes' rows add up to; `commit` then blends in the mean over all of them."""
+        parts = iter(sums.split([part.numel() for pair in self._sums for part in pair]))  # type: ignore[no-untyped-call]
+        for pair in self._sums:
+            for part in pair:
+                part.copy_(next(parts))
+
+    @property
+    def width(self) -> int:
+        """Entries of a packed row."""
+        return sum(buffer.numel() for layer in self.layers for buffer in (layer.running_mean, layer.running_var))  # type: ignore[union-attr, misc]
