@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ebbflow.data.ledger import Ledger
+from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.base import Engine, Gradients
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.plan.growth import Growth
+from ebbflow.plan.plan import StepSize
 from ebbflow.record import StepRow
 from ebbflow.rules.base import StepContext
 
-__all__ = ["Flow"]
+__all__ = ["Flow", "OpenStep"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStep:
+    """A step between its two halves."""
+
+    size: StepSize
+    assignment: Assignment
+    began: float
+    keep: ExitStack
+    """Closed at the end of the step: puts back what was set for its length."""
 
 
 @dataclass
@@ -50,6 +62,12 @@ class Flow:
         A step that was skipped, because its gradient is not finite, has happened: its samples count. It leaves no
         trace in weights, buffers, rule and averages, and its row has `skipped` among its stats.
         """
+        step = self.open()
+        with step.keep:
+            return self.close(step, self.engine.gradients(step.assignment, step.size))
+
+    def open(self) -> OpenStep:
+        """The first half of a step, up to the backward passes: for loops in which somebody else does those."""
         began = time.perf_counter()
         if self.growth is not None:
             self.engine.want(self.growth.useful)
@@ -57,13 +75,18 @@ class Flow:
         if self.growth is not None:
             size = self.growth.allow(size)
         assignment = self.ledger.assign(size.samples)  #                 data: which samples
-        batch = assignment.batch
-        keep = self.statistics.step(batch, self.optimizer.base_batch) if self.statistics else nullcontext()
-        with keep:
-            gradients = self.engine.gradients(assignment, size)  #       engines, moments: mean gradient, noise, signal
+        keep = ExitStack()
+        if self.statistics is not None:
+            keep.enter_context(self.statistics.step(assignment.batch, self.optimizer.base_batch))
+        return OpenStep(size, assignment, began, keep)
+
+    def close(self, step: OpenStep, gradients: Gradients) -> StepRow | None:
+        """The second half: commit, rule, optimizer, record."""
+        size, assignment, batch = step.size, step.assignment, step.assignment.batch
+        with step.keep:  #                                               engines, moments: mean gradient, noise, signal
             committed = self.engine.commit()
         if not committed:
-            self.wall_s += time.perf_counter() - began
+            self.wall_s += time.perf_counter() - step.began
             return None  # the samples go back: an assignment that is not committed leaves no trace
         context = StepContext(
             step=self.step,
@@ -85,7 +108,7 @@ class Flow:
         self.step += 1
         if self.growth is not None:
             self.growth.observe(batch=batch, **_shown(gradients))
-        self.wall_s += time.perf_counter() - began
+        self.wall_s += time.perf_counter() - step.began
         return StepRow(  #                                               record: what happened
             step=context.step,
             time_s=size.time_s,

@@ -254,6 +254,13 @@ class RecordWriter:
         except OSError as error:
             raise OutputError(f"{self.path} cannot be written: {error.strerror}; free some space and resume") from error
 
+    def push(self) -> None:
+        """Hand all rows to the system: they survive the death of the process, not that of the machine."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be written: {error.strerror}; free some space and resume") from error
+
     def flush(self) -> int:
         """Bring all rows to the disk; the size of the file in bytes."""
         try:

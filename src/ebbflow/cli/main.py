@@ -12,11 +12,15 @@ from ebbflow import __version__
 from ebbflow.cli import (
     compare,
     demo,
+    launch,
+    lighthouse,
     plan,
     profile,
+    replay,
     report,
     rules,
     simulate,
+    status,
     study,
     trace,
     train,
@@ -24,6 +28,7 @@ from ebbflow.cli import (
     workloads,
 )
 from ebbflow.cli.common import err
+from ebbflow.cli.fleet import PASS_THROUGH
 from ebbflow.errors import EbbflowError, RankLost
 
 __all__ = ["app", "main"]
@@ -47,6 +52,10 @@ app.command("workloads")(workloads.workloads)
 app.command("train")(train.train)
 app.command("study")(study.study)
 app.command("report")(report.report)
+app.command("launch", context_settings=PASS_THROUGH)(launch.launch)
+app.command("status")(status.status)
+app.command("replay", context_settings=PASS_THROUGH)(replay.replay)
+app.command("lighthouse")(lighthouse.lighthouse)
 
 
 def _print_version(wanted: bool) -> None:

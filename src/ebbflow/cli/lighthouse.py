@@ -1,0 +1,40 @@
+"""`ebbflow lighthouse`: the meeting point of a fleet, alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbflow.cli.fleet import Heartbeat, MinReplicas, milliseconds, positive, require_torchft
+from ebbflow.fleet.address import LOOPBACK, parse_address
+from ebbflow.fleet.lighthouse import DEFAULT_PORT, LighthouseOptions, serve
+from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
+
+__all__ = ["lighthouse"]
+
+
+def lighthouse(
+    bind: Annotated[
+        str, typer.Option(metavar="ADDRESS[:PORT]", help="Where to listen; port 0: any free one.")
+    ] = f"{LOOPBACK}:{DEFAULT_PORT}",
+    min_replicas: MinReplicas = 1,
+    heartbeat_timeout: Heartbeat = f"{HEARTBEAT_TIMEOUT_MS}ms",
+    join_timeout: Annotated[str, typer.Option(help="How long the others wait for a replica that is late.")] = "10s",
+    address_file: Annotated[Path | None, typer.Option(help="Write HOST:PORT here once it listens.")] = None,
+) -> None:
+    """Serve the meeting point of a fleet until it is told to stop; replicas join it with ebbflow launch --join.
+
+    Whoever reaches its port can join and kill replicas: bind it to an address of the fleet's own network.
+    """
+    require_torchft("ebbflow lighthouse")
+    host, port = parse_address(bind, default_port=DEFAULT_PORT)
+    options = LighthouseOptions(
+        bind=host,
+        port=port,
+        min_replicas=positive(min_replicas, "min-replicas"),
+        heartbeat_timeout_ms=milliseconds(heartbeat_timeout),
+        join_timeout_ms=milliseconds(join_timeout),
+    )
+    serve(options, address_file=address_file)

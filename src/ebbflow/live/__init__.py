@@ -1,0 +1,43 @@
+"""Your own training script in a fleet of real replicas that come and go.
+
+    with ebbflow.live.join(model, optimizer, data, local_batch=32, epochs=10) as fleet:
+        for step in fleet:                              # until all epochs are done, whoever comes and goes
+            for x, y in step:                           # this replica's part of the step's samples
+                step.backward(loss_fn(model(x), y))
+
+Start it with `ebbflow launch`. A replica that is killed costs the others about a second and no sample; one that is
+told to leave (SIGTERM) finishes its step first; one that comes gets the complete state from its peers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ebbflow.live.account import Account as Account
+    from ebbflow.live.account import account as account
+    from ebbflow.live.account import read_fleet as read_fleet
+    from ebbflow.live.fleet import Fleet as Fleet
+    from ebbflow.live.fleet import Step as Step
+    from ebbflow.live.joining import join as join
+    from ebbflow.live.settings import Settings as Settings
+
+_HOME = {
+    "Account": "account",
+    "Fleet": "fleet",
+    "Settings": "settings",
+    "Step": "fleet",
+    "account": "account",
+    "join": "joining",
+    "read_fleet": "account",
+}
+
+__all__ = ["Account", "Fleet", "Settings", "Step", "account", "join", "read_fleet"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: what reads records of a fleet needs no torch.
+    if name not in _HOME:
+        raise AttributeError(f"module 'ebbflow.live' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"ebbflow.live.{_HOME[name]}"), name)

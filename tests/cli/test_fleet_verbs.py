@@ -1,0 +1,237 @@
+"""`launch`, `replay`, `status` and `lighthouse` as processes, with replicas that need no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchft", reason="the live extra is not installed")
+
+from ebbflow.cli.main import main
+from fleet.fakes import FAKE, alive, processes_with, until
+
+
+class Shell:
+    """Runs the command in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ebbflow", *map(str, arguments)], cwd=self.folder, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "COLUMNS": "80"},
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def run(self, *arguments: object) -> tuple[int, str, str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=60)
+        assert "Traceback" not in err
+        return process.returncode, out, err
+
+    def status(self, replica: str) -> dict[str, Any]:
+        try:
+            body = json.loads((self.folder / "job" / "replicas" / replica / "status.json").read_text())
+        except (FileNotFoundError, ValueError):
+            return {"step": 0, "state": ""}
+        assert isinstance(body, dict)
+        return body
+
+    def training(self, *replicas: str) -> bool:
+        return all(self.status(r)["state"] == "training" and self.status(r)["step"] > 2 for r in replicas)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    shell = Shell(tmp_path)
+    yield shell
+    for process in shell.started:
+        process.kill()
+        process.communicate()
+    assert processes_with(f"{tmp_path}/job") == []  # lighthouses and replicas alike
+
+
+def test_a_fleet_runs_to_its_end_and_is_accounted_for(shell: Shell) -> None:
+    code, out, err = shell.run("launch", "--replicas", 2, "--folder", "job", "--json", FAKE, "train", 5)
+    account = json.loads(out)
+    assert code == 0
+    assert (account["status"], account["starts"], account["restarts"], account["deaths"]) == ("finished", 2, 0, 0)
+    assert account["lighthouse"].startswith("127.0.0.1:")
+    assert "r0 started" in err
+    assert "r1 finished" in err
+
+
+def test_ctrl_c_lets_the_replicas_leave(shell: Shell) -> None:
+    launcher = shell.start("launch", "--replicas", 2, "--folder", "job", FAKE, "train")
+    until(lambda: shell.training("r0", "r1"))
+    launcher.send_signal(signal.SIGINT)
+    out, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 130
+    assert "not finished; the same command continues" in out
+    assert shell.status("r0")["state"] == shell.status("r1")["state"] == "left"
+
+
+def test_a_second_ctrl_c_kills_those_who_do_not_leave(shell: Shell) -> None:
+    launcher = shell.start("launch", "--folder", "job", FAKE, "stubborn")
+    until(lambda: shell.training("r0"))
+    pid = shell.status("r0")["pid"]
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.stderr is not None
+    until(lambda: "dismissed" in launcher.stderr.readline())  # type: ignore[union-attr]
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 130
+    assert not alive(pid)
+
+
+def test_not_even_kill_9_of_the_launcher_leaves_a_process_behind(shell: Shell) -> None:
+    launcher = shell.start("launch", "--replicas", 2, "--folder", "job", FAKE, "stubborn")
+    until(lambda: shell.training("r0", "r1"))
+    assert len(processes_with(f"{shell.folder}/job")) == 3  # two replicas and the lighthouse
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not processes_with(f"{shell.folder}/job"))
+    # And the folder is free again.
+    assert shell.run("launch", "--folder", "job", FAKE, "train", 1)[0] == 0
+
+
+def test_a_script_with_a_bug_ends_the_launch_with_the_end_of_its_log(shell: Shell) -> None:
+    code, _, err = shell.run("launch", "--folder", "job", "--max-failures", 2, FAKE, "crash")
+    assert code == 1
+    assert "r0 gave up: exit code 3, 2 times in a row without a step" in err
+    assert err.count("ZeroDivisionError: the bug of this script") == 1
+
+
+def test_a_killed_lighthouse_comes_back_at_its_address(shell: Shell) -> None:
+    launcher = shell.start("launch", "--folder", "job", FAKE, "train")
+    until(lambda: shell.training("r0"))
+    address = json.loads((shell.folder / "job" / "fleet.json").read_text())["lighthouse"]
+    (lighthouse,) = (pid for pid in processes_with(f"{shell.folder}/job/lighthouse/address"))
+    os.kill(lighthouse, signal.SIGKILL)
+    assert launcher.stderr is not None
+    until(lambda: "lighthouse restarted" in launcher.stderr.readline())  # type: ignore[union-attr]
+    assert shell.run("status", address)[0] == 0
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=30)
+
+
+def test_one_replica_joins_a_fleet_elsewhere(shell: Shell) -> None:
+    told = shell.folder / "address"
+    lighthouse = shell.start("lighthouse", "--bind", "127.0.0.1:0", "--address-file", told)
+    until(told.exists)
+    joined = shell.start("launch", "--join", told.read_text(), "--name", "node 7", "--folder", "job", FAKE, "train")
+    until(lambda: shell.training("node-7"))
+    environment = Path(f"/proc/{shell.status('node-7')['pid']}/environ").read_text().split("\0")
+    assert f"EBBFLOW_LIGHTHOUSE={told.read_text()}" in environment
+    assert "EBBFLOW_BIND=127.0.0.1" in environment  # the way to the lighthouse is loopback
+    same = shell.run("launch", "--join", told.read_text(), "--name", "node 7", "--folder", "job", FAKE, "train")
+    assert same[0] == 2
+    assert "is in use by another launcher" in same[2]
+    joined.send_signal(signal.SIGTERM)  # what a cloud sends
+    joined.communicate(timeout=30)
+    assert shell.status("node-7")["state"] == "left"
+    lighthouse.send_signal(signal.SIGTERM)
+    assert lighthouse.wait(timeout=30) == 0
+
+
+def listening(pid: int) -> set[str]:
+    """Local addresses, in the kernel's hexadecimal form, on which a process listens."""
+    sockets = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        target = str(entry.readlink())
+        if target.startswith("socket:["):
+            sockets.add(target[len("socket:[") : -1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            local, state, inode = (line.split()[i] for i in (1, 3, 9))
+            if state == "0A" and inode in sockets:
+                found.add(local.partition(":")[0])
+    return found
+
+
+def test_the_lighthouse_listens_on_the_address_it_is_told_alone(shell: Shell) -> None:
+    told = shell.folder / "address"
+    lighthouse = shell.start("lighthouse", "--bind", "127.0.0.1:0", "--address-file", told)
+    until(told.exists)
+    assert listening(lighthouse.pid) == {"0100007F"}  # 127.0.0.1
+
+
+def test_a_replay_follows_the_trace_with_real_processes(shell: Shell) -> None:
+    # Two for a second, one for a second, nobody for half a second, two to the end: 2 + 2 starts, 2 losses.
+    trace = "0s:2 60s:1 120s:0 150s:2 240s"
+    code, out, _ = shell.run(
+        "replay", trace, FAKE, "train", "--speed", 60, "--signal", "kill", "--folder", "job", "--json"
+    )
+    account = json.loads(out)
+    assert code == 0
+    assert (account["status"], account["trace_over"]) == ("trace over", True)
+    assert (account["starts"], account["kills"], account["notices"], account["deaths"]) == (4, 2, 0, 0)
+
+
+def test_a_replay_ends_when_the_job_is_done(shell: Shell) -> None:
+    code, out, _ = shell.run("replay", "0s:2 600s", FAKE, "train", 5, "--folder", "job", "--json")
+    account = json.loads(out)
+    assert (code, account["status"], account["trace_over"]) == (0, "finished", False)
+
+
+@pytest.mark.parametrize("verb", ["launch", "status", "replay", "lighthouse"])
+def test_every_verb_helps(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ebbflow", verb, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert f"ebbflow {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (["launch"], ["nothing to run", "--workload"]),
+        (["launch", "--replcas", "4", "x.py"], ["unknown option --replcas"]),
+        (["launch", "no.py"], ["no.py: no such file"]),
+        (["launch", "-m"], ["-m needs the name of a module"]),
+        (["launch", "--replicas", "0", FAKE], ["replicas is 0; expected at least 1"]),
+        (["launch", "--heartbeat-timeout", "500", FAKE], ["has no unit"]),
+        (["launch", "--workload", "digits-mlp", FAKE], ["runs without a script"]),
+        (["launch", "--name", "x", FAKE], ["--name belongs to --join"]),
+        (["launch", "--join", "somewhere", "--replicas", "2", FAKE], ["--join starts one replica"]),
+        (["launch", "--join", "10.0.0.1:x", FAKE], ["'10.0.0.1:x' is not an address", "HOST:PORT"]),
+        (["launch", "--join", "192.0.2.1:1", "--bind", "127.0.0.1", FAKE], ["cannot be reached by the others"]),
+        (["launch", "--bind", "192.0.2.1", FAKE, "train"], ["the lighthouse did not start", "cannot listen on"]),
+        (["launch", "--bind", "0.0.0.0", FAKE], ["--bind 0.0.0.0 means every network of this machine"]),
+        (["launch", "--bind", "10.0.0.7:80", FAKE], ["expected an address without a port"]),
+        (["lighthouse", "--bind", "192.0.2.1:0"], ["cannot listen on 192.0.2.1:0", "choose another"]),
+        (["status", "127.0.0.1:1"], ["no lighthouse answers at 127.0.0.1:1", "is the fleet running"]),
+        (["status", "."], ["fleet.json: no such file", "ebbflow launch"]),
+        (["replay", "nothing.csv", FAKE], ["nothing.csv"]),
+        (["replay", "0s:1 9s", FAKE, "--signal", "hup"], ["signal is 'hup'; expected kill, term or mixed"]),
+        (["replay", "0s:1 9s", FAKE, "--speed", "0"], ["speed is 0"]),
+    ],
+)
+def test_bad_input_is_explained(
+    arguments: list[object],
+    messages: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ebbflow", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    told = " ".join(capsys.readouterr().err.split())
+    for message in messages:
+        assert message in told

@@ -1,0 +1,69 @@
+"""A replica without torch, for tests of what supervises replicas: does as its first argument says.
+
+train      write a status, count steps, leave on SIGTERM, finish after --steps
+stubborn   the same, but deaf to SIGTERM
+crash      exit with code 3 before the first step
+again      exit with code 75, at the third start finish
+first      r0 finishes after --steps, the others do not
+nested     start a child of its own, then train
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+leaving = False
+
+
+def tell(own: Path, state: str, step: int) -> None:
+    body = {
+        "pid": os.getpid(), "incarnation": "a", "step": step, "epoch": 0, "position": step, "members": 2, "batch": 64,
+        "lr": 0.2, "multiplier": 2.0, "samples_per_s": 640.0, "loss": 0.5, "time": time.time(), "state": state,
+    }  # fmt: skip
+    new = own / "status.new"
+    new.write_text(json.dumps(body))
+    new.replace(own / "status.json")
+
+
+def on_notice(*_: object) -> None:
+    global leaving
+    leaving = True
+
+
+def main(mode: str, steps: int) -> int:
+    own = Path(os.environ["EBBFLOW_FOLDER"]) / "replicas" / os.environ["EBBFLOW_REPLICA"]
+    print(f"mode {mode}")
+    if mode == "crash":
+        print("ZeroDivisionError: the bug of this script")
+        return 3
+    if mode == "again":
+        starts = own / "starts"
+        count = len(starts.read_text()) if starts.exists() else 0
+        starts.write_text("x" * (count + 1))
+        tell(own, "finished" if count == 2 else "joining", 1)
+        return 0 if count == 2 else 75
+    if mode == "nested":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        (own / "child").write_text(str(child.pid))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "stubborn" else on_notice)
+    if mode == "first" and own.name != "r0":
+        steps = 10**9
+    tell(own, "starting", 0)
+    for step in range(steps):
+        tell(own, "training", step)
+        time.sleep(0.02)
+        if leaving:
+            tell(own, "left", step + 1)
+            return 0
+    tell(own, "finished", steps)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 10**9))

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ebbflow.errors import ConfigError
+from ebbflow.fleet.contract import Job, read_status
+from ebbflow.fleet.restart import RestartPolicy
+from ebbflow.fleet.supervisor import Happening, Supervisor
+from fleet.fakes import alive, until
+
+MakeJob = Callable[..., Job]
+QUICK = RestartPolicy(max_failures=3, first_pause_s=0.05, longest_pause_s=0.1)
+
+
+class Seen(list[Happening]):
+    """Happenings so far."""
+
+    def of(self, replica: str) -> list[str]:
+        return [happening.what for happening in self if happening.replica == replica]
+
+
+def poll_until(fleet: Supervisor, seen: Seen, condition: Callable[[], object]) -> None:
+    def look() -> object:
+        seen.extend(fleet.poll())
+        return condition()
+
+    until(look)
+
+
+def training(fleet: Supervisor, name: str) -> bool:
+    return fleet.replicas[name].progressed and fleet.replicas[name].running
+
+
+def test_replicas_run_until_they_finish(fake_job: MakeJob) -> None:
+    seen = Seen()
+    with Supervisor(fake_job("train", 5)) as fleet:
+        fleet.want("r0")
+        fleet.want("r1")
+        poll_until(fleet, seen, lambda: not fleet.active)
+    assert seen.of("r0") == seen.of("r1") == ["started", "finished"]
+    assert [replica.deaths for replica in fleet.replicas.values()] == [0, 0]
+
+
+def test_a_killed_replica_is_started_again_and_the_other_is_left_alone(fake_job: MakeJob) -> None:
+    seen = Seen()
+    with Supervisor(fake_job("train")) as fleet:
+        fleet.want("r0")
+        fleet.want("r1")
+        poll_until(fleet, seen, lambda: training(fleet, "r0") and training(fleet, "r1"))
+        child = fleet.replicas["r0"].child
+        assert child is not None
+        os.kill(child.pid, signal.SIGKILL)
+        poll_until(fleet, seen, lambda: fleet.replicas["r0"].incarnations == 2 and training(fleet, "r0"))
+    assert seen.of("r0") == ["started", "died", "started"]
+    assert seen.of("r1") == ["started"]
+    assert [happening.text for happening in seen if happening.what == "died"] == ["killed by SIGKILL; starting again"]
+
+
+def test_a_script_with_a_bug_is_given_up_with_the_end_of_its_log(fake_job: MakeJob) -> None:
+    seen = Seen()
+    with Supervisor(fake_job("crash"), policy=QUICK) as fleet:
+        fleet.want("r0")
+        poll_until(fleet, seen, lambda: not fleet.active)
+    assert seen.of("r0") == ["started", "died", "started", "died", "started", "gave up"]
+    assert "exit code 3, 3 times in a row without a step" in seen[-1].text
+    assert seen[-1].lines[-1] == "ZeroDivisionError: the bug of this script"
+    log = (fleet.job.folder / "replicas" / "r0" / "log.txt").read_text()
+    assert log.count("the bug of this script") == 3
+    assert "replica r0, incarnation 3" in log
+
+
+def test_code_75_is_a_wish_to_be_started_again(fake_job: MakeJob) -> None:
+    seen = Seen()
+    with Supervisor(fake_job("again"), policy=QUICK) as fleet:
+        fleet.want("r0")
+        poll_until(fleet, seen, lambda: not fleet.active)
+    assert seen.of("r0") == ["started", "died", "started", "died", "started", "finished"]
+    assert "asked to be started again" in seen[1].text
+
+
+def test_a_dismissed_replica_leaves_by_itself_and_stays_away(fake_job: MakeJob) -> None:
+    seen = Seen()
+    with Supervisor(fake_job("train")) as fleet:
+        fleet.want("r0")
+        poll_until(fleet, seen, lambda: training(fleet, "r0"))
+        seen.extend(fleet.dismiss("r0"))
+        assert fleet.dismiss("r0") == []  # once is enough
+        poll_until(fleet, seen, lambda: not fleet.active)
+        status = read_status(fleet.job.folder, "r0")
+    assert seen.of("r0") == ["started", "dismissed", "left"]
+    assert status is not None
+    assert status.state == "left"
+
+
+def test_who_does_not_leave_in_time_is_killed(fake_job: MakeJob) -> None:
+    seen = Seen()
+    with Supervisor(fake_job("stubborn")) as fleet:
+        fleet.want("r0")
+        poll_until(fleet, seen, lambda: training(fleet, "r0"))
+        seen.extend(fleet.dismiss("r0", grace_s=0.1))
+        poll_until(fleet, seen, lambda: not fleet.active)
+    assert seen.of("r0") == ["started", "dismissed", "killed", "left"]
+
+
+def test_a_replica_that_is_wanted_again_while_it_leaves_comes_back(fake_job: MakeJob) -> None:
+    seen = Seen()
+    with Supervisor(fake_job("train")) as fleet:
+        fleet.want("r0")
+        poll_until(fleet, seen, lambda: training(fleet, "r0"))
+        seen.extend(fleet.dismiss("r0"))
+        fleet.want("r0")
+        poll_until(fleet, seen, lambda: fleet.replicas["r0"].incarnations == 2 and training(fleet, "r0"))
+        seen.extend(fleet.dismiss("r0", kill=True))
+        poll_until(fleet, seen, lambda: not fleet.active)
+    assert seen.of("r0") == ["started", "dismissed", "left", "started", "killed", "left"]
+    assert fleet.replicas["r0"].deaths == 0
+
+
+def test_a_stopped_process_is_killed_too(fake_job: MakeJob) -> None:
+    seen = Seen()
+    with Supervisor(fake_job("train")) as fleet:
+        fleet.want("r0")
+        poll_until(fleet, seen, lambda: training(fleet, "r0"))
+        child = fleet.replicas["r0"].child
+        assert child is not None
+        child.send(signal.SIGSTOP)
+    assert not alive(child.pid)
+
+
+@pytest.mark.parametrize("how", ["killed by us", "killed by someone", "at the end"])
+def test_what_a_replica_started_goes_with_it(fake_job: MakeJob, how: str) -> None:
+    seen = Seen()
+    with Supervisor(fake_job("nested")) as fleet:
+        fleet.want("r0")
+        poll_until(fleet, seen, lambda: training(fleet, "r0"))
+        grandchild = int((fleet.job.folder / "replicas" / "r0" / "child").read_text())
+        assert alive(grandchild)
+        if how == "killed by us":
+            fleet.dismiss("r0", kill=True)
+        elif how == "killed by someone":
+            child = fleet.replicas["r0"].child
+            assert child is not None
+            os.kill(child.pid, signal.SIGKILL)
+        if how != "at the end":
+            poll_until(fleet, seen, lambda: not alive(grandchild))
+    until(lambda: not alive(grandchild))
+
+
+def test_progress_is_a_step_of_this_incarnation_not_the_state_its_peers_gave_it(fake_job: MakeJob) -> None:
+    """A replica that dies whenever it has joined must be given up one day, however far its peers are."""
+    fleet = Supervisor(fake_job("train"))
+    fleet.want("r0")
+    replica = fleet.replicas["r0"]
+    folder = fleet.job.folder / "replicas" / "r0"
+    folder.mkdir(parents=True)
+    with fleet:
+        fleet.poll()
+        assert replica.child is not None
+        replica.child.kill()
+        for state, step, progressed in [("joining", 0, False), ("training", 500, False), ("training", 501, True)]:
+            (folder / "status.json").write_text(f'{{"state": "{state}", "step": {step}, "time": {time.time()}}}')
+            fleet._look_after(replica, _Running(replica.child.began))  # type: ignore[arg-type]
+            assert replica.progressed == progressed
+
+
+class _Running:
+    def __init__(self, began: float) -> None:
+        self.began = began
+
+    def exit_code(self) -> None:
+        return None
+
+
+def test_a_damaged_or_foreign_status_file_is_no_status(tmp_path: Path) -> None:
+    folder = tmp_path / "replicas" / "r0"
+    folder.mkdir(parents=True)
+    assert read_status(tmp_path, "r0") is None
+    for text in ("", "{", "[]", '{"state": 3, "time": 1}', '{"state": "training"}'):
+        (folder / "status.json").write_text(text)
+        assert read_status(tmp_path, "r0") is None
+    (folder / "status.json").write_text('{"state": "training", "time": 5, "step": true, "loss": NaN, "members": ["a"]}')
+    status = read_status(tmp_path, "r0")
+    assert status is not None
+    assert (status.step, status.loss, status.members) == (None, None, None)
+
+
+def test_a_program_that_is_not_there_is_an_error_of_ours(fake_job: MakeJob, tmp_path: Path) -> None:
+    job = Job(command=("/no/such/program",), name="x", folder=tmp_path / "job", lighthouse="127.0.0.1:1")
+    with Supervisor(job) as fleet:
+        fleet.want("r0")
+        with pytest.raises(ConfigError, match="/no/such/program cannot be run"):
+            fleet.poll()

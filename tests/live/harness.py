@@ -1,0 +1,145 @@
+"""Fleets of real processes for tests: started from a server that has torch loaded already, ended whatever happens."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HEARTBEAT_MS = 600
+os.environ["RUST_LOG"] = "error"  # read when torchft is loaded
+# The server of Python 3.11 that loads modules beforehand does not know this process's path, but the environment's.
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, sys.path)))
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["live.replicas"])
+
+
+def eventually(condition: Callable[[], Any], what: str, *, within_s: float = 60.0) -> Any:
+    """Wait for something that happens in another process."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        if answer := condition():
+            return answer
+        time.sleep(0.01)
+    raise AssertionError(f"{what} did not happen within {within_s:g} s")
+
+
+@dataclass
+class TestFleet:
+    """A lighthouse in this process, and replicas in their own."""
+
+    __test__ = False
+    folder: Path
+    target: Callable[..., None]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    processes: dict[str, BaseProcess] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lighthouse: Any = None
+        self.host, self.port = "127.0.0.1", 0
+        self.light()
+
+    def light(self) -> None:
+        """Start the lighthouse, on the port that it had before."""
+        from torchft._torchft import LighthouseServer
+
+        def begin() -> Any:
+            try:
+                return LighthouseServer(
+                    bind=f"127.0.0.1:{self.port}",
+                    min_replicas=1,
+                    join_timeout_ms=10_000,
+                    quorum_tick_ms=20,
+                    heartbeat_timeout_ms=HEARTBEAT_MS,
+                )
+            except RuntimeError:  # the port of the one before is not free yet
+                return None
+
+        self.lighthouse = eventually(begin, "a lighthouse")
+        self.port = int(self.lighthouse.address().rpartition(":")[2])
+
+    def start(self, *names: str, fault: str = "", **more: Any) -> None:
+        """Start replicas."""
+        for name in names:
+            environment = {
+                "EBBFLOW_LIGHTHOUSE": f"{self.host}:{self.port}",
+                "EBBFLOW_BIND": more.get("bind", "127.0.0.1"),
+                "EBBFLOW_REPLICA": name,
+                "EBBFLOW_JOB": "test",
+                "EBBFLOW_FOLDER": str(self.folder),
+                "EBBFLOW_HEARTBEAT_TIMEOUT_MS": str(HEARTBEAT_MS),
+                "EBBFLOW_FAULT": fault,
+            }
+            process = CONTEXT.Process(
+                target=self.target, args=(environment, {**self.arguments, **more}), name=name, daemon=True
+            )
+            process.start()
+            self.processes[name] = process
+
+    def hurry(self) -> None:
+        """Nobody holds back any longer."""
+        (self.folder / "hurry").touch()
+
+    def trains(self, *names: str, step: int = 1, members: int | None = None) -> None:
+        """Wait until replicas have committed so many steps, and did so with so many members."""
+
+        def there(name: str) -> bool:
+            status = self.status(name)
+            enough = members is None or status.get("members") == members
+            return status.get("state") == "training" and status.get("step", 0) >= step and enough
+
+        eventually(lambda: all(map(there, names)), f"{', '.join(names)} at step {step} with {members or 'any'} members")
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        os.kill(self.processes[name].pid or 0, number)
+
+    def status(self, name: str) -> dict[str, Any]:
+        try:
+            return json.loads((self.folder / "replicas" / name / "status.json").read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def wait(self, *names: str, within_s: float = 60.0) -> dict[str, int]:
+        """The exit codes of replicas, all of them by default, when they have ended."""
+        until = time.monotonic() + within_s
+        codes = {}
+        for name in names or tuple(self.processes):
+            process = self.processes[name]
+            process.join(max(0.0, until - time.monotonic()))
+            assert process.exitcode is not None, f"{name} did not end within {within_s:g} s: {self.status(name)}"
+            codes[name] = process.exitcode
+        return codes
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            if process.is_alive():
+                process.kill()
+            process.join(10)
+        if self.lighthouse is not None:
+            self.lighthouse.shutdown()
+
+    def __enter__(self) -> TestFleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def final_state(folder: Path) -> dict[str, Any]:
+    """What the newest checkpoint of a fleet holds."""
+    import io
+
+    from ebbflow.live.checkpoints import Checkpoints, read_checkpoint
+
+    path = Checkpoints(folder / "checkpoints", on_event=lambda what, text: None).names()[0]
+    return torch.load(io.BytesIO(read_checkpoint(path)), weights_only=True)

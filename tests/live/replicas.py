@@ -1,0 +1,114 @@
+"""What the processes of the test fleets do. Preloaded by the server that forks them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ebbflow.live.worker  # noqa: F401  loads everything that a replica needs
+from contract.suite import EPOCHS, make_data, make_model
+from ebbflow.engines.base import Faults
+from ebbflow.live.joining import join
+from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.workloads import cross_entropy
+from ebbflow.workloads.sources import TensorSource
+
+# The first optimizer of a process loads seconds worth of torch: here, once, and not in every replica.
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
+    """Train the contract's model.
+
+    `all`: nobody begins without these. `hold`: from this step on a step takes a while, until the test says hurry.
+    """
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    enter_network(arguments.get("network"))
+    x, y = make_data()
+    model = make_model(batch_norm=arguments.get("batch_norm", True))
+    if (initial := arguments.get("initial")) is not None:
+        torch.manual_seed(initial)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter)
+    rule = arguments.get("rule", "linear")
+    optimizer = ElasticOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rule, base_batch=8, epoch_samples=len(x)
+    )
+    hold, hurry = arguments.get("hold"), Path(environment["EBBFLOW_FOLDER"]) / "hurry"
+
+    def pace(row: Any) -> None:
+        if hold is not None and row.step >= hold and not hurry.exists():
+            time.sleep(0.2)
+
+    with join(
+        model,
+        optimizer,
+        TensorSource(x, y),
+        epochs=arguments.get("epochs", EPOCHS),
+        policy=arguments.get("policy", "follow"),
+        local_batch=4,
+        seed=arguments.get("seed", 7),
+        loss=cross_entropy,
+        on_commit=pace,
+        checkpoint_every_s=arguments.get("checkpoint_every_s", 60.0),
+    ) as fleet:
+        if (everybody := arguments.get("all")) is not None:
+            together(Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"], everybody)
+        fleet.run()
+
+
+def enter_network(name: str | None) -> None:
+    """Move this process into a network namespace."""
+    if name is not None:
+        with Path(f"/var/run/netns/{name}").open() as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
+                raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+
+
+def lighthouse(network: str | None, address: str, heartbeat_ms: int) -> None:
+    """A lighthouse, perhaps in a network namespace, until it is killed."""
+    enter_network(network)
+    from torchft._torchft import LighthouseServer
+
+    server = LighthouseServer(
+        bind=address, min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=20, heartbeat_timeout_ms=heartbeat_ms
+    )
+    while server:
+        time.sleep(1)
+
+
+def together(folder: Path, own: str, everybody: list[str]) -> None:
+    """Wait until all are here: the lighthouse, which knows them now, lets none of them begin without the others."""
+    (folder / f"{own}.here").touch()
+    while not all((folder / f"{name}.here").exists() for name in everybody):
+        time.sleep(0.001)
+
+
+class PlanSizes:
+    """The plan's workers, computed by whatever replicas there are, less those that the script of faults took away.
+
+    A loss in a step counts once its replica is dead: every loss kills one, so the replicas that are left tell.
+    """
+
+    def __init__(self, plan: Any, faults: Faults, replicas: int) -> None:
+        self.plan, self.faults, self.replicas = plan, faults, replicas
+
+    def __call__(self, step: int, replicas: int) -> tuple[int, int]:
+        size = self.plan.at(step)
+        dead = self.replicas - replicas
+        losses = sorted((at, worker) for at, workers in self.faults.losses.items() for worker in workers)
+        away = {worker for _, worker in losses[:dead]}
+        for at, workers in self.faults.returns.items():
+            away -= {w for w in workers if at <= step and not any(at < s <= step and w == v for s, v in losses[:dead])}
+        return self.reduced(size, away)
+
+    @staticmethod
+    def reduced(size: Any, away: set[int]) -> tuple[int, int]:
+        present = Faults(away=away).present(-1, size)
+        return present.workers, present.samples

@@ -1,0 +1,323 @@
+"""Real replicas, really killed: whatever happens, every sample counts once and all replicas are the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from live.harness import CONTEXT, HEARTBEAT_MS, TestFleet, final_state
+
+pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
+
+from contract.suite import EPOCHS, SAMPLES, make_data, make_model
+from ebbflow.data.ledger import Ledger
+from ebbflow.engines.emulated import LoopEngine
+from ebbflow.live.account import Account, read_fleet
+from ebbflow.loop import Flow
+from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.plan.plan import StepSize
+from ebbflow.record import Run, read_record
+from ebbflow.workloads import cross_entropy
+from live import replicas
+
+LOCAL = 4
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Callable[..., TestFleet]]:
+    made: list[TestFleet] = []
+
+    def make(**arguments: Any) -> TestFleet:
+        made.append(TestFleet(tmp_path, replicas.tiny, arguments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def reports(folder: Path) -> tuple[Account, dict[str, Run]]:
+    account, runs = read_fleet(folder)
+    return account, {run.path.parent.name: run for run in runs}
+
+
+def what(run: Run, kind: str) -> list[str]:
+    return [event.text for event in run.events if event.what == kind]
+
+
+def emulated(account: Account, *, rule: str = "linear") -> dict[str, torch.Tensor]:
+    """The weights of an emulated run with the same members in every step."""
+
+    class Plan:
+        def at(self, step: int) -> StepSize:
+            workers = account.steps[step].workers
+            return StepSize(workers=workers, samples=LOCAL * workers, time_s=0.0, duration_s=1.0)
+
+    x, y = make_data()
+    model = make_model(batch_norm=True)
+    optimizer = ElasticOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rule, base_batch=8, epoch_samples=SAMPLES
+    )
+    engine = LoopEngine(
+        model, lambda i: (x[i], y[i]), cross_entropy, Plan(), samples=SAMPLES, seed=7, needs=optimizer.rule.needs
+    )
+    flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
+    for row in account.steps:
+        assert flow.run_step().batch == row.batch
+    return model.state_dict()
+
+
+def check(folder: Path, *finishers: str, rule: str = "linear") -> tuple[Account, dict[str, Run]]:
+    """Exactly once; those who finished are the same bit for bit; and what an emulated run of this history gives."""
+    account, runs = reports(folder)
+    assert account.mistakes == ()
+    assert account.epochs == EPOCHS and account.samples == EPOCHS * SAMPLES
+    digests = {name: run.end.weights_sha256 if run.end else "none" for name, run in runs.items() if name in finishers}
+    assert len(digests) == len(finishers) and len(set(digests.values())) == 1, digests
+    state = final_state(folder)["model"]
+    for name, expected in emulated(account, rule=rule).items():
+        torch.testing.assert_close(state[name], expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    return account, runs
+
+
+ALL = ("r0", "r1", "r2")
+
+
+@pytest.mark.parametrize("point", ["quorum", "backward", "allreduce", "sum", "commit", "step"])
+def test_a_replica_killed_at_any_point_costs_no_sample(fleet: Any, tmp_path: Path, point: str) -> None:
+    group = fleet(all=ALL, rule="adascale")
+    group.start("r1", fault=f"kill:{point}@6")
+    group.start("r0", "r2")
+    assert group.wait() == {"r0": 0, "r1": KILLED, "r2": 0}
+    account, _ = check(tmp_path, "r0", "r2", rule="adascale")
+    assert [row.workers for row in account.steps[:6]] == [3] * 6
+    assert {row.workers for row in account.steps[8:]} == {2}
+
+
+@pytest.mark.parametrize("victim", ["r0", "r2"])
+def test_the_first_or_the_last_is_killed_inside_the_sum_and_comes_back(fleet: Any, tmp_path: Path, victim: str) -> None:
+    group = fleet(all=ALL, hold=8)
+    group.start(victim, fault="kill:allreduce@6")
+    group.start(*(name for name in ALL if name != victim))
+    assert group.wait(victim) == {victim: KILLED}
+    group.start(victim)
+    group.trains(*ALL, step=8, members=3)
+    group.hurry()
+    assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
+    _, runs = check(tmp_path, *ALL)
+    assert what(runs[victim], "received"), "the state came from a peer"
+
+
+def test_two_at_once_are_killed(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(all=ALL)
+    group.start("r0", "r1", fault="kill:allreduce@6")
+    group.start("r2")
+    assert group.wait() == {"r0": KILLED, "r1": KILLED, "r2": 0}
+    check(tmp_path, "r2")
+
+
+def test_all_are_killed_and_the_lighthouse_too(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(all=ALL[:2], checkpoint_every_s=0.0)
+    group.start("r0", "r1", fault="kill:allreduce@12")
+    assert group.wait() == {"r0": KILLED, "r1": KILLED}
+    group.lighthouse.shutdown()
+    group.light()
+    group.start("r0", "r1")
+    assert group.wait() == {"r0": 0, "r1": 0}
+    account, runs = check(tmp_path, "r0", "r1")
+    (restored,) = what(runs["r0"], "restored")
+    assert what(runs["r1"], "restored") == [restored]
+    assert account.given_up == 12 - int(restored.split("-")[1]), "only the steps since the last checkpoint"
+
+
+@pytest.mark.parametrize("losers", [["r1"], ["r0", "r2"]])
+def test_who_misses_a_sum_that_others_have_takes_their_state(fleet: Any, tmp_path: Path, losers: list[str]) -> None:
+    """Some commit a step and others do not, as after a kill in the middle of the sum: those who did are right."""
+    group = fleet(all=ALL)
+    group.start(*losers, fault="fail:sum@6")
+    group.start(*(name for name in ALL if name not in losers))
+    assert set(group.wait().values()) == {0}
+    account, runs = check(tmp_path, *ALL)
+    for name in losers:
+        assert what(runs[name], "lost") == ["a fault was asked for at sum"]
+        assert any("bytes from" in text for text in what(runs[name], "received"))
+    assert account.given_up == 0
+    assert {row.workers for row in account.steps} == {3}
+
+
+def test_a_newcomer_killed_while_it_gets_the_state(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(all=ALL[:2], hold=2)
+    group.start("r0", "r1")
+    group.trains("r0", "r1")
+    group.start("r2", fault="kill:receive@*")
+    assert group.wait("r2") == {"r2": KILLED}
+    group.hurry()
+    assert group.wait() == {"r0": 0, "r1": 0, "r2": KILLED}
+    check(tmp_path, "r0", "r1")
+
+
+def test_a_helper_killed_while_it_sends_the_state(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(hold=2)
+    group.start("r1")
+    group.trains("r1")
+    group.start("r0", fault="kill:send@*")  # gets the state of r1; the next one gets it from r0, the first of two
+    group.trains("r0", "r1", members=2)
+    group.start("r2")
+    assert group.wait("r0") == {"r0": KILLED}
+    group.trains("r1", "r2", members=2)
+    group.hurry()
+    assert group.wait() == {"r0": KILLED, "r1": 0, "r2": 0}
+    _, runs = check(tmp_path, "r1", "r2")
+    assert what(runs["r2"], "lost") and what(runs["r2"], "received")
+
+
+def test_a_flapping_replica(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(hold=2)
+    group.start("r0", "r1")
+    for _ in range(3):
+        group.start("r2", fault="kill:backward@*")
+        assert group.wait("r2") == {"r2": KILLED}
+    group.start("r2")
+    group.trains(*ALL, members=3)
+    group.hurry()
+    assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
+    check(tmp_path, *ALL)
+
+
+def test_a_stopped_replica_is_left_behind_and_comes_back(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(all=ALL, hold=8)
+    group.start("r1", fault="stop:backward@6")
+    group.start("r0", "r2")
+    group.trains("r0", "r2", step=9, members=2)
+    group.signal("r1", signal.SIGCONT)
+    group.trains(*ALL, step=9, members=3)
+    group.hurry()
+    assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
+    _, runs = check(tmp_path, *ALL)
+    assert any("no heartbeat of r1" in text for text in what(runs["r0"], "lost") + what(runs["r2"], "lost"))
+
+
+def test_a_replica_that_is_told_to_leave_finishes_its_step(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(all=ALL, hold=2)
+    group.start(*ALL)
+    group.trains(*ALL, step=3, members=3)
+    group.signal("r0", signal.SIGTERM)
+    assert group.wait("r0") == {"r0": 0}
+    assert group.status("r0")["state"] == "left"
+    group.hurry()
+    assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
+    account, runs = check(tmp_path, "r1", "r2")
+    assert not any(what(run, "lost step") or what(run, "lost") for run in runs.values()), "nothing was lost"
+    assert account.given_up == 0
+    assert runs["r0"].steps[-1].workers == 3 and runs["r1"].steps[-1].workers == 2
+
+
+def test_everybody_leaves_and_the_next_day_it_goes_on(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(all=ALL[:2], hold=2)
+    group.start("r0", "r1")
+    group.trains("r0", "r1", step=3)
+    group.signal("r0", signal.SIGTERM)
+    group.signal("r1", signal.SIGTERM)
+    assert group.wait() == {"r0": 0, "r1": 0}
+    assert [group.status(name)["state"] for name in ("r0", "r1")] == ["left", "left"]
+    group.hurry()
+    group.start("r0", "r1")
+    assert group.wait() == {"r0": 0, "r1": 0}
+    account, _ = check(tmp_path, "r0", "r1")
+    assert account.given_up == 0
+
+
+def test_who_comes_after_the_end_trains_nothing(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(all=ALL[:2])
+    group.start("r0", "r1")
+    assert group.wait() == {"r0": 0, "r1": 0}
+    group.start("r2")
+    assert group.wait("r2") == {"r2": 0}
+    account, runs = check(tmp_path, "r0", "r1", "r2")
+    assert account.given_up == 0 and runs["r2"].steps == []
+
+
+def test_the_lighthouse_is_started_anew_under_a_running_fleet(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(all=ALL[:2], hold=2)
+    group.start("r0", "r1")
+    group.trains("r0", "r1", step=3)
+    group.lighthouse.shutdown()
+    group.light()
+    group.trains("r0", "r1", step=8)
+    group.hurry()
+    assert group.wait() == {"r0": 0, "r1": 0}
+    check(tmp_path, "r0", "r1")
+
+
+def test_a_lighthouse_that_stands_still_for_a_while_costs_no_member(fleet: Any, tmp_path: Path) -> None:
+    """It takes all hearts for stopped then, and would begin with whoever asks first."""
+    group = fleet(all=ALL, hold=2)
+    group.lighthouse.shutdown()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        group.port = free.getsockname()[1]
+    address = f"127.0.0.1:{group.port}"
+    lighthouse = CONTEXT.Process(target=replicas.lighthouse, args=(None, address, HEARTBEAT_MS), daemon=True)
+    lighthouse.start()
+    try:
+        group.start(*ALL)
+        group.trains(*ALL, step=3, members=3)
+        for _ in range(2):
+            os.kill(lighthouse.pid, signal.SIGSTOP)
+            time.sleep(3 * HEARTBEAT_MS / 1000)
+            os.kill(lighthouse.pid, signal.SIGCONT)
+            group.trains(*ALL, step=group.status("r0")["step"] + 3, members=3)
+        group.hurry()
+        assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
+    finally:
+        lighthouse.kill()
+        lighthouse.join()
+    account, _ = check(tmp_path, *ALL)
+    assert {row.workers for row in account.steps} == {3}
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(checkpoint_every_s=0.0, hold=0)
+    group.start("r0", fault="kill:quorum@4")
+    assert group.wait() == {"r0": KILLED}
+    newest, older, *_ = sorted((tmp_path / "checkpoints").glob("*.ckpt"), reverse=True)
+    damaged = bytearray(newest.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    newest.write_bytes(damaged)
+    group.hurry()
+    group.start("r0", "r1", all=ALL[:2])
+    assert group.wait() == {"r0": 0, "r1": 0}
+    _, runs = check(tmp_path, "r0", "r1")
+    assert newest.name in what(runs["r0"], "checkpoint damaged")[0]
+    assert what(runs["r0"], "restored") == [f"from {older.name}"]
+
+
+def test_a_stranger_is_refused_and_the_fleet_goes_on(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(all=ALL[:2], hold=2)
+    group.start("r0", "r1")
+    group.trains("r0", "r1", step=3)
+    group.start("r2", seed=8)
+    assert group.wait("r2") == {"r2": 1}
+    group.hurry()
+    assert group.wait("r0", "r1") == {"r0": 0, "r1": 0}
+    (tmp_path / "replicas" / "r2" / "record.jsonl").rename(tmp_path / "stranger.jsonl")
+    check(tmp_path, "r0", "r1")
+    (text,) = [read_record(tmp_path / "stranger.jsonl").end.text]
+    assert "another job" in text and "seed is '8' here and '7' in the fleet" in text
+
+
+def test_replicas_that_begin_with_other_weights_take_those_of_one(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(all=ALL)
+    for number, name in enumerate(ALL):
+        group.start(name, initial=number)
+    assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
+    account, runs = reports(tmp_path)
+    assert account.exactly_once and len({run.end.weights_sha256 for run in runs.values()}) == 1

@@ -1,0 +1,85 @@
+"""Replicas in network namespaces, a link that is cut and healed: never two lines of steps that both go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from live.harness import CONTEXT, HEARTBEAT_MS, TestFleet
+
+pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
+
+from contract.suite import EPOCHS
+from ebbflow.live.account import read_fleet
+from live import replicas
+
+HUB = f"ebb{os.getpid() % 10_000}h"
+ENDS = {name: f"ebb{os.getpid() % 10_000}{name}" for name in ("r0", "r1", "r2")}
+
+
+def ip(*words: str, inside: str | None = None) -> None:
+    command = ["ip", *(["netns", "exec", inside, "ip"] if inside else []), *words]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.fixture
+def network() -> Iterator[None]:
+    """A namespace with a bridge and the lighthouse, and one for each replica, linked to it."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need the program ip, and root")
+    try:
+        ip("netns", "add", HUB)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
+    try:
+        ip("link", "add", "bridge", "type", "bridge", inside=HUB)
+        ip("addr", "add", "10.77.0.1/24", "dev", "bridge", inside=HUB)
+        ip("link", "set", "bridge", "up", inside=HUB)
+        for number, (name, space) in enumerate(ENDS.items(), start=10):
+            ip("netns", "add", space)
+            ip("link", "add", name, "type", "veth", "peer", "name", "eth", "netns", space, inside=HUB)
+            ip("link", "set", name, "master", "bridge", "up", inside=HUB)
+            ip("addr", "add", f"10.77.0.{number}/24", "dev", "eth", inside=space)
+            ip("link", "set", "eth", "up", inside=space)
+            ip("link", "set", "lo", "up", inside=space)
+        yield
+    finally:
+        for space in (HUB, *ENDS.values()):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "del", space)
+
+
+@pytest.mark.parametrize("cut", ["r0", "r2"])
+def test_a_replica_that_is_cut_off_stops_and_rejoins_when_the_link_is_healed(
+    network: None, tmp_path: Path, cut: str
+) -> None:
+    lighthouse = CONTEXT.Process(target=replicas.lighthouse, args=(HUB, "10.77.0.1:29510", HEARTBEAT_MS), daemon=True)
+    lighthouse.start()
+    try:
+        with TestFleet(tmp_path, replicas.tiny, {"all": list(ENDS), "hold": 4}) as fleet:
+            fleet.host, fleet.port = "10.77.0.1", 29510
+            for number, (name, space) in enumerate(ENDS.items(), start=10):
+                fleet.start(name, network=space, bind=f"10.77.0.{number}")
+            fleet.trains(*ENDS, step=5, members=3)
+            ip("link", "set", cut, "down", inside=HUB)
+            others = [name for name in ENDS if name != cut]
+            before = fleet.status(cut)["step"]
+            fleet.trains(*others, step=before + 4, members=2)
+            assert fleet.status(cut)["step"] <= before + 1, "the one that is cut off stands still"
+            ip("link", "set", cut, "up", inside=HUB)
+            fleet.trains(*ENDS, step=before + 4, members=3)
+            fleet.hurry()
+            assert set(fleet.wait().values()) == {0}
+    finally:
+        lighthouse.kill()
+        lighthouse.join()
+    account, runs = read_fleet(tmp_path)
+    assert account.mistakes == () and account.epochs == EPOCHS
+    assert account.given_up <= 1, "at most the step during which the link was cut"
+    assert len({run.end.weights_sha256 if run.end else "none" for run in runs}) == 1
