@@ -65,15 +65,19 @@ def _torchft() -> ModuleType:
 def serve(options: LighthouseOptions, *, address_file: Path | None = None) -> None:
     """Serve until SIGINT or SIGTERM; the address goes into `address_file`, if any, once it is known."""
     signals = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before its threads start, so that we are the one to get them
-    server = _start(options)
-    # What it calls its address has the name of the machine in it, whatever it listens on.
-    address = format_address(options.bind, int(str(server.address()).rpartition(":")[2]))
-    if address_file is not None:
-        write_whole(address_file, address.encode())
-    print(f"lighthouse at {address}", flush=True)
-    signal.sigwait(signals)
-    server.shutdown()
+    # Before its threads start, so that we are the one to get them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        server = _start(options)
+        # What it calls its address has the name of the machine in it, whatever it listens on.
+        address = format_address(options.bind, int(str(server.address()).rpartition(":")[2]))
+        if address_file is not None:
+            write_whole(address_file, address.encode())
+        print(f"lighthouse at {address}", flush=True)
+        signal.sigwait(signals)
+        server.shutdown()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start(options: LighthouseOptions) -> Any:

@@ -20,17 +20,23 @@ _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 20_000
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def _hear_signals() -> None:
+    """A launcher that blocks signals hands that on to its children; a replica must hear them."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _die_with_parent() -> Callable[[], None]:
     """What a child does before it runs its program, so that not even kill -9 of its parent leaves it behind.
 
     Linux only; elsewhere a killed launcher leaves its children to themselves.
     """
     if not sys.platform.startswith("linux"):
-        return None
+        return _hear_signals
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here: after the fork, as little as possible
     parent = os.getpid()
 
     def tell_the_kernel() -> None:
+        _hear_signals()
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before we asked
             os._exit(1)

@@ -22,8 +22,8 @@ from ebbflow.engines.allreduce import AllReduce
 from ebbflow.engines.batchnorm import LocalBatchNorm
 from ebbflow.engines.dask.group import Group
 from ebbflow.engines.pieces import Fetch, Loss, Precision, autocast, generators, piece_seed
+from ebbflow.moments.choose import AnyMeter, meter_for
 from ebbflow.moments.estimate import Measurement
-from ebbflow.moments.measure import Meter
 
 __all__ = ["RIDERS", "Blueprint", "FlatState", "Replica", "Report", "Settle", "Work", "load_flat"]
 
@@ -57,9 +57,9 @@ class Blueprint:
         every = list(self.model.parameters())
         return [every[i] for i in self.measured]
 
-    def meter(self) -> Meter | None:
+    def meter(self) -> AnyMeter | None:
         """What measures them, if anything is to be measured."""
-        return Meter(self.trained, layers=self.layers) if self.statistics else None
+        return meter_for(self.trained, layers=self.layers) if self.statistics else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

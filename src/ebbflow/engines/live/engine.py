@@ -29,7 +29,7 @@ from ebbflow.engines.live.group import Fault, Lost, no_fault
 from ebbflow.engines.live.member import Circle, Member
 from ebbflow.engines.pieces import Fetch, Loss, Precision, autocast, generators, piece_seed
 from ebbflow.errors import ConfigError
-from ebbflow.moments.measure import Meter
+from ebbflow.moments.choose import meter_for
 from ebbflow.plan.plan import StepSize
 from ebbflow.plan.policies import Policy
 
@@ -140,7 +140,7 @@ class LiveEngine(Engine):
         """Whether everybody left in the last step, and this replica is the first of them: nobody else has the state."""
         trained = [*(parameters if parameters is not None else (p for p in model.parameters() if p.requires_grad))]
         wanted = not {"moments", "layers"}.isdisjoint(needs)
-        self.meter = Meter(trained, layers="layers" in needs) if wanted else None
+        self.meter = meter_for(trained, layers="layers" in needs) if wanted else None
         self._batch_norm = LocalBatchNorm(model)
         width = _NUMBERS + self._batch_norm.width
         self._combine = AllReduce(trained, meter=self.meter, riders=width, reduce=self._add_up)
