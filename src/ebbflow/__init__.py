@@ -6,7 +6,7 @@
       v
     data        which samples                  Ledger, ElasticSampler: every sample exactly once an epoch
       v
-    engines     who computes                   emulated (one machine)
+    engines     who computes                   emulated | live (torchft) | dask
       v
     moments     what the gradients say         noise and signal
       v
@@ -18,8 +18,9 @@
       v
     studies, report                            rule x trace x workload x seed -> tables, figures, one HTML page
 
-Read the folders in this order and you have read the program. The names below are the public ones; they are loaded on
-first use, so that `import ebbflow` does not import torch.
+Read the folders in this order and you have read the program. `sim` walks the flow without training; `live` and `sklearn`
+are for a user's own script. The names below are the public ones; they are loaded on first use, so that `import ebbflow`
+does not import torch.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ _HOME = {
     "make_rule": "ebbflow.rules.registry",
     "read_record": "ebbflow.record",
 }
+_ROOMS = ("live", "sim", "sklearn")
+"""Packages with public names of their own."""
 
 __all__ = [
     "BatchPlan",
@@ -67,6 +70,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"ebbflow.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'ebbflow' has no attribute {name!r}; public names: {', '.join(__all__)}")
     value = getattr(importlib.import_module(_HOME[name]), name)

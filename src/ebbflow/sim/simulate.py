@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbflow.errors import ConfigError, PlanError
+from ebbflow.plan.growing import Growing
 from ebbflow.plan.policies import Policy
 from ebbflow.plan.steptime import ConstantStepTime
 from ebbflow.sim.fleet import provisioned, rented
@@ -77,6 +78,9 @@ class Scenario:
     ref_batch: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.policy, Growing):
+            raise ConfigError(f"the policy {self.policy} grows with training, which a simulation does not follow; "
+                              f"use follow, fixed or capped, or ask `ebbflow plan`, which knows growing ones")  # fmt: skip
         if self.samples < 1 or self.epochs < 1:
             raise ConfigError(f"{self.epochs} epochs of {self.samples} samples are no training; expected at least one "
                               f"of each")  # fmt: skip

@@ -27,6 +27,7 @@ from ebbflow.engines.emulated.graphs import Graphs
 from ebbflow.engines.emulated.grouped import BatchNormMode, GroupedBatchNorm
 from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.errors import ConfigError, PlanError
+from ebbflow.moments.flat import FlatSums
 from ebbflow.moments.norms import squared_norms
 from ebbflow.moments.sums import Sums
 from ebbflow.plan.plan import BatchPlan, StepSize
@@ -244,8 +245,9 @@ class FusedEngine(EmulatedEngine):
             total += self._chunk(inputs, targets, chunk, weight * self._scale) * weight
             self._batch_norm.collect(weight)
             start += chunk.samples
-        if self._sums is not None:
-            self._sums.put_back()
+        adder = self._sums or self.meter
+        if isinstance(adder, (Sums, FlatSums)):
+            adder.put_back()
         if self.looks_ahead:
             self._look_ahead(step)
         return total
