@@ -18,9 +18,9 @@
       v
     studies, report                            rule x trace x workload x seed -> tables, figures, one HTML page
 
-Read the folders in this order and you have read the program. `sim` walks the flow without training; `live` and `sklearn`
-are for a user's own script. The names below are the public ones; they are loaded on first use, so that `import ebbflow`
-does not import torch.
+Read the folders in this order and you have read the program. `sim` walks the flow without training; `live` and
+`sklearn` are for a user's own script. The names below are the public ones; they are loaded on first use, so that
+`import ebbflow` does not import torch.
 """
 
 from __future__ import annotations

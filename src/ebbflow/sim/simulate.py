@@ -79,8 +79,8 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, Growing):
-            raise ConfigError(f"the policy {self.policy} grows with training, which a simulation does not follow; "
-                              f"use follow, fixed or capped, or ask `ebbflow plan`, which knows growing ones")  # fmt: skip
+            raise ConfigError(f"the policy {self.policy} grows with training, which a simulation does not follow; use "
+                              f"follow, fixed or capped, or ask `ebbflow plan`, which knows growing ones")  # fmt: skip
         if self.samples < 1 or self.epochs < 1:
             raise ConfigError(f"{self.epochs} epochs of {self.samples} samples are no training; expected at least one "
                               f"of each")  # fmt: skip
