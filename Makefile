@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two files of tests at a time, on large machines too: some start many processes of their own.
+PARALLEL ?= --numprocesses 2 --dist loadfile
 # constraints.txt pins everything that is installed here, torch above all.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -12,7 +14,7 @@ demo: $(VENV)/.installed     ## three rules on two spot traces: a table and an H
 	$(BIN)/ebbflow demo
 
 test: $(VENV)/.dev           ## all tests, doctests and examples included
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 check: $(VENV)/.dev          ## style, types, and who may import whom
 	$(BIN)/ruff check
