@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -170,32 +171,39 @@ def worker_of_torchrun() -> None:
 
 
 def measure_torchrun() -> float:
+    """Seconds from a kill to the next step; infinite if it does not come within 90 s."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=3",
             "--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", __file__,
             "--torchrun-worker",
         ]  # fmt: skip
-        environment = {**os.environ, "BENCH_FOLDER": folder, "GLOO_SOCKET_IFNAME": "lo"}
+        # Without the last one a restarted group may wait for the store of the old one.
+        environment = {
+            **os.environ, "BENCH_FOLDER": folder, "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
+        }  # fmt: skip
         process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)  # the death is told at length
 
         def steps() -> dict[str, list[str]]:
             """When the steps of each worker ended, by its process number."""
             return {path.stem: path.read_text().split() for path in Path(folder).glob("*.times")}
 
-        def wait(condition: Callable[[], bool]) -> None:
+        def wait(condition: Callable[[], bool]) -> bool:
             deadline = time.monotonic() + 90
             while not condition():
                 if time.monotonic() > deadline:
-                    raise TimeoutError("torchrun did not come that far")
+                    return False
                 time.sleep(0.05)
+            return True
 
         try:
-            wait(lambda: [len(times) > 5 for times in steps().values()] == [True, True])
+            if not wait(lambda: [len(times) > 5 for times in steps().values()] == [True, True]):
+                raise TimeoutError("torchrun's workers did not begin to train")
             old = set(steps())
             began = time.time()
             os.kill(int(min(old)), signal.SIGKILL)
-            wait(lambda: any(times for worker, times in steps().items() if worker not in old))
+            if not wait(lambda: any(times for worker, times in steps().items() if worker not in old)):
+                return math.inf
             return min(float(times[0]) for worker, times in steps().items() if worker not in old and times) - began
         finally:
             process.send_signal(signal.SIGTERM)

@@ -22,8 +22,8 @@ from ebbflow.traces import load
 
 SIZES, FLEETS, LOCAL, SAMPLES = (16, 32), (2, 4, 8, 16), 32, 1437
 CHANGING = "square(2, 16, period=20s, duration=1h)"
-CASES = [("digits-mlp", "constant(8)", 30), ("digits-mlp", CHANGING, 30), ("digits-cnn", "constant(8)", 12),
-         ("digits-cnn", CHANGING, 12)]  # fmt: skip
+CASES = [("digits-mlp", "constant(8)", 300), ("digits-mlp", CHANGING, 300), ("digits-cnn", "constant(8)", 36),
+         ("digits-cnn", CHANGING, 36)]  # fmt: skip
 
 
 def step_seconds(run: Run) -> float:
