@@ -321,3 +321,22 @@ def test_replicas_that_begin_with_other_weights_take_those_of_one(fleet: Any, tm
     assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
     account, runs = reports(tmp_path)
     assert account.exactly_once and len({run.end.weights_sha256 for run in runs.values()}) == 1
+
+
+def test_a_growing_batch_goes_on_growing_when_a_replica_is_killed_and_comes_back(fleet: Any, tmp_path: Path) -> None:
+    # The policy wants 2 samples, then 4, then 8, an epoch each. 97 samples by two are 48 steps, the last one of three,
+    # so step 52 is in the second epoch.
+    group = fleet(all=ALL, policy="geo(delay=1ep, factor=2, initial=2)", hold=54)
+    group.start("r1", fault="kill:quorum@52")
+    group.start("r0", "r2")
+    assert group.wait("r1") == {"r1": KILLED}
+    group.start("r1")
+    group.trains(*ALL, step=54, members=3)
+    group.hurry()
+    assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
+    account, runs = reports(tmp_path)
+    assert account.mistakes == () and account.samples == EPOCHS * SAMPLES
+    whole = [sorted({row.batch for row in account.steps if row.epoch == epoch}) for epoch in range(EPOCHS)]
+    # 97 = 47 x 2 + 3 = 23 x 4 + 3 + 2 = 11 x 8 + 7 + 2, since no step is of one lone sample
+    assert whole == [[2, 3], [2, 3, 4], [2, 7, 8]]
+    assert len({run.end.weights_sha256 if run.end else "none" for run in runs.values()}) == 1

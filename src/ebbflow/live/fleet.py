@@ -33,6 +33,8 @@ from ebbflow.live.state import FleetState, Stateful, job_of
 from ebbflow.loop import Flow, OpenStep
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import WeightAverage
+from ebbflow.plan.growing import Growing
+from ebbflow.plan.growth import Growth
 from ebbflow.plan.policies import make_policy
 from ebbflow.record import End, Header, StepRow, ValidationRow
 from ebbflow.signals import StopSignal
@@ -116,6 +118,13 @@ class Fleet:
         self._stop = StopSignal()
         self._stack = ExitStack()
         self._saved = time.monotonic()
+        growing: Growing | None = None
+        if callable(policy):
+            sizes, named = policy, "own"
+        else:
+            made = make_policy(policy, local_batch)
+            sizes, named = by_policy(made), str(made)
+            growing = made if isinstance(made, Growing) else None
         job = job_of(
             model,
             job=settings.job,
@@ -125,7 +134,7 @@ class Fleet:
             rule=optimizer.rule,
             base_batch=optimizer.base_batch,
             optimizer=type(optimizer.inner).__name__,
-            policy="own" if callable(policy) else make_policy(policy, local_batch),
+            policy=named,
             piece=piece,
             precision=precision,
         )
@@ -147,14 +156,14 @@ class Fleet:
             model,
             fetch,
             self._member,
-            policy if callable(policy) else by_policy(make_policy(policy, local_batch)),
+            sizes,
             self._state,
             samples=samples,
             lineage=root(weights_digest(model)),
             loss=loss,
             seed=seed,
             piece=piece,
-            needs=optimizer.rule.needs,
+            needs=optimizer.rule.needs | (growing.needs if growing is not None else frozenset()),
             parameters=optimizer.layers,
             precision=precision,
             leaving=self._leaving,
@@ -162,7 +171,12 @@ class Fleet:
             fault=faults,
         )
         self.flow = Flow(
-            self.engine, optimizer, Ledger(samples=samples), total_samples=epochs * samples, average=average
+            self.engine,
+            optimizer,
+            Ledger(samples=samples),
+            total_samples=epochs * samples,
+            average=average,
+            growth=Growth(growing, ref_batch=optimizer.base_batch, epoch_samples=samples) if growing else None,
         )
         self._state.flow, self._state.engine = self.flow, self.engine
         self._status = Status(

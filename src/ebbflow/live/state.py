@@ -70,6 +70,7 @@ class FleetState:
                 "model": self.model.state_dict(),
                 "optimizer": self.flow.optimizer.state_dict(),
                 "average": self.flow.average.state_dict() if self.flow.average is not None else None,
+                "growth": self.flow.growth.state_dict() if self.flow.growth is not None else None,
                 "ledger": self.flow.ledger.state(),
                 "step": self.flow.step,
                 "lineage": self.engine.lineage,
@@ -98,6 +99,8 @@ class FleetState:
         self.flow.optimizer.load_state_dict(state["optimizer"])
         if self.flow.average is not None and state["average"] is not None:
             self.flow.average.load_state_dict(state["average"])
+        if self.flow.growth is not None:
+            self.flow.growth.load_state_dict(state["growth"])
         for name, extra in self.extras.items():
             extra.load_state_dict(state["extras"][name])
         self.flow.ledger = Ledger.restore(state["ledger"])
