@@ -131,6 +131,13 @@ def test_a_run_killed_again_and_again_equals_an_uninterrupted_one(
         assert [getattr(row, name) for row in killed.steps] == [getattr(row, name) for row in whole.steps]
 
 
+@pytest.mark.parametrize("left", ["", '{"kind": "header", "vers'])
+def test_a_run_killed_before_its_header_was_written_begins_anew(left: str, tmp_path: Path, trace: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "record.jsonl").write_text(left, encoding="utf-8")
+    assert run(tmp_path, trace).status == "finished"
+
+
 def test_a_nan_gradient_stops_the_run(tmp_path: Path, trace: str) -> None:
     result = run(tmp_path, trace, workload="test-cliff(bad=1)")
     assert result.status == "diverged"

@@ -370,10 +370,16 @@ def _cpu_settings(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _begun(path: Path) -> bool:
+    """Whether the record has its header; not if the run was killed before it wrote one."""
+    with path.open("rb") as file:
+        return file.readline().endswith(b"\n")
+
+
 def _finished(config: RunConfig, folder: Path) -> Run | None:
     """The record in the folder if its run came to an end; an error if it is a run of another configuration."""
     path = folder / RECORD
-    if not path.is_file() or (folder / CHECKPOINT).is_file():
+    if not path.is_file() or (folder / CHECKPOINT).is_file() or not _begun(path):
         return None
     run = read_record(path)
     if run.status not in ("finished", "diverged"):
