@@ -8,45 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from ebbflow.cli import common
-from ebbflow.cli.main import main
+from cli.answers import Answer, Ebbflow
 
 TRACE = "time_s,accelerators\n0,4\n600,2\n1200,2\n"
-
-
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Ebbflow = Callable[..., Answer]
-
-
-@pytest.fixture
-def ebbflow(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ebbflow:
-    """Run the command in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["ebbflow", *map(str, arguments)])
-        for console in (common.out, common.err):
-            monkeypatch.setattr(console, "_width", 10_000)  # one message, one line
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return Answer(code, captured.out, captured.err)
-
-    return run
 
 
 def assert_refused(answer: Answer, *messages: str) -> None:

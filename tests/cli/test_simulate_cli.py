@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from ebbflow.cli import common
-from ebbflow.cli.main import main
-
-
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Ebbflow = Callable[..., Answer]
+from cli.answers import Ebbflow
 
 
 @pytest.fixture
-def ebbflow(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ebbflow:
-    """Run the command in this process, in an empty folder; one text, split at spaces, then single arguments."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(text: str, *arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["ebbflow", *text.split(), *map(str, arguments)])
-        for console in (common.out, common.err):
-            monkeypatch.setattr(console, "_width", 10_000)  # one message, one line
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return Answer(code, captured.out, captured.err)
-
-    return run
+def ebbflow(ebbflow: Ebbflow) -> Ebbflow:
+    """One text, split at spaces, then single arguments."""
+    return lambda text, *arguments: ebbflow(*text.split(), *arguments)
 
 
 TASK = "--samples 1000 --epochs 1 --local-batch 10"
