@@ -219,15 +219,16 @@ def test_every_sample_counts_once_while_the_cluster_scales_and_a_worker_is_kille
 
 
 @BOTH
-def test_a_run_survives_the_loss_of_all_its_workers(growing_cluster: Client, carry: Any) -> None:
-    """The only member is killed, before and after a sync: another worker gets what was lost."""
-    growing_cluster.cluster.scale(2)
-    growing_cluster.wait_for_workers(2, timeout=100)
+def test_a_run_survives_the_loss_of_all_its_workers(carry: Any) -> None:
+    """The only member is killed, before and after a sync: another worker gets what was lost.
+
+    Of three workers two are killed, since a LocalCluster does not always start a killed one again.
+    """
     plan = BatchPlan.constant(2, 16)
     model = make_model(5)
     optimizer = make_optimizer(model)
-    with DaskEngine(
-        model, Plain(), cross_entropy, plan, client=growing_cluster, optimizer=optimizer, samples=SAMPLES, seed=5,
+    with local_client(3) as client, DaskEngine(
+        model, Plain(), cross_entropy, plan, client=client, optimizer=optimizer, samples=SAMPLES, seed=5,
         carry=carry, max_workers=1,
     ) as engine:  # fmt: skip
         flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
@@ -237,11 +238,10 @@ def test_a_run_survives_the_loss_of_all_its_workers(growing_cluster: Client, car
             if synced:
                 engine.sync()  # from here on less is repeated
                 flow.run_step()
-            os.kill(pids(growing_cluster)[engine._members[0]], signal.SIGKILL)
+            os.kill(pids(client)[engine._members[0]], signal.SIGKILL)
             assert flow.run_step() is None
         while flow.step < 14:
             flow.run_step()
-    growing_cluster.wait_for_workers(2, timeout=100)
     torch.testing.assert_close(vector(model), reference(14, plan, seed=5)[-1], rtol=1e-9, atol=1e-12)
 
 
