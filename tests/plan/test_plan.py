@@ -9,7 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ebbflow.errors import PlanError
-from ebbflow.plan.plan import BatchPlan, StepSize, fit_step_time, plan_for
+from ebbflow.plan.fitting import fit_step_time, plan_for
+from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.traces.trace import Trace
 
 # Times are eighths of a second, so that sums are exact in binary and a naive simulation decides as the plan does.

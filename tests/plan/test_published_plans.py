@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ebbflow.errors import PlanError
-from ebbflow.plan.plan import BatchPlan, fit_step_time
+from ebbflow.plan.fitting import fit_step_time
+from ebbflow.plan.plan import BatchPlan
 from ebbflow.traces.formats import read
 from ebbflow.traces.trace import Trace
 from ebbflow.units import Seconds

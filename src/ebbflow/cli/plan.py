@@ -12,9 +12,10 @@ from rich.table import Table
 from ebbflow.cli.common import AsJson, out, print_json
 from ebbflow.cli.trace import FormatName, TraceText
 from ebbflow.errors import PlanError
+from ebbflow.plan.fitting import plan_for
 from ebbflow.plan.growing import Growing
 from ebbflow.plan.growth import plan_growing
-from ebbflow.plan.plan import BatchPlan, PlanSummary, plan_for
+from ebbflow.plan.plan import BatchPlan, PlanSummary
 from ebbflow.plan.policies import POLICIES, make_policy
 from ebbflow.plan.steptime import StepTime, make_step_time
 from ebbflow.traces import Trace

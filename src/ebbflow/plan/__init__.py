@@ -1,8 +1,9 @@
 """How big each step is: `BatchPlan`, the policies that make it from a trace, and step-time models."""
 
+from ebbflow.plan.fitting import fit_step_time, plan_for
 from ebbflow.plan.growing import Growing, Observation
 from ebbflow.plan.growth import GrowingPlan, Growth, fit_growing, foresee, plan_growing
-from ebbflow.plan.plan import BatchPlan, PlanSummary, StepSize, cut_step, fit_step_time, plan_for
+from ebbflow.plan.plan import BatchPlan, PlanSummary, StepSize, cut_step
 from ebbflow.plan.policies import POLICIES, make_policy
 from ebbflow.plan.steptime import make_step_time
 

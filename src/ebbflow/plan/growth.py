@@ -18,8 +18,9 @@ import numpy as np
 
 from ebbflow.errors import CheckpointError, PlanError
 from ebbflow.plan.epochs import cut_step
+from ebbflow.plan.fitting import longest_step
 from ebbflow.plan.growing import Geo, Growing, Observation, PolicyState
-from ebbflow.plan.plan import BatchPlan, StepSize, longest_step
+from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.plan.steptime import StepTimeLike
 from ebbflow.traces import Trace
 from ebbflow.units import Seconds

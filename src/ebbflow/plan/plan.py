@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +17,12 @@ from ebbflow.plan import timeline
 from ebbflow.plan.batchfile import read_batches
 from ebbflow.plan.epochs import SampleCount, cut_step
 from ebbflow.plan.policies import Policy, make_policy
-from ebbflow.plan.steptime import ConstantStepTime, StepTime, StepTimeLike, make_step_time
+from ebbflow.plan.steptime import ConstantStepTime, StepTimeLike, make_step_time
+from ebbflow.plan.stretches import begun, steps_of, stretches_of
 from ebbflow.traces import Trace, load
 from ebbflow.units import Seconds, format_seconds
 
-__all__ = ["BatchPlan", "PlanRun", "PlanSummary", "StepSize", "cut_step", "fit_step_time", "longest_step", "plan_for"]
+__all__ = ["BatchPlan", "PlanRun", "PlanSummary", "StepSize", "cut_step"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -130,12 +131,12 @@ class BatchPlan:
         """
         trace = trace if isinstance(trace, Trace) else load(trace)
         policy, model = make_policy(policy), make_step_time(step_time)
-        stretches = _stretches(_from(trace, offset), policy, model)
-        runs = _steps(stretches, on_change, grid=isinstance(model, ConstantStepTime))
+        stretches = stretches_of(begun(trace, offset), policy, model)
+        runs = steps_of(stretches, on_change, grid=isinstance(model, ConstantStepTime))
         if not len(runs.counts):
             raise PlanError(f"the trace {trace.name} from {offset:g} s on leaves no room for a single step; "
                             f"it has {stretches.workers.max()} workers at most")  # fmt: skip
-        return cls._from_runs(
+        return cls.from_runs(
             runs,
             source={
                 "trace": trace.name,
@@ -164,7 +165,7 @@ class BatchPlan:
             counts=counts, workers=samples // local_batch, samples=samples,
             start_s=np.append(0.0, stops[:-1]), seconds=seconds,
         )  # fmt: skip
-        return cls._from_runs(runs, source={"file": path.name, "local_batch": local_batch, "step_time": str(model)})
+        return cls.from_runs(runs, source={"file": path.name, "local_batch": local_batch, "step_time": str(model)})
 
     @classmethod
     def constant(
@@ -187,7 +188,8 @@ class BatchPlan:
         )
 
     @classmethod
-    def _from_runs(cls, runs: timeline.Runs, source: Mapping[str, Any]) -> BatchPlan:
+    def from_runs(cls, runs: timeline.Runs, source: Mapping[str, Any]) -> BatchPlan:
+        """Of runs of equal steps, one at least."""
         stops = np.cumsum(runs.counts)
         return cls(
             first=stops - runs.counts,
@@ -324,94 +326,3 @@ class BatchPlan:
     def __repr__(self) -> str:
         sizes = f"{self.samples.min()} to {self.samples.max()} samples"
         return f"BatchPlan({self._length}, {sizes}, {len(self.first)} runs)"
-
-
-def plan_for(
-    trace: Trace,
-    policy: Policy | str,
-    step_time: StepTimeLike,
-    *,
-    samples: int,
-    epochs: int,
-    offset: Seconds = _BEGINNING,
-    repeat: bool = False,
-    on_change: str = "finish",
-) -> BatchPlan:
-    """A plan that is long enough for the epochs; with `repeat` the trace is repeated as often as that takes.
-
-    Without, a trace that is too short is a PlanError that says how far it reaches.
-    """
-    if not repeat:
-        plan = BatchPlan.from_trace(trace, policy, step_time, offset=offset, on_change=on_change)
-        plan.for_epochs(samples, epochs)
-        return plan
-    times = int(offset // trace.end) + 2  # so that at least one whole repetition lies behind the offset
-    while True:
-        plan = BatchPlan.from_trace(trace.repeat(times), policy, step_time, offset=offset, on_change=on_change)
-        reached = plan.epochs_reached(samples, epochs)
-        if reached >= epochs:
-            return plan
-        times = max(times + 1, int(times * epochs / max(reached, 1e-6)))
-
-
-def fit_step_time(
-    trace: Trace,
-    policy: Policy | str,
-    *,
-    samples: int,
-    epochs: int,
-    offset: Seconds = _BEGINNING,
-    on_change: str = "finish",
-) -> Seconds:
-    """The longest constant step time with which the epochs fit into the trace, so that the run spans all of it.
-
-    Found by bisection, to a millionth of itself. As in every plan, epoch ends cut steps and the last step need only
-    begin (`finish`) before the trace ends.
-    """
-    whole = _stretches(_from(trace, offset), make_policy(policy), ConstantStepTime(Seconds(1.0)))
-    if not whole.samples.any():
-        raise PlanError(f"the trace {trace.name} has no workers from {offset:g} s on; no step time fits")
-
-    def fits(step: float) -> bool:
-        runs = _steps(replace(whole, seconds=np.full(len(whole.times), step)), on_change, grid=True)
-        if not len(runs.counts):
-            return False
-        return BatchPlan._from_runs(runs, source={}).epochs_reached(samples, epochs) >= epochs
-
-    return longest_step(fits, whole.end)
-
-
-def longest_step(fits: Callable[[float], bool], longest: float) -> Seconds:
-    """The longest step time, at most `longest`, that fits; to a millionth of itself."""
-    short = long = longest
-    while not fits(short):
-        short, long = short / 2, short
-    while long - short > 1e-6 * short:
-        middle = (short + long) / 2
-        short, long = (middle, long) if fits(middle) else (short, middle)
-    return Seconds(short)
-
-
-def _from(trace: Trace, offset: Seconds) -> Trace:
-    if not 0 <= offset < trace.end:
-        raise PlanError(f"the offset of {offset:g} s lies outside of the trace, which covers 0 to {trace.end:g} s")
-    return trace.shift(offset)
-
-
-def _stretches(trace: Trace, policy: Policy, step_time: StepTime) -> timeline.Stretches:
-    """The trace as the policy sees it: neighbours that mean the same step are one."""
-    workers, samples = policy.sizes(trace.workers)
-    begins = np.flatnonzero(np.append(True, (workers[1:] != workers[:-1]) | (samples[1:] != samples[:-1])))
-    workers, samples = workers[begins], samples[begins]
-    seconds = step_time.seconds(np.maximum(workers, 1))
-    return timeline.Stretches(
-        times=trace.times[begins], end=trace.end, workers=workers, samples=samples, seconds=seconds
-    )
-
-
-def _steps(stretches: timeline.Stretches, on_change: str, *, grid: bool) -> timeline.Runs:
-    if on_change == "finish":
-        return timeline.steps_on_grid(stretches) if grid else timeline.steps_finished(stretches)
-    if on_change == "lose":
-        return timeline.steps_kept(stretches)
-    raise PlanError(f"on_change is {on_change!r}; expected 'finish' or 'lose'")
