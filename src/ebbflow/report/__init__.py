@@ -9,6 +9,7 @@
     figures.py    Results -> the figures, one function each
     stepstats.py  what rules say at each step (gain, noise scale, ...): one line a figure
     layers.py     what layer-wise rules say of each layer
+    templates.py  a template and its content -> a page as text
     page.py       Results -> what the page says, as plain values for page.html
     html.py       Results -> the report folder: the page, the figures, the tables
     simulation.py simulations -> a page of time, cost and where the time goes

@@ -9,7 +9,6 @@ The folder is built beside its place and moved there at the end, so a reader nev
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import shutil
@@ -17,7 +16,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,10 @@ from ebbflow.report.page import page_content
 from ebbflow.report.results import Results, load_results
 from ebbflow.report.style import BAND, GRID, INK, MUTED, PALETTE, Drawing, save
 from ebbflow.report.tables import Summary, summarise
+from ebbflow.report.templates import GENERATOR, render
 
-__all__ = ["GENERATOR", "VARIABLES", "ReportPaths", "embedded", "render_page", "replacing", "write_report"]
+__all__ = ["VARIABLES", "ReportPaths", "embedded", "render_page", "replacing", "write_report"]
 
-GENERATOR = "ebbflow report"
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", BAND: "--band"} | {
     colour: f"--rule-{i}" for i, colour in enumerate(PALETTE)
 }
@@ -69,21 +67,11 @@ def write_report(folder: Path, *, out: Path | None = None) -> ReportPaths:
 
 def render_page(results: Results, summary: Summary, figures: list[dict[str, Any]]) -> str:
     """The page as text. All that comes from records is escaped; only our own figures and styles are not."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    files = resources.files("ebbflow.report")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["thousands"] = lambda value: f"{value:,.0f}"
-    template = environment.from_string(files.joinpath("page.html").read_text(encoding="utf-8"))
-    return template.render(
+    return render(
+        "page.html",
         **page_content(results, summary),
         figures=figures,
         exports={name: _tables(summary)[name] for name in ("md", "tex", "csv")},
-        generator=GENERATOR,
-        written=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        style=Markup(files.joinpath("page.css").read_text(encoding="utf-8")),
-        script=Markup(files.joinpath("page.js").read_text(encoding="utf-8")),
     )
 
 

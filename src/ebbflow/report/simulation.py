@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.report.html import GENERATOR, VARIABLES, embedded, replacing
+from ebbflow.report.html import VARIABLES, embedded, replacing
 from ebbflow.report.style import BAND, INK, MUTED, PALETTE, Drawing, RuleStyle, drawing_style, legend, panels, save
+from ebbflow.report.templates import render
 from ebbflow.sim.search import pareto
 from ebbflow.sim.simulate import BREAKDOWN, Simulation
 from ebbflow.units import format_seconds
@@ -34,19 +33,14 @@ _POINTS = 400
 
 def write_simulations(found: Simulations, *, out: Path, name: str, command: str = "") -> Path:
     """One self-contained page with the figures beside it; an earlier report at that place is replaced as a whole."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
     with replacing(out) as partial:
         (partial / "figures").mkdir()
         figures = []
         for drawing in simulation_figures(found):
             svg, _ = save(drawing.figure, partial / "figures", drawing.stem)
             figures.append(embedded(drawing, svg.read_text(encoding="utf-8")))
-        files = resources.files("ebbflow.report")
-        environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-        template = environment.from_string(files.joinpath("simulation.html").read_text(encoding="utf-8"))
-        page = template.render(
+        page = render(
+            "simulation.html",
             name=name,
             takeaways=takeaways(found),
             rows=_rows(found),
@@ -58,9 +52,6 @@ def write_simulations(found: Simulations, *, out: Path, name: str, command: str 
             figures=figures,
             assumptions=_assumptions(found),
             command=command,
-            generator=GENERATOR,
-            written=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            style=Markup(files.joinpath("page.css").read_text(encoding="utf-8")),
         )
         (partial / "index.html").write_text(page, encoding="utf-8")
     return out / "index.html"
