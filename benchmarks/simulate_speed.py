@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -20,18 +19,9 @@ from ebbflow.sim.search import Setting, outcomes
 from ebbflow.sim.stepmodel import StepModel
 from ebbflow.traces import Trace, load
 from ebbflow.units import Seconds
+from plan_speed import best_of
 
 CHANGES, STEPS, STEP_S, LOCAL = 100_000, 10_000_000, 0.6, 128
-
-
-def best_of(repeats: int, function: Callable[[], object]) -> float:
-    """Seconds of the fastest call: the one that nothing else disturbed."""
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 def trace_of(changes: int, end: float, low: int, high: int) -> Trace:

@@ -9,9 +9,10 @@ import torch
 
 from ebbflow.config import RunConfig
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
-from ebbflow.engines.emulated.base import EmulatedEngine, Precision
+from ebbflow.engines.emulated.base import EmulatedEngine
 from ebbflow.engines.emulated.grouped import BatchNormMode, unfusable
 from ebbflow.engines.emulated.ranks import Ranks
+from ebbflow.engines.pieces import Precision
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan import BatchPlan

@@ -10,7 +10,7 @@ from torch import nn
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
 from ebbflow.engines.emulated import LoopEngine
-from ebbflow.engines.emulated.loop import piece_seed
+from ebbflow.engines.pieces import piece_seed
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.workloads import cross_entropy
 

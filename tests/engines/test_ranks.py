@@ -19,8 +19,8 @@ import torch
 from ebbflow import torchrun
 from ebbflow.config import RunConfig
 from ebbflow.data.ledger import Assignment, Share
-from ebbflow.engines.emulated.base import Step
 from ebbflow.engines.emulated.ranks import Ranks
+from ebbflow.engines.emulated.step import Step
 from ebbflow.errors import ConfigError
 from ebbflow.record import Run, read_record
 from ebbflow.training import train

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -340,3 +342,29 @@ def test_a_growing_batch_goes_on_growing_when_a_replica_is_killed_and_comes_back
     # 97 = 47 x 2 + 3 = 23 x 4 + 3 + 2 = 11 x 8 + 7 + 2, since no step is of one lone sample
     assert whole == [[2, 3], [2, 3, 4], [2, 7, 8]]
     assert len({run.end.weights_sha256 if run.end else "none" for run in runs.values()}) == 1
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """The folder of the checkpoints, on a disk of its own that holds one of them and not two."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a disk of its own takes the right to mount one")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_costs_checkpoints_and_no_sample(fleet: Any, tmp_path: Path, tiny_disk: Path) -> None:
+    group = fleet(all=ALL[:2], checkpoint_every_s=0.0)
+    group.start("r0", "r1", fault="kill:quorum@12")
+    assert group.wait() == {"r0": KILLED, "r1": KILLED}
+    (kept,) = tiny_disk.glob("step-*.ckpt")
+    group.start("r0", "r1")
+    assert group.wait() == {"r0": 0, "r1": 0}
+    account, runs = reports(tmp_path)
+    assert account.mistakes == () and account.samples == EPOCHS * SAMPLES
+    assert len({run.end.weights_sha256 if run.end else "none" for run in runs.values()}) == 1
+    assert any("No space left" in text for run in runs.values() for text in what(run, "checkpoint failed"))
+    assert {text for run in runs.values() for text in what(run, "restored")} == {f"from {kept.name}"}

@@ -1,7 +1,7 @@
 """`Sums` for small models on a CPU, where every call counts: the gradient of a piece is one vector.
 
-Ten calls a piece, whatever the number of tensors; a hook for each tensor costs several times as much. For large models
-it is the other way round: there a tensor is best measured when it arrives, while it is in the cache.
+A few calls a piece and a cheap one a tensor (20 us for four tensors), where hooks cost a Python call for each. For
+large models it is the other way round: there a tensor is best measured when it arrives, while it is in the cache.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from ebbflow.moments.choose import AnyMeter, meter_for
 from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.spec import nearest
 
-__all__ = ["BatchNorm", "EmulatedEngine", "Fetch", "Loss", "Precision", "Step", "piece_seed"]
+__all__ = ["BatchNorm", "EmulatedEngine"]
 
 
 class BatchNorm(Protocol):

@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from ebbflow.engines.emulated.base import Loss
 from ebbflow.engines.emulated.chunks import Chunk
 from ebbflow.engines.emulated.grouped import GroupedBatchNorm
+from ebbflow.engines.pieces import Loss
 
 __all__ = ["Compiled", "Way"]
 
@@ -21,8 +21,9 @@ Way = Literal["usual", "others", "plain"]
 _PATIENCE = 500
 """Chunks of other shapes, computed as they are, before a graph is made for them.
 
-On an H200, with ResNet-18 and 2,048 samples, making it takes 40 s and saves 55 ms a chunk afterwards: it pays after
-700. An epoch's tail alone does not get there in most runs, a changing number of workers soon does.
+On an H200, with ResNet-18 and 2,048 samples, making it takes 40 s, and a chunk computed as it is takes 55 ms longer: it
+pays after 700 (later where such chunks are replayed from a CUDA graph, which was not measured). An epoch's tail alone
+does not get there in most runs, a changing number of workers soon does.
 """
 
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -20,12 +20,14 @@ import torch
 
 from ebbflow.data.ledger import Assignment, Ledger, Share
 from ebbflow.engines.base import Faults
-from ebbflow.engines.emulated.base import EmulatedEngine, Fetch, Loss, Precision, Step
+from ebbflow.engines.emulated.base import EmulatedEngine
 from ebbflow.engines.emulated.chunks import Chunk, cut
 from ebbflow.engines.emulated.compiled import Compiled, Way
 from ebbflow.engines.emulated.graphs import Graphs
 from ebbflow.engines.emulated.grouped import BatchNormMode, GroupedBatchNorm
 from ebbflow.engines.emulated.ranks import Ranks
+from ebbflow.engines.emulated.step import Step
+from ebbflow.engines.pieces import Fetch, Loss, Precision
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.moments.flat import FlatSums
 from ebbflow.moments.norms import squared_norms
@@ -153,6 +155,12 @@ class FusedEngine(EmulatedEngine):
         if self._graphs is not None and self._trained != (trained := tuple(p.requires_grad for p in self._parameters)):
             self._trained = trained
             self._graphs.clear()
+            assert self._sums is not None
+            summed = {id(p) for p in self._sums.parameters}
+            if any(p.requires_grad and id(p) not in summed for p in self._parameters):
+                # Its gradient would be written where it lay at the capture, and nobody looks there.
+                self._graphs.refused = "a parameter is trained that was not when the engine was made"
+                self._tell("no CUDA graph", f"every kernel is launched on its own: {self._graphs.refused}")
 
     def _backward(self, step: Step) -> tuple[torch.Tensor | float, int]:
         """All chunks of a step; again with smaller ones where the memory does not suffice."""

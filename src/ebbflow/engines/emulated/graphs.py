@@ -64,16 +64,16 @@ class Graphs:
         """The mean loss of a chunk; `factor` times its gradient is added to the sums."""
         self._factor.fill_(factor)
         key = chunk, way
-        settled = self._computed[key] >= _SETTLED
-        if key not in self._graphs and settled and not self.refused and self._fits(inputs, targets):
-            self._capture(*self._place(inputs, targets), chunk, way)
+        if key in self._graphs or self._may_capture(key, inputs, targets):
+            placed = self._place(inputs, targets)
+            if key not in self._graphs:
+                self._capture(*placed, chunk, way)
         known = self._graphs.get(key)
         if known is None:
             self._computed[key] += 1
             loss = self._compute(inputs, targets, chunk, way, self._factor)
             self._sums.add()
             return loss
-        self._place(inputs, targets)
         self._graphs.move_to_end(key)
         known.graph.replay()
         self._sums.touched |= known.touched
@@ -86,8 +86,8 @@ class Graphs:
         self._buffers = None
         self._pool = torch.cuda.graph_pool_handle()
 
-    def _fits(self, inputs: torch.Tensor, targets: torch.Tensor) -> bool:
-        if len(inputs) > self._samples:
+    def _may_capture(self, key: tuple[Chunk, Way], inputs: torch.Tensor, targets: torch.Tensor) -> bool:
+        if self.refused or self._computed[key] < _SETTLED or len(inputs) > self._samples:
             return False
         if self._buffers is None:
             self._buffers = (self._buffer(inputs), self._buffer(targets))

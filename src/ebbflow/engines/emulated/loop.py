@@ -11,9 +11,10 @@ import torch
 
 from ebbflow.data.ledger import Share
 from ebbflow.engines.batchnorm import LocalBatchNorm
-from ebbflow.engines.emulated.base import EmulatedEngine, Fetch, Loss, Step, piece_seed
+from ebbflow.engines.emulated.base import EmulatedEngine
+from ebbflow.engines.emulated.step import Step
 
-__all__ = ["Fetch", "Loss", "LoopEngine", "piece_seed"]
+__all__ = ["LoopEngine"]
 
 
 class LoopEngine(EmulatedEngine):

@@ -19,7 +19,7 @@ from ebbflow.engines.base import Gradients
 from ebbflow.errors import ConfigError
 from ebbflow.moments.choose import AnyMeter
 
-__all__ = ["Ranks", "StepSum"]
+__all__ = ["Ranks", "StepSum", "same_on_all"]
 
 Part = TypeVar("Part")
 
