@@ -76,6 +76,8 @@ class RunConfig:
     """Whether to compile the model; by default on a GPU, where the run is long enough for it to pay."""
     memory_steps: float = 1000.0
     """Reference steps that the averages of noise and signal remember; AdaScale's 1000 is long for a short run."""
+    measure_every: int = 4
+    """Once that many were seen, at most so many steps from one measurement to the next; 1 measures every step."""
     clip: float | None = None
     """Largest norm of a step's mean gradient; by default gradients are not clipped."""
     on_nonfinite: str = "stop"
@@ -99,7 +101,7 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} is {value}; expected a number above 0")
-        for name in ("validate_every", "threads"):
+        for name in ("measure_every", "validate_every", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more")
         for name, known in _CHOICES.items():

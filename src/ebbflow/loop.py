@@ -27,6 +27,8 @@ class OpenStep:
     size: StepSize
     assignment: Assignment
     began: float
+    measured: bool
+    """Whether the rule takes what this step shows of noise and signal."""
     keep: ExitStack
     """Closed at the end of the step: puts back what was set for its length."""
 
@@ -75,10 +77,12 @@ class Flow:
         if self.growth is not None:
             size = self.growth.allow(size)
         assignment = self.ledger.assign(size.samples)  #                 data: which samples
+        measured = self.growth is not None or self.optimizer.due(assignment.batch)
+        self.engine.measure(measured)
         keep = ExitStack()
         if self.statistics is not None:
             keep.enter_context(self.statistics.step(assignment.batch, self.optimizer.base_batch))
-        return OpenStep(size, assignment, began, keep)
+        return OpenStep(size, assignment, began, measured, keep)
 
     def close(self, step: OpenStep, gradients: Gradients) -> StepRow | None:
         """The second half: commit, rule, optimizer, record."""
@@ -98,7 +102,8 @@ class Flow:
             total_samples=self.total_samples,
             shortfall=size.shortfall,
         )
-        update = self.optimizer.update(context, gradients.measurement)  # rules, optim: the step
+        measurement = gradients.measurement if step.measured else None
+        update = self.optimizer.update(context, measurement)  #          rules, optim: the step
         self.engine.applied(context)
         if update.applied and self.average is not None:
             self.average.update(context.ratio)

@@ -107,6 +107,7 @@ class _Trainer:
             epochs=config.epochs,
             epoch_samples=samples,
             memory_steps=config.memory_steps,
+            measure_every=config.measure_every,
             clip=config.clip,
             on_nonfinite=cast(OnNonfinite, config.on_nonfinite),
         )

@@ -38,8 +38,9 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
             torch.nn.init.normal_(parameter)
     rule = arguments.get("rule", "linear")
     optimizer = ElasticOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rule, base_batch=8, epoch_samples=len(x)
-    )
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rule, base_batch=8, epoch_samples=len(x),
+        memory_steps=arguments.get("memory_steps", 1000.0),
+    )  # fmt: skip
     hold, hurry = arguments.get("hold"), Path(environment["EBBFLOW_FOLDER"]) / "hurry"
 
     def pace(row: Any) -> None:

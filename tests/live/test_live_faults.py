@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def what(run: Run, kind: str) -> list[str]:
     return [event.text for event in run.events if event.what == kind]
 
 
-def emulated(account: Account, *, rule: str = "linear") -> dict[str, torch.Tensor]:
+def emulated(
+    account: Account, *, rule: str = "linear", batch_norm: bool = True, memory_steps: float = 1000.0
+) -> dict[str, torch.Tensor]:
     """The weights of an emulated run with the same members in every step."""
 
     class Plan:
@@ -65,10 +68,11 @@ def emulated(account: Account, *, rule: str = "linear") -> dict[str, torch.Tenso
             return StepSize(workers=workers, samples=LOCAL * workers, time_s=0.0, duration_s=1.0)
 
     x, y = make_data()
-    model = make_model(batch_norm=True)
+    model = make_model(batch_norm=batch_norm)
     optimizer = ElasticOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rule, base_batch=8, epoch_samples=SAMPLES
-    )
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rule, base_batch=8, epoch_samples=SAMPLES,
+        memory_steps=memory_steps,
+    )  # fmt: skip
     engine = LoopEngine(
         model, lambda i: (x[i], y[i]), cross_entropy, Plan(), samples=SAMPLES, seed=7, needs=optimizer.rule.needs
     )
@@ -78,15 +82,17 @@ def emulated(account: Account, *, rule: str = "linear") -> dict[str, torch.Tenso
     return model.state_dict()
 
 
-def check(folder: Path, *finishers: str, rule: str = "linear") -> tuple[Account, dict[str, Run]]:
+def check(
+    folder: Path, *finishers: str, rule: str = "linear", epochs: int = EPOCHS, **more: Any
+) -> tuple[Account, dict[str, Run]]:
     """Exactly once; those who finished are the same bit for bit; and what an emulated run of this history gives."""
     account, runs = reports(folder)
     assert account.mistakes == ()
-    assert account.epochs == EPOCHS and account.samples == EPOCHS * SAMPLES
+    assert account.epochs == epochs and account.samples == epochs * SAMPLES
     digests = {name: run.end.weights_sha256 if run.end else "none" for name, run in runs.items() if name in finishers}
     assert len(digests) == len(finishers) and len(set(digests.values())) == 1, digests
     state = final_state(folder)["model"]
-    for name, expected in emulated(account, rule=rule).items():
+    for name, expected in emulated(account, rule=rule, **more).items():
         torch.testing.assert_close(state[name], expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
     return account, runs
 
@@ -103,6 +109,19 @@ def test_a_replica_killed_at_any_point_costs_no_sample(fleet: Any, tmp_path: Pat
     account, _ = check(tmp_path, "r0", "r2", rule="adascale")
     assert [row.workers for row in account.steps[:6]] == [3] * 6
     assert {row.workers for row in account.steps[8:]} == {2}
+
+
+def test_a_replica_is_killed_while_only_some_steps_are_measured(fleet: Any, tmp_path: Path) -> None:
+    # Steps of 12 samples, of 8 after the kill. 100 reference steps are 800 samples, seen after 67 steps; an observation
+    # may stand for 25, so that of the steps of 12 samples every second one is measured, and of those of 8 one in three.
+    group = fleet(all=ALL, rule="adascale", epochs=20, memory_steps=100, batch_norm=False)
+    group.start("r1", fault="kill:sum@101")
+    group.start("r0", "r2")
+    assert group.wait() == {"r0": 0, "r1": KILLED, "r2": 0}
+    account, _ = check(tmp_path, "r0", "r2", rule="adascale", epochs=20, memory_steps=100, batch_norm=False)
+    held = [a.stats["noise"] == b.stats["noise"] for a, b in pairwise(account.steps)]
+    # An epoch's last step has one sample, which says nothing.
+    assert sum(held[:60]) <= 7 and 0.5 < sum(held[80:]) / len(held[80:]) < 0.8
 
 
 @pytest.mark.parametrize("victim", ["r0", "r2"])

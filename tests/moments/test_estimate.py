@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -145,6 +146,59 @@ def test_the_memory_is_counted_in_samples() -> None:
     assert (first.noise, first.signal) == pytest.approx((second.noise, second.signal))
 
 
+def test_an_observation_stands_for_the_steps_before_it_that_were_not_measured() -> None:
+    # Three steps of 10 samples that pass and a measured one of 10 fade the past like a measured step of 40.
+    before = Averages().updated(of(2, 3, batch=8, pieces=2), memory=100)
+    skipping = before.passed(10).passed(10).passed(10).updated(of(5, 1, batch=10, pieces=2), memory=100)
+    assert skipping == before.updated(of(5, 1, batch=40, pieces=2), memory=100)
+
+
+def measured_steps(batches: list[int], *, memory: float, every: int) -> list[int]:
+    averages, found = Averages(), []
+    for step, batch in enumerate(batches):
+        if averages.due(batch, memory=memory, every=every):
+            averages = averages.updated(of(2, 3, batch=batch, pieces=2), memory=memory)
+            found.append(step)
+        else:
+            averages = averages.passed(batch)
+    return found
+
+
+def test_young_averages_measure_every_step_and_old_ones_one_in_four() -> None:
+    # A memory of 3,200 samples has been seen after 101 steps of 32 (after 100 the weight is 1 - 1/e, or a rounding
+    # less); an observation may stand for 100 samples. Steps of 20: three pass, and 60 + 2 x 20 would still be 100.
+    assert measured_steps([32] * 101 + [20] * 9, memory=3200, every=4)[101:] == [104, 108]
+    # Steps of 40: one passes, then 40 + 2 x 40 are 120.
+    assert measured_steps([32] * 101 + [40] * 5, memory=3200, every=4)[101:] == [102, 104]
+    # Steps of 60: two are more than 100, every one is measured.
+    assert measured_steps([32] * 101 + [60] * 5, memory=3200, every=4) == [*range(106)]
+    assert measured_steps([32] * 101 + [20] * 9, memory=3200, every=1) == [*range(110)]
+
+
+@given(st.lists(st.integers(1, 200), min_size=150, max_size=400), st.integers(1, 6))
+def test_an_observation_never_stands_for_more_than_it_may(batches: list[int], every: int) -> None:
+    measured = measured_steps(batches, memory=3200, every=every)
+    for before, after in pairwise(measured):
+        assert after - before <= every
+        assert sum(batches[before + 1 : after]) <= 100  # the size of the step after them is not known before
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_averages_of_sampled_steps_are_as_good_as_they_should_be(every: int) -> None:
+    # Noise drawn from an exponential of mean 2. In the long run the mean of n observations within the memory scatters
+    # by about 2/sqrt(2 n): 32,000 samples of 32 are 1,000 steps, a quarter of which is measured: 0.089 of 2.
+    random = np.random.default_rng(0)
+    averages = Averages()
+    for _ in range(20_000):
+        if averages.due(32, memory=32_000, every=every):
+            averages = averages.updated(of(random.exponential(2.0), 1, batch=32, pieces=2), memory=32_000)
+        else:
+            averages = averages.passed(32)
+    moments = averages.moments()
+    assert moments is not None
+    assert moments.noise == pytest.approx(2.0, abs=3 * 2 / math.sqrt(2 * 1000 / every))
+
+
 def test_layers_add_up_to_the_whole() -> None:
     layered = Measurement(batch=8, pieces=2, mean_sq=(5.0, 3.0), sq_mean=(4.0, 1.0))
     whole = Measurement(batch=8, pieces=2, mean_sq=(8.0,), sq_mean=(5.0,))
@@ -166,10 +220,13 @@ def test_averages_of_other_layers_are_refused() -> None:
     "state",
     [
         {},
-        {"weight": "much", "noise": [], "signal": []},
-        {"weight": 1.0, "noise": [1.0], "signal": []},
-        {"weight": -1.0, "noise": [1.0], "signal": [1.0]},
-        {"weight": 1.0, "noise": [math.nan], "signal": [1.0]},
+        {"weight": "much", "noise": [], "signal": [], "passed": [0, 0]},
+        {"weight": 1.0, "noise": [1.0], "signal": [], "passed": [0, 0]},
+        {"weight": -1.0, "noise": [1.0], "signal": [1.0], "passed": [0, 0]},
+        {"weight": 1.0, "noise": [math.nan], "signal": [1.0], "passed": [0, 0]},
+        {"weight": 1.0, "noise": [1.0], "signal": [1.0]},
+        {"weight": 1.0, "noise": [1.0], "signal": [1.0], "passed": [8]},
+        {"weight": 1.0, "noise": [1.0], "signal": [1.0], "passed": [8, -1]},
     ],
 )
 def test_a_damaged_state_is_refused(state: dict[str, object]) -> None:

@@ -124,3 +124,26 @@ def test_flat_sums_are_for_small_models_of_one_type_on_a_cpu() -> None:
     assert not FlatSums.suits([*make_model().parameters(), *make_model().double().parameters()])
     assert not FlatSums.suits(nn.Linear(1000, 1000).parameters())
     assert not FlatSums.suits([])
+
+
+@pytest.mark.parametrize("kind", [Meter, Sums, FlatSums])
+def test_one_that_is_off_leaves_the_gradients_to_autograd_and_goes_on_as_if_nothing_had_been(
+    kind: type[Meter] | Kind,
+) -> None:
+    plain, model = make_model(), make_model()
+    meter = kind(model.parameters(), layers=True)
+    run_step(model, meter, make_pieces(1))
+    for on in (False, True):
+        meter.on = on
+        meter.discard()
+        for net in (plain, model):
+            net.zero_grad()
+            for x, y in make_pieces(2):
+                nn.functional.cross_entropy(net(x), y, reduction="sum").backward()
+                if net is model:
+                    meter.close_piece(len(x), scale=len(x))
+        if on:
+            batch = sum(len(x) for x, _ in make_pieces(2))
+            measured = meter.finish(batch, scale=batch)
+            assert measured.mean_sq == pytest.approx(truth(model, make_pieces(2))[0], rel=1e-5)
+        assert all(torch.allclose(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))

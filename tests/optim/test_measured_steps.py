@@ -14,7 +14,7 @@ from torch import nn
 
 from ebbflow.data.sampler import ElasticSampler
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
-from ebbflow.moments.estimate import Measurement
+from ebbflow.moments.estimate import Averages, Measurement
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.plan.policies import Follow
@@ -140,9 +140,34 @@ def test_resuming_in_the_middle_of_averages_warm_up_and_ramp(rule: str, pieces: 
     assert torch.equal(weights(second), weights(whole))
 
 
+def test_resuming_between_two_measurements() -> None:
+    """A loop of the user's own, with averages that are old from the beginning: most steps are not measured."""
+
+    def fresh() -> tuple[nn.Module, ElasticOptimizer, ElasticSampler]:
+        net = model()
+        optimizer, sampler = elastic(net, "adascale", memory_steps=1000)
+        optimizer._averages = Averages(weight=0.9, noise=(2.0,), signal=(1.0,))
+        return net, optimizer, sampler
+
+    whole, optimizer, sampler = fresh()
+    noises = []
+    optimizer.inner.register_step_post_hook(lambda *_: noises.append(optimizer._averages.passed_steps))
+    train(whole, optimizer, sampler)
+    assert {0, 1, 2, 3} == set(noises), "up to three steps pass between two measurements"
+    for pieces in (3, 8, 9, 10, 15):
+        first, optimizer, sampler = fresh()
+        train(first, optimizer, sampler, pieces=pieces)
+        state = optimizer.state_dict()
+        second, optimizer, sampler = fresh()
+        second.load_state_dict(first.state_dict())
+        optimizer.load_state_dict(state)
+        train(second, optimizer, sampler)
+        assert torch.equal(weights(second), weights(whole))
+
+
 def test_an_old_state_is_refused() -> None:
     optimizer, _ = elastic(model(), "linear")
-    with pytest.raises(CheckpointError, match="saved with version 1, this optimizer has 2"):
+    with pytest.raises(CheckpointError, match="saved with version 1, this optimizer has 3"):
         optimizer.load_state_dict(optimizer.state_dict() | {"version": 1})
 
 

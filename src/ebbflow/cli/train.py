@@ -52,6 +52,9 @@ def train(
     memory_steps: Annotated[
         float, typer.Option(help="Reference steps that noise and signal are averaged over.")
     ] = 1000.0,
+    measure_every: Annotated[
+        int, typer.Option(help="Steps between two measurements of noise and signal, at most; 1: every step.")
+    ] = 4,
     clip: Annotated[float | None, typer.Option(help="Largest norm of a step's mean gradient.")] = None,
     on_nonfinite: Annotated[str, typer.Option(help="A step with a NaN or infinite gradient: stop or skip.")] = "stop",
     ema: Annotated[
@@ -74,8 +77,8 @@ def train(
         workload=workload, rule=rule, trace=trace, plan=plan, seed=seed, epochs=epochs, lr=lr, ref_batch=ref_batch,
         local_batch=local_batch, optimizer=optimizer, schedule=schedule, policy=policy, step_time=step_time,
         offset=offset, on_change=on_change, repeat=repeat, piece=piece, engine=engine, chunk=chunk,
-        precision=precision, batch_norm=batch_norm, compile=compile, memory_steps=memory_steps, clip=clip,
-        on_nonfinite=on_nonfinite, ema=ema,
+        precision=precision, batch_norm=batch_norm, compile=compile, memory_steps=memory_steps,
+        measure_every=measure_every, clip=clip, on_nonfinite=on_nonfinite, ema=ema,
         bn_follows_batch=bn_follows_batch, validate_every=validate_every, data=data, device=device, threads=threads,
         plugins=tuple(plugin or ()),
     )  # fmt: skip

@@ -42,7 +42,9 @@ class AllReduce:
         riders: int = 0,
         reduce: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """`meter`: has measured the same parameters; None: nothing is measured and nothing paid.
+        """`meter`: has measured the same parameters; None, or one that is off: nothing is measured and nothing paid.
+
+        A meter is on or off on all ranks alike.
 
         `riders`: so many numbers of the caller's own are added up in the same message. `reduce`: adds up a tensor over
         the ranks in place, for those whose ranks are not a group of `torch.distributed`.
@@ -78,12 +80,15 @@ class AllReduce:
         """
         if not 0 <= samples <= batch or batch < 1:
             raise ConfigError(f"this rank has {samples} of a step's {batch} samples; expected 0 to {batch}")
-        if self.meter is not None:
-            self._put_statistics(self.meter, samples, batch)
+        meter = self.meter if self.meter is not None and self.meter.on else None
+        if meter is not None:
+            self._put_statistics(meter, samples, batch)
+        else:
+            self._extra.zero_()
         self._put_gradients(samples / batch)
         self._reduce(self._buffer)
         self._take_gradients()
-        return self._measurement(self.meter, batch) if self.meter is not None else None
+        return self._measurement(meter, batch) if meter is not None else None
 
     def _all_reduce(self, buffer: torch.Tensor) -> None:
         if not dist.is_initialized():

@@ -30,7 +30,7 @@ class Gradients:
     pieces: int
     """Backward passes the gradient was made of."""
     measurement: Measurement | None = None
-    """Squared norms of the pieces and of their mean; None unless the engine was told that a rule needs them."""
+    """Squared norms of the pieces and of their mean; None where no rule needs them, or none this time."""
 
 
 class Engine(ABC):
@@ -50,6 +50,9 @@ class Engine(ABC):
 
         Where replicas elsewhere make the steps, this process only follows their rates and statistics in between.
         """
+
+    def measure(self, on: bool) -> None:  # noqa: B027, measuring all the same costs time and nothing else
+        """Told before `gradients`: whether anybody will look at the measurement of the coming steps."""
 
     @abstractmethod
     def members(self, step: int) -> StepSize:

@@ -12,18 +12,24 @@ covariance of one sample's gradient) and S the *signal* (the squared norm of the
 
 both unbiased. With equal pieces of the reference batch these are AdaScale's estimators (Johnson et al. 2020, B.3).
 Noise and signal belong to the model, not to the fleet: they need no correction when the workers change.
+
+Measuring costs a read of every piece's gradient. Averages that remember many steps lose little if some of them are not
+measured: `Averages.due` says which.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbflow.errors import CheckpointError, ConfigError
 
 __all__ = ["Averages", "Measurement", "Moments", "decay"]
+
+_GROWN = 1 - math.exp(-1)  # weight of averages that have seen as many samples as they remember
+_OBSERVATIONS = 32  # measured steps within the memory, at least: their mean scatters by a sixth of one step's scatter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,19 +107,43 @@ class Averages:
     useless. A step with fewer than two pieces says nothing: the averages are held, as they are when the workers
     change. Estimates are averaged as they are and not clipped one by one, which would bias a small signal upwards;
     whoever takes a ratio clips the averages.
+
+    Steps that were not measured count as time: the next observation stands for them, too, so that the memory in
+    samples is the same however many steps are measured.
     """
 
     weight: float = 0.0
     """Of all observations, decayed; the averages are the sums over it."""
     noise: tuple[float, ...] = ()
     signal: tuple[float, ...] = ()
+    passed_samples: int = 0
+    """In the steps since the last observation, none of which was measured."""
+    passed_steps: int = 0
+
+    def due(self, batch: int, *, memory: float, every: int) -> bool:
+        """Whether a step of so many samples should be measured; if not, tell `passed` when it has been made.
+
+        Every step is, until the averages are as old as their memory. Then one in `every`, more where that would leave
+        fewer than 32 observations in the memory. A function of what all replicas have in common, so all agree.
+
+        >>> old = Averages(weight=0.9)
+        >>> [old.passed(8).due(8, memory=1000, every=4), old.passed(8).passed(8).passed(8).due(8, memory=1000, every=4)]
+        [False, True]
+        """
+        if self.weight < _GROWN or self.passed_steps + 1 >= every:
+            return True
+        return self.passed_samples + 2 * batch > memory / _OBSERVATIONS  # else the one after it would come too late
+
+    def passed(self, batch: int) -> Averages:
+        """The averages after a step that was not measured."""
+        return replace(self, passed_samples=self.passed_samples + batch, passed_steps=self.passed_steps + 1)
 
     def updated(self, measured: Measurement, *, memory: float) -> Averages:
         """The averages after one more step, remembering about `memory` samples."""
         if measured.pieces < 2 or not measured.finite:
             return self
         noise, signal = measured.estimate()
-        keep = decay(measured.batch, memory)
+        keep = decay(self.passed_samples + measured.batch, memory)
         return Averages(
             keep * self.weight + (1 - keep),
             _blend(self.noise, noise, keep),
@@ -136,21 +166,31 @@ class Averages:
 
     def state(self) -> dict[str, Any]:
         """As JSON, for a checkpoint."""
-        return {"weight": self.weight, "noise": list(self.noise), "signal": list(self.signal)}
+        return {
+            "weight": self.weight,
+            "noise": list(self.noise),
+            "signal": list(self.signal),
+            "passed": [self.passed_samples, self.passed_steps],
+        }
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Averages:
         """What `state` described."""
         try:
             weight, noise, signal = float(state["weight"]), *(tuple(map(float, state[k])) for k in ("noise", "signal"))
+            samples, steps = map(int, state["passed"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved averages of noise and signal are damaged: {error!r}") from None
-        if len(noise) != len(signal) or not all(map(math.isfinite, (weight, *noise, *signal))) or weight < 0:
+        if (
+            len(noise) != len(signal)
+            or not all(map(math.isfinite, (weight, *noise, *signal)))
+            or min(weight, samples, steps) < 0
+        ):
             raise CheckpointError(
                 f"the saved averages of noise and signal are damaged: weight {weight}, {len(noise)} noises, "
                 f"{len(signal)} signals; expected a finite weight and as many of one as of the other"
             )
-        return cls(weight, noise, signal)
+        return cls(weight, noise, signal, samples, steps)
 
 
 def _blend(old: Sequence[float], new: Sequence[float], keep: float) -> tuple[float, ...]:

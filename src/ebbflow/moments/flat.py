@@ -29,6 +29,7 @@ class FlatSums:
     def __init__(self, parameters: Iterable[torch.nn.Parameter], *, layers: bool = False) -> None:
         self.parameters = tuple(parameters)
         self.layers = layers
+        self.on = True
         self.device = check_parameters(self.parameters)
         sizes = [parameter.numel() for parameter in self.parameters]
         dtype = self.parameters[0].dtype
@@ -65,6 +66,8 @@ class FlatSums:
 
     def close_piece(self, samples: int, scale: float = 1.0) -> None:
         """The gradient in `.grad` is `scale` times the mean over `samples` samples: add it and measure it."""
+        if not self.on:
+            return
         if samples < 1:
             raise ConfigError(f"a piece of {samples} samples was closed; expected at least one")
         vectors, arrived = [], False

@@ -95,20 +95,22 @@ class Meter:
         self._closed: list[_Closed] = []
         self._samples = 0
         self._steps = 0
+        self._off: list[None] = []  # not empty: hooks do nothing
         # Autograd's nodes that add to .grad; nobody else keeps them alive.
         self._nodes = [_accumulator(parameter) for parameter in self.parameters]
         handles = [node.register_prehook(self._hook(i)) for i, node in enumerate(self._nodes)]
         self._unhook = weakref.finalize(self, _remove, handles)
 
     def _hook(self, index: int) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
-        # Closes over the two containers, not over the meter, which could then never be collected.
+        # Closes over the containers, not over the meter, which could then never be collected.
         arrived, measure = self._arrived, self._measures[index]
         seen = self._seen if index == self._watched else None
+        off = self._off
         shape = tuple(self.parameters[index].shape)
 
         def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
             gradient = gradients[0]
-            if gradient is None:
+            if gradient is None or off:
                 return
             if index in arrived:
                 raise ConfigError(
@@ -124,11 +126,22 @@ class Meter:
 
         return hook
 
+    @property
+    def on(self) -> bool:
+        """Whether steps are measured; set before the first piece of a step. Off, closing a piece does nothing."""
+        return not self._off
+
+    @on.setter
+    def on(self, on: bool) -> None:
+        self._off[:] = () if on else (None,)
+
     def close_piece(self, samples: int, scale: float = 1.0) -> None:
         """The gradient that arrived since the last call was `scale` times the mean over `samples` samples.
 
         Does not wait for the device.
         """
+        if self._off:
+            return
         if samples < 1:
             raise ConfigError(f"a piece of {samples} samples was closed; expected at least one")
         if not self._arrived:

@@ -41,6 +41,8 @@ class Sums:
         self.parameters = tuple(parameters)
         self.layers = layers
         self.measured = measured
+        self.on = True
+        """Whether pieces are added up and measured; off, closing a piece leaves its gradient in `.grad`."""
         self.device = check_parameters(self.parameters)
         double = any(p.dtype == torch.float64 for p in self.parameters)
         self._sums = [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
@@ -62,7 +64,8 @@ class Sums:
 
     def discard(self) -> None:
         """Begin a step, or begin it again. Does not wait for the device."""
-        torch._foreach_zero_(self._sums)
+        if self.on:
+            torch._foreach_zero_(self._sums)
         self._squares.zero_()
         self.touched.clear()
         self._samples = self._pieces = 0
@@ -100,6 +103,8 @@ class Sums:
 
     def close_piece(self, samples: int, scale: float = 1.0) -> None:
         """The gradient in `.grad` is `scale` times the mean over `samples` samples: add it and measure it."""
+        if not self.on:
+            return
         self.add()
         self.weigh(samples, scale)
 

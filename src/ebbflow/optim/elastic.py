@@ -25,7 +25,7 @@ from ebbflow.spec import nearest
 
 __all__ = ["ElasticOptimizer", "OnNonfinite", "Update"]
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 OnNonfinite = Literal["ignore", "skip", "stop"]
 
@@ -70,6 +70,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         epochs: int | None = None,
         epoch_samples: int = 0,
         memory_steps: float = 1000.0,
+        measure_every: int = 4,
         clip: float | None = None,
         on_nonfinite: OnNonfinite = "ignore",
         scaler: torch.amp.GradScaler | None = None,
@@ -78,7 +79,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
         `schedule` sets the base rate as a function of progress; without one it is whatever the parameter groups hold,
         so an LR scheduler of torch works too. `epochs` is the length of the run, needed by schedules that span it.
-        `memory_steps`: how many reference steps the averages of noise and signal remember. `clip`: largest norm of a
+        `memory_steps`: how many reference steps the averages of noise and signal remember. `measure_every`: once they
+        have seen that many, one step in at most so many is measured; 1 measures every step. `clip`: largest norm of a
         step's mean gradient. `on_nonfinite`: what becomes of a step whose gradient is NaN or infinite: skipped,
         stopped with `Diverged`, or not looked at, as in torch. With a scaler such steps are always skipped.
         """
@@ -89,7 +91,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 f"the sampler deals out the pieces of rank {sampler.rank} of {sampler.world_size}, but "
                 f"ElasticOptimizer combines the gradients of one process; use a sampler with world_size=1"
             )
-        for name, value in (("memory_steps", memory_steps), ("clip", clip)):
+        for name, value in (("memory_steps", memory_steps), ("measure_every", measure_every), ("clip", clip)):
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}; expected a number above 0")
         if on_nonfinite not in ("ignore", "skip", "stop"):
@@ -102,6 +104,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self.epoch_samples = epoch_samples or (sampler.samples if sampler is not None else 0)
         self.total_samples = (epochs or 0) * self.epoch_samples
         self.memory = memory_steps * base_batch
+        self.measure_every = measure_every
         self.clip = clip
         self.on_nonfinite = on_nonfinite
         self.last: Update | None = None
@@ -162,6 +165,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
     def progress(self) -> float:
         """How far training has come, in samples of the reference run: what the schedule follows."""
         return self._progress * self.base_batch if self.by_gain else float(self._samples)
+
+    def due(self, batch: int) -> bool:
+        """Whether a coming step of so many samples is to be measured; see `Averages.due`."""
+        return bool(self.rule.needs) and self._averages.due(batch, memory=self.memory, every=self.measure_every)
 
     @property
     def finished(self) -> bool:
@@ -230,7 +237,11 @@ class ElasticOptimizer(torch.optim.Optimizer):
         )
 
         def update() -> None:
-            self.update(context, self._meter.finish(batch) if self._meter is not None else None)
+            if self._meter is None:
+                self.update(context)
+                return
+            self.update(context, self._meter.finish(batch) if self._meter.on else None)
+            self._meter.on = self.due(batch)  # taking the next step to be like this one
 
         if self._scaler is None:
             update()
@@ -257,7 +268,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
                     scale_gradients(self._applier.parameters, self.clip / norm)
         averages, moments = self._averages, None
         if self.rule.needs:
-            averages = averages.updated(measurement, memory=self.memory) if measurement is not None else averages
+            if measurement is None:
+                averages = averages.passed(context.batch)
+            else:
+                averages = averages.updated(measurement, memory=self.memory)
             moments = averages.moments()
         asked, exponent = replace(context, moments=moments), self._applier.noise_exponent
         scaling, rule_state = scale_damped(self.rule, asked, self._rule_state, exponent=exponent)
@@ -345,6 +359,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             "rule": str(self.rule),
             "rule_state": self._rule_state,
             "averages": self._averages.state(),
+            "measuring": self._meter is None or self._meter.on,
             "beta_steps": list(self._applier.steps),
             "initial_lrs": list(self._initial_lrs),
             "base_batch": self.base_batch,
@@ -377,6 +392,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self.inner.zero_grad()  # pieces of a step that was under way belong to another position
         if self._meter is not None:
             self._meter.discard()
+            self._meter.on = state_dict["measuring"]
         if self.sampler is not None and state_dict["sampler"] is not None:
             self.sampler.load_state_dict(state_dict["sampler"])
 

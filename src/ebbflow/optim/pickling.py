@@ -18,6 +18,7 @@ def reduced(optimizer: Any) -> tuple[Any, ...]:
         "epochs": optimizer.total_samples // optimizer.epoch_samples if optimizer.epoch_samples else None,
         "epoch_samples": optimizer.epoch_samples,
         "memory_steps": optimizer.memory / optimizer.base_batch,
+        "measure_every": optimizer.measure_every,
         "clip": optimizer.clip,
         "on_nonfinite": optimizer.on_nonfinite,
     }

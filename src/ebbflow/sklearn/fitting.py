@@ -66,6 +66,10 @@ class Announced(Engine):
         self.on_want(samples)
         self.engine.want(samples)
 
+    def measure(self, on: bool) -> None:
+        """Passed on."""
+        self.engine.measure(on)
+
     def members(self, step: int) -> StepSize:
         """As the engine says."""
         return self.engine.members(step)

@@ -139,6 +139,7 @@ class DaskEngine(Engine):
         self._members: list[str] = []
         self._target: int | None = None
         self._attempts = 0
+        self._measuring = True
         self._step = 0
         self._computed = False
         self._began = time.monotonic()
@@ -197,6 +198,10 @@ class DaskEngine(Engine):
 
     # -- the step --------------------------------------------------------------------------------------------------
 
+    def measure(self, on: bool) -> None:
+        """Have the workers measure the coming steps, or not."""
+        self._measuring = on
+
     def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:
         """Backward over the samples on all members; if one of them is lost, `commit` says so."""
         self._attempts += 1
@@ -211,7 +216,13 @@ class DaskEngine(Engine):
         for part in shares(assignment, workers=size.workers, piece=min(share, self.piece or share)):
             dealt[part.worker % len(dealt)].append((part.start, part.stop))
         return {
-            address: Work(attempt=self._attempts, epoch=assignment.epoch, batch=assignment.batch, pieces=tuple(own))
+            address: Work(
+                attempt=self._attempts,
+                epoch=assignment.epoch,
+                batch=assignment.batch,
+                pieces=tuple(own),
+                measured=self._measuring,
+            )
             for address, own in zip(self._members, dealt, strict=True)
         }
 

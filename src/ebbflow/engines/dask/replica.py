@@ -72,6 +72,8 @@ class Work:
     """Samples of the whole step."""
     pieces: tuple[tuple[int, int], ...]
     """(start, stop) positions in the epoch's order; none: the member is idle in this step."""
+    measured: bool = True
+    """Whether the step is measured, where the rule needs that."""
 
     @property
     def samples(self) -> int:
@@ -211,6 +213,7 @@ class Replica:
         self.model.zero_grad(set_to_none=True)
         self.batch_norm.begin()
         if self.meter is not None:
+            self.meter.on = work.measured
             self.meter.discard()
         with _COMPUTING:
             loss = sum((self._piece(work, start, stop) for start, stop in work.pieces), start=0.0)

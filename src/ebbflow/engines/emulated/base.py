@@ -123,6 +123,11 @@ class EmulatedEngine(Engine):
         self._step = step
         return self.faults.present(step, self.plan.at(step))
 
+    def measure(self, on: bool) -> None:
+        """Measure the coming steps or not, where anything is measured at all."""
+        if self.meter is not None:
+            self.meter.on = on
+
     def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:
         """Forward and backward passes over the step's samples."""
         step = self._make_step(assignment, size)
@@ -130,7 +135,7 @@ class EmulatedEngine(Engine):
         total, passes = self._backward(step) if step.batch else (0.0, 0)
         if self.step_sum is not None:
             return self.step_sum(total, passes, samples=step.batch, batch=assignment.batch)
-        measurement = self.meter.finish(step.batch) if self.meter is not None else None
+        measurement = self.meter.finish(step.batch) if self.meter is not None and self.meter.on else None
         return Gradients(loss=float(total), pieces=passes, measurement=measurement)
 
     def _make_step(self, assignment: Assignment, size: StepSize) -> Step:

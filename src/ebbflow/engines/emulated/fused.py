@@ -145,6 +145,10 @@ class FusedEngine(EmulatedEngine):
         compiled = self._compiled is not None
         return super().describe() | {"chunk": self.chunk, "batch_norm": self.mode, "compiled": compiled}
 
+    def measure(self, on: bool) -> None:
+        """Measure the coming steps or not; captured chunks, which have the measuring in them, always do."""
+        super().measure(on or self._graphs is not None)
+
     def _make_batch_norm(self) -> GroupedBatchNorm:
         return GroupedBatchNorm(self.model, self.mode)
 

@@ -193,6 +193,11 @@ class LiveEngine(Engine):
         self._size = StepSize(workers=workers, samples=samples, time_s=now, duration_s=0.0)
         return self._size
 
+    def measure(self, on: bool) -> None:
+        """Measure the coming steps or not: the same on all replicas, who decide it from the state they share."""
+        if self.meter is not None:
+            self.meter.on = on
+
     def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:
         """Forward and backward passes over this replica's pieces, then everybody's sum."""
         if self.loss is None:
