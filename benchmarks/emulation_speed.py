@@ -167,7 +167,7 @@ def on_gpu(wanted: str) -> None:
         if name != LIMIT and wanted not in name:
             continue
         step = make()
-        compiling = warm_up(step, 250 if "changing" in name else 25)  # until every shape has been seen a few times
+        compiling = warm_up(step, 700 if "changing" in name else 25)  # until every shape has been seen a few times
         rates[name] = rate(step)
         limit, loop = rates[LIMIT], rates.get(LOOP)
         over = f"{rates[name] / loop:10.1f}x" if loop else ""
