@@ -15,7 +15,7 @@ from typing import Any
 from ebbflow.errors import ConfigError
 from ebbflow.spec import nearest
 
-__all__ = ["RunConfig", "load_plugins"]
+__all__ = ["WHERE_AND_HOW", "RunConfig", "load_plugins"]
 
 
 _CHOICES = {
@@ -25,6 +25,10 @@ _CHOICES = {
     "precision": ["fp32", "bf16", "fp16"],
     "batch_norm": ["local", "sync", "frozen"],
 }
+
+
+WHERE_AND_HOW = frozenset({"data", "plugins", "device", "compile", "loader_workers"})
+"""Settings that say where things lie and who does the work, not what is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,8 @@ class RunConfig:
     """Epochs between validations; the last epoch is always validated."""
     data: str | None = None
     """Folder or file of the data set, for workloads that need one."""
+    loader_workers: int | None = None
+    """Processes that read samples ahead, of data sets that are not in memory; by default idle cores, four at most."""
     device: str = "cpu"
     threads: int = 1
     """CPU threads. Part of the configuration because results are equal bit for bit only with the same number."""
@@ -104,6 +110,8 @@ class RunConfig:
         for name in ("measure_every", "validate_every", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more")
+        if self.loader_workers is not None and self.loader_workers < 0:
+            raise ConfigError(f"loader_workers is {self.loader_workers}; expected 0 (read in this process) or more")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; {nearest(getattr(self, name), known)}")
@@ -129,7 +137,7 @@ class RunConfig:
 
     def fingerprint(self) -> str:
         """Equal for two configurations exactly if they compute the same; guards the resuming of a run."""
-        ignored = {"label", "data", "plugins", "device", "compile"}  # where things lie, not what is computed
+        ignored = {"label", *WHERE_AND_HOW}
         content = {key: value for key, value in self.as_dict().items() if key not in ignored}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 

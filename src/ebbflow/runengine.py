@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,8 +18,9 @@ from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan import BatchPlan
 from ebbflow.workloads import Task
+from ebbflow.workloads.ahead import sensible_workers
 
-__all__ = ["COMPILE_FROM", "idle_ranks", "make_engine"]
+__all__ = ["COMPILE_FROM", "idle_ranks", "loader_workers", "make_engine"]
 
 COMPILE_FROM = 2_000_000
 """Samples of a run from which compiling pays on a GPU.
@@ -75,6 +77,14 @@ def make_engine(
         compile=compile,
         on_event=on_event,
     )
+
+
+def loader_workers(config: RunConfig) -> int:
+    """Processes that read ahead for this one; torchrun says how many of its ranks share the machine."""
+    if config.loader_workers is not None:
+        return config.loader_workers
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return sensible_workers(cores=len(os.sched_getaffinity(0)), threads=config.threads, processes=ranks)
 
 
 def idle_ranks(engine: EmulatedEngine) -> str:

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +24,7 @@ import torch
 
 from ebbflow import workloads
 from ebbflow.checkpoint import load_checkpoint, load_model, save_checkpoint, weights_digest
-from ebbflow.config import RunConfig, load_plugins
+from ebbflow.config import WHERE_AND_HOW, RunConfig, load_plugins
 from ebbflow.data.ledger import Ledger
 from ebbflow.errors import CheckpointError, ConfigError, Diverged, PlanError
 from ebbflow.loop import Flow
@@ -44,7 +44,7 @@ from ebbflow.record import (
     read_record,
 )
 from ebbflow.rules.base import Scaling, spread
-from ebbflow.runengine import idle_ranks, make_engine
+from ebbflow.runengine import idle_ranks, loader_workers, make_engine
 from ebbflow.runheader import make_header
 from ebbflow.runplan import MAX_EPOCHS, check_measurable, make_growth, make_plan
 from ebbflow.torchrun import Group, joined
@@ -94,7 +94,10 @@ class _Trainer:
         self.folder = folder
         self.group = group
         device = group.device(config.device)
-        self.task = workloads.build(config.workload, data=config.data, seed=config.seed, device=device)
+        self.task = workloads.build(
+            config.workload, data=config.data, seed=config.seed, device=device,
+            loader_workers=loader_workers(config),
+        )  # fmt: skip
         samples = len(self.task.train)
         self.total_samples = config.epochs * samples
         model = self.task.model
@@ -120,6 +123,8 @@ class _Trainer:
             config, self.task, self.plan, optimizer, needs=needs, ranks=group.ranks,
             on_event=lambda what, text: self.record.write(Event(step=self.flow.step, what=what, text=text)),
         )  # fmt: skip
+        if isinstance(self.task.train, workloads.ReadsAhead):
+            self.task.train.follow(self.engine.coming)
         skips = config.on_nonfinite == "skip"
         self.flow = Flow(
             self.engine,
@@ -334,7 +339,7 @@ def train(
             callbacks = Callbacks(should_stop=callbacks.should_stop)
         with _cpu_settings(config.threads), _enough_memory(config.device):
             trainer = _Trainer(config, folder, command, group)
-            with trainer.record:
+            with trainer.record, closing(trainer.task):
                 trainer.run(callbacks, checkpoint_every_s=checkpoint_every_s)
                 if keep_weights and group.leads:
                     average = trainer.flow.average
@@ -391,7 +396,7 @@ def _finished(config: RunConfig, folder: Path) -> Run | None:
     other = [
         f"{key} is {wanted[key]!r}, was {run.header.config.get(key)!r}"
         for key in wanted
-        if key not in ("data", "plugins", "device", "compile") and run.header.config.get(key) != wanted[key]
+        if key not in WHERE_AND_HOW and run.header.config.get(key) != wanted[key]
     ]
     if other:
         raise ConfigError(f"{folder} holds a run of another configuration ({'; '.join(other)}); choose another folder")

@@ -222,10 +222,7 @@ def test_synchronised_batch_norm_equals_one_large_batch() -> None:
     ledger = Ledger(samples=SAMPLES)
     for step in range(STEPS):
         assignment = ledger.assign(changing_plan().at(step).samples)
-        if assignment.epoch != engine._epoch:
-            engine._epoch = assignment.epoch
-            engine._order = type(engine._order)(SAMPLES, 5, assignment.epoch)
-        indices = engine._order.indices(assignment.start, assignment.stop)
+        indices = engine._order(assignment.epoch).indices(assignment.start, assignment.stop)
         optimizer.zero_grad()
         cross_entropy(plain, x[indices], y[indices]).backward()
         optimizer.step()
@@ -245,7 +242,7 @@ def test_frozen_batch_norm_uses_and_keeps_the_running_statistics() -> None:
     plain.train()
     plain[2].eval()
     x, y = data()
-    indices = engine._order.indices(0, 24)
+    indices = engine._order(0).indices(0, 24)
     cross_entropy(plain, x[indices], y[indices]).backward()
     for ours, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)

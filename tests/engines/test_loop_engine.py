@@ -40,7 +40,7 @@ def test_running_statistics_move_once_a_step_by_the_mean_over_the_workers() -> N
     engine = engine_on(model)
     step(engine, Ledger(samples=SAMPLES))
     # What three workers of four samples see, with torch's momentum of 0.1 applied once to the mean of their statistics.
-    indices = engine._order.indices(0, 12)
+    indices = engine._order(0).indices(0, 12)
     parts = [engine.fetch(indices[i : i + 4])[0] for i in (0, 4, 8)]
     mean = torch.stack([part.mean(0) for part in parts]).mean(0)
     var = torch.stack([part.var(0) for part in parts]).mean(0)
@@ -56,7 +56,7 @@ def test_without_momentum_running_statistics_are_the_mean_of_all_steps() -> None
     for number in range(3):
         _, ledger = step(engine, ledger, number)
     # 36 samples in nine equal pieces: the mean over all of them
-    seen = engine.fetch(engine._order.indices(0, 36))[0]
+    seen = engine.fetch(engine._order(0).indices(0, 36))[0]
     torch.testing.assert_close(model[0].running_mean, seen.mean(0))
     assert model[0].momentum is None
 
@@ -136,7 +136,7 @@ def test_it_measures_the_pieces_when_a_rule_needs_it(needs: set[str]) -> None:
     size = engine.members(0)
     measured = engine.gradients(ledger.assign(size.samples), size).measurement
     assert measured is not None
-    indices = engine._order.indices(30, 40)
+    indices = engine._order(0).indices(30, 40)
     squares = torch.zeros(4)
     for start, stop in ((0, 4), (4, 7), (7, 10)):
         x, y = engine.fetch(indices[start:stop])

@@ -22,6 +22,7 @@ from ebbflow.data.ledger import Assignment, Share
 from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.engines.emulated.step import Step
 from ebbflow.errors import ConfigError
+from ebbflow.plan.plan import StepSize
 from ebbflow.record import Run, read_record
 from ebbflow.training import train
 from engines.ranks_runs import RUNS, TRACE, config
@@ -212,11 +213,12 @@ def test_a_worker_belongs_to_the_rank_of_its_number_modulo_the_ranks() -> None:
 def test_a_ranks_part_of_a_step_has_no_gaps_and_keeps_the_seeds_of_its_places() -> None:
     # Positions 10 to 19 of an epoch; this rank has 12 to 14 and 17 to 19, which it counts as 10 to 15.
     assignment, indices = Assignment(1, 10, 20), torch.arange(100, 110).numpy()
-    step = Step(assignment, indices, [[Share(1, 12, 15)], [Share(3, 17, 20)]])
+    size = StepSize(workers=4, samples=10, time_s=0.0, duration_s=1.0)
+    step = Step(assignment, indices, [[Share(1, 12, 15)], [Share(3, 17, 20)]], number=2, size=size)
     assert step.indices.tolist() == [102, 103, 104, 107, 108, 109]
     assert [(group.start, group.stop) for group in step.groups] == [(10, 13), (13, 16)]
     assert (step.batch, step.place(10), step.place(13)) == (6, 12, 17)
-    nothing = Step(assignment, indices, [])
+    nothing = Step(assignment, indices, [], number=2, size=size)
     assert (nothing.batch, nothing.groups, len(nothing.indices)) == (0, [], 0)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from ebbflow import workloads
@@ -23,6 +24,8 @@ OWN = {
     "digits-mlp": 8_970,
     "digits-cnn": 24_058,
     "fashion-cnn": None,
+    "folder-resnet18": None,
+    "folder-resnet50": None,
     "cifar10-mobilenet": None,
     "cifar10-resnet18": None,
     "cifar10-resnet50": None,
@@ -54,15 +57,23 @@ def data(tmp_path_factory) -> dict[str, Path | None]:
         fine = [99 * (i % 2) for i in range(count)]
         rows = (rng.integers(0, 100, (count, 3072)) + 100 * (np.array(fine) > 0)[:, None]).astype(np.uint8)
         (folder / name).write_bytes(pickle.dumps({b"data": rows, b"fine_labels": fine}, protocol=2))
+    for part, count in (("train", 40), ("val", 8)):
+        for i in range(count):
+            path = folder / "images" / part / f"class{i % 2}" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((rng.integers(0, 100, (48, 40, 3)) + 100 * (i % 2)).astype(np.uint8)).save(path)
     text = folder / "text.txt"
     text.write_text("the tide comes in and the tide goes out. " * 200)
     images = {name: folder for name in OWN if name.startswith(("cifar", "fashion"))}
-    return {**images, "shakespeare-gpt": text}
+    folders = {name: folder / "images" for name in OWN if name.startswith("folder")}
+    return {**images, **folders, "shakespeare-gpt": text}
 
 
 def small(name: str) -> str:
     if name.startswith("cifar"):
         return f"{name}(width=4)"
+    if name.startswith("folder"):
+        return f"{name}(width=4, size=32)"
     return {"shakespeare-gpt": "shakespeare-gpt(width=32, layers=2)"}.get(name, name)
 
 

@@ -9,8 +9,9 @@ K^2 (mu2 + s2/K) - 2 K mu2 to the sum of the pieces' squared norms, and the esti
 
     s2 + K ((K - 2) mu2 + s2)/(K - 1)   for s2,     (mu2 - s2)/(K - 1), at least 0,   for mu2.
 
-*rescaling*: when the scale changes, the average of the variance is multiplied by old/new scale, which is right where each
-worker's batch changes and wrong where the number of workers does. New observations mend it within about 1000/S steps.
+*rescaling*: when the scale changes, the average of the variance is multiplied by old/new scale, which is right where
+each worker's batch changes and wrong where the number of workers does. New observations mend it within about 1000/S
+steps.
 
 A rule sees averages, not gradients. Both defects are therefore applied to the averages, as they are on average: what is
 missing is the scatter of single steps, which a model with millions of parameters has little of.

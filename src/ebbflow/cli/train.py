@@ -65,6 +65,9 @@ def train(
     ] = False,
     validate_every: Annotated[int, typer.Option(help="Epochs between validations.")] = 1,
     data: Annotated[str | None, typer.Option(help="The data set, for workloads that need one.")] = None,
+    loader_workers: Annotated[
+        int | None, typer.Option(help="Processes that read data ahead that is not in memory. Default: idle cores.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
     plugin: Annotated[list[str] | None, typer.Option(help="A Python file with your own rules or workloads.")] = None,
@@ -79,7 +82,8 @@ def train(
         offset=offset, on_change=on_change, repeat=repeat, piece=piece, engine=engine, chunk=chunk,
         precision=precision, batch_norm=batch_norm, compile=compile, memory_steps=memory_steps,
         measure_every=measure_every, clip=clip, on_nonfinite=on_nonfinite, ema=ema,
-        bn_follows_batch=bn_follows_batch, validate_every=validate_every, data=data, device=device, threads=threads,
+        bn_follows_batch=bn_follows_batch, validate_every=validate_every, data=data,
+        loader_workers=loader_workers, device=device, threads=threads,
         plugins=tuple(plugin or ()),
     )  # fmt: skip
     every = parse_seconds(checkpoint_every)

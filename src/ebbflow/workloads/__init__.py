@@ -6,10 +6,11 @@ Start with `build` and `recipe`; `base.py` says how to add a workload of your ow
 from __future__ import annotations
 
 # Importing a module registers its workloads.
-from ebbflow.workloads import cifar, digits, fashion, quadratic, shakespeare  # noqa: F401
+from ebbflow.workloads import cifar, digits, fashion, folders, quadratic, shakespeare  # noqa: F401
 from ebbflow.workloads.base import (
     WORKLOADS,
     Indices,
+    ReadsAhead,
     Recipe,
     Source,
     Task,
@@ -25,6 +26,7 @@ __all__ = [
     "WORKLOADS",
     "DatasetSource",
     "Indices",
+    "ReadsAhead",
     "Recipe",
     "Source",
     "Task",

@@ -28,10 +28,10 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from ebbflow.spec import Call, Registry, parse_calls
 __all__ = [
     "WORKLOADS",
     "Indices",
+    "ReadsAhead",
     "Recipe",
     "Source",
     "Task",
@@ -114,6 +115,26 @@ class Source(Protocol):
         """The same samples, delivered on the device."""
 
 
+@runtime_checkable
+class ReadsAhead(Source, Protocol):
+    """A source that worker processes read ahead, if it is told what is coming."""
+
+    def batches(self, many: Sequence[Indices]) -> Iterator[tuple[Tensor, Tensor]]:
+        """What `batch` gives for validation, one batch after the other."""
+
+    def follow(self, coming: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
+        """Ask `coming` for the batches of training from the present one on: torch's seed before each, and its samples.
+
+        It may be wrong about the future: that costs time, and changes no batch.
+        """
+
+    def staffed(self, workers: int) -> Self:
+        """The same samples, read by so many processes where the source has no number of its own."""
+
+    def close(self) -> None:
+        """End the processes."""
+
+
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 Scores = Callable[[nn.Module, Tensor, Tensor], Mapping[str, Tensor]]
 
@@ -163,10 +184,9 @@ class Task:
         model.eval()
         try:
             with torch.no_grad():
-                for start in range(0, len(self.valid), self.eval_batch):
-                    indices = torch.arange(start, min(start + self.eval_batch, len(self.valid)))
-                    sizes.append(len(indices))
-                    for name, value in self._scores(model, *self.valid.batch(indices, train=False)).items():
+                for x, y in self._valid_batches():
+                    sizes.append(len(y))
+                    for name, value in self._scores(model, x, y).items():
                         parts.setdefault(name, []).append(value)
         finally:
             for module, training in modes:
@@ -176,6 +196,18 @@ class Task:
         weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
         # Stacked on the device and fetched once a score: a fetch for each batch would stall a GPU each time.
         return {name: float(weights @ torch.stack(values).double().cpu()) for name, values in parts.items()}
+
+    def _valid_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        every = torch.split(torch.arange(len(self.valid)), self.eval_batch)
+        if isinstance(self.valid, ReadsAhead):
+            return self.valid.batches(every)
+        return (self.valid.batch(indices, train=False) for indices in every)
+
+    def close(self) -> None:
+        """End the processes that read ahead, if there are any."""
+        for source in (self.train, self.valid):
+            if isinstance(source, ReadsAhead):
+                source.close()
 
     def _scores(self, model: nn.Module, x: Tensor, y: Tensor) -> Mapping[str, Tensor]:
         if self.scores is not None:
@@ -209,8 +241,18 @@ class Workload:
         """Whether `build` accepts a data path."""
         return "data" in inspect.signature(self.function).parameters
 
-    def build(self, *, data: Path | str | None = None, seed: int = 0, device: torch.device | str = "cpu") -> Task:
-        """The task. Its initial weights depend on the seed only: neither on the device nor on what ran before."""
+    def build(
+        self,
+        *,
+        data: Path | str | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        loader_workers: int = 0,
+    ) -> Task:
+        """The task. Its initial weights depend on the seed only: neither on the device nor on what ran before.
+
+        `loader_workers`: processes that read ahead, for sources that do and have no number of their own.
+        """
         if data is not None and not self.takes_data:
             raise ConfigError(f"data={data} was given, but the workload {self.name!r} takes none; leave it out")
         target = _device(device)
@@ -223,13 +265,17 @@ class Workload:
             task = self.function(**wanted, **self.arguments)
         return Task(
             model=task.model.to(target),
-            train=task.train.to(target),
-            valid=task.valid.to(target),
+            train=_staffed(task.train.to(target), loader_workers),
+            valid=_staffed(task.valid.to(target), loader_workers),
             recipe=task.recipe,
             loss=task.loss,
             scores=task.scores,
             eval_batch=task.eval_batch,
         )
+
+
+def _staffed(source: Source, workers: int) -> Source:
+    return source.staffed(workers) if isinstance(source, ReadsAhead) else source
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -275,11 +321,16 @@ def recipe(text: str | Call) -> Recipe:
 
 
 def build(
-    text: str | Call, *, data: Path | str | None = None, seed: int = 0, device: torch.device | str = "cpu"
+    text: str | Call,
+    *,
+    data: Path | str | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    loader_workers: int = 0,
 ) -> Task:
     """The task of a workload, by its name or text form.
 
     >>> build("digits-mlp(width=16)", seed=1).describe()["parameters"]
     1482
     """
-    return WORKLOADS.make(text).build(data=data, seed=seed, device=device)
+    return WORKLOADS.make(text).build(data=data, seed=seed, device=device, loader_workers=loader_workers)

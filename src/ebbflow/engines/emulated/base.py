@@ -7,19 +7,24 @@ They differ in how the virtual workers of a step are computed: one after another
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from ebbflow.data.ledger import Assignment, Share, shares
+from ebbflow.data.ledger import Assignment, Ledger, Share, shares
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.base import Engine, Faults, Gradients
 from ebbflow.engines.emulated.ranks import Ranks, StepSum
 from ebbflow.engines.emulated.step import Step
 from ebbflow.engines.pieces import Fetch, Loss, Precision, autocast, generators, piece_seed
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, PlanError
 from ebbflow.moments.choose import AnyMeter, meter_for
 from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.spec import nearest
@@ -42,6 +47,11 @@ class BatchNorm(Protocol):
     @property
     def sums(self) -> Sequence[torch.Tensor]:
         """What `commit` takes for the mean over the workers: weighted sums over the samples of the step so far."""
+
+
+def same_step(one: tuple[Assignment, StepSize], other: tuple[Assignment, StepSize]) -> bool:
+    """Whether two steps are computed alike: what growing policies and clocks note beside does not matter."""
+    return one[0] == other[0] and (one[1].workers, one[1].samples) == (other[1].workers, other[1].samples)
 
 
 class EmulatedEngine(Engine):
@@ -100,8 +110,13 @@ class EmulatedEngine(Engine):
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
         self._modules, self._parameters = [*model.modules()], [*model.parameters()]
         self._training: list[bool] = []  # of each module, after model.train(), which a model may have of its own
-        self._epoch, self._order = 0, Permutation(samples, seed, 0)
+        self._order = lru_cache(maxsize=2)(lambda epoch: Permutation(samples, seed, epoch))  # this one and the next
         self._step = 0
+        self._before: Step | None = None
+        self._latest: Step | None = None
+        """The step that is computed; `_before`: the one before it."""
+        self._fetched: tuple[Step, int] | None = None
+        """The piece that was fetched last: its step and its first position there."""
 
     @abstractmethod
     def _make_batch_norm(self) -> BatchNorm:
@@ -113,6 +128,10 @@ class EmulatedEngine(Engine):
 
         Must not depend on the rank.
         """
+
+    @abstractmethod
+    def _pieces(self, step: Step) -> list[int]:
+        """Samples of each piece that is fetched for a step, in order."""
 
     @abstractmethod
     def _backward(self, step: Step) -> tuple[torch.Tensor | float, int]:
@@ -139,13 +158,60 @@ class EmulatedEngine(Engine):
         return Gradients(loss=float(total), pieces=passes, measurement=measurement)
 
     def _make_step(self, assignment: Assignment, size: StepSize) -> Step:
-        if assignment.epoch != self._epoch:
-            self._epoch = assignment.epoch
-            self._order = Permutation(self.samples, self.seed, assignment.epoch)
+        """The step that is computed now."""
+        step = self._build_step(self._step, assignment, size)
+        self._before, self._latest = self._latest, step
+        return step
+
+    def _build_step(self, number: int, assignment: Assignment, size: StepSize) -> Step:
         parts, workers = self._parts(self._groups(assignment, size.workers, size.samples))
         if self.ranks is not None:
             parts = self.ranks.own(parts, workers)
-        return Step(assignment, self._order.indices(assignment.start, assignment.stop), parts)
+        indices = self._order(assignment.epoch).indices(assignment.start, assignment.stop)
+        return Step(assignment, indices, parts, number=number, size=size)
+
+    def _expected_after(self, step: Step) -> tuple[Assignment, StepSize] | None:
+        """What should come after a step: a guess, which a lost worker or a growing policy may prove wrong.
+
+        Where a step was smaller than the plan has it, so will be the next. None where the plan ends.
+        """
+        whole = step.whole
+        ledger = Ledger(samples=self.samples, epoch=whole.epoch, position=whole.start).commit(whole)
+        try:
+            size = self.plan.at(step.number + 1)
+        except PlanError:
+            return None
+        if step.size.samples < self.plan.at(step.number).samples:
+            workers, samples = min(size.workers, step.size.workers), min(size.samples, step.size.samples)
+            size = replace(size, workers=workers, samples=samples)
+        return ledger.assign(size.samples), size
+
+    @property
+    def _foreseen(self) -> bool:
+        """Whether the latest step was to be expected after the one before, so that guessing on makes sense."""
+        if self._before is None or self._latest is None:
+            return True
+        expected = self._expected_after(self._before)
+        return expected is not None and same_step(expected, (self._latest.whole, self._latest.size))
+
+    def coming(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """The pieces from the one on that was fetched last: the seed before each, and its samples.
+
+        As far as can be told: where the latest step was not to be expected, neither is what comes after it. Ends where
+        the plan does, and before a step in which other ranks compute everything.
+        """
+        if self._fetched is None:
+            return
+        step, begin = self._fetched
+        while step.batch:
+            stops = [*accumulate(self._pieces(step), initial=step.start)]
+            for start, stop in pairwise(stops):
+                if start >= begin:
+                    yield self._seed_of(step, start), step.samples(start, stop)
+            expected = self._expected_after(step)
+            if expected is None or not self._foreseen:
+                return
+            step, begin = self._build_step(step.number + 1, *expected), 0
 
     def _groups(self, assignment: Assignment, workers: int, samples: int) -> tuple[Share, ...]:
         share = -(-samples // workers)
@@ -169,11 +235,15 @@ class EmulatedEngine(Engine):
         if self.meter is not None:
             self.meter.discard()  # of a step that an exception cut short
 
+    def _seed_of(self, step: Step, start: int) -> int:
+        return piece_seed(self.seed, step.epoch, step.place(start))
+
     def _fetch(self, step: Step, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        seed = piece_seed(self.seed, step.epoch, step.place(start))
+        seed = self._seed_of(step, start)
         for generator in self._generators:
             generator.manual_seed(seed)
-        return self.fetch(step.indices[start - step.start : stop - step.start])
+        self._fetched = (step, start)
+        return self.fetch(step.samples(start, stop))
 
     def autocast(self) -> AbstractContextManager[object]:
         """The model computes in the engine's precision inside."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ebbflow.data.ledger import Assignment, Ledger, Share
+from ebbflow.data.ledger import Assignment, Share
 from ebbflow.engines.base import Faults
-from ebbflow.engines.emulated.base import EmulatedEngine
+from ebbflow.engines.emulated.base import EmulatedEngine, same_step
 from ebbflow.engines.emulated.chunks import Chunk, cut
 from ebbflow.engines.emulated.compiled import Compiled, Way
 from ebbflow.engines.emulated.graphs import Graphs
@@ -28,7 +28,7 @@ from ebbflow.engines.emulated.grouped import BatchNormMode, GroupedBatchNorm
 from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.engines.emulated.step import Step
 from ebbflow.engines.pieces import Fetch, Loss, Precision
-from ebbflow.errors import ConfigError, PlanError
+from ebbflow.errors import ConfigError
 from ebbflow.moments.flat import FlatSums
 from ebbflow.moments.norms import squared_norms
 from ebbflow.moments.sums import Sums
@@ -52,8 +52,6 @@ _GROW_AFTER = 2000  # steps without an overflow after which the loss scale of fp
 class _Ahead:
     """What was fetched for the step that should come next."""
 
-    assignment: Assignment
-    size: StepSize
     step: Step
     range: tuple[int, int]
     """The positions that were fetched."""
@@ -212,10 +210,14 @@ class FusedEngine(EmulatedEngine):
             return [Chunk(1, step.batch)]
         return [chunk for part in step.parts for chunk in cut([g.size for g in part], samples=self.chunk)]
 
-    def _make_step(self, assignment: Assignment, size: StepSize) -> Step:
-        if self._ahead is not None and (self._ahead.assignment, self._ahead.size) == (assignment, size):
-            return self._ahead.step
-        return super()._make_step(assignment, size)
+    def _pieces(self, step: Step) -> list[int]:
+        return [chunk.samples for chunk in self._cut(step)]
+
+    def _build_step(self, number: int, assignment: Assignment, size: StepSize) -> Step:
+        ahead = self._ahead.step if self._ahead is not None else None
+        if ahead is not None and same_step((ahead.whole, ahead.size), (assignment, size)):
+            return ahead
+        return super()._build_step(number, assignment, size)
 
     def _look_ahead(self, step: Step) -> None:
         """Fetch the first samples of the next step while the device is busy with this one.
@@ -223,20 +225,16 @@ class FusedEngine(EmulatedEngine):
         A guess: where the next step turns out to be another one, nothing of this is used.
         """
         self._ahead = None
-        whole = step.whole
-        ledger = Ledger(samples=self.samples, epoch=whole.epoch, position=whole.start).commit(whole)
-        try:
-            size = self.plan.at(self._step + 1)
-        except PlanError:
+        expected = self._expected_after(step) if self._foreseen else None
+        if expected is None:
             return
-        assignment = ledger.assign(size.samples)
-        coming = super()._make_step(assignment, size)
+        coming = self._build_step(step.number + 1, *expected)
         if not coming.batch:  # other ranks compute all of it
             return
-        start, stop = coming.start, coming.start + self._cut(coming)[0].samples
+        start, stop = coming.start, coming.start + self._pieces(coming)[0]
         fetched = self._fetch(coming, start, stop)
         states = [generator.get_state() for generator in self._generators]
-        self._ahead = _Ahead(assignment, size, coming, (start, stop), fetched, states)
+        self._ahead = _Ahead(coming, (start, stop), fetched, states)
 
     def _fetch(self, step: Step, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         ahead = self._ahead

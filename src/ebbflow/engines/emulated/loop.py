@@ -33,6 +33,9 @@ class LoopEngine(EmulatedEngine):
     def _parts(self, groups: Sequence[Share]) -> tuple[list[Sequence[Share]], list[int]]:
         return [[group] for group in groups], [group.worker for group in groups]
 
+    def _pieces(self, step: Step) -> list[int]:
+        return [group.size for group in step.groups]
+
     def _backward(self, step: Step) -> tuple[torch.Tensor | float, int]:
         """One forward and backward pass a piece, accumulated with each piece's share as weight."""
         total: torch.Tensor | float = 0.0

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbflow.data.ledger import Assignment, Share
+from ebbflow.plan.plan import StepSize
 
 __all__ = ["Step"]
 
@@ -19,9 +20,19 @@ class Step:
     """
 
     def __init__(
-        self, assignment: Assignment, indices: npt.NDArray[np.int64], parts: Sequence[Sequence[Share]]
+        self,
+        assignment: Assignment,
+        indices: npt.NDArray[np.int64],
+        parts: Sequence[Sequence[Share]],
+        *,
+        number: int,
+        size: StepSize,
     ) -> None:
         """`indices`: of all samples of the assignment. `parts`: groups, as many together as are computed at once."""
+        self.number = number
+        """Counted from 0 at the start of the run."""
+        self.size = size
+        """What the fleet gave it."""
         self.whole = assignment
         """The samples of all ranks."""
         self.epoch = assignment.epoch
@@ -39,6 +50,10 @@ class Step:
     def groups(self) -> list[Share]:
         """All groups, in order."""
         return [group for part in self.parts for group in part]
+
+    def samples(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The samples at positions of the step."""
+        return self.indices[start - self.start : stop - self.start]
 
     def place(self, start: int) -> int:
         """The position in the epoch's order of the group that starts at a position of the step."""

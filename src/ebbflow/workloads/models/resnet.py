@@ -1,4 +1,4 @@
-"""Residual networks (He et al., CVPR 2016), with the stem that is used for images of 32x32: no pooling, stride 1."""
+"""Residual networks (He et al., CVPR 2016), with the paper's stem or one for images of 32x32: stride 1, no pooling."""
 
 from __future__ import annotations
 
@@ -63,14 +63,28 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A 3x3 stem and stages of blocks; each stage after the first halves the image and doubles the width."""
+    """A 3x3 stem and stages of blocks; each stage after the first halves the image and doubles the width.
+
+    `large`: a 7x7 stem and pooling, which leave a fourth of the resolution.
+    """
 
     def __init__(
-        self, *, block: type[BasicBlock] | type[Bottleneck], blocks: Sequence[int], width: int, classes: int
+        self,
+        *,
+        block: type[BasicBlock] | type[Bottleneck],
+        blocks: Sequence[int],
+        width: int,
+        classes: int,
+        large: bool = False,
     ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.conv1 = (
+            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+            if large
+            else (nn.Conv2d(3, width, 3, padding=1, bias=False))
+        )
         self.bn1 = nn.BatchNorm2d(width)
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
         stages: list[nn.Module] = []
         before = width
         for stage, count in enumerate(blocks):
@@ -83,16 +97,16 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits `(samples, classes)`."""
-        out = self.stages(F.relu(self.bn1(self.conv1(x))))
+        out = self.stages(self.pool(F.relu(self.bn1(self.conv1(x)))))
         logits: Tensor = self.fc(out.mean(dim=(2, 3)))
         return logits
 
 
-def resnet18(*, classes: int, width: int = 64) -> ResNet:
-    """ResNet-18 for small images: 11.2 million parameters at the width of the paper."""
-    return ResNet(block=BasicBlock, blocks=(2, 2, 2, 2), width=width, classes=classes)
+def resnet18(*, classes: int, width: int = 64, large: bool = False) -> ResNet:
+    """ResNet-18 for small or `large` images: 11.2 million parameters at the width of the paper, and its classes'."""
+    return ResNet(block=BasicBlock, blocks=(2, 2, 2, 2), width=width, classes=classes, large=large)
 
 
-def resnet50(*, classes: int, width: int = 64) -> ResNet:
-    """ResNet-50 for small images: 23.5 million parameters at the width of the paper."""
-    return ResNet(block=Bottleneck, blocks=(3, 4, 6, 3), width=width, classes=classes)
+def resnet50(*, classes: int, width: int = 64, large: bool = False) -> ResNet:
+    """ResNet-50 for small or `large` images: 23.5 million parameters at the width of the paper, and its classes'."""
+    return ResNet(block=Bottleneck, blocks=(3, 4, 6, 3), width=width, classes=classes, large=large)

@@ -1,0 +1,144 @@
+"""Reading ahead: steps on JPEGs that have to be decoded, in this process and by one beside it.
+
+A convolutional network is trained on images of 256x256, made here, which are decoded with Pillow, cropped and resized
+to 64x64; the workers change all the time. *decode* and *compute* are measured on their own: a run can be as short as
+the longer of the two, the limit, if there are idle cores and reading costs the training process nothing. The peer is
+torch's DataLoader in its plainest use, with the list of all batches given to it before the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from ebbflow.data.ledger import Ledger
+from ebbflow.engines.emulated import FusedEngine
+from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.policies import Follow
+from ebbflow.traces.trace import Trace
+from ebbflow.workloads import DatasetSource, cross_entropy
+from ebbflow.workloads.folders import random_crop
+
+SAMPLES, SIDE, CROP = 1500, 256, 64
+TRACE = "0s:4 1s:2 2s:5 3s:3 4s:4 5s:1 6s"
+Fetch = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Jpegs(Dataset[tuple[torch.Tensor, int]]):
+    """Images that are decoded whenever they are asked for; every tenth is a new one."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.files = []
+        for _ in range(SAMPLES // 10):
+            coarse = Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8))
+            file = io.BytesIO()
+            coarse.resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+            self.files.append(file.getvalue())
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        with Image.open(io.BytesIO(self.files[index % len(self.files)])) as image:
+            box = random_crop(SIDE, SIDE)
+            part = image.convert("RGB").resize((CROP, CROP), Image.Resampling.BILINEAR, box=box)
+        return torch.from_numpy(np.array(part)).permute(2, 0, 1).float() / 255, index % 10
+
+
+def make_engine(fetch: Fetch, width: int) -> FusedEngine:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, width, 3, stride=2, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10),
+    )  # fmt: skip
+    # 30 steps of 51 samples on average: the epoch, and nothing after it that would be read ahead for nobody.
+    plan = BatchPlan.from_trace(Trace.parse(TRACE).repeat(5), Follow(16), "1s")
+    return FusedEngine(model, fetch, cross_entropy, plan, samples=SAMPLES)
+
+
+def epoch(engine: FusedEngine) -> float:
+    """Seconds of an epoch, the start of processes included."""
+    ledger, step, began = Ledger(samples=SAMPLES), 0, time.perf_counter()
+    while ledger.epoch == 0:
+        size = engine.members(step)
+        assignment = ledger.assign(size.samples)
+        engine.gradients(assignment, size)
+        engine.commit()
+        ledger, step = ledger.commit(assignment), step + 1
+    return time.perf_counter() - began
+
+
+def by_source(data: Jpegs, width: int, processes: int) -> float:
+    source = DatasetSource(data, workers=processes)
+    engine = make_engine(lambda indices: source.batch(indices, train=True), width)
+    source.follow(engine.coming)
+    seconds = epoch(engine)
+    source.close()
+    return seconds
+
+
+def by_plain_loader(data: Jpegs, width: int, processes: int) -> float:
+    lists: list[list[int]] = []
+
+    def note(indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        lists.append(indices.tolist())
+        return torch.zeros(len(indices), 3, 8, 8), torch.zeros(len(indices), dtype=torch.int64)
+
+    epoch(make_engine(note, 1))
+    loader = DataLoader(data, batch_sampler=lists, num_workers=processes, prefetch_factor=2)
+    batches: list[Iterator[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def fetch(indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if not batches:
+            batches.append(iter(loader))  # which starts its processes
+        return next(batches[0])
+
+    return epoch(make_engine(fetch, width))
+
+
+def alone(data: Jpegs, width: int) -> tuple[float, float]:
+    """Seconds to decode an epoch, and to compute one."""
+    began = time.perf_counter()
+    DatasetSource(data).batch(np.arange(SAMPLES), train=True)
+    decode = time.perf_counter() - began
+    images, labels = torch.rand(128, 3, CROP, CROP), torch.arange(128) % 10
+    return decode, epoch(make_engine(lambda indices: (images[: len(indices)], labels[: len(indices)]), width))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=1, help="that read ahead")
+    parser.add_argument("--repeats", type=int, default=3, help="of which the fastest counts")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    data = Jpegs()
+    print(f"{SAMPLES} JPEGs of {SIDE}x{SIDE}; seconds an epoch, fastest of {options.repeats}")
+    heads = ("decode", "compute", "here", "ahead", "DataLoader", "limit", "ahead/limit", "DataLoader/limit", "speed-up")
+    print(f"{'model':>8}" + "".join(f"{head:>{max(9, len(head) + 2)}}" for head in heads))
+    for width in (8, 24):
+        found = [
+            (*alone(data, width), by_source(data, width, 0), by_source(data, width, options.processes),
+             by_plain_loader(data, width, options.processes))
+            for _ in range(options.repeats)
+        ]  # fmt: skip
+        decode, compute, here, ahead, plain = (min(column) for column in zip(*found, strict=True))
+        limit = max(compute, decode / options.processes)
+        row = (decode, compute, here, ahead, plain, limit, ahead / limit, plain / limit, here / ahead)
+        print(
+            f"{f'width {width}':>8}" + "".join(f"{v:>{max(9, len(h) + 2)}.2f}" for v, h in zip(row, heads, strict=True))
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Reading ahead: worker processes decode and transform the samples of coming steps while the present one is computed.
+
+    read(request)  --- as expected? -->  the slices that the loader has ready, or nearly
+                   --- otherwise ----->  ask again what is coming, throw away what was read, start from here
+
+The loader, torch's DataLoader, is fed from an iterator over coming requests, which is read lazily: as many slices are
+under way as the processes can hold, and no more. That iterator may be wrong about the future; what comes out of the
+loader is compared with what is asked for, request by request. So a wrong guess costs time, and never gives another
+sample.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ebbflow.errors import ConfigError, DataError
+from ebbflow.workloads.requests import SLICE, Failed, Request, collate, read_slice
+
+__all__ = ["Coming", "Reader", "sensible_workers"]
+
+Coming = Callable[[], Iterator[Request]]
+"""Tells what will be asked for, from the present request on; as far as can be told, and with no harm if it is wrong."""
+
+Part = tuple[Tensor, Tensor] | Failed | ConfigError
+
+_LOG = logging.getLogger(__name__)
+_MOST_BY_DEFAULT = 4
+
+
+def sensible_workers(*, cores: int, threads: int, processes: int = 1) -> int:
+    """Processes that read ahead where nobody says how many: those cores that the run leaves idle, four at most.
+
+    `cores` of the machine are shared by so many `processes`, each computing with so many `threads`.
+
+    >>> [sensible_workers(cores=cores, threads=1) for cores in (1, 2, 4, 64)]
+    [0, 1, 3, 4]
+    """
+    return max(0, min(_MOST_BY_DEFAULT, cores // processes - threads))
+
+
+class _Slices(Dataset[Part]):
+    """The data set as the worker processes see it: asked for slices, it gives batches, or says why it cannot."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, part: Request) -> Part:
+        samples = read_slice(self.dataset, part)
+        if isinstance(samples, Failed):
+            return samples
+        try:
+            return collate(samples, self.dataset)
+        except ConfigError as error:
+            return ConfigError(str(error))  # without its cause, which might not cross from process to process
+
+
+class _Feed(Sampler[Request]):
+    """What the loader is fed from: the slices of the requests of its owner, which are noted when they are taken."""
+
+    def __init__(self) -> None:
+        self.requests: Iterator[Request] = iter(())
+        self.taken: deque[Request] = deque()
+        """Requests of which the loader has taken a slice, and nobody has taken the result."""
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self.requests:
+            self.taken.append(request)
+            yield from request.slices()
+
+
+class Reader:
+    """Reads requests of a data set with `workers` processes, or in this one if they are none.
+
+    Guarantees: the samples of `read` are those of its request, whatever was expected; they are the same for every
+    number of processes, and so is the state of all random generators of this process afterwards. A process that ends
+    is an error, within seconds. `close` ends all processes, and so does the end of this process, however it ends.
+
+    Processes start at the first `read`, forked from this one, so that the data set need not be pickled. A process that
+    may have no children (a daemon) reads by itself.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, workers: int, ahead: int, pin_memory: bool = False) -> None:
+        """`ahead`: samples that are read before they are asked for, where requests are large enough to fill slices."""
+        for name, value, least in (("workers", workers, 0), ("ahead", ahead, 1)):
+            if value < least:
+                raise ConfigError(f"{name} is {value}; expected {least} or more")
+        self.dataset = dataset
+        self.workers = workers
+        self.ahead = ahead
+        self.pin_memory = pin_memory
+        self._feed = _Feed()
+        self._loader: DataLoader[Part] | None = None
+        self._parts: Iterator[Part] = iter(())
+        self._coming: list[Coming] = []
+
+    @contextmanager
+    def following(self, coming: Coming) -> Iterator[None]:
+        """Inside, `coming` tells what will be asked for."""
+        self._coming.append(coming)
+        try:
+            yield
+        finally:
+            self._coming.remove(coming)
+
+    def follow(self, coming: Coming) -> None:
+        """From now on, `coming` tells what will be asked for."""
+        self._coming[:] = [coming]
+
+    def read(self, request: Request) -> list[tuple[Tensor, Tensor]]:
+        """The samples of the request, as batches to be joined."""
+        if self.workers == 0 or multiprocessing.current_process().daemon:
+            return [self._read_here(request)]
+        batches = []
+        for part in self._take(request):
+            if isinstance(part, Failed):
+                raise part.error(self.dataset)
+            if isinstance(part, ConfigError):
+                raise part
+            batches.append(part)
+        return batches
+
+    def _take(self, request: Request) -> list[Part]:
+        """The slices of a request from the loader."""
+        try:
+            taken = self._feed.taken
+            if not taken or taken[0] != request:
+                self._expect(self._from(request))
+            taken.popleft()
+            return [next(self._parts) for _ in request.slices()]
+        except (RuntimeError, OSError, EOFError) as error:  # a process is gone: before its samples, or before they came
+            failure = str(error)
+        except BaseException:  # interrupted between two slices: what comes next would be taken for something else
+            self.close()
+            raise
+        self.close()  # here, where the error no longer holds on to the loader: all processes end now
+        raise DataError(
+            f"reading samples of {type(self.dataset).__name__} ahead failed: {failure}. If a process was killed for "
+            f"lack of memory, or of shared memory in /dev/shm, use fewer of them (loader_workers)"
+        )
+
+    def _read_here(self, request: Request) -> tuple[Tensor, Tensor]:
+        samples = []
+        for part in request.slices():
+            read = read_slice(self.dataset, part)
+            if isinstance(read, Failed):
+                raise read.error(self.dataset)
+            samples += read
+        return collate(samples, self.dataset)
+
+    def _from(self, request: Request) -> Iterator[Request]:
+        """The request, and what is coming after it if this is the one that should come now."""
+        coming = self._coming[-1]() if self._coming else iter(())
+        later = coming if next(coming, None) == request else ()
+        return itertools.chain([request], later)
+
+    def _expect(self, requests: Iterator[Request]) -> None:
+        """Read these from now on; what is under way is waited for and thrown away."""
+        if self._feed.taken:
+            _LOG.debug("%d requests were read in vain", len(self._feed.taken))
+        self._feed.taken.clear()
+        self._feed.requests = requests
+        if self._loader is None:
+            self._loader = self._make_loader()
+        with _own_child_signal():
+            self._parts = iter(self._loader)
+
+    def _make_loader(self) -> DataLoader[Part]:
+        return DataLoader(
+            _Slices(self.dataset),
+            sampler=self._feed,
+            batch_size=None,
+            num_workers=self.workers,
+            prefetch_factor=max(2, -(-self.ahead // (SLICE * self.workers))),
+            persistent_workers=True,
+            pin_memory=self.pin_memory,
+            multiprocessing_context="fork",
+            worker_init_fn=functools.partial(_begin_worker, os.getpid()),
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # it draws a number at each start; not from the run's generator
+        )
+
+    def close(self) -> None:
+        """End the processes; the next `read` starts them again."""
+        self._feed.taken.clear()
+        self._feed.requests = iter(())
+        self._parts = iter(())
+        self._loader = None  # its last reference: torch ends the processes and waits for them
+
+
+def _as_it_is(part: Any) -> Any:
+    return part
+
+
+def _begin_worker(parent: int, number: int) -> None:
+    """Ctrl-C in a terminal reaches all processes; the one that trains decides, and may still want samples."""
+    if os.getppid() != parent:
+        os._exit(1)  # killed while this process began; torch's watchdog would wait for a change that has been
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def _own_child_signal() -> Iterator[None]:
+    """Keep what this process does at the end of a child.
+
+    Torch's loader would have it raise an error wherever it is, in the middle of a step. The loader notices, too, when
+    it waits for the child's samples, which is where `read` can say what happened.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)

@@ -1,0 +1,119 @@
+"""Folders of images: found, numbered, cropped, and refused with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ebbflow import workloads
+from ebbflow.config import RunConfig
+from ebbflow.errors import DataError
+from ebbflow.training import train
+from ebbflow.workloads import DatasetSource
+from ebbflow.workloads.folders import ImageFolder, random_crop, whole_image
+
+
+def save(path: Path, colour: int, *, width: int = 40, height: int = 30) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Brighter from left to right, so that a mirrored image can be told from one that is not.
+    pixels = np.full((height, width, 3), colour, dtype=np.uint8) + np.arange(width, dtype=np.uint8)[None, :, None]
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for i, (part, name) in enumerate([(part, name) for part in ("train", "val") for name in ("cat", "dog")]):
+        for k in range(6):
+            save(tmp_path / part / name / f"{k}.{['jpg', 'png', 'JPEG'][k % 3]}", 40 + 20 * i)
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("no image")
+    return tmp_path
+
+
+def test_classes_and_images_are_in_the_order_of_their_names(folder):
+    images = ImageFolder(folder / "train", size=16, crop=whole_image)
+    assert images.classes == ["cat", "dog"]
+    assert [images[i][1] for i in range(len(images))] == [0] * 6 + [1] * 6
+    pixels, _ = images[1]
+    assert pixels.dtype == torch.uint8
+    assert pixels.shape == (3, 16, 16)
+    # A png of 40 + column: the middle 26.25 of 40 columns begin at 6.875.
+    assert pixels[:, :, 0].float().mean() == pytest.approx(40 + 6.875 + 26.25 / 16 / 2 - 0.5, abs=1)
+
+
+def test_random_crops_lie_in_the_image_and_have_a_part_and_a_shape_as_asked():
+    torch.manual_seed(0)
+    parts = []
+    for _ in range(500):
+        left, upper, right, lower = random_crop(400, 300)
+        assert 0 <= left < right <= 400
+        assert 0 <= upper < lower <= 300
+        assert 0.74 < (right - left) / (lower - upper) < 1.35
+        parts.append((right - left) * (lower - upper) / (400 * 300))
+    assert min(parts) > 0.075
+    assert max(parts) > 0.8
+    # Uniform from 0.08 to 1, but large parts of the wrong shape do not fit: below the mean of 0.54.
+    assert 0.4 < sum(parts) / len(parts) < 0.54
+
+
+def test_an_image_that_no_crop_fits_into_gives_its_middle():
+    assert random_crop(1000, 10) == pytest.approx((500 - 20 / 3, 0, 500 + 20 / 3, 10))
+    assert random_crop(10, 1000) == pytest.approx((0, 500 - 20 / 3, 10, 500 + 20 / 3))
+
+
+def test_half_of_the_training_images_are_mirrored(folder):
+    images = ImageFolder(folder / "train", size=8, crop=whole_image, mirror=True)
+    torch.manual_seed(0)
+    rising = [bool((pixels[:, :, -1] > pixels[:, :, 0]).all()) for pixels, _ in (images[1] for _ in range(60))]
+    assert 15 < sum(rising) < 45
+
+
+def test_the_device_standardises(folder):
+    task = workloads.build("folder-resnet18(width=4, size=32)", data=folder)
+    assert isinstance(task.valid, DatasetSource)
+    raw = task.valid.dataset[0][0].float()
+    mean, std = (torch.tensor(v)[:, None, None] for v in ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)))
+    torch.testing.assert_close(task.valid.batch(np.array([0]), train=False)[0][0], (raw - mean) / std)
+
+
+def test_a_run_is_the_same_with_and_without_processes_that_decode_ahead(folder, tmp_path):
+    runs = [
+        train(
+            RunConfig(
+                workload="folder-resnet18(width=4, size=32)", data=str(folder), epochs=2, local_batch=2,
+                trace="constant(workers=2)", loader_workers=workers,
+            ),
+            tmp_path / str(workers),
+        )
+        for workers in (0, 2)
+    ]  # fmt: skip
+    assert runs[0].status == "finished"
+    assert runs[0].end is not None
+    assert runs[1].end is not None
+    assert runs[0].end.weights_sha256 == runs[1].end.weights_sha256
+
+
+def test_what_is_not_there_or_cannot_be_read_is_named(folder, tmp_path):
+    with pytest.raises(DataError, match=r"needs its data: give the folder"):
+        workloads.build("folder-resnet18")
+    with pytest.raises(DataError, match=r"nowhere/train: cannot be read \(No such file"):
+        workloads.build("folder-resnet18", data=tmp_path / "nowhere")
+    (tmp_path / "empty" / "train" / "cat").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"empty/train: no images in 1 folders below it; expected CLASS/NAME\.jpg"):
+        workloads.build("folder-resnet18", data=tmp_path / "empty")
+    save(folder / "val" / "bird" / "1.png", 9)
+    with pytest.raises(DataError, match="train and val have other classes, bird is in one of them"):
+        workloads.build("folder-resnet18", data=folder)
+
+
+def test_a_damaged_image_is_named_with_its_file(folder):
+    path = folder / "train" / "cat" / "0.jpg"
+    path.write_bytes(path.read_bytes()[:200])
+    source = DatasetSource(ImageFolder(folder / "train", size=8, crop=whole_image), workers=1)
+    with pytest.raises(DataError, match=r"sample 0 of ImageFolder cannot be read: .*cat/0\.jpg: not a readable image"):
+        source.batch(np.array([2, 0]), train=True)
+    source.close()

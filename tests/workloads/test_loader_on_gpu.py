@@ -1,0 +1,37 @@
+"""Reading ahead for a GPU: through pinned memory, in the same order and with the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ebbflow.config import RunConfig
+from ebbflow.training import train
+from ebbflow.workloads import DatasetSource
+from workloads.drawing import SAMPLES, Drawing
+from workloads.test_loader_runs import PLUGIN, TRACE
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def test_batches_arrive_on_the_gpu_as_they_were_read():
+    here, there = DatasetSource(Drawing()), DatasetSource(Drawing(), workers=2).to(torch.device("cuda"))
+    for _ in range(2):
+        batches = []
+        for source in (here, there):
+            torch.manual_seed(3)
+            batches.append(source.batch(torch.randperm(SAMPLES), train=True))
+        assert batches[1][0].is_cuda
+        assert torch.equal(batches[0][0], batches[1][0].cpu())
+        assert torch.equal(batches[0][1], batches[1][1].cpu())
+    there.close()
+
+
+def test_losses_of_a_run_do_not_depend_on_the_processes_that_read_for_it(tmp_path):
+    losses = []
+    for workers in (0, 2):
+        config = RunConfig(
+            workload="test-drawing", trace=TRACE, plugins=(PLUGIN,), device="cuda", loader_workers=workers
+        )
+        losses.append([row.loss for row in train(config, tmp_path / str(workers)).steps])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # kernels may add in another order

@@ -1,0 +1,311 @@
+"""Reading ahead: whatever was expected, a request gets its own samples, the same from any number of processes."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+from ebbflow.errors import ConfigError, DataError
+from ebbflow.workloads import DatasetSource
+from ebbflow.workloads.ahead import Reader
+from ebbflow.workloads.requests import SLICE, Request, seeded
+from workloads.drawing import SAMPLES, Broken, Drawing, Ragged, Watched
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def joined(parts: list[Pair]) -> Pair:
+    inputs, targets = zip(*parts, strict=True)
+    return torch.cat(inputs), torch.cat(targets)
+
+
+def equal(one: Pair, other: Pair) -> bool:
+    return torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+
+
+EARLIER: set[psutil.Process] = set()
+
+
+@pytest.fixture(autouse=True)
+def _earlier_children() -> None:
+    """Other tests may have left servers of theirs running."""
+    EARLIER.clear()
+    EARLIER.update(psutil.Process().children())
+
+
+def children() -> list[psutil.Process]:
+    """The processes that this test has started, and that live."""
+    found = [child for child in psutil.Process().children() if child not in EARLIER]
+    return [child for child in found if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def read_all(reader: Reader, requests: list[Request]) -> None:
+    for one in requests:
+        reader.read(one)
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def request(indices: list[int], seed: int = 1) -> Request:
+    return Request(seed, tuple(indices))
+
+
+# ---- the same samples, always ----
+
+
+REQUESTS = st.lists(
+    st.builds(
+        Request,
+        st.integers(0, 3),
+        st.lists(st.integers(0, SAMPLES - 1), min_size=1, max_size=3 * SLICE).map(tuple),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def test_any_history_of_right_and_wrong_expectations_gives_each_request_its_own_samples():
+    # All examples share these, with whatever the ones before have left in them.
+    readers = {workers: Reader(Drawing(), workers=workers, ahead=100) for workers in (0, 1, 2)}
+
+    @given(asked=REQUESTS, others=REQUESTS, wrong=st.sets(st.integers(0, 5)), workers=st.lists(st.sampled_from([1, 2])))
+    @settings(max_examples=40)
+    def check(asked: list[Request], others: list[Request], wrong: set[int], workers: list[int]) -> None:
+        # The future as it is told: the real one, with some requests replaced by others.
+        told = [others[i % len(others)] if i in wrong else one for i, one in enumerate(asked)]
+        now = 0
+        for reader in readers.values():
+            reader.follow(lambda: iter(told[now:]))
+        for now, one in enumerate(asked):
+            used = readers[workers[now] if now < len(workers) else 2]  # a run that goes on with other processes
+            assert equal(joined(used.read(one)), joined(readers[0].read(one)))
+
+    check()
+    for reader in readers.values():
+        reader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_transforms_draw_depends_on_the_number_and_the_place_in_the_batch_only(workers):
+    source = DatasetSource(Drawing(), workers=workers)
+    indices = np.arange(40)
+    torch.manual_seed(3)
+    first, state = source.batch(indices, train=True)[0], torch.get_rng_state()
+    random.random(), np.random.rand(), source.batch(indices[:5], train=True)
+    torch.manual_seed(3)
+    assert torch.equal(source.batch(indices, train=True)[0], first)
+    assert torch.equal(torch.get_rng_state(), state)  # dropout goes on from the same place
+    assert not torch.equal(source.batch(indices, train=True)[0], first)
+    noise = first[:, 1:4]
+    assert len(noise.unique()) == noise.numel()  # samples and generators are independent of each other
+    source.close()
+
+
+def test_batches_are_the_same_for_any_number_of_processes():
+    made = []
+    for workers in (0, 1, 2):
+        source = DatasetSource(Drawing(), workers=workers, ahead=1)
+        torch.manual_seed(7)
+        batches = [source.batch(np.arange(start, start + 33), train=True) for start in (0, 50, 10)]
+        made.append((batches, torch.get_rng_state()))
+        source.close()
+    for batches, state in made[1:]:
+        assert all(equal(one, other) for one, other in zip(batches, made[0][0], strict=True))
+        assert torch.equal(state, made[0][1])
+
+
+def test_the_generators_of_the_caller_do_not_move():
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    with seeded(5):
+        torch.rand(3), np.random.rand(3), random.random()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert random.getstate() == before[2]
+
+
+def test_a_validation_draws_the_same_numbers_every_time_and_none_of_the_runs():
+    source = DatasetSource(Drawing(), workers=1)
+    every = torch.split(torch.arange(SAMPLES), 60)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first, second = (list(source.batches(every)) for _ in range(2))
+    assert [len(targets) for _, targets in first] == [60, 60, 60, 23]
+    assert all(equal(one, other) for one, other in zip(first, second, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    source.close()
+
+
+# ---- ahead ----
+
+
+def test_what_is_coming_is_read_by_other_processes_before_it_is_asked_for(tmp_path):
+    data = Watched(tmp_path)
+    reader = Reader(data, workers=2, ahead=64)
+    requests = [request([*range(start, start + 10)]) for start in range(0, 200, 10)]
+    asked = []
+
+    def coming() -> Iterator[Request]:
+        asked.append(1)
+        return iter(requests)
+
+    reader.follow(coming)
+    reader.read(requests[0])
+    wait_until(lambda: len(data.read()) >= 50)
+    # Two processes with two slices of up to 32 samples each under way, here of 10 samples, and the one that was taken.
+    assert data.read() == set(range(50))
+    assert os.getpid() not in data.readers()
+    for one in requests[1:]:
+        reader.read(one)
+    assert data.read() == set(range(200))
+    assert len(asked) == 1  # nothing was unexpected
+    reader.close()
+
+
+def test_requests_that_nobody_foretold_are_read_all_the_same_and_nothing_else_is(tmp_path):
+    data = Watched(tmp_path)
+    reader = Reader(data, workers=2, ahead=64)
+    reader.follow(lambda: iter([request([1]), request([2])]))  # always wrong
+    for indices in ([5, 6], [7], [5, 6]):
+        assert joined(reader.read(request(indices)))[0][:, 0].tolist() == indices
+    reader.close()
+    assert data.read() == {5, 6, 7}
+
+
+def test_tensors_in_memory_are_not_read_by_other_processes_unless_the_source_says_so():
+    data = TensorDataset(torch.zeros(4, 1), torch.zeros(4))
+    assert DatasetSource(data).staffed(3).workers is None
+    assert DatasetSource(data, workers=1).staffed(3).workers == 1
+    assert DatasetSource(Drawing()).staffed(3).workers == 3
+    assert DatasetSource(Drawing(), workers=0).staffed(3).workers == 0
+
+
+@pytest.mark.parametrize("wrong", [{"workers": -1}, {"ahead": 0}])
+def test_an_impossible_number_is_refused(wrong):
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is "):
+        DatasetSource(Drawing(), **wrong)
+
+
+# ---- what goes wrong ----
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_cannot_be_read_is_named(workers):
+    source = DatasetSource(Broken(), workers=workers)
+    with pytest.raises(
+        DataError, match=r"sample 70 of Broken cannot be read: OSError: cannot identify .*cat\.jpg"
+    ) as e:
+        source.batch(np.arange(60, 160), train=True)
+    assert "drawing.py" in e.value.__notes__[0]  # where it happened
+    assert len(source.batch(np.arange(60), train=True)[1]) == 60
+    source.close()
+
+
+def test_a_broken_sample_that_was_only_read_ahead_disturbs_nobody():
+    reader = Reader(Broken(), workers=1, ahead=64)
+    reader.follow(lambda: iter([request([1]), request([70]), request([2])]))
+    reader.read(request([1]))
+    assert joined(reader.read(request([2])))[0][0, 0] == 2
+    reader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("indices", [[69, 70], [*range(39, 71)]])
+def test_samples_of_different_shapes_are_refused(workers, indices):
+    source = DatasetSource(Ragged(), workers=workers)
+    with pytest.raises(ConfigError, match=r"samples of Ragged do not make a batch: .* equal shapes"):
+        source.batch(np.array(indices), train=True)
+    source.close()
+
+
+class Slow(Drawing):
+    """After its first samples it takes longer than any test waits."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(600 if index > 9 else 0)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["with samples ready", "in the middle of a sample"])
+def test_a_killed_process_is_an_error_and_no_hang_and_reading_can_go_on(slow, tmp_path):
+    data = Slow() if slow else Watched(tmp_path)
+    reader = Reader(data, workers=2, ahead=64)
+    coming = [request([i]) for i in range(100)]
+    handler = signal.getsignal(signal.SIGCHLD)
+    reader.follow(lambda: iter(coming))
+    read_all(reader, coming[:10])
+    assert signal.getsignal(signal.SIGCHLD) == handler
+    if isinstance(data, Watched):
+        wait_until(lambda: len(data.read()) == 14)  # two processes with two samples each
+        time.sleep(0.2)  # until they are on their way
+    children()[1].kill()  # the other one lives, and must end all the same
+    with pytest.raises(DataError, match=r"reading samples of \w+ ahead failed: .*loader_workers") as failed:
+        read_all(reader, coming[10:])  # some may have come
+    assert children() == [], failed.value
+    reader.follow(lambda: iter(()))
+    assert joined(reader.read(coming[3]))[0][0, 0] == 3
+    reader.close()
+
+
+def test_no_process_is_left_when_a_source_is_closed_or_forgotten():
+    source = DatasetSource(Drawing(), workers=2)
+    source.batch(np.arange(5), train=True)
+    assert len(children()) == 2
+    source.close()
+    assert children() == []
+    source.batch(np.arange(5), train=True)
+    assert len(children()) == 2
+    del source
+    gc.collect()
+    assert children() == []
+
+
+class Interrupting(Drawing):
+    """A stand-in for Ctrl-C: the process that reads interrupts its parent."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 40:
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(0.5)
+        return super().__getitem__(index)
+
+
+def test_an_interrupt_between_two_slices_leaves_nothing_that_could_be_taken_for_something_else():
+    reader = Reader(Interrupting(), workers=1, ahead=64)
+    with pytest.raises(KeyboardInterrupt):
+        reader.read(request([*range(64)]))
+    assert children() == []
+    assert joined(reader.read(request([1, 2])))[0][:, 0].tolist() == [1, 2]
+    reader.close()
+
+
+def _read_as_a_daemon(results) -> None:
+    results.put(joined(Reader(Drawing(), workers=2, ahead=64).read(request([3, 4])))[0][:, 0].tolist())
+
+
+def test_a_process_that_may_have_no_children_reads_by_itself():
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    process = context.Process(target=_read_as_a_daemon, args=(results,), daemon=True)
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == 0
+    assert results.get() == [3, 4]
