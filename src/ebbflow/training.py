@@ -43,7 +43,6 @@ from ebbflow.record import (
     layers_due,
     read_record,
 )
-from ebbflow.rules.base import Scaling, spread
 from ebbflow.runengine import idle_ranks, loader_workers, make_engine
 from ebbflow.runheader import make_header
 from ebbflow.runplan import MAX_EPOCHS, check_measurable, make_growth, make_plan
@@ -76,12 +75,6 @@ def resolve(config: RunConfig) -> RunConfig:
     open_fields = ("epochs", "lr", "ref_batch", "local_batch", "optimizer", "schedule")
     filled = {name: getattr(recipe, name) for name in open_fields if getattr(config, name) is None}
     return replace(config, **filled, label=config.label or (Path(config.plan).stem if config.plan else config.trace))
-
-
-def _by_layer(scaling: Scaling, count: int) -> list[float]:
-    """How much larger the step of each layer was, inside and outside the momentum together."""
-    inside = scaling.gradient if isinstance(scaling.gradient, tuple) else (scaling.gradient,)
-    return [m * g for m, g in zip(spread(scaling.layers, count), spread(inside, count), strict=True)]
 
 
 class _Trainer:
@@ -248,7 +241,7 @@ class _Trainer:
             return
         if update.applied and layers_due(row, total_samples=self.total_samples):
             noise, signal = update.moments.layer_noise, update.moments.layer_signal
-            multiplier = _by_layer(update.scaling, len(noise))
+            multiplier = update.scaling.by_layer(len(noise))
             self.record.write(LayersRow.of(row, noise=noise, signal=signal, multiplier=multiplier))
 
     def _step(self) -> StepRow | None:

@@ -18,6 +18,7 @@ precision, and splits groups otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,9 +26,10 @@ from typing import Any
 import torch
 
 from ebbflow.errors import ConfigError
+from ebbflow.moments.norms import squared_norms
 from ebbflow.rules.base import Scaling
 
-__all__ = ["Applier", "scale_gradients"]
+__all__ = ["Applier", "gradient_norm", "scale_gradients"]
 
 Group = dict[str, Any]
 
@@ -49,6 +51,15 @@ _SETTINGS = ("lr", "weight_decay", "betas", "alpha", "rho", "eps")
 """What a scaling may change in a group."""
 _MEMORY_KEYS = {torch.optim.RMSprop: "alpha", torch.optim.Adadelta: "rho"}
 """One average, not corrected; it follows the exponent of the second beta."""
+
+
+def gradient_norm(parameters: Sequence[torch.Tensor]) -> float:
+    """Of all `.grad` together, on whichever devices they are."""
+    gradients: dict[torch.device, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradients.setdefault(parameter.device, []).append(parameter.grad)
+    return math.sqrt(math.fsum(float(squared_norms(each).sum()) for each in gradients.values()))
 
 
 def scale_gradients(parameters: Sequence[torch.Tensor], factors: float | Sequence[float]) -> None:

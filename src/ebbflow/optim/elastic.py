@@ -12,9 +12,9 @@ import torch
 from ebbflow.data.sampler import ElasticSampler, Piece
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.moments.estimate import Averages, Measurement, Moments
-from ebbflow.moments.measure import Meter, squared_norms
+from ebbflow.moments.measure import Meter
 from ebbflow.optim.amp import CompleteStep
-from ebbflow.optim.apply import Applier, scale_gradients
+from ebbflow.optim.apply import Applier, gradient_norm, scale_gradients
 from ebbflow.optim.pickling import reduced
 from ebbflow.optim.schedules import Progress, Schedule, make_schedule
 from ebbflow.optim.update import Update
@@ -310,11 +310,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         """Of the mean gradient; one that was measured costs nothing, else it takes a pass over the gradients."""
         if measurement is not None:
             return math.sqrt(math.fsum(measurement.sq_mean)) if measurement.finite else math.nan
-        gradients: dict[torch.device, list[torch.Tensor]] = {}
-        for p in self._applier.parameters:
-            if p.grad is not None:
-                gradients.setdefault(p.device, []).append(p.grad)
-        return math.sqrt(math.fsum(float(squared_norms(each).sum()) for each in gradients.values()))
+        return gradient_norm(self._applier.parameters)
 
     def _set_base_rates(self, context: StepContext) -> None:
         if self.schedule is None:

@@ -80,10 +80,17 @@ class Scaling:
         >>> Scaling(lr=(1.0, 3.0), gradient=2.0).multiplier
         4.0
         """
-        inside = self.gradient if isinstance(self.gradient, tuple) else (self.gradient,)
-        count = max(len(self.layers), len(inside))
-        pairs = zip(spread(self.layers, count), spread(inside, count), strict=True)
-        return sum(lr * gradient for lr, gradient in pairs) / count
+        count = max(len(self.layers), len(self._inside))
+        return sum(self.by_layer(count)) / count
+
+    @property
+    def _inside(self) -> tuple[float, ...]:
+        return self.gradient if isinstance(self.gradient, tuple) else (self.gradient,)
+
+    def by_layer(self, count: int) -> list[float]:
+        """How much larger the step of each of `count` layers is, outside and inside the momentum together."""
+        pairs = zip(spread(self.layers, count), spread(self._inside, count), strict=True)
+        return [lr * gradient for lr, gradient in pairs]
 
     def map_lr(self, change: Callable[[float], float]) -> Scaling:
         """The same scaling with other multipliers: what most modifiers do."""
