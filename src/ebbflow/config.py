@@ -17,6 +17,8 @@ from ebbflow.spec import nearest
 
 __all__ = ["WHERE_AND_HOW", "RunConfig", "load_plugins"]
 
+_MOST_LOADERS = 4
+
 
 _CHOICES = {
     "on_change": ["finish", "lose"],
@@ -134,6 +136,19 @@ class RunConfig:
         return {
             key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()
         }
+
+    def staffed(self, *, cores: int, processes: int) -> RunConfig:
+        """With the number of processes that read ahead, if it was left open: the cores left idle, four at most.
+
+        The `cores` of the machine are shared by so many `processes` that train.
+
+        >>> [RunConfig(workload="mine").staffed(cores=n, processes=1).loader_workers for n in (1, 2, 4, 64)]
+        [0, 1, 3, 4]
+        """
+        if self.loader_workers is not None:
+            return self
+        idle = cores // processes - self.threads
+        return dataclasses.replace(self, loader_workers=max(0, min(_MOST_LOADERS, idle)))
 
     def fingerprint(self) -> str:
         """Equal for two configurations exactly if they compute the same; guards the resuming of a run."""

@@ -18,7 +18,6 @@ from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan import BatchPlan
 from ebbflow.workloads import Task
-from ebbflow.workloads.ahead import sensible_workers
 
 __all__ = ["COMPILE_FROM", "idle_ranks", "loader_workers", "make_engine"]
 
@@ -81,10 +80,10 @@ def make_engine(
 
 def loader_workers(config: RunConfig) -> int:
     """Processes that read ahead for this one; torchrun says how many of its ranks share the machine."""
-    if config.loader_workers is not None:
-        return config.loader_workers
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return sensible_workers(cores=len(os.sched_getaffinity(0)), threads=config.threads, processes=ranks)
+    workers = config.staffed(cores=len(os.sched_getaffinity(0)), processes=ranks).loader_workers
+    assert workers is not None
+    return workers
 
 
 def idle_ranks(engine: EmulatedEngine) -> str:

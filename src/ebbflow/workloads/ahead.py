@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads.requests import SLICE, Failed, Request, collate, read_slice
 
-__all__ = ["Coming", "Reader", "sensible_workers"]
+__all__ = ["Coming", "Reader"]
 
 Coming = Callable[[], Iterator[Request]]
 """Tells what will be asked for, from the present request on; as far as can be told, and with no harm if it is wrong."""
@@ -38,18 +38,6 @@ Coming = Callable[[], Iterator[Request]]
 Part = tuple[Tensor, Tensor] | Failed | ConfigError
 
 _LOG = logging.getLogger(__name__)
-_MOST_BY_DEFAULT = 4
-
-
-def sensible_workers(*, cores: int, threads: int, processes: int = 1) -> int:
-    """Processes that read ahead where nobody says how many: those cores that the run leaves idle, four at most.
-
-    `cores` of the machine are shared by so many `processes`, each computing with so many `threads`.
-
-    >>> [sensible_workers(cores=cores, threads=1) for cores in (1, 2, 4, 64)]
-    [0, 1, 3, 4]
-    """
-    return max(0, min(_MOST_BY_DEFAULT, cores // processes - threads))
 
 
 class _Slices(Dataset[Part]):
