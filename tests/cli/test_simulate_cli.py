@@ -209,3 +209,59 @@ def test_profile_fits_the_steps_of_a_record(ebbflow: Ebbflow) -> None:
     neither = ebbflow("profile")
     assert neither.code == 2
     assert "give a workload to measure, or a record" in neither.err
+
+
+def test_profile_of_a_live_job_fits_all_replicas_and_tells_what_changes_cost(ebbflow: Ebbflow, tmp_path: Path) -> None:
+    # Steps of 1 s on one replica and 1.5 s on two. The second comes before step 3, which begins 0.25 s later than
+    # usual, and is lost before step 6, which begins 0.75 s later than usual.
+    def row(step: int, start: float, end: float, workers: int) -> dict[str, object]:
+        return {
+            "kind": "step", "step": step, "time_s": start, "wall_s": end, "epoch": 0, "samples": 8 * (step + 1),
+            "workers": workers, "batch": 8, "pieces": workers, "lr_base": 1, "lr": 1, "multiplier": 1, "loss": 1,
+            "stats": {"lineage": step + 1, "parent": step},
+        }  # fmt: skip
+
+    first = [row(0, 0, 1, 1), row(1, 1, 2, 1), row(2, 2, 3, 1), row(3, 3.25, 4.75, 2), row(4, 4.75, 6.25, 2),
+             row(5, 6.25, 7.75, 2), row(6, 8.5, 9.5, 1), row(7, 9.5, 10.5, 1)]  # fmt: skip
+    header = {"kind": "header", "version": 2, "config": {"epoch_samples": 80}}
+    for name, rows in (("r0", first), ("r1", first[3:6])):
+        (tmp_path / "job" / "replicas" / name).mkdir(parents=True)
+        lines = [json.dumps(line) for line in (header, *rows)]
+        (tmp_path / "job" / "replicas" / name / "record.jsonl").write_text("\n".join(lines) + "\n")
+    answer = ebbflow("profile --from job --json")
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+    assert found["recovery"] == "step(0.75s, join=0.25s)"
+    assert found["serial"] is False
+    # On one: 1, 1, 1 s and the loss, 1.75 s; on two: the gain, 1.75 s, and 1.5 s four times.
+    measured = {one["workers"]: (one["seconds"], one["steps"]) for one in found["measured"]}
+    assert measured == {1: (pytest.approx(4.75 / 4), 4), 2: (pytest.approx(7.75 / 5), 5)}
+    assert '--recovery "step(0.75s, join=0.25s)"' in ebbflow("profile --from job").out
+
+
+def test_growing_policies_are_simulated_compared_and_searched(ebbflow: Ebbflow) -> None:
+    # 500 samples in steps of 20 s are 25 steps; then steps of 40 on four workers, for 500 samples: 13 steps.
+    grown = ebbflow(f"simulate {STEP} {PRICES} --samples 500 --epochs 2 --local-batch 10 --ref-batch 20 --json "
+                    "--policy geo(1ep)", "constant(4)")  # fmt: skip
+    assert grown.code == 0, grown.err
+    assert (json.loads(grown.out)["steps"], json.loads(grown.out)["time_s"]) == (38, 38.0)
+    both = ebbflow(f"compare {STEP} --spot-price 1 --samples 500 --epochs 2 --local-batch 10 --json --policy follow "
+                   "--policy geo(1ep,initial=20)", "constant(4)")  # fmt: skip
+    assert [one["steps"] for one in json.loads(both.out)] == [26, 38]
+    tried = ebbflow(f"whatif {STEP} --spot-price 1 --samples 500 --epochs 2 --local-batch 10 --json --deadline 1h "
+                    "--max-workers 2,4 --policy geo(1ep,initial=20)", "constant(4)")  # fmt: skip
+    # Two workers do steps of 20 only: 50 s of two, against 38 s of four.
+    assert (json.loads(tried.out)["time_s"], json.loads(tried.out)["setting"]["max_workers"]) == (50.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("noise", "grows by what training shows (losses, gradients), which a simulation does not have"),
+        ("geo(1ep)", "begins with the reference batch; give it (--ref-batch), or initial="),
+    ],
+)
+def test_growing_policies_that_cannot_be_simulated_say_why(ebbflow: Ebbflow, policy: str, message: str) -> None:
+    answer = ebbflow(f"simulate {TASK} {STEP} {PRICES} --policy {policy}", FLEET)
+    assert answer.code == 2
+    assert message in " ".join(answer.err.split())

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbflow.engines.emulated.chunks import cut
 from ebbflow.errors import ConfigError, EbbflowError, PlanError, RecordError
 from ebbflow.plan import make_policy
 from ebbflow.record import Header, Run, StepRow, ValidationRow
@@ -23,6 +24,7 @@ from ebbflow.sim.montecarlo import draws, interval, reseeded
 from ebbflow.sim.network import NETWORKS, Affine
 from ebbflow.sim.recovery import RECOVERIES
 from ebbflow.sim.search import Goal, Outcome, Setting, best, outcomes, pareto, sensitivity
+from ebbflow.sim.stepmodel import emulated_passes
 from ebbflow.sim.stragglers import STRAGGLERS, Lognormal, Stragglers
 from ebbflow.traces import Trace, load
 from ebbflow.units import Seconds
@@ -174,6 +176,36 @@ def test_what_was_not_observed_is_left_out() -> None:
     assert emulated.model.serial
 
 
+@given(workers=st.integers(1, 40), samples=st.integers(1, 2000), piece=st.integers(1, 300))
+def test_passes_of_an_emulated_step_are_those_that_the_engine_makes(workers: int, samples: int, piece: int) -> None:
+    # Shares as even as whole samples allow, the larger ones first; a worker without a sample has no group.
+    each, more = divmod(samples, workers)
+    sizes = [size for size in [each + 1] * more + [each] * (workers - more) if size]
+    found = emulated_passes(np.array([workers]), np.array([samples]), piece)
+    assert found.tolist() == [len(cut(sizes, samples=piece))]
+
+
+def test_a_fit_of_emulated_steps_tells_passes_from_samples() -> None:
+    # 0.2 s an update, 0.05 s a pass of at most 128 samples, 0.001 s a sample. 16 workers: 512 samples are four passes;
+    # 413 are 13 shares of 26 and 3 of 25, at most four of which go into a pass: 4 + 1 passes.
+    passes = {(2, 64): 1, (16, 256): 2, (16, 512): 4, (16, 413): 5, (8, 256): 2}
+    steps = [Measured(workers=w, samples=b, seconds=0.2 + 0.05 * count + 0.001 * b) for (w, b), count in passes.items()]
+    found = fit_steps(steps, serial=True, piece=128)
+    assert found.error < 1e-9
+    assert (found.model.per_update, found.model.per_step, found.model.per_sample) == pytest.approx((0.2, 0.05, 0.001))
+    unseen = found.model.parts(np.array([16]), np.array([290]))  # 2 of 19 and 14 of 18: 1 + 2 passes
+    assert unseen.total[0] == pytest.approx(0.2 + 0.05 * 3 + 0.29)
+
+
+def test_noise_does_not_make_a_fitted_model_too_fast() -> None:
+    # The same step at 1 s and at 3 s is one of 2 s; the least relative errors would be at 1.2 s.
+    twice = [Measured(workers=1, samples=8, seconds=1.0), Measured(workers=1, samples=8, seconds=3.0)]
+    assert fit_steps(twice).seconds(twice[0]) == pytest.approx(2.0)
+    # Two kinds that the model cannot tell apart, one exchange being all that more workers cost it: 2 s for both.
+    alike = [Measured(workers=2, samples=16, seconds=1.0), Measured(workers=2, samples=15, seconds=3.0)]
+    assert [fit_steps(alike).seconds(one) for one in alike] == pytest.approx([2.0, 2.0])
+
+
 def test_a_fit_is_never_negative() -> None:
     found = fit_steps([Measured(workers=1, samples=10, seconds=0.2), Measured(workers=1, samples=20, seconds=0.1)])
     assert found.model.per_sample == 0 and found.model.per_step > 0
@@ -192,6 +224,13 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(found.as_json()))
     assert read_profile(path) == found.model
+    passes = [
+        Measured(workers=w, samples=b, seconds=s) for w, b, s in [(2, 8, 0.3), (4, 32, 0.9), (3, 9, 0.5), (4, 30, 1.5)]
+    ]
+    emulated = fit_steps(passes, serial=True, piece=8)
+    assert emulated.model.piece == 8
+    path.write_text(json.dumps(emulated.as_json()))
+    assert read_profile(path) == emulated.model
     path.write_text('{"per_step_s": 1}')
     with pytest.raises(ConfigError, match="is not a profile"):
         read_profile(path)

@@ -277,8 +277,3 @@ def test_the_published_training_takes_188_minutes_and_112_dollars(shared: Path) 
     assert found.cost_usd == pytest.approx(112, abs=0.5)
     cluster = on_demand(replace(one, cut=False), workers=64, usd_per_hour=2.48, model=parse_step_time("0.554s"))
     assert cluster.cost_usd == pytest.approx(344, abs=0.5)
-
-
-def test_a_policy_that_grows_is_refused_and_not_taken_for_one_that_follows() -> None:
-    with pytest.raises(ConfigError, match=r"geo.* grows with training, which a simulation does not follow; use follow"):
-        replace(scenario("constant(workers=4)"), policy=make_policy("geo(delay=2ep, local_batch=10)"))

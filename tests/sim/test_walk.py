@@ -2,166 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ebbflow.plan.epochs import cut_step
-from ebbflow.sim.legs import SNAP, Legs, Walk, Work
-from ebbflow.sim.recovery import DRAIN, FINISH, LOSE, Checkpoint, Ideal, PerStep, Recovery
+from ebbflow.sim.legs import Work
+from ebbflow.sim.recovery import Checkpoint, Ideal, PerStep, Recovery
 from ebbflow.sim.walk import walk
-
-
-@dataclass
-class Naive:
-    """The rules once more, a step at a time: a clock, a list of steps, and what is under way at a change."""
-
-    legs: Legs
-    work: Work
-    steps: list[tuple[int, float, float]] = field(default_factory=list)  # samples, start, duration; one each
-    now: float = 0.0
-    waiting: float = 0.0
-    lost: float = 0.0
-    restart: float = 0.0
-    checkpoint: float = 0.0
-    done: bool = False
-
-    def run(self) -> Naive:
-        legs, reaction, write = self.legs, self.legs.reaction, self.legs.reaction.write
-        kept = 0  # steps that a checkpoint holds
-        saving, pause = False, 0.0
-        for leg, stop in enumerate(legs.stops.tolist()):
-            end, every, size = int(reaction.ends[leg]), int(reaction.every[leg]), int(legs.samples[leg])
-            pause = max(pause, float(reaction.pauses[leg]))
-            if self._reference() >= self._needed and self.now <= stop:
-                break
-            if self.now < stop and size == 0:
-                begin = math.ceil(stop / legs.grid - SNAP) * legs.grid if legs.grid else stop
-                self.waiting += begin - self.now
-                self.now, pause = begin, 0.0
-                continue
-            saving = saving or 0 < every <= len(self.steps) - kept
-            if self.now < stop and saving and not (end == LOSE and self.now + write > stop):
-                self.now, self.checkpoint = self.now + write, self.checkpoint + write
-                kept, saving = len(self.steps), False
-            if self.now < stop and not saving:
-                idle = min(pause, stop - self.now)
-                self.now, self.restart, pause = self.now + idle, self.restart + idle, pause - idle
-                until = stop - write if end == DRAIN and reaction.saves[leg] else stop
-                while (step := self._next(leg)) is not None:
-                    samples, seconds = step
-                    within = until - self.now if end == FINISH else until - self.now - seconds
-                    if within <= SNAP * seconds if end == FINISH else within < -SNAP * seconds:
-                        break
-                    self.steps.append((samples, self.now, seconds))
-                    self.now += seconds
-                    if self._reference() >= self._needed:
-                        break
-                    if every and len(self.steps) - kept == every:
-                        if self.now + write > until + SNAP * float(legs.seconds[leg]):
-                            saving = end == FINISH
-                            break
-                        self.now, self.checkpoint = self.now + write, self.checkpoint + write
-                        kept = len(self.steps)
-                if self._reference() >= self._needed:
-                    continue
-                if reaction.saves[leg] and len(self.steps) > kept:
-                    saving = True
-                    if end == DRAIN:
-                        self.now, self.checkpoint = self.now + write, self.checkpoint + write
-                        kept, saving = len(self.steps), False
-            elif reaction.saves[leg] and len(self.steps) > kept:
-                saving = True
-            if end == LOSE:
-                if not every:
-                    hit = self.steps and self.now > stop + SNAP * self.steps[-1][2]
-                    kept = len(self.steps) - bool(hit)
-                self.lost += sum(seconds for _, _, seconds in self.steps[kept:]) + stop - self.now
-                del self.steps[kept:]
-                self.now, saving, pause = stop, False, 0.0
-        self.done = self._reference() >= self._needed
-        return self
-
-    def _next(self, leg: int) -> tuple[int, float] | None:
-        size, whole, empty = int(self.legs.samples[leg]), float(self.legs.seconds[leg]), float(self.legs.empty[leg])
-        if not self.work.cut:
-            return size, whole
-        left = self.work.epoch - sum(samples for samples, _, _ in self.steps) % self.work.epoch
-        samples = cut_step(size, left)
-        return samples, whole if samples == size else empty + (whole - empty) * samples / size
-
-    @property
-    def _needed(self) -> float:
-        return self.work.needed - min(0.5, 1e-9 * self.work.needed)
-
-    def _reference(self) -> float:
-        return sum(self.work.worth(samples) for samples, _, _ in self.steps)
-
-
-def legs_of(
-    stretches: list[tuple[float, int]], recovery: Recovery, *, batch: int, step: float, more: float, fixed: float,
-    grid: bool = False,
-) -> Legs:  # fmt: skip
-    lengths, workers = np.array([s[0] for s in stretches]), np.array([s[1] for s in stretches], np.int64)
-    seconds = step + more * np.maximum(workers, 1)
-    return Legs(
-        stops=np.cumsum(lengths),
-        samples=workers * batch,
-        seconds=seconds,
-        empty=seconds * fixed,
-        reaction=recovery.react(workers, seconds),
-        grid=step if grid else 0.0,
-    )
-
-
-recoveries = st.one_of(
-    st.sampled_from([Ideal("finish"), Ideal("lose")]),
-    st.builds(
-        PerStep,
-        detect=st.sampled_from([0.0, 0.7, 4.0]),
-        restart=st.sampled_from([0.0, 1.3]),
-        join=st.sampled_from([0.0, 2.1]),
-        notice=st.sampled_from([0.0, 1.1, 30.0]),
-    ),
-    st.builds(
-        Checkpoint,
-        every=st.sampled_from([0.1, 3.0, 11.0]),
-        write=st.sampled_from([0.0, 0.9]),
-        detect=st.sampled_from([0.0, 0.7]),
-        restart=st.sampled_from([0.0, 2.3]),
-        notice=st.sampled_from([0.0, 30.0]),
-    ),
-)
-stretches = st.lists(
-    st.tuples(st.floats(0.05, 30.0).map(lambda x: round(x, 3)), st.integers(0, 4)), min_size=1, max_size=12
-)
-works = st.builds(
-    Work,
-    epoch=st.integers(1, 97),
-    needed=st.integers(1, 400).map(float),
-    cut=st.booleans(),
-    noise_scale=st.sampled_from([math.inf, 7.0]),
-    ref_batch=st.integers(1, 6),
-)
-
-
-def assert_same(found: Walk, naive: Naive) -> None:
-    assert found.done == naive.done
-    assert found.time == pytest.approx(naive.now)
-    for name in ("waiting", "lost", "restart", "checkpoint"):
-        assert getattr(found, name) == pytest.approx(getattr(naive, name), abs=1e-6), name
-    runs = found.runs() if found.rows or found.blocks else None
-    sizes = np.repeat(runs.sizes, runs.counts).tolist() if runs else []
-    assert sizes == [samples for samples, _, _ in naive.steps]
-    if runs:
-        firsts = np.cumsum(runs.counts) - runs.counts
-        starts = np.array([start for _, start, _ in naive.steps])[firsts]
-        # A checkpoint is written inside a run, so only the first step of a run is known to begin where it says.
-        np.testing.assert_allclose(runs.starts, starts, atol=1e-6)
+from ebbflow.units import Seconds
+from sim.naive import Naive, assert_same, legs_of, recoveries, stretches, works
 
 
 @settings(max_examples=400)
@@ -180,7 +30,7 @@ def test_the_walk_equals_a_walk_step_by_step(
     fixed: float, leap_from: int,
 ) -> None:  # fmt: skip
     legs = legs_of(stretches, recovery, batch=batch, step=step, more=more, fixed=fixed)
-    assert_same(walk(legs, work, leap_from=leap_from), Naive(legs, work).run())
+    assert_same(walk(legs, work, leap_from=leap_from, leap_over=0), Naive(legs, work).run())
 
 
 @settings(max_examples=200)
@@ -196,7 +46,7 @@ def test_leaps_over_long_epochs_equal_a_walk_step_by_step(
 ) -> None:
     legs = legs_of(stretches, recovery, batch=3, step=step, more=more, fixed=0.4)
     work = Work(epoch=epoch, needed=1e9)  # never done: all of the trace is followed
-    assert_same(walk(legs, work, leap_from=1), Naive(legs, work).run())
+    assert_same(walk(legs, work, leap_from=1, leap_over=0), Naive(legs, work).run())
 
 
 @given(stretches=stretches, work=works, batch=st.integers(1, 5), leap_from=st.sampled_from([1, 10**9]))
@@ -205,4 +55,35 @@ def test_steps_on_a_grid_equal_a_walk_step_by_step(
     stretches: list[tuple[float, int]], work: Work, batch: int, leap_from: int
 ) -> None:
     legs = legs_of(stretches, Ideal(), batch=batch, step=0.6, more=0.0, fixed=1.0, grid=True)
-    assert_same(walk(legs, work, leap_from=leap_from), Naive(legs, work).run())
+    assert_same(walk(legs, work, leap_from=leap_from, leap_over=0), Naive(legs, work).run())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "recovery",
+    [
+        Ideal("finish"),
+        Ideal("lose"),
+        PerStep(detect=Seconds(0.7), restart=Seconds(0.5), join=Seconds(1.1)),
+        PerStep(detect=Seconds(0.7), notice=Seconds(0.85)),
+        Checkpoint(every=Seconds(2.5), write=Seconds(1.7), restart=Seconds(1.3), detect=Seconds(0.2)),
+        Checkpoint(every=Seconds(4.0), write=Seconds(0.9), restart=Seconds(0.0), notice=Seconds(1.75)),
+    ],
+    ids=str,
+)
+def test_leaps_over_a_long_trace_equal_a_walk_from_stretch_to_stretch(seed: int, recovery: Recovery) -> None:
+    # Times in tenths: ends of steps fall on changes again and again. Some stretches are empty, some shorter than a
+    # step, neighbours differ, and about forty epochs end on the way.
+    rng = np.random.default_rng(seed)
+    lengths, workers = rng.integers(1, 200, 2000) / 10, np.cumsum(rng.integers(1, 5, 2000)) % 5
+    stretches = list(zip(lengths.tolist(), workers.tolist(), strict=True))
+    legs = legs_of(stretches, recovery, batch=3, step=0.6, more=0.1 * (seed + 1), fixed=0.5)
+    work = Work(epoch=3001 + seed, needed=1e9)
+    leapt, walked = walk(legs, work, leap_from=1), walk(legs, work, leap_from=10**9)
+    assert len(leapt.blocks) > 10 > len(walked.blocks)
+    assert leapt.time == pytest.approx(walked.time, rel=1e-12)
+    for name in ("waiting", "lost", "restart", "checkpoint"):
+        assert getattr(leapt, name) == pytest.approx(getattr(walked, name), abs=1e-6), name
+    for name in ("legs", "counts", "sizes", "seconds"):
+        np.testing.assert_array_equal(getattr(leapt.runs(), name), getattr(walked.runs(), name), err_msg=name)
+    np.testing.assert_allclose(leapt.runs().starts, walked.runs().starts, atol=1e-6)

@@ -7,6 +7,7 @@ import json as json_format
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -18,23 +19,27 @@ from ebbflow.cli.whatif import numbers
 from ebbflow.config import RunConfig
 from ebbflow.errors import ConfigError
 from ebbflow.files import write_whole
+from ebbflow.fleet.account import read_account
 from ebbflow.record import Run, read_record
 from ebbflow.sim.efficiency import record_file
-from ebbflow.sim.fit import Fit, Measured, fit_steps, measured_steps
-from ebbflow.units import format_seconds
+from ebbflow.sim.fit import Fit, Measured, emulated_piece, fit_steps, measured_steps
+from ebbflow.sim.recovery import PerStep
+from ebbflow.units import Seconds, format_seconds
 
-__all__ = ["measure_workload", "profile"]
+__all__ = ["live_records", "live_recovery", "measure_workload", "profile"]
 
 EMULATED = frozenset({"auto", "loop", "fused"})
 """Engines of a record in which one machine computed for all workers."""
 _WARM_UP = 3
 """Steps that are not counted: memory is found, kernels are chosen."""
+_SEVERAL = 3
+"""Steps from which on a kind that was not asked for counts."""
 
 
 def profile(
     workload: Annotated[str | None, typer.Argument(help="What to train; ebbflow workloads lists them.")] = None,
     record: Annotated[
-        Path | None, typer.Option("--from", help="Fit the steps of this record, of any engine, instead.")
+        Path | None, typer.Option("--from", help="Fit the steps of this run or live job, of any engine, instead.")
     ] = None,
     local_batch: Annotated[str, typer.Option(help="Local batches to measure: '16,32,64' or '16:256:16'.")] = (
         "16,32,64,128,256"
@@ -58,10 +63,9 @@ def profile(
     """Measure how long a step of one worker takes here, by its samples, or fit the steps of a record."""
     if (workload is None) == (record is None):
         raise ConfigError("give a workload to measure, or a record to fit with --from, one of the two")
+    recovery = None
     if record is not None:
-        run = read_record(record_file(record))
-        serial = run.header.config.get("engine") in EMULATED if emulated is None else emulated
-        found = fit_steps(measured_steps(run), serial=serial)
+        found, recovery = _fit_run(record, emulated)
     else:
         assert workload is not None
         config: dict[str, Any] = {
@@ -72,23 +76,31 @@ def profile(
             "threads": threads,
         }
         fleets = [1] if workers is None else numbers(workers, what="--workers")
-        measured = measure_workload(config, numbers(local_batch, what="--local-batch"), fleets, steps=steps)
-        found = fit_steps(measured, serial=workers is not None)
+        measured, piece = measure_workload(config, numbers(local_batch, what="--local-batch"), fleets, steps=steps)
+        found = fit_steps(measured, serial=workers is not None, piece=piece)
+    answer = {**found.as_json(), "recovery": None if recovery is None else str(recovery)}
     if out_file is not None:
-        write_whole(out_file, (json_format.dumps(found.as_json(), indent=2) + "\n").encode())
+        write_whole(out_file, (json_format.dumps(answer, indent=2) + "\n").encode())
         err.print(f"wrote {out_file}", markup=False, soft_wrap=True)
     if json:
-        print_json(found.as_json())
+        print_json(answer)
         return
     out.print(_table(found))
     out.print(f"\n{found.model}\nfits with an error of {found.error:.1%}", highlight=False)
+    if recovery is not None:
+        out.print(f'changes of the fleet: --recovery "{recovery}"', highlight=False, markup=False, soft_wrap=True)
 
 
 def measure_workload(
     config: dict[str, Any], sizes: Sequence[int], fleets: Sequence[int] = (1,), *, steps: int
-) -> list[Measured]:
-    """The typical step at each local batch and number of emulated workers, in short trainings on this machine."""
+) -> tuple[list[Measured], int | None]:
+    """The steps at each local batch and number of emulated workers, in short trainings on this machine.
+
+    The smaller last steps of epochs are among them where there were several. Also the samples of a pass
+    (`emulated_piece`).
+    """
     found: list[Measured] = []
+    piece = None
     shapes = list(itertools.product(fleets, sizes))
     for workers, size in track(shapes, description="measuring", console=err, transient=True):
         shape: dict[str, Any] = {
@@ -97,12 +109,13 @@ def measure_workload(
             "step_time": "1s",
             "repeat": True,
         }
-        kinds = measured_steps(_short_run(RunConfig(**config, **shape), steps))
-        whole = [one for one in kinds if one.samples == workers * size]
-        if not whole and workers * size > max(one.samples for one in kinds):
+        run = _short_run(RunConfig(**config, **shape), steps)
+        piece = emulated_piece(run)
+        kinds = measured_steps(run)
+        if workers * size > max(one.samples for one in kinds):
             raise ConfigError(f"the data set is too small for steps of {workers * size} samples; leave this one out")
-        found += whole
-    return found
+        found += [one for one in kinds if one.samples == workers * size or one.steps >= _SEVERAL]
+    return found, piece
 
 
 def _short_run(config: RunConfig, steps: int) -> Run:
@@ -126,6 +139,31 @@ def _short_run(config: RunConfig, steps: int) -> Run:
                 raise
         run = read_record(Path(folder) / training.RECORD)
     return dataclasses.replace(run, steps=run.steps[_WARM_UP:] if len(run.steps) > _WARM_UP + 1 else run.steps)
+
+
+def _fit_run(path: Path, emulated: bool | None) -> tuple[Fit, PerStep | None]:
+    """The model of a run, or of all replicas of a live job, and what changes cost there."""
+    records = live_records(path)
+    runs = [read_record(one) for one in records or [record_file(path)]]
+    # A replica that was there for a moment has no two steps in a row.
+    runs = [run for run in runs if len(run.steps) > 1] or runs
+    serial = runs[0].header.config.get("engine") in EMULATED if emulated is None else emulated
+    measured = [one for run in runs for one in measured_steps(run)]
+    return fit_steps(measured, serial=serial, piece=emulated_piece(runs[0])), live_recovery(path) if records else None
+
+
+def live_records(folder: Path) -> list[Path]:
+    """The records of the replicas of a live job; none if the folder is not that of one."""
+    return sorted(folder.glob("replicas/*/record.jsonl"))
+
+
+def live_recovery(folder: Path) -> PerStep | None:
+    """What a loss and a gain held a live job up for, each the median; None where there was no change."""
+    costs = [(one.after - one.before, one.lost_s) for one in read_account(folder).changes if one.lost_s is not None]
+    if not costs:
+        return None
+    losses, gains = ([cost for more, cost in costs if more * sign > 0] for sign in (-1, 1))
+    return PerStep(detect=Seconds(median(losses or [0.0])), join=Seconds(median(gains or [0.0])))
 
 
 def _table(found: Fit) -> Table:

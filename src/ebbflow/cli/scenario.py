@@ -22,7 +22,8 @@ from ebbflow.sim.fit import read_profile
 from ebbflow.sim.network import NETWORKS
 from ebbflow.sim.prices import FlatPrice, Price, read_prices
 from ebbflow.sim.recovery import RECOVERIES
-from ebbflow.sim.simulate import Scenario, Simulation, on_demand
+from ebbflow.sim.scenario import Scenario
+from ebbflow.sim.simulate import Simulation, on_demand
 from ebbflow.sim.stepmodel import ComputeAndNetwork, StepModel, parse_step_time
 from ebbflow.sim.stragglers import STRAGGLERS
 from ebbflow.traces import load
@@ -52,7 +53,9 @@ class ScenarioOptions:
     noise_scale: Annotated[
         str | None, _option(TASK, "Noise scale in samples, or a record to take it from: time and cost to accuracy.")
     ] = None
-    ref_batch: Annotated[int | None, _option(TASK, "Batch at which the epochs would do; with --noise-scale.")] = None
+    ref_batch: Annotated[
+        int | None, _option(TASK, "Batch at which the epochs would do, and that growing policies begin with.")
+    ] = None
     across_epochs: Annotated[
         bool, _option(TASK, "Let steps run across epoch ends instead of cutting them there.", "--across-epochs")
     ] = False
@@ -121,7 +124,7 @@ class ScenarioOptions:
             minimum_billing=parse_seconds(options.minimum_billing),
             cut=not options.across_epochs,
             noise_scale=float("inf") if options.noise_scale is None else read_noise_scale(options.noise_scale),
-            ref_batch=options.ref_batch or 1,
+            ref_batch=options.ref_batch,
         )
 
     def model(self) -> StepModel:
@@ -149,7 +152,7 @@ class ScenarioOptions:
             network=base.network if self.network is None else NETWORKS.make(self.network),
             overlap=self.overlap,
             loading=parse_seconds(self.loading),
-            piece=self.piece,
+            piece=base.piece if self.piece is None else self.piece,
             serial=base.serial or self.emulated,
         )
 

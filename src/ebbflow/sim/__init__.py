@@ -2,8 +2,9 @@
 
 network.py, stragglers.py, stepmodel.py   how long a step takes, and on what
 recovery.py                               what a change of the fleet costs
-fleet.py                                  who is paid for, and who can compute
-legs.py, leap.py, walk.py                 from event to event through the trace
+fleet.py, scenario.py, stretches.py       who is paid for, who computes, and what their steps are like
+legs.py, walker.py, walk.py, leap.py      from event to event through the trace
+grow.py                                   the same for a batch that grows, phase by phase
 prices.py, efficiency.py                  dollars; samples that a larger batch needs more
 simulate.py                               one scenario; `Simulation` has the figures
 montecarlo.py, search.py, fit.py          many scenarios: intervals, the best setting, a fitted step model
@@ -11,7 +12,8 @@ montecarlo.py, search.py, fit.py          many scenarios: intervals, the best se
 
 from ebbflow.sim.prices import FlatPrice, PriceHistory, read_prices
 from ebbflow.sim.recovery import RECOVERIES, Ideal
-from ebbflow.sim.simulate import Scenario, Simulation, on_demand, simulate
+from ebbflow.sim.scenario import Scenario
+from ebbflow.sim.simulate import Simulation, on_demand, simulate
 from ebbflow.sim.stepmodel import ComputeAndNetwork, WholeStep, parse_step_time
 
 __all__ = [

@@ -2,7 +2,8 @@
 
 The time of a step is taken to be  a + b x share + [W > 1] (c + d x (W - 2))  with a, b, c, d not negative: computing a
 step and a sample, an exchange of two workers, and more for each further one (Pollux without overlap, which single step
-times do not show). The relative error is made small, so that short steps count as much as long ones.
+times do not show). Of emulated steps the passes count, too, each of which takes a time of its own. The relative error
+is made small, so that short steps count as much as long ones.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from ebbflow.errors import ConfigError, RecordError
 from ebbflow.files import read_text
 from ebbflow.record import Run
 from ebbflow.sim.network import NETWORKS, Affine
-from ebbflow.sim.stepmodel import ComputeAndNetwork
+from ebbflow.sim.stepmodel import ComputeAndNetwork, emulated_passes
 from ebbflow.units import Seconds
 
-__all__ = ["Fit", "Measured", "fit_steps", "measured_steps", "read_profile"]
+__all__ = ["Fit", "Measured", "emulated_piece", "fit_steps", "measured_steps", "read_profile"]
 
 Floats = npt.NDArray[np.float64]
 _ENOUGH = 5
 """Steps from which on a kind of step counts in full: small steps are many, and not more important for that."""
+_ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +62,11 @@ class Fit:
         """What `ebbflow profile --json` prints and `read_profile` reads."""
         model = self.model
         return {
+            "per_update_s": float(model.per_update),
             "per_step_s": float(model.per_step),
             "per_sample_s": float(model.per_sample),
             "network": None if model.network is None else str(model.network),
+            "piece": model.piece,
             "serial": model.serial,
             "error": self.error,
             "measured": [
@@ -72,14 +76,15 @@ class Fit:
         }
 
 
-def fit_steps(measured: Sequence[Measured], *, serial: bool = False) -> Fit:
+def fit_steps(measured: Sequence[Measured], *, serial: bool = False, piece: int | None = None) -> Fit:
     """The model that fits best; what was not observed (one batch size, one number of workers) is left out.
 
     `serial`: one machine computed for all workers, so the time goes by the samples of the whole step, and what more
-    workers take longer is not an exchange but the work of emulating them.
+    workers take longer is not an exchange but the work of emulating them; `piece`: in passes of so many samples.
     """
     if not measured:
         raise ConfigError("no step was measured; a step model needs at least one")
+    measured = _by_kind(measured)
     workers = np.array([one.workers for one in measured], np.float64)
     samples = np.array([one.samples for one in measured], np.float64)
     seconds = np.array([one.seconds for one in measured])
@@ -87,14 +92,24 @@ def fit_steps(measured: Sequence[Measured], *, serial: bool = False) -> Fit:
         raise ConfigError("a measured step took no time or no finite time; measure again")
     share = samples if serial else np.ceil(samples / workers)
     several = (workers > 1).astype(np.float64)
-    columns = np.stack([np.ones_like(share), share, several, several * np.maximum(workers - 2, 0)], axis=1)
+    passes = np.zeros_like(share)
+    if serial and piece is not None:
+        passes += emulated_passes(workers.astype(np.int64), samples.astype(np.int64), piece)
+    columns = np.stack([np.ones_like(share), share, passes, several, several * np.maximum(workers - 2, 0)], axis=1)
     weight = np.sqrt([min(one.steps, _ENOUGH) for one in measured])
-    solution = _not_negative(columns * (weight / seconds)[:, None], weight, _observed(columns))
-    fixed, each, first, more = map(float, solution)
-    relative = columns @ solution / seconds - 1
+    observed, expected = _observed(columns), seconds
+    for _ in range(_ROUNDS):
+        # Errors count relative to what the model says: relative to what was measured, one slow step in a noisy
+        # measurement would count for less than one fast step, and the model would be too fast.
+        solution = _not_negative(columns * (weight / expected)[:, None], weight * seconds / expected, observed)
+        expected = columns @ solution
+    fixed, each, a_pass, first, more = map(float, solution)
+    relative = seconds / expected - 1
     model = ComputeAndNetwork(
-        per_step=Seconds(fixed),
+        per_update=Seconds(fixed if a_pass else 0.0),
+        per_step=Seconds(a_pass or fixed),
         per_sample=Seconds(each),
+        piece=piece if a_pass else None,
         network=Affine(first=Seconds(first), more=Seconds(more)) if first or more else None,
         serial=serial,
     )
@@ -102,17 +117,30 @@ def fit_steps(measured: Sequence[Measured], *, serial: bool = False) -> Fit:
     return Fit(model=model, measured=tuple(measured), error=error)
 
 
+def _by_kind(measured: Sequence[Measured]) -> list[Measured]:
+    """One entry for each kind of step: what was measured several times is the mean of all steps."""
+    kinds: dict[tuple[int, int], list[Measured]] = {}
+    for one in measured:
+        kinds.setdefault((one.workers, one.samples), []).append(one)
+    found = []
+    for (workers, samples), same in kinds.items():
+        steps = sum(one.steps for one in same)
+        mean = sum(one.seconds * one.steps for one in same) / steps
+        found.append(Measured(workers=workers, samples=samples, seconds=mean, steps=steps))
+    return found
+
+
 def _observed(columns: Floats) -> list[int]:
     """Columns that tell something new: the share first, then the others while they are independent."""
     kept: list[int] = []
-    for column in (1, 0, 2, 3):
+    for column in (1, 0, 2, 3, 4):
         if np.linalg.matrix_rank(columns[:, [*kept, column]]) > len(kept):
             kept.append(column)
     return sorted(kept)
 
 
 def _not_negative(rows: Floats, target: Floats, allowed: Sequence[int]) -> Floats:
-    """Least squares with coefficients >= 0: the best of all subsets of columns, of which there are at most fifteen."""
+    """Least squares with coefficients >= 0: the best of all subsets of columns, of which there are at most 31."""
     best, least = np.zeros(rows.shape[1]), math.inf
     for size in range(1, len(allowed) + 1):
         for subset in map(list, itertools.combinations(allowed, size)):
@@ -146,6 +174,14 @@ def measured_steps(run: Run) -> list[Measured]:
     ]
 
 
+def emulated_piece(run: Run) -> int | None:
+    """Samples of a pass of the emulated engine that wrote a record; None where a step is one pass."""
+    emulation = run.header.config.get("emulation", {})
+    if emulation.get("engine") == "LoopEngine":
+        return 1  # a pass for every worker
+    return None if emulation.get("batch_norm") == "sync" else emulation.get("chunk")
+
+
 def _usual_mean(times: list[float]) -> float:
     """Without what took more than ten times the median.
 
@@ -161,9 +197,11 @@ def read_profile(path: Path) -> ComputeAndNetwork:
     try:
         body = json.loads(read_text(path, error=ConfigError))
         return ComputeAndNetwork(
+            per_update=Seconds(float(body["per_update_s"])),
             per_step=Seconds(float(body["per_step_s"])),
             per_sample=Seconds(float(body["per_sample_s"])),
             network=None if body["network"] is None else NETWORKS.make(body["network"]),
+            piece=None if body["piece"] is None else int(body["piece"]),
             serial=bool(body["serial"]),
         )
     except (KeyError, TypeError, json.JSONDecodeError) as error:

@@ -11,7 +11,7 @@ from ebbflow.errors import ConfigError
 from ebbflow.traces import Trace
 from ebbflow.units import Seconds
 
-__all__ = ["provisioned", "rented"]
+__all__ = ["different", "provisioned", "rented"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -45,6 +45,19 @@ def provisioned(trace: Trace, delay: Seconds) -> Trace:
     high = np.searchsorted(trace.times, edges, side="right") - 1
     least = _range_minimum(trace.workers, np.maximum(low, 0), high)
     return replace(trace, times=edges, workers=np.where(low < 0, 0, least), final=None)
+
+
+def different(workers: Ints) -> tuple[Ints, Ints]:
+    """The different counts in increasing order, and which of them each entry is.
+
+    >>> different(np.array([4, 0, 4, 6]))
+    (array([0, 4, 6]), array([1, 0, 1, 2]))
+    """
+    highest = int(workers.max())
+    if highest > 10 * len(workers):  # a table by count would be long and empty
+        return np.unique(workers, return_inverse=True)
+    there = np.bincount(workers, minlength=highest + 1) > 0
+    return np.flatnonzero(there), (np.cumsum(there) - 1)[workers]
 
 
 def _range_minimum(values: Ints, low: Ints, high: Ints) -> Ints:

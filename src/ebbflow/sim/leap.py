@@ -5,7 +5,8 @@ is that of the change. Between two such changes lies a *chain* of stretches. The
 worked out together, then all second ones, and so on: as many rounds as the longest chain has stretches.
 
 With steps on a grid, or when the duration of a step never depends on its samples and nothing is lost, epochs do not
-move the clock, and every stretch is a chain of its own.
+move the clock, and every stretch is a chain of its own. When every step is finished and an epoch's last step is
+shorter, each epoch has a table of its own (`finished`).
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.plan.timeline import Stretches, steps_finished
 from ebbflow.sim.legs import SNAP, Legs, Runs
 from ebbflow.sim.recovery import FINISH, LOSE
 
-__all__ = ["SECONDS", "Table", "leap_table"]
+__all__ = ["SECONDS", "Overshoots", "Table", "always_finished", "leap_table"]
 
 SECONDS = ("waiting", "lost", "restart", "checkpoint")
 """What a stretch spends besides its steps."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 _LONGEST_CHAIN = 200
+_NO_TIME = 2.0**-60
+"""Seconds; a power of two far below what a clock can tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,29 +49,41 @@ class Table:
     """The first stretch of each chain, and the number of stretches."""
     most_lost: int = 0
     """Samples of the steps that one loss took, at most: an epoch or the work might have ended among them."""
+    offset: int = 0
+    """The number of the stretch that the first entry is about."""
 
     def runs(self, first: int, stop: int, legs: Legs) -> Runs:
-        """The runs of the stretches from `first` up to but without `stop`."""
-        index = first + np.flatnonzero(self.counts[first:stop])
+        """The runs of the entries from `first` up to but without `stop`."""
+        entries = first + np.flatnonzero(self.counts[first:stop])
+        index = entries + self.offset
         return Runs(
             legs=index,
-            counts=self.counts[index],
+            counts=self.counts[entries],
             sizes=legs.samples[index],
-            starts=self.begins[index],
+            starts=self.begins[entries],
             seconds=legs.seconds[index],
         )
 
 
-def leap_table(legs: Legs) -> Table | None:
-    """The table, or None where only a walk will do: chains that do not end, steps that a checkpoint never holds."""
+def always_finished(legs: Legs) -> bool:
+    """Whether no change costs more than the wait for the step under way."""
+    reaction = legs.reaction
+    return bool((reaction.ends == FINISH).all()) and not (reaction.pauses.any() or reaction.every.any() or legs.grid)
+
+
+def leap_table(legs: Legs, *, cut: bool = True) -> Table | None:
+    """The table, or None where no table holds for the whole trace.
+
+    That is: epochs' ends (`cut`) move the clock, chains do not end, or a checkpoint never holds some steps.
+    """
     reaction = legs.reaction
     if reaction.every.any():
         held = (reaction.ends == LOSE) | reaction.saves
         return _by_chains(legs, _Saving) if held[:-1].all() else None
     if legs.grid:
         return _on_grid(legs)
-    if (reaction.ends == FINISH).all() and not reaction.pauses.any():
-        return _finished(legs) if np.array_equal(legs.empty, legs.seconds) else None
+    if always_finished(legs):
+        return Overshoots(legs).table() if not cut or np.array_equal(legs.empty, legs.seconds) else None
     return _by_chains(legs, _Going)
 
 
@@ -76,36 +91,55 @@ def _starts(legs: Legs) -> Floats:
     return np.append(0.0, legs.stops[:-1])
 
 
-def _apart(legs: Legs, counts: Ints, begins: Floats, after: Floats) -> Table:
-    """A table in which every stretch is a chain; what is no step is waiting."""
+def _apart(counts: Ints, begins: Floats, after: Floats, waiting: Floats, offset: int = 0) -> Table:
+    """A table in which every stretch is a chain."""
     none = np.zeros(len(counts))
-    gaps = np.diff(after, prepend=0.0) - counts * legs.seconds
     return Table(
-        counts=counts, begins=begins, after=after, waiting=np.where(legs.samples == 0, np.maximum(gaps, 0.0), 0.0),
-        lost=none, restart=none, checkpoint=none, chains=np.arange(len(counts) + 1),
+        counts=counts, begins=begins, after=after, waiting=waiting, lost=none, restart=none, checkpoint=none,
+        chains=np.arange(len(counts) + 1), offset=offset,
     )  # fmt: skip
 
 
 def _on_grid(legs: Legs) -> Table:
     """Steps on multiples of the step time; a position without workers gives no step."""
     edges = np.ceil(np.append(0.0, legs.stops) / legs.grid - SNAP)
-    counts = np.where(legs.samples > 0, np.diff(edges), 0).astype(np.int64)
-    return _apart(legs, counts, edges[:-1] * legs.grid, edges[1:] * legs.grid)
+    begins, after, someone = edges[:-1] * legs.grid, edges[1:] * legs.grid, legs.samples > 0
+    counts = np.where(someone, np.diff(edges), 0).astype(np.int64)
+    return _apart(counts, begins, after, np.where(someone, 0.0, after - begins))
 
 
-def _finished(legs: Legs) -> Table:
-    """Each step ends as it began: one loop over the stretches, as a plan does it."""
-    begins = _starts(legs)
-    stretches = Stretches(
-        times=begins, end=float(legs.stops[-1]), workers=np.arange(len(begins)), samples=legs.samples,
-        seconds=legs.seconds,
-    )  # fmt: skip
-    runs = steps_finished(stretches)  # the workers are numbers of stretches here: no two are joined
-    counts = np.zeros(len(begins), np.int64)
-    counts[runs.workers] = runs.counts
-    begins[runs.workers] = runs.start_s
-    ends = np.where(legs.samples > 0, np.where(counts > 0, begins + counts * legs.seconds, 0.0), legs.stops)
-    return _apart(legs, counts, begins, np.maximum.accumulate(ends))
+class Overshoots:
+    """Steps that are all finished: how late, after the end of its stretch, the last step of each ends.
+
+    One modulo a stretch: a stretch of length L that is entered r late ends (r - L) mod step late. The moduli differ, so
+    that there is no closed form; but the loop does nothing else, and the steps are counted for all stretches at once.
+    """
+
+    def __init__(self, legs: Legs) -> None:
+        self.legs, self.starts, self.someone = legs, _starts(legs), legs.samples > 0
+        self.lengths = legs.stops - self.starts
+        # A step that ends up to a SNAP early ends at the change, so lates lie between -snap and step - snap. The loop
+        # counts from -snap on. Nobody there is a step so short that waiting is never late.
+        self.steps = np.where(self.someone, legs.seconds, _NO_TIME)
+        self.snaps = np.append(0.0, SNAP * self.steps)
+        self.drops = self.lengths - np.diff(self.snaps)
+
+    def table(self, first: int = 0, stop: int | None = None, now: float = 0.0) -> Table:
+        """Of the stretches from `first` up to but without `stop`, the first of which is entered at `now`."""
+        stop = len(self.starts) if stop is None else stop
+        part, edges = slice(first, stop), slice(first, stop + 1)
+        x = 0.0
+        late = now - float(self.starts[first]) + float(self.snaps[first])
+        rows = zip(self.drops[part].tolist(), self.steps[part].tolist(), strict=True)
+        lates = [late, *[late := (x % step if (x := late - drop) < step else x) for drop, step in rows]]
+        over = np.array(lates) - self.snaps[edges]
+        lengths, someone = self.lengths[part], self.someone[part]
+        room = np.maximum(lengths - over[:-1], 0.0)  # none where a step from before is still under way
+        steps = np.rint((lengths - over[:-1] + over[1:]) / self.steps[part])
+        return _apart(
+            np.where(someone & (room > 0), steps, 0).astype(np.int64), self.starts[part] + over[:-1],
+            self.legs.stops[part] + over[1:], np.where(someone, 0.0, room), first,
+        )  # fmt: skip
 
 
 class _Going:
@@ -188,8 +222,10 @@ class _Saving(_Going):
         self.begins[index] = begin = now + paused
         drained = ~lose & ~finish
         until = stop - np.where(drained, write, 0.0)
-        fit = np.where(live, np.maximum(_fits(until - begin, step, every, write, finish), 0), 0)
-        writes, rest = np.divmod(fit, every)
+        writes, rest = _fits(until - begin, step, every, write, finish)
+        none_fits = ~live | (writes < 0)
+        writes[none_fits] = rest[none_fits] = 0
+        fit = writes * every + rest
         late = (writes > 0) & (rest == 0) & (begin + fit * step + writes * write > until + SNAP * step)
         writes, rest = writes - late, np.where(late, every, rest)
         end = np.where(vacant, stop, begin + fit * step + writes * write)
@@ -205,13 +241,18 @@ class _Saving(_Going):
         self.after[index] = np.where(lose, stop, end + np.where(drained_write, write, 0.0))
 
 
-def _fits(room: Floats, step: Floats, every: Ints, write: float, finish: npt.NDArray[np.bool_]) -> Ints:
-    """`walk.fit_saving` for many stretches, each of which begins with a checkpoint."""
+def _fits(room: Floats, step: Floats, every: Ints, write: float, finish: Bools) -> tuple[Ints, Ints]:
+    """`walker.fit_saving` for many stretches, each of which begins with a checkpoint: whole cycles, steps after them.
+
+    Where not a step fits, the cycles may be negative.
+    """
     cycle = every * step + write
     cycles = np.floor(room / cycle + SNAP)
     rest = (room - cycles * cycle) / step
-    partial = np.minimum(every, np.where(finish, np.ceil(rest - SNAP), np.floor(rest + SNAP)))
-    return (cycles * every + partial).astype(np.int64)
+    partial = np.where(finish, np.ceil(rest - SNAP), np.floor(rest + SNAP))
+    full, short = partial >= every, partial < 0  # all but the write of one more cycle; a cycle that is not quite whole
+    rest = np.where(full, 0.0, partial + short * every)
+    return (cycles + full - short).astype(np.int64), rest.astype(np.int64)
 
 
 def _by_chains(legs: Legs, kind: type[_Going]) -> Table | None:
@@ -221,8 +262,9 @@ def _by_chains(legs: Legs, kind: type[_Going]) -> Table | None:
     rounds = int(position.max()) + 1
     if rounds > _LONGEST_CHAIN:
         return None
+    position = position.astype(np.int16)  # so that sorting takes a moment
     order = np.argsort(position, kind="stable")
-    bounds = np.searchsorted(position[order], np.arange(rounds + 1))
+    bounds = np.append(0, np.cumsum(np.bincount(position)))
     found = kind(legs)
     for k in range(rounds):
         found.work_out(order[bounds[k] : bounds[k + 1]], fresh=k == 0)

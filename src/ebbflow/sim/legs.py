@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,18 @@ class Legs:
     reaction: Reaction
     grid: float = 0.0
     """Above 0: steps sit on multiples of so many seconds, as in a plan of constant step time."""
+
+    def part(self, first: int, stop: int) -> Legs:
+        """From one stretch up to but without another."""
+        within = slice(first, stop)
+        return replace(
+            self,
+            stops=self.stops[within],
+            samples=self.samples[within],
+            seconds=self.seconds[within],
+            empty=self.empty[within],
+            reaction=self.reaction.part(first, stop),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

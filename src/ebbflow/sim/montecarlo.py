@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.sim.simulate import Scenario, Simulation, simulate
+from ebbflow.sim.scenario import Scenario
+from ebbflow.sim.simulate import Simulation, simulate
 from ebbflow.spec import Call, parse_call
 from ebbflow.traces import GENERATORS
 

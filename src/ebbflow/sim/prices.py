@@ -165,7 +165,8 @@ def cost(trace: Trace, until: float, price: Price, *, minimum: Seconds = _NONE) 
     `minimum`: every worker is billed for at least so long. Nobody knows which worker leaves; the newest is taken to
     leave first, which is the dearest case.
     """
-    usd = float(cost_over_time(trace, np.array([until]), price)[0])
+    high = int(np.searchsorted(trace.times, until, side="right"))
+    usd = float(np.einsum("i,i", np.diff(price.integral(np.append(trace.times[:high], until))), trace.workers[:high]))
     if minimum > 0:
         # Within a history the minimum is billed at the price of the last moment of the rental.
         short = _short_rentals(trace, until, minimum)

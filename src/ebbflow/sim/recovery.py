@@ -48,6 +48,17 @@ class Reaction:
     write: float = 0.0
     """Seconds that a checkpoint takes."""
 
+    def part(self, first: int, stop: int) -> Reaction:
+        """From one stretch up to but without another."""
+        within = slice(first, stop)
+        return dataclasses.replace(
+            self,
+            ends=self.ends[within],
+            pauses=self.pauses[within],
+            every=self.every[within],
+            saves=self.saves[within],
+        )
+
 
 @runtime_checkable
 class Recovery(Protocol):
@@ -84,8 +95,9 @@ class Ideal:
     def react(self, workers: Ints, seconds: Floats) -> Reaction:
         """All changes alike."""
         count = len(workers)
+        loses = np.append(workers[1:] != workers[:-1], True) & (self.on_change == "lose")
         return Reaction(
-            ends=np.full(count, FINISH if self.on_change == "finish" else LOSE),
+            ends=np.where(loses, LOSE, FINISH),
             pauses=np.zeros(count),
             every=np.zeros(count, np.int64),
             saves=np.zeros(count, np.bool_),

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.policies import Policy, make_policy
 from ebbflow.sim.prices import FlatPrice, Price, PriceHistory
-from ebbflow.sim.simulate import Scenario, simulate
+from ebbflow.sim.scenario import Scenario
+from ebbflow.sim.simulate import simulate
 from ebbflow.sim.stepmodel import Parts, StepModel
 from ebbflow.units import format_seconds
 

@@ -10,6 +10,7 @@ samples: what does not depend on the samples is paid in full.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -21,7 +22,7 @@ from ebbflow.plan.steptime import ConstantStepTime, StepTime, TableStepTime
 from ebbflow.sim.network import Network
 from ebbflow.units import Seconds, parse_seconds
 
-__all__ = ["ComputeAndNetwork", "Parts", "StepModel", "WholeStep", "parse_step_time"]
+__all__ = ["ComputeAndNetwork", "Parts", "StepModel", "WholeStep", "emulated_passes", "parse_step_time"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -41,6 +42,19 @@ class Parts:
     def total(self) -> Floats:
         """The whole step."""
         return self.compute + self.network + self.waiting
+
+    @classmethod
+    def joined(cls, parts: Sequence[Parts]) -> Parts:
+        """One after the other."""
+        return cls(
+            compute=np.concatenate([one.compute for one in parts]),
+            network=np.concatenate([one.network for one in parts]),
+            waiting=np.concatenate([one.waiting for one in parts]),
+        )
+
+    def take(self, index: Ints | slice) -> Parts:
+        """The steps with these numbers."""
+        return Parts(compute=self.compute[index], network=self.network[index], waiting=self.waiting[index])
 
 
 @runtime_checkable
@@ -79,6 +93,8 @@ class ComputeAndNetwork:
     (array([0.3, 0.3]), array([0.  , 0.35]))
     """
 
+    per_update: Seconds = _NONE
+    """Once a step, however many pieces it has: the optimizer, the record."""
     per_step: Seconds = _NONE
     """Computing that does not depend on the samples, for each piece (see `piece`)."""
     per_sample: Seconds
@@ -89,16 +105,22 @@ class ComputeAndNetwork:
     loading: Seconds = _NONE
     """Time in which a worker reads one sample; it reads ahead, so only what takes longer than the step counts."""
     piece: int | None = None
-    """Samples that fit into a worker's memory at once; a larger share is accumulated in so many pieces."""
+    """Samples that fit into a worker's memory at once; a larger share is accumulated in so many pieces. Emulated: the
+    samples of one pass, see `emulated_passes`."""
     serial: bool = False
     """The workers are emulated, one machine computes for all: the time goes by the samples of the whole step."""
 
     def __post_init__(self) -> None:
-        times = {"per_step": self.per_step, "per_sample": self.per_sample, "loading": self.loading}
+        times = {
+            "per_update": self.per_update,
+            "per_step": self.per_step,
+            "per_sample": self.per_sample,
+            "loading": self.loading,
+        }
         for name, value in times.items():
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} is {value:g} s; expected a finite time that is not negative")
-        if self.per_step + self.per_sample <= 0:
+        if self.per_update + self.per_step + self.per_sample <= 0:
             raise ConfigError("a step would take no time; give a computing time a step, a sample, or both")
         if not 0 <= self.overlap <= 1:
             raise ConfigError(f"overlap is {self.overlap:g}; expected a share between 0 and 1")
@@ -108,8 +130,13 @@ class ComputeAndNetwork:
     def parts(self, workers: Ints, samples: Ints) -> Parts:
         """The slowest worker, which has the largest share, sets the pace."""
         share = samples if self.serial else -(-samples // workers)
-        pieces = np.maximum(-(-share // self.piece), 1) if self.piece else np.ones(len(share), np.int64)
-        compute = pieces * float(self.per_step) + share * float(self.per_sample)
+        if self.piece is None:
+            pieces = np.ones(len(share), np.int64)
+        elif self.serial:
+            pieces = emulated_passes(workers, samples, self.piece)
+        else:
+            pieces = np.maximum(-(-share // self.piece), 1)
+        compute = float(self.per_update) + pieces * float(self.per_step) + share * float(self.per_sample)
         exchange = np.zeros(len(share)) if self.network is None else self.network.seconds(workers)
         network = np.maximum(exchange - self.overlap * compute, 0.0)
         return Parts(
@@ -119,12 +146,28 @@ class ComputeAndNetwork:
         )
 
     def __str__(self) -> str:
-        said = [f"{self.per_step:.6g}s a step", f"{self.per_sample:.6g}s a sample"]
+        said = [f"{self.per_update:.6g}s an update"] if self.per_update else []
+        said += [f"{self.per_step:.6g}s a {'piece' if self.per_update else 'step'}", f"{self.per_sample:.6g}s a sample"]
         said += [str(self.network)] if self.network is not None else []
         said += [f"overlap {self.overlap:g}"] if self.network is not None and self.overlap else []
         said += [f"loading {self.loading:.6g}s"] if self.loading else []
         said += [f"pieces of {self.piece}"] if self.piece else []
         return ", ".join(said + (["emulated"] if self.serial else []))
+
+
+def emulated_passes(workers: Ints, samples: Ints, piece: int) -> Ints:
+    """Passes in which an emulated step is computed: as many whole shares of one size in each as `piece` holds.
+
+    Where the samples cannot be shared evenly there are shares of two sizes, which do not go into one pass: the last
+    step of an epoch takes more passes than its samples alone would.
+
+    >>> emulated_passes(np.array([16, 16, 16]), np.array([512, 413, 0]), 128)  # of 413: 13 shares of 26 and 3 of 25
+    array([4, 5, 1])
+    """
+    low, larger = np.divmod(samples, workers)
+    passes: Ints = -(-larger // np.maximum(piece // (low + 1), 1))
+    passes += np.where(low > 0, -(-(workers - larger) // np.maximum(piece // np.maximum(low, 1), 1)), 0)
+    return np.maximum(passes, 1, out=passes)
 
 
 def parse_step_time(text: str) -> WholeStep:

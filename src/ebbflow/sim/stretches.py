@@ -1,0 +1,140 @@
+"""From a scenario to stretches of constant fleet: how big their steps are, how long, and what ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbflow.errors import ConfigError
+from ebbflow.plan.steptime import ConstantStepTime
+from ebbflow.sim.fleet import different, provisioned
+from ebbflow.sim.grow import limited
+from ebbflow.sim.legs import Legs
+from ebbflow.sim.recovery import Ideal
+from ebbflow.sim.scenario import EXACT, Scenario
+from ebbflow.sim.stepmodel import Parts, WholeStep
+from ebbflow.sim.stragglers import Stragglers
+from ebbflow.traces import Trace
+
+__all__ = ["GrowingStretches", "Steps", "Stretches", "prepare"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """What the steps of each stretch are like."""
+
+    workers: Ints
+    """That take part."""
+    sizes: Ints
+    """Samples of a whole step."""
+    whole: Parts
+    """Of a whole step."""
+    empty: Parts
+    """Of an empty step."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Steps]) -> Steps:
+        """One after the other."""
+        return cls(
+            workers=np.concatenate([one.workers for one in parts]),
+            sizes=np.concatenate([one.sizes for one in parts]),
+            whole=Parts.joined([one.whole for one in parts]),
+            empty=Parts.joined([one.empty for one in parts]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretches(Steps):
+    """Stretches that have not been walked yet."""
+
+    legs: Legs
+
+    def part(self, first: int, stop: int) -> Stretches:
+        """From one stretch up to but without another."""
+        within = slice(first, stop)
+        return Stretches(
+            workers=self.workers[within],
+            sizes=self.sizes[within],
+            whole=self.whole.take(within),
+            empty=self.empty.take(within),
+            legs=self.legs.part(first, stop),
+        )
+
+
+def prepare(scenario: Scenario, paid: Trace, rng: np.random.Generator | None) -> Stretches:
+    """The stretches over the paid workers; of a growing batch what the workers could do in them."""
+    ready = provisioned(paid, scenario.provisioning)
+    return _stretches(scenario, ready.workers, ready.times, ready.end, rng)
+
+
+class GrowingStretches:
+    """The stretches of a batch that grows, made for the part of the trace and the wish that are asked for.
+
+    Neighbours that mean the same step are not joined: whether they do depends on the wish.
+    """
+
+    def __init__(self, scenario: Scenario, paid: Trace, rng: np.random.Generator | None) -> None:
+        self.scenario, self.rng = scenario, rng
+        self.ready = provisioned(paid, scenario.provisioning)
+        self.count = len(self.ready.times)
+
+    def part(self, wanted: int, first: int, stop: int) -> Stretches:
+        """From one stretch up to but without another, in steps of at most `wanted` samples."""
+        low, high = max(first - 1, 0), min(stop + 1, self.count)  # what a change costs is seen from both sides
+        end = self.ready.end if high == self.count else float(self.ready.times[high])
+        counts, times = self.ready.workers[low:high], self.ready.times[low:high]
+        return _stretches(self.scenario, counts, times, end, self.rng, wanted=wanted).part(first - low, stop - low)
+
+
+def _stretches(
+    scenario: Scenario, counts: Ints, times: Floats, end: float, rng: np.random.Generator | None, *,
+    wanted: int | None = None,
+) -> Stretches:  # fmt: skip
+    """Of so many workers from each of the times on. `wanted`: no step has more samples, and neighbours stay apart."""
+    levels, level = different(counts)  # a step is worked out once for each size of the fleet
+    workers, samples = scenario.policy.sizes(levels)
+    if wanted is not None:
+        workers, samples = limited(workers, samples, wanted)
+    if int(samples.max()) > EXACT or int(samples.min()) < 0:  # beyond 2^63 a product of whole numbers turns negative
+        raise ConfigError("a step has more than 2^53 samples; check the local batch and the number of workers")
+    someone = np.maximum(workers, 1)
+    whole, empty = scenario.model.parts(someone, samples), scenario.model.parts(someone, np.zeros_like(samples))
+    if not (np.isfinite(whole.total).all() and (whole.total[samples > 0] > 0).all()):
+        raise ConfigError("the step model gives a time that is zero or not finite; check its times")
+    if wanted is None:
+        same = (workers[level][1:] == workers[level][:-1]) & (samples[level][1:] == samples[level][:-1])
+        kept = np.append(True, ~same)
+        times, level = times[kept], level[kept]
+    stops = np.append(times[1:], end)
+    workers, samples, whole, empty = workers[level], samples[level], whole.take(level), empty.take(level)
+    if scenario.stragglers is not None:
+        whole, empty = _slowed(scenario.stragglers, np.maximum(workers, 1), whole, empty, stops - times, rng)
+    seconds = whole.total
+    constant = isinstance(scenario.model, WholeStep) and isinstance(scenario.model.step_time, ConstantStepTime)
+    plan_like = constant and scenario.stragglers is None and scenario.recovery == Ideal()
+    legs = Legs(
+        stops=stops,
+        samples=samples,
+        seconds=seconds,
+        empty=empty.total,
+        reaction=scenario.recovery.react(workers, seconds),
+        grid=float(seconds[0]) if plan_like else 0.0,
+    )
+    return Stretches(legs=legs, workers=workers, sizes=samples, whole=whole, empty=empty)
+
+
+def _slowed(
+    stragglers: Stragglers, workers: Ints, whole: Parts, empty: Parts, lengths: Floats, rng: np.random.Generator | None
+) -> tuple[Parts, Parts]:
+    """The parts with the wait for the slowest worker; drawn, a stretch has the mean of its many steps."""
+    mean, variance = stragglers.slowest(workers)
+    if rng is not None:
+        steps = np.maximum(lengths / np.maximum(whole.total, 1e-12), 1.0)
+        mean = np.maximum(mean + np.sqrt(variance / steps) * rng.standard_normal(len(mean)), 1.0)
+    return tuple(replace(parts, waiting=parts.waiting + parts.compute * (mean - 1.0)) for parts in (whole, empty))  # type: ignore[return-value]

@@ -1,0 +1,179 @@
+"""A batch that grows: equal to a simulation step by step, to what the policy wants, and to `ebbflow plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbflow.errors import ConfigError
+from ebbflow.plan import StepSize, make_policy, plan_growing
+from ebbflow.plan.growing import Geo, Growing, Pada
+from ebbflow.plan.growth import allow
+from ebbflow.sim import FlatPrice, Scenario, on_demand, parse_step_time, simulate
+from ebbflow.sim.grow import Phases, limited, walk_growing
+from ebbflow.sim.legs import Legs, Work
+from ebbflow.sim.recovery import RECOVERIES, Recovery
+from ebbflow.sim.search import Setting, outcomes
+from ebbflow.sim.stepmodel import ComputeAndNetwork
+from ebbflow.traces import Trace, load
+from ebbflow.units import Seconds, Span
+from sim.naive import Naive, assert_same, recoveries, stretches, works
+
+policies = st.one_of(
+    st.builds(
+        Geo,
+        delay=st.builds(Span, st.sampled_from([7, 20.5, 64]), st.just("samples")),
+        factor=st.sampled_from([1.0, 1.5, 3.0]),
+        initial=st.integers(1, 6),
+        max_batch=st.sampled_from([None, 9]),
+    ),
+    st.builds(Pada, rate=st.sampled_from([0.0, 0.3, 2.5]), initial=st.integers(1, 6)),
+)
+
+
+class Part:
+    """Some stretches of a wish."""
+
+    def __init__(self, legs_of: Callable[[int], Legs], wanted: int, first: int, stop: int) -> None:
+        self.legs = legs_of(wanted).part(first, stop)
+
+
+@settings(max_examples=400)
+@given(
+    stretches=stretches,
+    recovery=recoveries,
+    work=works,
+    policy=policies,
+    local=st.integers(1, 5),
+    step=st.sampled_from([0.6, 1.7]),
+    each=st.sampled_from([0.0, 0.083]),
+    fixed=st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_a_growing_walk_equals_one_step_by_step(
+    stretches: list[tuple[float, int]], recovery: Recovery, work: Work, policy: Growing, local: int, step: float,
+    each: float, fixed: float,
+) -> None:  # fmt: skip
+    stops, there = np.cumsum([s[0] for s in stretches]), np.array([s[1] for s in stretches], np.int64)
+    phases = Phases(policy=policy, ref_batch=4, epoch_samples=work.epoch, most=max(int(there.max()) * local, 1))
+
+    @cache
+    def legs_of(wanted: int) -> Legs:
+        workers, samples = limited(there, there * local, wanted)
+        seconds = step + each * samples
+        return Legs(
+            stops=stops, samples=samples, seconds=seconds, empty=seconds * fixed,
+            reaction=recovery.react(workers, seconds),
+        )  # fmt: skip
+
+    naive = Naive(lambda steps, samples: legs_of(phases.wanted(steps, samples)), work).run()
+    walked, used = walk_growing(phases, lambda *part: Part(legs_of, *part), len(stops), work)
+    assert_same(walked, naive)
+    if walked.rows or walked.blocks:  # the numbers of the stretches are those of the parts
+        sizes = np.concatenate([part.legs.samples[:count] for part, count in used])
+        assert (walked.runs().sizes <= sizes[walked.runs().legs] + 1).all()  # no lone sample is left over
+
+
+@given(workers=st.integers(1, 40), local=st.integers(1, 64), wanted=st.integers(1, 3000))
+def test_what_a_step_takes_is_what_training_allows(workers: int, local: int, wanted: int) -> None:
+    taken = allow(StepSize(workers=workers, samples=workers * local, time_s=0.0, duration_s=1.0), wanted)
+    found = limited(np.array([workers]), np.array([workers * local]), wanted)
+    assert (int(found[0][0]), int(found[1][0])) == (taken.workers, taken.samples)
+
+
+@given(policy=policies, steps=st.integers(0, 500), samples=st.integers(0, 5000))
+def test_a_phase_lasts_as_long_as_the_policy_wants_the_same(policy: Growing, steps: int, samples: int) -> None:
+    phases = Phases(policy=policy, ref_batch=4, epoch_samples=100, most=1000)
+    phase = phases.at(steps, samples)
+    assert phase.wanted == phases.wanted(steps, samples)
+    if phase.until_steps < 2**62:
+        assert phases.wanted(phase.until_steps - 1, samples) == phase.wanted < phases.wanted(phase.until_steps, samples)
+    if phase.until_samples < 2**62:
+        assert phases.wanted(steps, phase.until_samples - 1) == phase.wanted < phases.wanted(steps, phase.until_samples)
+
+
+def growing(text: str, trace: str, **more: object) -> Scenario:
+    given: dict[str, object] = {
+        "trace": load(trace), "policy": make_policy(text, 32), "model": parse_step_time("0.7s"), "samples": 5000,
+        "epochs": 8, "price": FlatPrice(3.6), "ref_batch": 64, "repeat": True,
+    }  # fmt: skip
+    return Scenario(**{**given, **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["geo(2ep, factor=2)", "geo(500steps, factor=1.7, max_batch=300)", "pada(rate=0.4)"])
+@pytest.mark.parametrize("trace", ["constant(12)", "poisson(6, seed=3)", "0s:2 70s:0 100s:20 500s:5 900s"])
+def test_the_steps_are_those_of_a_plan(text: str, trace: str) -> None:
+    scenario = growing(text, trace)
+    assert isinstance(scenario.policy, Growing)
+    plan = plan_growing(
+        scenario.trace, scenario.policy, "0.7s", samples=5000, epochs=8, ref_batch=64, repeat=True
+    ).foreseen.for_epochs(5000, 8)
+    found = simulate(scenario)
+    assert (found.steps, found.samples) == (plan.steps, plan.samples) == (plan.steps, 40_000)
+    assert found.time_s == pytest.approx(plan.time_s)
+    assert sum(found.breakdown.values()) == pytest.approx(found.time_s)
+
+
+def test_the_time_of_a_growing_batch_by_hand() -> None:
+    # 4 workers, at most 40 samples. An epoch of 100 samples in steps of 20 (0.1 + 10 x 0.01 s on two workers of 10
+    # each: 0.2 s), then 40 (0.2 s on four): 5 x 0.2 s, then two steps of 40 and the last of 20, which takes half
+    # way between an empty step (0.1 s) and a whole one: 0.2 + 0.2 + 0.15 s.
+    model = ComputeAndNetwork(per_step=Seconds(0.1), per_sample=Seconds(0.01))
+    policy = make_policy("geo(1ep, factor=2, initial=20, local_batch=10)")
+    found = simulate(growing("follow", "constant(4)", policy=policy, model=model, samples=100, epochs=2))
+    assert found.steps == 8
+    assert found.time_s == pytest.approx(1.55)
+    assert found.breakdown["compute"] == pytest.approx(1.55)
+    assert found.stretches.workers[found.runs.legs].tolist() == [2, 4, 4]  # the last step is one of a whole of 40
+
+
+def test_a_loss_may_throw_training_back_into_the_phase_before() -> None:
+    # Steps of 1 s: 10 samples each until 30 are done, then 40. Four steps by 4.5 s, when one of four workers is lost
+    # and all is repeated from the start, after a restart of 2 s: 3 x 10, then what three workers can do, and the rest.
+    policy = make_policy("geo(30samples, factor=4, initial=10, max_batch=40, local_batch=10)")
+    recovery = RECOVERIES.make("checkpoint(every=1h, write=1s, detect=0s, restart=2s)")
+    scenario = growing(
+        "follow", "0s:4 4.5s:3 1h", policy=policy, model=parse_step_time("1s"), samples=100, epochs=1,
+        recovery=recovery, repeat=False,
+    )  # fmt: skip
+    found = simulate(scenario)
+    assert np.repeat(found.runs.sizes, found.runs.counts).tolist() == [10, 10, 10, 30, 30, 10]
+    assert found.time_s == pytest.approx(4.5 + 2 + 6)
+
+
+def test_a_change_among_idle_workers_is_none() -> None:
+    policy = make_policy("geo(1ep, factor=1, initial=20, local_batch=10)")
+    one = growing("follow", "0s:6 10s:3 20s:5 1h", policy=policy, model=parse_step_time("1s"), samples=1000, epochs=1)
+    lossy = replace(one, recovery=RECOVERIES.make("ideal(lose)"), model=parse_step_time("0.7s"))
+    assert simulate(one).time_s == 50.0
+    assert simulate(lossy).breakdown["lost"] == pytest.approx(0.0)
+    assert simulate(lossy).time_s == pytest.approx(35.0)
+
+
+def test_on_demand_clusters_and_settings_grow_too() -> None:
+    scenario = growing("geo(2ep)", "poisson(6, seed=3)", samples=50_000, model=parse_step_time("1:0.5s 8:0.7s"))
+    assert on_demand(scenario, workers=8, usd_per_hour=1.0).samples == 400_000
+    settings = [Setting(max_workers=w, local_batch=32, policy=p) for w in (4, 8) for p in ("geo(2ep)", "pada(rate=1)")]
+    assert len({getattr(one, "time_s", None) for one in outcomes(scenario, settings)}) == 4
+
+
+def test_policies_that_need_a_training_are_refused() -> None:
+    for name in ("ada", "ada-norm", "rada", "noise"):
+        with pytest.raises(ConfigError, match=r"grows by what training shows.*geo or pada.*--batches"):
+            growing(name, "constant(4)")
+    with pytest.raises(ConfigError, match="begins with the reference batch; give it"):
+        growing("geo(2ep)", "constant(4)", ref_batch=None)
+
+
+def test_a_long_trace_is_walked_in_windows() -> None:
+    times = np.arange(3000) * 5.0
+    trace = Trace(times, 2 + np.arange(3000) % 2, 15_000.0)
+    scenario = replace(growing("pada(rate=0.01)", "constant(2)", epochs=100, samples=3000), trace=trace)
+    whole = simulate(scenario)
+    assert whole.samples == 300_000
+    assert sum(whole.breakdown.values()) == pytest.approx(whole.time_s)
