@@ -1,8 +1,8 @@
 """What statistics cost over the same all-reduce without them: two processes, gloo over loopback, 10.5M parameters.
 
 Each process computes its gradient in two pieces of a few samples, so that the exchange weighs as much as it can; then
-`AllReduce` combines the gradients, with and without a meter. Both take turns of four steps in the same processes; the
-ratio is the median over the turns. Printed for the whole step and for the exchange alone, as it ships (in the long run
+`AllReduce` combines the gradients, with and without a meter. They alternate in the same processes; the ratio is the
+median over turns of four steps. Printed for the whole step and for the exchange alone, as it ships (in the long run
 one step in four is measured here) and with every step measured, as in the first 1000 reference steps of a run.
 """
 
@@ -41,15 +41,10 @@ class Trainer:
         self.meter = Meter(self.model.parameters(), layers=False) if every is not None else None
         self.combine = AllReduce(self.model.parameters(), meter=self.meter)
 
-    def turn(self, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
-        """Seconds of four whole steps and of their exchanges."""
-        times = [self.step(x, y, measured=self.every is not None and not i % self.every) for i in range(SPAN)]
-        return sum(whole for whole, _ in times), sum(exchange for _, exchange in times)
-
-    def step(self, x: torch.Tensor, y: torch.Tensor, *, measured: bool) -> tuple[float, float]:
+    def step(self, number: int, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
         """Seconds of the whole step and of the exchange."""
-        if self.meter is not None:
-            self.meter.on = measured
+        if self.meter is not None and self.every is not None:
+            self.meter.on = number % self.every == 0
         dist.barrier()
         began = time.perf_counter()
         self.optimizer.zero_grad()
@@ -65,6 +60,12 @@ class Trainer:
         return time.perf_counter() - began, combined - computed
 
 
+def turn(trainers: dict[str, Trainer], x: torch.Tensor, y: torch.Tensor) -> dict[str, tuple[float, float]]:
+    """Seconds of four steps of each and of their exchanges; they alternate step by step."""
+    steps = [{name: trainer.step(i, x, y) for name, trainer in trainers.items()} for i in range(SPAN)]
+    return {name: (sum(s[name][0] for s in steps), sum(s[name][1] for s in steps)) for name in trainers}
+
+
 def rank(number: int, store: str, turns: int) -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
@@ -72,7 +73,7 @@ def rank(number: int, store: str, turns: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=WORLD)
     x, y = torch.randn(SIZE, WIDTH), torch.randint(10, (SIZE,))
     trainers = {"without": Trainer(every=None), "as it ships": Trainer(every=SPAN), "every step": Trainer(every=1)}
-    turns_of = [{name: trainer.turn(x, y) for name, trainer in trainers.items()} for _ in range(turns + 1)][1:]
+    turns_of = [turn(trainers, x, y) for _ in range(turns + 1)][1:]
     if number == 0:
         size = sum(parameter.numel() for parameter in trainers["without"].model.parameters())
         print(f"{WORLD} gloo processes, {size / 1e6:.1f}M parameters, {PIECES} pieces of {SIZE} each")
@@ -80,8 +81,8 @@ def rank(number: int, store: str, turns: int) -> None:
         for part, title in enumerate(("step", "all-reduce alone")):
             line = f"{title:24}"
             for name in trainers:
-                ratio = statistics.median(turn[name][part] / turn["without"][part] for turn in turns_of)
-                line += f"{statistics.median(turn[name][part] for turn in turns_of) / SPAN * 1e3:>14.1f}{ratio:>8.3f}"
+                ratio = statistics.median(one[name][part] / one["without"][part] for one in turns_of)
+                line += f"{statistics.median(one[name][part] for one in turns_of) / SPAN * 1e3:>14.1f}{ratio:>8.3f}"
             print(line)
         print("to reach: 1.03 for the step")
     dist.destroy_process_group()
@@ -89,5 +90,5 @@ def rank(number: int, store: str, turns: int) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        turns = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+        turns = int(sys.argv[1]) if len(sys.argv) > 1 else 30
         mp.spawn(rank, args=(str(Path(folder) / "store"), turns), nprocs=WORLD)
