@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ import numpy as np
 from ebbflow.cli.profile import live_records, live_recovery
 from ebbflow.fleet.account import read_account
 from ebbflow.plan import make_policy
-from ebbflow.record import read_record
+from ebbflow.record import Run, read_record
 from ebbflow.sim import FlatPrice, Scenario, simulate
 from ebbflow.sim.fit import Measured, fit_steps, measured_steps
 from ebbflow.sim.recovery import PerStep
@@ -92,24 +91,25 @@ def status(record: Path) -> dict[str, Any]:
     return dict(json.loads((record.parent / "status.json").read_text()))
 
 
-def last_step_s(folder: Path) -> float:
-    """From the launch to the last committed step."""
-    states = [status(path) for path in live_records(folder)]
-    return max(state["time"] for state in states if state["state"] == "finished") - launched(folder)
+def survivor(folder: Path) -> tuple[Run, float]:
+    """A replica that was there from the first step to the last, and its end in seconds from the launch.
+
+    Its rows have one clock; those of a replica that was killed and came back do not.
+    """
+    for path in live_records(folder):
+        run, said = read_record(path), status(path)
+        if said["state"] == "finished" and run.steps[0].step == 0:
+            return run, said["time"] - launched(folder)
+    raise SystemExit(f"no replica of {folder} was there from the first step to the last")
 
 
 def joins_s(folder: Path) -> list[float]:
     """When replicas committed their first steps, in seconds from the launch."""
-    wall: dict[int, float] = {}
-    begun = []
-    for path in live_records(folder):
-        steps = read_record(path).steps
-        wall |= {row.step: row.wall_s for row in steps}
-        told = next(row for row in reversed(steps) if row.step < status(path)["step"])
-        begun.append(status(path)["time"] - told.wall_s - launched(folder))
+    run, end = survivor(folder)
+    wall = {row.step: row.wall_s for row in run.steps}
+    begun = end - run.steps[-1].wall_s
     gains = [change.step for change in read_account(folder).changes for _ in range(change.after - change.before)]
-    first = next(row.workers for path in live_records(folder) for row in read_record(path).steps if row.step == 0)
-    return sorted(median(begun) + wall[step] for step in [0] * first + gains)
+    return sorted(begun + wall[step] for step in [0] * run.steps[0].workers + gains)
 
 
 def fleet_of(folder: Path, trace: str) -> Trace:
@@ -139,7 +139,7 @@ def compare(case: str, epochs: int) -> tuple[PerStep, float, float]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "job"
         replay(case, PLAYED, epochs, folder, "--finish")
-        fleet, measured = fleet_of(folder, PLAYED), last_step_s(folder)
+        fleet, (_, measured) = fleet_of(folder, PLAYED), survivor(folder)
     after, _ = known(case)
     model = fit_steps([*before, *after]).model
     found = simulate(

@@ -219,6 +219,15 @@ def test_steps_of_a_record_are_measured_without_validations_and_gaps() -> None:
         measured_steps(record(row(0, 1)))
 
 
+def test_what_a_change_cost_is_not_the_time_of_a_step() -> None:
+    # A loss before step 2 takes 0.9 s besides the step's own 1 s; that is what the recovery is for.
+    run = record(row(0, 1), row(1, 2), row(2, 3.9, workers=1, batch=4), row(3, 4.9, workers=1, batch=4))
+    assert measured_steps(run) == [
+        Measured(workers=1, samples=4, seconds=pytest.approx(1.0), steps=1),
+        Measured(workers=2, samples=8, seconds=1.0, steps=1),
+    ]
+
+
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = fit_steps([Measured(workers=w, samples=w * b, seconds=0.1 + b + w) for w in (1, 2, 3) for b in (1, 2)])
     path = tmp_path / "profile.json"

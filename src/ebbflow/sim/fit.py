@@ -155,18 +155,20 @@ def _not_negative(rows: Floats, target: Floats, allowed: Sequence[int]) -> Float
 def measured_steps(run: Run) -> list[Measured]:
     """The mean time of each kind of step in a record; validations are not counted.
 
-    The mean is what adds up to a training. Steps that took more than ten times the median are left out: the machine
-    slept, or compiled.
+    The mean is what adds up to a training. Left out are the first step after each change of the workers, which holds
+    what the change cost, and steps that took more than ten times the median: the machine slept, or compiled.
     """
     wall, workers, batch = run.column("wall_s"), run.column("workers"), run.column("batch")
     validated = {row.step for row in run.validations}
     kinds: dict[tuple[int, int], list[float]] = {}
     for i in range(1, len(wall)):
-        if run.steps[i].step not in validated and run.steps[i].step == run.steps[i - 1].step + 1:
+        follows = run.steps[i].step == run.steps[i - 1].step + 1 and workers[i] == workers[i - 1]
+        if follows and run.steps[i].step not in validated:
             kinds.setdefault((int(workers[i]), int(batch[i])), []).append(float(wall[i] - wall[i - 1]))
     if not kinds:
         raise RecordError(
-            f"{run.path} has {len(wall)} steps, no two of which follow each other; a longer run is needed"
+            f"{run.path} has {len(wall)} steps, no two of which follow each other with the same workers; a longer run "
+            f"is needed"
         )
     return [
         Measured(workers=count, samples=size, seconds=_usual_mean(times), steps=len(times))
