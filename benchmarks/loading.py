@@ -28,7 +28,7 @@ from ebbflow.traces.trace import Trace
 from ebbflow.workloads import DatasetSource, cross_entropy
 from ebbflow.workloads.folders import random_crop
 
-SAMPLES, SIDE, CROP = 1500, 256, 64
+SAMPLES, SIDE, CROP = 4500, 256, 64
 TRACE = "0s:4 1s:2 2s:5 3s:3 4s:4 5s:1 6s"
 Fetch = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
 
@@ -62,8 +62,8 @@ def make_engine(fetch: Fetch, width: int) -> FusedEngine:
         nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10),
     )  # fmt: skip
-    # 30 steps of 51 samples on average: the epoch, and nothing after it that would be read ahead for nobody.
-    plan = BatchPlan.from_trace(Trace.parse(TRACE).repeat(5), Follow(16), "1s")
+    # 90 steps of 51 samples on average: the epoch, and nothing after it that would be read ahead for nobody.
+    plan = BatchPlan.from_trace(Trace.parse(TRACE).repeat(15), Follow(16), "1s")
     return FusedEngine(model, fetch, cross_entropy, plan, samples=SAMPLES)
 
 
@@ -119,7 +119,7 @@ def alone(data: Jpegs, width: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=1, help="that read ahead")
-    parser.add_argument("--repeats", type=int, default=3, help="of which the fastest counts")
+    parser.add_argument("--repeats", type=int, default=2, help="of which the fastest counts")
     options = parser.parse_args()
     torch.set_num_threads(1)
     data = Jpegs()
