@@ -103,6 +103,11 @@ class Flow:
             shortfall=size.shortfall,
         )
         measurement = gradients.measurement if step.measured else None
+        if measurement is None and step.measured and self.optimizer.rule.needs:
+            raise ConfigError(
+                f"the rule {self.optimizer.rule} needs the noise of the gradient, and this engine measures nothing; "
+                f"make the engine with needs=optimizer.rule.needs"
+            )
         update = self.optimizer.update(context, measurement)  #          rules, optim: the step
         self.engine.applied(context)
         if update.applied and self.average is not None:

@@ -13,6 +13,7 @@ from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Gradients
 from ebbflow.engines.dask import DaskEngine
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
+from ebbflow.errors import ConfigError
 from ebbflow.loop import Flow
 from ebbflow.moments.estimate import Averages
 from ebbflow.optim.elastic import ElasticOptimizer
@@ -138,3 +139,14 @@ def test_a_checkpoint_between_two_measurements_goes_on_with_the_same_steps() -> 
         optimizer = make_optimizer(model)
         optimizer.load_state_dict(state)
     assert_same(whole, model)
+
+
+def test_an_engine_that_measures_nothing_is_refused_by_a_rule_that_needs_it() -> None:
+    model = make_model()
+    x, y = make_data()
+    engine = LoopEngine(model, lambda i: (x[i], y[i]), cross_entropy, changing_plan(), samples=SAMPLES, seed=7)
+    flow = Flow(engine, make_optimizer(model, measure_every=1), Ledger(samples=SAMPLES))
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ConfigError, match=r"adascale needs the noise .* make the engine with needs="):
+        flow.run_step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "before anything is changed"
