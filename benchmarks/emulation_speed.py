@@ -7,7 +7,7 @@ On a CPU: digits-cnn, and shakespeare-gpt where a text is given; the loop is wha
 
     python benchmarks/emulation_speed.py                               one CPU thread
     python benchmarks/emulation_speed.py --text tinyshakespeare.txt
-    python benchmarks/emulation_speed.py --device cuda                 about five minutes, most of it compiling
+    python benchmarks/emulation_speed.py --device cuda                 about eight minutes, most of it compiling
     python benchmarks/emulation_speed.py --device cuda --arms b=32     the limit, and those with "b=32" in their names
 """
 

@@ -17,8 +17,7 @@ from ebbflow.spec import nearest
 
 __all__ = ["WHERE_AND_HOW", "RunConfig", "load_plugins"]
 
-_MOST_LOADERS = 4
-
+_MOST_LOADERS = 4  # processes that read ahead, unless somebody asks for more
 
 _CHOICES = {
     "on_change": ["finish", "lose"],

@@ -33,8 +33,8 @@ __all__ = ["Progress", "default_jobs", "run_study"]
 
 VERSION = 1
 JOBS_ON_A_GPU = 3
-"""They share the GPU's time and gain none of it (H200, ResNet-18: one alone 76,160 images/s, three 75,978 together),
-but one is always starting, reading, compiling or validating."""
+"""Without MPS they share the GPU's time and gain none of it (H200, ResNet-18: one alone 76,160 images/s, three together
+75,978), but one is always starting, reading, compiling or validating."""
 
 
 @dataclass(frozen=True, kw_only=True)
