@@ -144,7 +144,7 @@ def main(rounds: int) -> None:
         Client(local) as client,
         ExitStack() as stack,
     ):
-        addresses = list(client.scheduler_info(n_workers=-1)["workers"])
+        addresses = list(client.nthreads())
 
         def on_both(task: Callable[..., float], *arguments: Any) -> float:
             ranks = [(rank, *arguments) if arguments else () for rank in range(WORKERS)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
 import os
 import signal
 import subprocess
@@ -243,6 +245,70 @@ def test_a_run_survives_the_loss_of_all_its_workers(carry: Any) -> None:
         while flow.step < 14:
             flow.run_step()
     torch.testing.assert_close(vector(model), reference(14, plan, seed=5)[-1], rtol=1e-9, atol=1e-12)
+
+
+def test_workers_are_never_taken_for_lost_because_the_client_refreshed_its_cache(two_workers: Client) -> None:
+    """A timer of the Client stores a list of no workers every few seconds; here it does nothing else."""
+    over = threading.Event()
+
+    async def refresh() -> None:
+        while not over.is_set():
+            await two_workers._update_scheduler_info()
+
+    model = make_model()
+    with DaskEngine(
+        model, Plain(), cross_entropy, "follow(4)", client=two_workers, optimizer=make_optimizer(model),
+        samples=SAMPLES, min_workers=2,
+    ) as engine:  # fmt: skip
+        engine.members(0)
+        first = {address: engine.cluster.arrival(address) for address in engine.cluster.look(now=True)}
+        assert len(first) == 2
+        refreshing = asyncio.run_coroutine_threadsafe(refresh(), two_workers.loop.asyncio_loop)
+        try:
+            for _ in range(200):
+                there = engine.cluster.look(now=True)
+                assert {address: engine.cluster.arrival(address) for address in there} == first
+        finally:
+            over.set()
+            refreshing.result(10)
+
+
+def test_a_cluster_whose_scheduler_is_killed_is_reported_as_gone(tmp_path: Path) -> None:
+    """Once the Client has given up to reach it again."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment, "cwd": tmp_path}
+    common = [sys.executable, "-m"]
+    address = tmp_path / "scheduler.json"
+    processes = [
+        subprocess.Popen([*common, "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0",
+                          "--no-dashboard", "--scheduler-file", str(address)], **quiet),
+    ]  # fmt: skip
+    try:
+        until = time.monotonic() + 60
+        while not address.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        where = json.loads(address.read_text())["address"]
+        worker = ["distributed.cli.dask_worker", where, "--no-nanny", "--nthreads", "1", "--no-dashboard",
+                  "--host", "127.0.0.1"]  # fmt: skip
+        processes += [subprocess.Popen([*common, *worker], **quiet) for _ in range(2)]
+        model = make_model()
+        optimizer = make_optimizer(model)
+        with connect(where, timeout_s=5) as client:
+            engine = DaskEngine(
+                model, Plain(), cross_entropy, "follow(4)", client=client, optimizer=optimizer, samples=SAMPLES,
+                min_workers=2,
+            )  # fmt: skip
+            flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
+            assert flow.run_step() is not None
+            processes[0].kill()
+            with pytest.raises(ConfigError, match="scheduler no longer answers"):
+                for _ in range(1000):
+                    flow.run_step()
+            engine.close()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_workers_without_a_nanny_at_an_address(tmp_path: Path) -> None:

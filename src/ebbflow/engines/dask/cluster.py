@@ -109,12 +109,25 @@ class Cluster:
         return len(self._starting)
 
     def _listed(self) -> Mapping[str, Mapping[str, Any]]:
-        try:
-            workers: Mapping[str, Mapping[str, Any]] = self.client.scheduler_info(n_workers=-1)["workers"]
-        except (OSError, TimeoutError, KeyError) as error:
-            raise ConfigError(f"the Dask scheduler no longer answers ({error}); the cluster is gone") from None
+        workers: Mapping[str, Mapping[str, Any]] = self.client.sync(self._known)  # type: ignore[no-untyped-call]
         # A worker that is paused, for its memory or its start, still answers messages.
         return {a: info for a, info in workers.items() if not str(info.get("status", "")).startswith("clos")}
+
+    async def _known(self) -> Mapping[str, Mapping[str, Any]]:
+        """The workers that the scheduler knows.
+
+        It is asked itself. `Client.scheduler_info` answers from a cache that a timer of the Client overwrites with a
+        list of no workers: whoever meets that moment takes all of them for lost.
+        """
+        scheduler: Any = self.client.scheduler
+        try:
+            workers: Mapping[str, Mapping[str, Any]] = (await scheduler.identity(n_workers=-1))["workers"]
+        except (OSError, TimeoutError) as error:
+            raise ConfigError(
+                f"the Dask scheduler no longer answers ({error}), and without it no worker can be reached; start "
+                f"another cluster and run again"
+            ) from None
+        return workers
 
     def _take_in(self, listed: Mapping[str, Mapping[str, Any]]) -> None:
         for address in [address for address in self._ready if address not in listed]:
@@ -184,8 +197,7 @@ class Cluster:
             _, pending = await asyncio.wait(pending, timeout=_LOOK_EVERY_S)
             if pending:
                 # A connection to a worker that is gone is tried again for long; the scheduler knows better.
-                scheduler: Any = self.client.scheduler
-                listed = (await scheduler.identity(n_workers=-1))["workers"]
+                listed = await self._known()
                 late = time.monotonic() > until
                 for address, task in asked.items():
                     if late or address not in listed:
