@@ -302,8 +302,7 @@ def test_a_cluster_whose_scheduler_is_killed_is_reported_as_gone(tmp_path: Path)
             assert flow.run_step() is not None
             processes[0].kill()
             with pytest.raises(ConfigError, match="scheduler no longer answers"):
-                for _ in range(1000):
-                    flow.run_step()
+                [flow.run_step() for _ in range(1000)]
             engine.close()
     finally:
         for process in processes:
