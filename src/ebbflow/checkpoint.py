@@ -19,7 +19,7 @@ from ebbflow.files import write_whole
 
 __all__ = ["load_checkpoint", "load_model", "save_checkpoint", "weights_digest"]
 
-VERSION = 1
+VERSION = 2
 
 
 def save_checkpoint(path: Path, content: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from ebbflow.errors import ConfigError
 from ebbflow.spec import nearest
 
-__all__ = ["WHERE_AND_HOW", "RunConfig", "load_plugins"]
+__all__ = ["RunConfig", "load_plugins"]
 
 _MOST_LOADERS = 4  # processes that read ahead, unless somebody asks for more
 
@@ -28,7 +28,7 @@ _CHOICES = {
 }
 
 
-WHERE_AND_HOW = frozenset({"data", "plugins", "device", "compile", "loader_workers"})
+_WHERE_AND_HOW = frozenset({"data", "plugins", "device", "compile", "loader_workers"})
 """Settings that say where things lie and who does the work, not what is computed."""
 
 
@@ -149,11 +149,49 @@ class RunConfig:
         idle = cores // processes - self.threads
         return dataclasses.replace(self, loader_workers=max(0, min(_MOST_LOADERS, idle)))
 
+    def trace_digest(self) -> str:
+        """Of the trace or plan itself: the bytes of its file, wherever that lies, or the text of a generator."""
+        text = self.plan if self.plan is not None else self.trace
+        try:
+            content = Path(text).read_bytes()
+        except (OSError, ValueError):  # no file, or longer than a path can be
+            content = text.encode()
+        return hashlib.sha256(content).hexdigest()
+
     def fingerprint(self) -> str:
-        """Equal for two configurations exactly if they compute the same; guards the resuming of a run."""
-        ignored = {"label", *WHERE_AND_HOW}
-        content = {key: value for key, value in self.as_dict().items() if key not in ignored}
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        """Equal for two configurations if they compute the same: what a run of a study is known by.
+
+        Settings at their default do not enter, so that one which a later version adds leaves earlier runs what they
+        were.
+        """
+        content = {key: value for key, value in self._computing().items() if value != _DEFAULTS[key]}
+        kind = "trace" if self.plan is None else "plan"
+        return hashlib.sha256(json.dumps([content, kind, self.trace_digest()], sort_keys=True).encode()).hexdigest()
+
+    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
+        """What a recorded run computes otherwise, a phrase each; none: it is this very run, and may be continued.
+
+        `recorded`: what `as_dict` gave for that run, and its `trace_digest` as trace_sha256. A setting that it lacks,
+        since a later version added it, is taken to have been at its default. A trace or plan that was moved is the
+        same; one that was edited is not.
+        """
+        found = [
+            f"{key} is {value!r}, was {recorded.get(key, _DEFAULTS[key])!r}"
+            for key, value in self._computing().items()
+            if value != recorded.get(key, _DEFAULTS[key])
+        ]
+        if recorded.get("trace_sha256") != self.trace_digest():
+            kind, text = ("trace", self.trace) if self.plan is None else ("plan", self.plan)
+            found.append(f"the {kind} is not the one it was ({text})")
+        return found
+
+    def _computing(self) -> dict[str, Any]:
+        """The settings that say what is computed, but the trace or plan, whose text may be the name of a file."""
+        other = {"label", "trace", "plan", *_WHERE_AND_HOW}
+        return {key: value for key, value in self.as_dict().items() if key not in other}
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(RunConfig)}
 
 
 _ACCEPTED: dict[str, tuple[tuple[type, ...], str]] = {

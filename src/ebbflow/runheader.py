@@ -46,6 +46,7 @@ def make_header(
             **config.as_dict(),
             "trace": config.label,
             "trace_text": config.plan or config.trace,
+            "trace_sha256": config.trace_digest(),
             "progress": "gain" if optimizer.by_gain else "samples",
             "layers": [names[id(layer)] for layer in optimizer.layers] if "layers" in optimizer.rule.needs else [],
             "metric": recipe.metric,

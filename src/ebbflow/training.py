@@ -24,7 +24,7 @@ import torch
 
 from ebbflow import workloads
 from ebbflow.checkpoint import load_checkpoint, load_model, save_checkpoint, weights_digest
-from ebbflow.config import WHERE_AND_HOW, RunConfig, load_plugins
+from ebbflow.config import RunConfig, load_plugins
 from ebbflow.data.ledger import Ledger
 from ebbflow.errors import CheckpointError, ConfigError, Diverged, PlanError
 from ebbflow.loop import Flow
@@ -158,11 +158,12 @@ class _Trainer:
 
     def _restore(self, state: dict[str, Any], path: Path) -> int:
         """Everything at the last checkpoint; returns the size that the record had then."""
-        load_model(self.task.model, state["model"], path)
-        if state["fingerprint"] != self.config.fingerprint():
+        if other := self.config.differences(state["settings"]):
             raise CheckpointError(
-                f"{path} belongs to a run with other settings; use the settings of its record, or another output folder"
+                f"{path} belongs to a run with other settings ({'; '.join(other)}); go on with those, or choose "
+                f"another folder"
             )
+        load_model(self.task.model, state["model"], path)
         self.flow.optimizer.load_state_dict(state["optimizer"])
         for name, part in (("average", self.flow.average), ("growth", self.flow.growth)):
             if part is not None:
@@ -180,7 +181,7 @@ class _Trainer:
         save_checkpoint(
             self.folder / CHECKPOINT,
             {
-                "fingerprint": self.config.fingerprint(),
+                "settings": {**self.config.as_dict(), "trace_sha256": self.config.trace_digest()},
                 "model": self.task.model.state_dict(),
                 "optimizer": self.flow.optimizer.state_dict(),
                 "average": self.flow.average.state_dict() if self.flow.average is not None else None,
@@ -384,13 +385,7 @@ def _finished(config: RunConfig, folder: Path) -> Run | None:
     if run.status not in ("finished", "diverged"):
         return None
     load_plugins(config.plugins)
-    wanted = resolve(config).as_dict()
-    wanted |= {"trace": wanted["label"], "trace_text": wanted["plan"] or wanted["trace"]}
-    other = [
-        f"{key} is {wanted[key]!r}, was {run.header.config.get(key)!r}"
-        for key in wanted
-        if key not in WHERE_AND_HOW and run.header.config.get(key) != wanted[key]
-    ]
+    other = resolve(config).differences(run.header.config)
     if other:
         raise ConfigError(f"{folder} holds a run of another configuration ({'; '.join(other)}); choose another folder")
     return run

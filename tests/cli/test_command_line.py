@@ -179,11 +179,14 @@ def test_a_damaged_or_foreign_checkpoint(ebbflow: Ebbflow) -> None:
 
     import torch
 
-    content = {"version": 1, "model": torch.load("run/weights.pt", weights_only=True)["model"], "fingerprint": ""}
-    torch.save(content, "run/checkpoint.pt")
-    other = ("train", "digits-mlp(width=32)", *train[2:])
-    assert_refused(ebbflow(*other), "another model", "shape")
-    assert_refused(ebbflow(*train), "other settings")
+    config = json.loads(Path("run/record.jsonl").read_text().partition("\n")[0])["config"]
+    settings = {**config, "trace": config["trace_text"]}
+    weights = torch.load("run/weights.pt", weights_only=True)["model"]
+    torch.save({"version": 2, "model": weights, "settings": settings}, "run/checkpoint.pt")
+    assert_refused(ebbflow(*train, "--rule", "sqrt"), "other settings", "rule is 'sqrt', was 'linear'")
+    first = next(iter(weights))
+    torch.save({"version": 2, "model": {**weights, first: torch.zeros(1)}, "settings": settings}, "run/checkpoint.pt")
+    assert_refused(ebbflow(*train), "another model", "shape")
     assert "end" in Path("run/record.jsonl").read_text(), "the record is as it was"
 
 

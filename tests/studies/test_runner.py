@@ -60,6 +60,34 @@ def test_a_folder_of_another_study_is_refused_and_the_difference_named(tmp_path:
         run_study(small(rules=["linear"]), tmp_path)
 
 
+def test_a_study_grows_by_seeds_and_rules_and_keeps_what_was_run(tmp_path: Path) -> None:
+    run_study(small(rules=["constant"]), tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("arms/*/record.jsonl")}
+    told: list[Progress] = []
+    run_study(small(seeds=2), tmp_path, jobs=2, on_progress=told.append)
+    assert sorted(p.what for p in told if p.what != "moved") == ["finished"] * 3 + ["found"] + ["started"] * 3
+    assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in before.items())
+    assert {(run.header.config["rule"], run.header.config["seed"]) for run in records(tmp_path).values()} == {
+        ("constant", 0), ("linear", 0), ("constant", 1), ("linear", 1),
+    }  # fmt: skip
+    config = json.loads((tmp_path / "study.json").read_text())["config"]
+    assert (config["rules"], config["seeds"]) == (["constant", "linear"], [0, 1])
+
+
+def test_a_study_that_was_moved_with_its_traces_is_the_same_study(tmp_path: Path) -> None:
+    text = "time_s,accelerators\n0,4\n60,2\n120,2\n"
+    told: list[Progress] = []
+    for home in ("here", "there"):
+        (tmp_path / home).mkdir()
+        (tmp_path / home / "spot.csv").write_text(text)
+        study = small(rules=["linear"], traces={"spot": str(tmp_path / home / "spot.csv")})
+        run_study(study, tmp_path / "out", on_progress=told.append)
+    assert [progress.what for progress in told if progress.what != "moved"] == ["started", "finished", "found"]
+    (tmp_path / "there" / "spot.csv").write_text(text.replace("60,2", "60,3"))
+    with pytest.raises(ConfigError, match="holds runs that are not in this study"):
+        run_study(small(rules=["linear"], traces={"spot": str(tmp_path / "there" / "spot.csv")}), tmp_path / "out")
+
+
 def test_an_arm_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(

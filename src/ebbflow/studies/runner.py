@@ -75,8 +75,8 @@ def run_study(
 
     The results are the records under `out`/arms. Seeds come one after the other, so that an interrupted study has whole
     tables of fewer seeds; of a seed's arms those that take longest come first. Arms that failed in an earlier call are
-    tried again. An arm that fails does not stop the others; its record says why. Raises ConfigError if the folder holds
-    another study.
+    tried again. An arm that fails does not stop the others; its record says why. A folder may hold a part of the study:
+    seeds, rules, traces and workloads can be added. Raises ConfigError if it holds runs that the study does not have.
     """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs is {jobs}; expected the number of arms to run at once, 1 or more")
@@ -116,7 +116,7 @@ def _status(folder: Path) -> str:
 
 @contextmanager
 def _study_folder(study: Study, out: Path, command: str) -> Iterator[None]:
-    """Create the folder, or check that it holds this very study; keep others out while the study runs."""
+    """Create the folder, or check that it holds this study or part of it; keep others out while the study runs."""
     try:
         (out / "arms").mkdir(parents=True, exist_ok=True)
         with (out / ".lock").open("w") as lock:
@@ -124,7 +124,7 @@ def _study_folder(study: Study, out: Path, command: str) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(f"another study is running in {out}; wait for it or choose another folder") from None
-            _check_or_write(out / "study.json", {"version": VERSION, "command": command, "config": study.as_dict()})
+            _check_or_write(study, out, command)
             yield
     except OutputError:
         raise
@@ -132,24 +132,32 @@ def _study_folder(study: Study, out: Path, command: str) -> Iterator[None]:
         raise OutputError(f"{out}: cannot be written: {error.strerror}; choose another output folder") from error
 
 
-def _check_or_write(path: Path, content: dict[str, Any]) -> None:
-    if path.exists():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))["config"]
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(
-                f"{path} is damaged; delete it if its folder holds this study, or choose another"
-            ) from None
-        wanted = content["config"]
-        other = [key for key in wanted if found.get(key) != wanted[key]]
-        if other:
-            raise ConfigError(
-                f"{path.parent} holds a study with another configuration; different are: "
-                + "; ".join(f"{key} (now {wanted[key]!r}, was {found.get(key)!r})" for key in other)
-                + "; choose another folder with --out, or delete that one"
-            )
-        return
+def _check_or_write(study: Study, out: Path, command: str) -> None:
+    """A study may grow by seeds, rules, traces and workloads; runs that it does not have would enter its tables."""
+    path = out / "study.json"
+    own = {arm.id for arm in study.arms()}
+    strange = sorted(folder.name for folder in (out / "arms").iterdir() if folder.is_dir() and folder.name not in own)
+    if strange:
+        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
+        raise ConfigError(
+            f"{out} holds runs that are not in this study: {', '.join(strange[:3])}{more}{_changed(study, path)}; "
+            f"a study may grow, but what was run stays as it was: choose another folder with --out, or delete those "
+            f"under {out / 'arms'}"
+        )
+    content = {"version": VERSION, "command": command, "config": study.as_dict()}
     write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _changed(study: Study, path: Path) -> str:
+    """In which keys the study differs from the one that was run in the folder, if that can still be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["config"]
+        wanted = study.as_dict()
+        other = [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]
+        parts = [f"{key} (now {wanted.get(key)!r}, was {found.get(key)!r})" for key in other]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f"; different are {', '.join(parts)}" if parts else ""
 
 
 def _run_arms(

@@ -145,7 +145,7 @@ class Study:
         values = {**settings, "workload": workload, "trace": self.traces[trace], "rule": rule, "seed": seed}
         config = RunConfig.from_mapping({**values, "label": trace}, where=self.source)
         readable = "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip("-") for text in (workload, trace, rule))
-        digest = hashlib.sha256(repr(sorted(config.as_dict().items())).encode()).hexdigest()[:6]
+        digest = hashlib.sha256(f"{config.label} {config.fingerprint()}".encode()).hexdigest()[:6]
         return Arm(id=f"{readable[:80]}_s{seed}_{digest}", config=config)
 
 

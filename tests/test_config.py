@@ -1,0 +1,86 @@
+"""What makes two runs the same run: it decides what may be continued, and which runs of a study are there already."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbflow.config import RunConfig
+
+TRACE = "time_s,accelerators\n0,4\n60,2\n120,2\n"
+
+
+def recorded(config: RunConfig) -> dict[str, Any]:
+    return {**config.as_dict(), "trace_sha256": config.trace_digest()}
+
+
+def same(first: RunConfig, second: RunConfig) -> bool:
+    """By both ways of asking, in both directions."""
+    answers = {
+        first.fingerprint() == second.fingerprint(),
+        not first.differences(recorded(second)),
+        not second.differences(recorded(first)),
+    }
+    assert len(answers) == 1, "fingerprint and differences disagree"
+    return answers.pop()
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [{"data": "other"}, {"device": "cuda"}, {"compile": True}, {"loader_workers": 3}, {"label": "spot"}],
+)
+def test_where_and_how_a_run_is_computed_makes_no_other_run(elsewhere: dict[str, Any]) -> None:
+    run = RunConfig(workload="digits-mlp")
+    assert same(run, replace(run, **elsewhere))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rule": "sqrt"}, {"seed": 1}, {"epochs": 3}, {"measure_every": 1}, {"trace": "constant(workers=4)"},
+        {"threads": 2}, {"piece": 8}, {"workload": "digits-cnn"}, {"policy": "fixed(256)"}, {"repeat": True},
+    ],
+)  # fmt: skip
+def test_any_setting_that_is_computed_with_makes_another_run(other: dict[str, Any]) -> None:
+    run = RunConfig(workload="digits-mlp")
+    assert not same(run, replace(run, **other))
+
+
+def test_differences_name_the_setting_and_both_values() -> None:
+    run = RunConfig(workload="digits-mlp", rule="sqrt")
+    assert run.differences(recorded(RunConfig(workload="digits-mlp"))) == ["rule is 'sqrt', was 'linear'"]
+
+
+def test_a_trace_that_was_moved_is_the_same_and_one_that_was_edited_is_not(tmp_path: Path) -> None:
+    here, there = tmp_path / "here.csv", tmp_path / "there.csv"
+    here.write_text(TRACE)
+    there.write_text(TRACE)
+    run = RunConfig(workload="digits-mlp", trace=str(here))
+    before = recorded(run)
+    assert same(run, replace(run, trace=str(there)))
+    here.write_text(TRACE.replace("60,2", "60,3"))
+    assert run.differences(before) == [f"the trace is not the one it was ({here})"]
+    assert not same(run, replace(run, trace=str(there)))
+
+
+def test_a_plan_is_no_trace_of_the_same_content(tmp_path: Path) -> None:
+    file = tmp_path / "file.csv"
+    file.write_text("step,batchsize\n0,64\n")
+    as_plan = RunConfig(workload="digits-mlp", plan=str(file))
+    assert as_plan.fingerprint() != RunConfig(workload="digits-mlp", trace=str(file)).fingerprint()
+    assert same(as_plan, replace(as_plan, trace="never played"))
+
+
+def test_a_record_from_before_a_setting_existed_is_of_a_run_at_its_default() -> None:
+    before = recorded(RunConfig(workload="digits-mlp"))
+    del before["measure_every"]
+    assert RunConfig(workload="digits-mlp").differences(before) == []
+    assert RunConfig(workload="digits-mlp", measure_every=1).differences(before) == ["measure_every is 1, was 4"]
+
+
+def test_a_trace_may_be_longer_than_a_path_can_be() -> None:
+    text = " ".join(f"{second}s:{1 + second % 3}" for second in range(5000)) + " 5000s"
+    assert same(RunConfig(workload="digits-mlp", trace=text), RunConfig(workload="digits-mlp", trace=text))
