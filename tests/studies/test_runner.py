@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -60,6 +61,25 @@ def test_a_folder_of_another_study_is_refused_and_the_difference_named(tmp_path:
         run_study(small(rules=["linear"]), tmp_path)
 
 
+def test_a_trace_file_that_changed_is_refused(tmp_path: Path) -> None:
+    trace, out = tmp_path / "spot.csv", tmp_path / "out"
+    trace.write_text("time_s,accelerators\n0,4\n60,2\n120,2\n")
+    changed = {"traces": {"spot": str(trace)}, "rules": ["constant"], "settings": {"epochs": 1}}
+    run_study(small(**changed), out)
+    run_study(small(**changed), out)  # the same trace: nothing to do
+    trace.write_text("time_s,accelerators\n0,4\n60,3\n120,3\n")
+    with pytest.raises(ConfigError, match=r"spot\.csv has changed since .*digits-cnn-width-4_spot_constant_s0"):
+        run_study(small(**changed), out)
+
+
+def test_a_study_that_no_longer_skips_what_it_skipped_is_another(tmp_path: Path) -> None:
+    skip = [{"rule": "linear"}]
+    run_study(small(skip=skip, settings={"epochs": 1}), tmp_path)
+    with pytest.raises(ConfigError, match=r"skip \(now None, was \[\{'rule': 'linear'\}\]\)"):
+        run_study(small(settings={"epochs": 1}), tmp_path)
+    assert len(records(tmp_path)) == 1
+
+
 def test_an_arm_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(
@@ -97,10 +117,10 @@ local_batch = 8
 """
 
 
-def start(study: Path, out: Path, checkpoint_every: str) -> subprocess.Popen[bytes]:
+def start(study: Path, out: Path, checkpoint_every: str, stderr: Any = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "ebbflow", "study", str(study), "--out", str(out), "--jobs", "2"]
     return subprocess.Popen(
-        [*command, "--checkpoint-every", checkpoint_every], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, "--checkpoint-every", checkpoint_every], stdout=subprocess.DEVNULL, stderr=stderr
     )
 
 
@@ -141,6 +161,31 @@ def test_killed_with_kill_9_the_same_command_ends_with_the_same_weights(tmp_path
         straight = records(calm)[name]
         assert [(row.samples, row.loss) for row in run.steps] == [(row.samples, row.loss) for row in straight.steps]
         assert [row.metrics for row in run.validations] == [row.metrics for row in straight.validations]
+
+
+def let_go(out: Path) -> bool:
+    """Whether no process holds the folder of an arm."""
+    for path in out.glob("arms/*/.lock"):
+        with path.open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+    return True
+
+
+def test_the_arms_of_a_killed_study_stop_and_have_not_failed(tmp_path: Path) -> None:
+    study, out, said = tmp_path / "study.toml", tmp_path / "out", tmp_path / "said"
+    study.write_text(STUDY.replace("epochs = 6", "epochs = 500"))
+    with said.open("wb") as stderr:
+        process = start(study, out, "0s", stderr)
+    wait_for(lambda: len(list(out.glob("arms/*/checkpoint.pt"))) == 2 or process.poll() is not None)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=60)
+    wait_for(lambda: let_go(out))
+    time.sleep(0.3)  # for a last word that an arm had after it let go
+    assert {run.status for run in records(out).values()} == {"interrupted"}
+    assert "Traceback" not in said.read_text()
 
 
 def test_ctrl_c_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:

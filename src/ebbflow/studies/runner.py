@@ -24,10 +24,12 @@ from typing import Any, Literal
 
 from ebbflow.errors import ConfigError, OutputError, RecordError
 from ebbflow.files import write_whole
-from ebbflow.record import read_record
+from ebbflow.record import Run, read_record
 from ebbflow.studies.arm import KEPT, killed, record_failure, run_arm
 from ebbflow.studies.forecast import Board, Timed
 from ebbflow.studies.study import Arm, Study, check_arms
+from ebbflow.traces import Trace
+from ebbflow.traces import load as load_trace
 
 __all__ = ["Progress", "default_jobs", "run_study"]
 
@@ -76,7 +78,7 @@ def run_study(
     The results are the records under `out`/arms. Seeds come one after the other, so that an interrupted study has whole
     tables of fewer seeds; of a seed's arms those that take longest come first. Arms that failed in an earlier call are
     tried again. An arm that fails does not stop the others; its record says why. Raises ConfigError if the folder holds
-    another study.
+    another study, or arms on a trace whose file has changed since.
     """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs is {jobs}; expected the number of arms to run at once, 1 or more")
@@ -89,10 +91,13 @@ def run_study(
     jobs = jobs or default_jobs(arms, cores=_cores())
     with _study_folder(study, out, command):
         waiting = []
+        traces = {text: load_trace(text) for text in {arm.config.trace for arm in arms if arm.config.plan is None}}
         for arm in arms:
-            status = _status(out / "arms" / arm.id)
-            if status in ("finished", "diverged"):
-                on_progress(Progress(arm=arm.id, what="found", fraction=1.0, text=status))
+            run = _record(out / "arms" / arm.id)
+            if run is not None:
+                _check_trace(arm, run, traces)
+            if run is not None and run.status in ("finished", "diverged"):
+                on_progress(Progress(arm=arm.id, what="found", fraction=1.0, text=run.status))
             else:
                 waiting.append(arm)
         options = {"command": command, "checkpoint_every_s": checkpoint_every_s, "keep_weights": keep_weights}
@@ -107,11 +112,26 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _status(folder: Path) -> str:
+def _record(folder: Path) -> Run | None:
+    """What an arm has recorded, if anything that can be read."""
     try:
-        return read_record(folder / "record.jsonl").status
+        return read_record(folder / "record.jsonl")
     except RecordError:
-        return "missing"
+        return None
+
+
+def _check_trace(arm: Arm, run: Run, traces: Mapping[str, Trace]) -> None:
+    """One table shall not hold arms on two traces of one name; a record keeps the trace that its file had."""
+    recorded = run.header.trace
+    if arm.config.plan is not None or not recorded:
+        return
+    trace = traces[arm.config.trace]
+    now = {"times": trace.times.tolist(), "workers": trace.workers.tolist(), "end": trace.end}
+    if any(recorded.get(key) != value for key, value in now.items()):
+        raise ConfigError(
+            f"the trace {arm.config.trace} has changed since {run.path.parent} was recorded on it; choose another "
+            f"folder with --out, or delete those of the arms on this trace"
+        )
 
 
 @contextmanager
@@ -141,11 +161,11 @@ def _check_or_write(path: Path, content: dict[str, Any]) -> None:
                 f"{path} is damaged; delete it if its folder holds this study, or choose another"
             ) from None
         wanted = content["config"]
-        other = [key for key in wanted if found.get(key) != wanted[key]]
+        other = [key for key in wanted | found if found.get(key) != wanted.get(key)]
         if other:
             raise ConfigError(
                 f"{path.parent} holds a study with another configuration; different are: "
-                + "; ".join(f"{key} (now {wanted[key]!r}, was {found.get(key)!r})" for key in other)
+                + "; ".join(f"{key} (now {wanted.get(key)!r}, was {found.get(key)!r})" for key in other)
                 + "; choose another folder with --out, or delete that one"
             )
         return
