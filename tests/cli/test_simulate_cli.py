@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.answers import Ebbflow
+from ebbflow.units import format_seconds
 
 
 @pytest.fixture
@@ -53,6 +54,9 @@ def test_seeds_give_intervals(ebbflow: Ebbflow) -> None:
     assert found["seeds"]["count"] == 8
     spread = found["seeds"]["time_s"]
     assert 25 <= spread["low"] <= spread["mean"] <= spread["high"]
+    table = ebbflow(f"simulate {TASK} {STEP} {PRICES} --seeds 8", fleet).out
+    shown = [format_seconds(spread[name]) for name in ("mean", "low", "high")]
+    assert "{}, {} to {}".format(*shown) in table
     refused = ebbflow(f"simulate {TASK} {STEP} {PRICES} --seeds 8", FLEET)
     assert refused.code == 2
     assert "--seeds draws nothing here" in refused.err
@@ -113,6 +117,16 @@ def test_compare_takes_one_price_for_each_trace(ebbflow: Ebbflow) -> None:
     assert "2 spot prices for 3 traces" in refused.err
 
 
+def test_compare_tells_files_of_one_name_apart_by_their_folders(ebbflow: Ebbflow, tmp_path: Path) -> None:
+    for month, workers in (("june", 4), ("july", 5)):
+        (tmp_path / month).mkdir()
+        (tmp_path / month / "spot.csv").write_text(f"time_s,accelerators\n0,{workers}\n3600,{workers}\n")
+    found = json.loads(ebbflow(f"compare {TASK} {STEP} --spot-price 1 --json", "june/spot.csv", "july/spot.csv").out)
+    assert [one["name"] for one in found] == ["june/spot.csv", "july/spot.csv"]
+    alone = json.loads(ebbflow(f"compare {TASK} {STEP} --spot-price 1 --json", "june/spot.csv", "0s:5 1h").out)
+    assert [one["name"] for one in alone] == ["spot.csv", "0s:5 1h"]
+
+
 WHATIF = "whatif --samples 800 --epochs 10 --step-time 1s --spot-price 3600"
 
 
@@ -128,6 +142,17 @@ def test_whatif_finds_the_cheapest_before_a_deadline(ebbflow: Ebbflow) -> None:
     assert "the cheapest of 3 settings" in ebbflow(
         f"{WHATIF} --deadline 300s --max-workers 1,3,7 --local-batch 10", "0s:8 10h"
     ).out  # fmt: skip
+
+
+def test_whatif_leaves_out_what_outlasts_the_prices(ebbflow: Ebbflow, tmp_path: Path) -> None:
+    (tmp_path / "prices.csv").write_text("time_s,usd_per_hour\n0,3600\n300,3600\n")
+    priced = WHATIF.replace("--spot-price 3600", "--price-history prices.csv --local-batch 10 --deadline 1h")
+    found = json.loads(ebbflow(f"{priced} --max-workers 1,3,7 --json", "0s:8 10h").out)
+    assert found["settings"] == {"tried": 3, "ended": 2}
+    assert (found["time_s"], found["cost_usd"]) == (270.0, pytest.approx(810))
+    nothing = ebbflow(f"{priced} --max-workers 1,2", "0s:8 10h")
+    assert nothing.code == 2
+    assert "none of 2 settings comes to an end; the first: prices.csv covers 5.0 min" in nothing.err
 
 
 def test_whatif_finds_the_fastest_within_a_budget(ebbflow: Ebbflow) -> None:
@@ -161,6 +186,9 @@ def test_whatif_says_the_best_that_can_be_had(ebbflow: Ebbflow) -> None:
         (f"simulate {TASK} {PRICES}", "say how long a step takes in one way"),
         (f"simulate {TASK} {STEP} --compute-sample 1ms {PRICES}", "say how long a step takes in one way"),
         (f"simulate {TASK} {STEP} {PRICES} --network ring(1,gbps=1)", "--step-time is the time of the whole step"),
+        (f"simulate {TASK} {STEP} {PRICES} --overlap 0.5", "--step-time is the time of the whole step"),
+        (f"simulate {TASK} --step-time 4:1s,4:2s {PRICES}", "have 4 workers twice"),
+        (f"simulate {TASK} {STEP} {PRICES} --on-demand-workers 0", "Invalid value for '--on-demand-workers'"),
         (f"simulate {TASK} --compute-sample 1ms {PRICES} --network rign(1,gbps=1)", "did you mean 'ring'"),
         (f"simulate {TASK} --compute-sample 1ms {PRICES} --network ring(1,gbps=1,latency=5)", "has no unit"),
         (f"simulate {TASK} {STEP} {PRICES} --recovery chekpoint", "did you mean 'checkpoint'"),

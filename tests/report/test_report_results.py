@@ -12,6 +12,7 @@ import pytest
 
 from ebbflow.errors import RecordError
 from ebbflow.report.results import load_results
+from ebbflow.report.tables import summarise
 
 MakeRecord = Callable[..., Path]
 
@@ -135,3 +136,18 @@ def test_arms_that_the_study_leaves_out_are_not_missing(study: Path, tmp_path: P
     path.write_text(json.dumps(content))
     after = [arm for arm in load_results(study).arms if arm.status == "missing"]
     assert len(after) == len(lost) - 1
+
+
+def test_a_seed_counts_once_and_the_older_record_is_named(tmp_path: Path, make_record: MakeRecord) -> None:
+    # Twice seed 0, as another version of the package, which names the folders differently, leaves them behind.
+    for name, value, created in (("a_new", 0.9, "2026-02-01"), ("b_old", 0.5, "2026-01-01")):
+        path = make_record(tmp_path / "arms" / name / "record.jsonl", last=[value] * 3, seed=0)
+        path.write_text(path.read_text().replace("2025-01-01", created, 1))
+    make_record(tmp_path / "arms" / "c" / "record.jsonl", last=[0.8] * 3, seed=1)
+    results = load_results(tmp_path)
+    assert [(arm.id, arm.seed) for arm in results.arms] == [("a_new", 0), ("c", 1)]
+    assert results.problems == [
+        "arms/b_old is left out: arms/a_new is a newer record of constant on static, seed 0"
+    ]  # fmt: skip
+    (cell,) = summarise(results.arms).cells
+    assert cell.values == pytest.approx((0.9, 0.8))

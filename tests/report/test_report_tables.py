@@ -172,6 +172,15 @@ def test_the_terminal_table_fits_80_columns_with_any_number_of_rules() -> None:
     assert sum("*" in line for line in lines) == 1
 
 
+def test_names_in_brackets_are_printed_as_they_are() -> None:
+    names = ["spot-[july].csv", "[/]"]
+    found = summarise([arm(0.9, trace=name, workload="mine[bold]") for name in names])
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal(found, width=80))
+    text = console.export_text()
+    assert all(name in text for name in (*names, "mine[bold]"))
+
+
 def test_the_takeaway_names_the_best_rule_and_its_lead_in_deviations() -> None:
     # linear: 0.96, 0.98 -> 0.97 +- 0.0141; sqrt: 0.90, 0.92 -> 0.91; gap 6 points = 0.06 / 0.01414 = 4.2 deviations.
     values = {("linear", 0): 0.96, ("linear", 1): 0.98, ("sqrt", 0): 0.90, ("sqrt", 1): 0.92}

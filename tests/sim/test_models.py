@@ -22,6 +22,7 @@ from ebbflow.sim.fit import Measured, fit_steps, measured_steps, read_profile
 from ebbflow.sim.fleet import provisioned
 from ebbflow.sim.montecarlo import draws, interval, reseeded
 from ebbflow.sim.network import NETWORKS, Affine
+from ebbflow.sim.prices import PriceHistory
 from ebbflow.sim.recovery import RECOVERIES
 from ebbflow.sim.search import Goal, Outcome, Setting, best, outcomes, pareto, sensitivity
 from ebbflow.sim.stepmodel import emulated_passes
@@ -240,9 +241,10 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert emulated.model.piece == 8
     path.write_text(json.dumps(emulated.as_json()))
     assert read_profile(path) == emulated.model
-    path.write_text('{"per_step_s": 1}')
-    with pytest.raises(ConfigError, match="is not a profile"):
-        read_profile(path)
+    for damaged in ('{"per_step_s": 1}', path.read_text().replace('"piece": 8', '"piece": "some"')):
+        path.write_text(damaged)
+        with pytest.raises(ConfigError, match="is not a profile"):
+            read_profile(path)
 
 
 # -- many scenarios ----------------------------------------------------------------------------------------------------
@@ -293,6 +295,17 @@ def test_a_setting_that_never_ends_is_left_out(one: Scenario) -> None:
         best([], Goal(deadline=1.0))
 
 
+def test_a_setting_that_outlasts_the_prices_is_left_out_and_so_is_a_variation(one: Scenario) -> None:
+    # 4 workers take 200 steps of 1 s, 8 take 100; the prices reach 105 s, and steps that are 10 % slower do not.
+    known = replace(one, price=PriceHistory(np.array([0.0]), np.array([3600.0]), 105.0))
+    four, eight = outcomes(known, settings(4, 8))
+    assert isinstance(four, PlanError) and isinstance(eight, Outcome)
+    assert eight.cost_usd == pytest.approx(800.0)
+    ends = {o.name: o.time_s for o in sensitivity(known)}
+    assert ends["steps 10% slower"] == math.inf
+    assert ends["steps 10% faster"] == pytest.approx(90.0)
+
+
 def test_a_goal_is_a_deadline_or_a_budget() -> None:
     for bad in ({}, {"deadline": 1.0, "budget": 1.0}, {"deadline": 0.0}, {"budget": -1.0}):
         with pytest.raises(ConfigError):
@@ -306,6 +319,13 @@ def test_sensitivity_changes_one_thing_at_a_time(one: Scenario) -> None:
     assert by_name["price 10% lower"].time_s == 100
     assert by_name["half the noise scale"].time_s == 100  # at the reference batch nothing hangs on it
     assert any(name.startswith("begun") for name in by_name)
+
+
+def test_slower_steps_are_those_of_a_longer_step_time(one: Scenario) -> None:
+    # On a grid of 1.1 s the gap from 4 to 9 s is over at the ninth position, 9.9 s: 4 steps before it, 6 after it.
+    gap = replace(one, trace=load("0s:8 4s:0 9s:8 10h"), epochs=1)
+    slower = next(o for o in sensitivity(gap) if o.name == "steps 10% slower")
+    assert slower.time_s == pytest.approx(9.9 + 6 * 1.1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, PlanError
 from ebbflow.sim.prices import FlatPrice, PriceHistory, cost, cost_over_time, read_prices
 from ebbflow.traces import Trace
 from ebbflow.units import Seconds
@@ -98,7 +98,7 @@ def test_an_unknown_zone_is_refused_with_the_known_ones(tmp_path: Path) -> None:
 
 def test_a_history_that_ends_too_early_says_how_far_it_reaches() -> None:
     history = PriceHistory(np.array([0.0]), np.array([1.0]), HOURS, "h.csv")
-    with pytest.raises(ConfigError, match=r"h.csv covers 60.0 min, the run takes 120.0 min"):
+    with pytest.raises(PlanError, match=r"h.csv covers 60.0 min, the run takes 120.0 min"):
         cost(Trace.parse("0s:1 3h"), 2 * HOURS, history)
 
 

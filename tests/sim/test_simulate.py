@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +61,16 @@ def test_a_gap_without_workers_is_waited_for_and_costs_nothing() -> None:
     assert found.time_s == 60.0
     assert found.cost_usd == pytest.approx(0.1)
     assert parts(found) == {"compute": 40.0, "waiting": 20.0}
+
+
+@pytest.mark.parametrize("recovery", ["ideal(lose)", "step(detect=0s)", "checkpoint(1s, 0s, detect=0s, restart=0s)"])
+def test_where_nobody_is_there_a_step_may_take_no_time(recovery: str) -> None:
+    # 8 workers x 10 samples x 0.1 s: steps of 1 s. Three before the gap of 7 s, seven after it, twice in the trace.
+    model = ComputeAndNetwork(per_sample=Seconds(0.1))
+    found = simulate(
+        scenario("0s:8 3s:0 10s:8 17s", samples=1600, model=model, repeat=True, recovery=RECOVERIES.make(recovery))
+    )
+    assert (found.time_s, found.steps) == (pytest.approx(34.0), 20)
 
 
 def test_a_step_that_a_change_cuts_is_finished_or_lost() -> None:
@@ -174,6 +185,25 @@ def test_drawn_stragglers_are_the_same_for_the_same_seed_and_right_on_average() 
     times = [simulate(one, rng=np.random.default_rng(seed)).time_s for seed in range(40)]
     assert simulate(one, rng=np.random.default_rng(0)).time_s == times[0] != times[1]
     assert np.mean(times) == pytest.approx(simulate(one).time_s, rel=0.005)
+
+
+class OneStepInTen:
+    """Takes five times as long, however many the workers: 1.4 on average, with a variance of 16 x 0.1 x 0.9."""
+
+    def slowest(self, workers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        return np.full(len(workers), 1.4), np.full(len(workers), 1.44)
+
+
+def test_drawn_stragglers_are_right_on_average_where_a_stretch_has_two_steps() -> None:
+    # A step takes 1.4 s, with a deviation of 1.2 s, and the fleet changes every 3 s. 350,000 samples in steps of 100
+    # and 110 are 3,333 steps or 4,667 s, with a deviation of 1.2 s x sqrt(3,333) = 69 s.
+    changes = " ".join(f"{3 * i}s:{10 + i % 2}" for i in range(2000))
+    one = scenario(f"{changes} 6000s", samples=350_000, stragglers=OneStepInTen())
+    times = np.array([simulate(one, rng=np.random.default_rng(seed)).time_s for seed in range(60)])
+    expected = simulate(one).time_s
+    assert expected == pytest.approx(4667, rel=0.005)
+    assert times.mean() == pytest.approx(expected, rel=0.01)
+    assert times.std() == pytest.approx(69, rel=0.3)
 
 
 def test_beyond_the_noise_scale_more_samples_are_needed() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -84,7 +85,9 @@ def test_a_study_that_was_moved_with_its_traces_is_the_same_study(tmp_path: Path
         run_study(study, tmp_path / "out", on_progress=told.append)
     assert [progress.what for progress in told if progress.what != "moved"] == ["started", "finished", "found"]
     (tmp_path / "there" / "spot.csv").write_text(text.replace("60,2", "60,3"))
-    with pytest.raises(ConfigError, match="holds runs that are not in this study"):
+    with pytest.raises(
+        ConfigError, match=r"not in this study: digits-cnn-width-4_spot_linear_s0_.*; a trace or plan was edited since"
+    ):
         run_study(small(rules=["linear"], traces={"spot": str(tmp_path / "there" / "spot.csv")}), tmp_path / "out")
 
 
@@ -125,10 +128,10 @@ local_batch = 8
 """
 
 
-def start(study: Path, out: Path, checkpoint_every: str) -> subprocess.Popen[bytes]:
+def start(study: Path, out: Path, checkpoint_every: str, stderr: Any = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "ebbflow", "study", str(study), "--out", str(out), "--jobs", "2"]
     return subprocess.Popen(
-        [*command, "--checkpoint-every", checkpoint_every], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, "--checkpoint-every", checkpoint_every], stdout=subprocess.DEVNULL, stderr=stderr
     )
 
 
@@ -169,6 +172,31 @@ def test_killed_with_kill_9_the_same_command_ends_with_the_same_weights(tmp_path
         straight = records(calm)[name]
         assert [(row.samples, row.loss) for row in run.steps] == [(row.samples, row.loss) for row in straight.steps]
         assert [row.metrics for row in run.validations] == [row.metrics for row in straight.validations]
+
+
+def let_go(out: Path) -> bool:
+    """Whether no process holds the folder of an arm."""
+    for path in out.glob("arms/*/.lock"):
+        with path.open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+    return True
+
+
+def test_the_arms_of_a_killed_study_stop_and_have_not_failed(tmp_path: Path) -> None:
+    study, out, said = tmp_path / "study.toml", tmp_path / "out", tmp_path / "said"
+    study.write_text(STUDY.replace("epochs = 6", "epochs = 500"))
+    with said.open("wb") as stderr:
+        process = start(study, out, "0s", stderr)
+    wait_for(lambda: len(list(out.glob("arms/*/checkpoint.pt"))) == 2 or process.poll() is not None)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=60)
+    wait_for(lambda: let_go(out))
+    time.sleep(0.3)  # for a last word that an arm had after it let go
+    assert {run.status for run in records(out).values()} == {"interrupted"}
+    assert "Traceback" not in said.read_text()
 
 
 def test_ctrl_c_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ def test_files_of_both_kinds_with_paths_relative_to_the_file(tmp_path: Path, suf
         ({"settings": {"repeat": 1}}, "repeat is 1; expected true or false"),
         ({"settings": {"on_change": "drop"}}, "on_change is 'drop'"),
         ({"settings": 5}, "settings is 5"),
+        ({"settings": {"seed": 3}}, "seed is not a setting of a study; give the study's seeds instead"),
+        ({"override": [{"rule": "constant", "set": {"trace": "x"}}]}, "trace is not a setting of a study"),
         ({"override": [{"rule": "linear"}]}, "lacks its settings"),
         ({"override": [{"rules": "linear", "set": {}}]}, "unknown key 'rules'"),
         ({"override": 3}, "expected ..override.. tables"),
@@ -160,7 +162,8 @@ def test_settings_are_given_as_texts_and_overrides_still_win() -> None:
     )
     assert changed.arms()[0].config.lr == 0.5
     for text, message in (("epochs", "has no value"), ("=3", "has no value"), ("epoch=3", "did you mean 'epochs'"),
-                          ("epochs=many", "expected a whole number")):  # fmt: skip
+                          ("epochs=many", "expected a whole number"),
+                          ("rule=sqrt", "give the study's rules")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             with_settings(study, [text])
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from ebbflow.cli.common import AsJson, err, out, print_json
 from ebbflow.cli.scenario import OutFolder, ScenarioOptions, takes_scenario, write_page
@@ -75,6 +76,7 @@ def _simulations(
             raise ConfigError(f"{name} is given twice; each trace, policy and recovery is compared once")
         try:
             one = simulate(options.scenario(trace, policy=policy, recovery=recovery, spot_price=usd))
+            _ = one.cost_usd  # worked out here, so that prices that end too early are told with the name
         except PlanError as error:
             raise PlanError(f"{name}: {error}") from None
         found[name] = one
@@ -87,8 +89,9 @@ def _simulations(
 
 
 def _label(trace: str, usd: float | None, traces: list[str]) -> str:
-    """The trace without the folder of its file; with the price where the same trace is compared at several."""
-    name = Path(trace).name if Path(trace).exists() else trace
+    """The trace, a file without its folder if no other has its name; with the price where it is compared at several."""
+    same = {other for other in traces if Path(other).name == Path(trace).name}
+    name = Path(trace).name if len(same) == 1 and Path(trace).exists() else trace
     return f"{name} at {usd:g}" if usd is not None and traces.count(trace) > 1 else name
 
 
@@ -100,8 +103,8 @@ def _table(found: dict[str, Simulation], front: list[bool]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for (name, one), best in zip(found.items(), front, strict=True):
         table.add_row(
-            "*" if best else "", name, format_seconds(one.time_s), f"{one.cost_usd:,.2f}", f"{one.mean_workers:.1f}",
-            f"{one.goodput:,.0f}/s", style="bold" if best else "",
+            "*" if best else "", Text(name), format_seconds(one.time_s), f"{one.cost_usd:,.2f}",
+            f"{one.mean_workers:.1f}", f"{one.goodput:,.0f}/s", style="bold" if best else "",
         )  # fmt: skip
     table.caption = "* no other is both faster and cheaper"
     table.caption_justify = "left"

@@ -76,14 +76,14 @@ def _table(found: Simulation, beside: Simulation, spread: dict[str, Interval] | 
     table.add_column("")
     table.add_column("spot", justify="right")
     if spread is not None:
-        table.add_column("5 to 95 % of seeds", justify="right")
+        table.add_column("mean, 5 to 95 % of seeds", justify="right")
     table.add_column(f"{int(beside.trace.workers[0])} on demand", justify="right")
     rows: list[tuple[str, str, str, str]] = []
     times, costs = (spread["time_s"], spread["cost_usd"]) if spread is not None else (None, None)
-    between = "" if times is None else f"{format_seconds(times.low)} to {format_seconds(times.high)}"
-    rows.append(("time", format_seconds(found.time_s), between, format_seconds(beside.time_s)))
-    between = "" if costs is None else f"{costs.low:,.2f} to {costs.high:,.2f} USD"
-    rows.append(("cost", f"{found.cost_usd:,.2f} USD", between, f"{beside.cost_usd:,.2f} USD"))
+    drawn = "" if times is None else "{}, {} to {}".format(*map(format_seconds, (times.mean, times.low, times.high)))
+    rows.append(("time", format_seconds(found.time_s), drawn, format_seconds(beside.time_s)))
+    drawn = "" if costs is None else f"{costs.mean:,.2f}, {costs.low:,.2f} to {costs.high:,.2f} USD"
+    rows.append(("cost", f"{found.cost_usd:,.2f} USD", drawn, f"{beside.cost_usd:,.2f} USD"))
     rows.append(("workers, mean", f"{found.mean_workers:.1f}", "", f"{beside.mean_workers:.1f}"))
     rows.append(("steps", f"{found.steps:,}", "", f"{beside.steps:,}"))
     rows.append(("samples", f"{found.samples:,}", "", f"{beside.samples:,}"))

@@ -14,7 +14,7 @@ from rich.table import Table
 from ebbflow.cli.common import AsJson, err, out, print_json
 from ebbflow.cli.scenario import ScenarioOptions, takes_scenario
 from ebbflow.cli.trace import TraceText
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, PlanError
 from ebbflow.sim.search import Goal, Outcome, Setting, best, outcomes, pareto, sensitivity
 from ebbflow.units import format_seconds, parse_seconds
 
@@ -47,8 +47,9 @@ def whatif(
     )  # fmt: skip
     results = list(tried)
     found = [one for one in results if isinstance(one, Outcome)]
-    if not found and len(results) == 1 and not isinstance(results[0], Outcome):
-        raise results[0]
+    if not found and not isinstance(results[0], Outcome):
+        many = f"none of {len(results):,} settings comes to an end; the first: " if len(results) > 1 else ""
+        raise PlanError(f"{many}{results[0]}")
     chosen = best(found, goal)
     assert chosen.setting is not None
     varied = sensitivity(chosen.setting.apply(scenario))
@@ -62,7 +63,7 @@ def whatif(
     what = "cheapest" if goal.deadline is not None else "fastest"
     out.print(f"the {what} of {len(settings):,} settings: [bold]{chosen.name}[/]", soft_wrap=True)
     if len(found) < len(settings):
-        out.print(f"({len(settings) - len(found):,} settings do not come to an end on this trace)")
+        out.print(f"({len(settings) - len(found):,} settings outlast the trace or its prices)")
     out.print(f"{format_seconds(chosen.time_s)}, {chosen.cost_usd:,.2f} USD\n")
     out.print(_sensitivity_table(chosen, varied, goal))
     out.print(_front_table(front, chosen))

@@ -89,7 +89,8 @@ def terminal(summary: Summary, *, width: int = 80) -> Group:
     parts: list[Table | Padding] = []
     for workload in summary.workloads:
         for block, rules in enumerate(_blocks(summary, workload, width)):
-            table = Table(title=workload if block == 0 else f"{workload} (continued)", title_justify="left")
+            # As Text: a name in brackets is a name, not a style.
+            table = Table(title=Text(workload if block == 0 else f"{workload} (continued)"), title_justify="left")
             table.title_style = "bold"
             table.add_column("trace", style="dim", no_wrap=True)
             for rule in rules:
@@ -97,7 +98,7 @@ def terminal(summary: Summary, *, width: int = 80) -> Group:
             scale = summary.scale(workload)
             for trace in summary.traces_of(workload):
                 cells = [summary.cell(workload, trace, rule) for rule in rules]
-                table.add_row(trace, *(_rich_cell(cell, scale) for cell in cells))
+                table.add_row(Text(trace), *(_rich_cell(cell, scale) for cell in cells))
             parts.append(table)
         parts.append(Padding(Text(caption(summary, workload), style="dim"), (0, 0, 1, 1)))
     return Group(*parts)

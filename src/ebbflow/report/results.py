@@ -2,7 +2,7 @@
 
 Three things can be read: a study folder (`study.json` and `arms/<id>/record.jsonl`), the folder of one run (a
 `record.jsonl` in it), and one record file. Whatever is wrong with an arm is told, never hidden: a damaged last line, a
-record that cannot be read, an arm of the grid that has no record yet.
+record that cannot be read, an arm of the grid that has no record yet, several records of one arm.
 """
 
 from __future__ import annotations
@@ -153,11 +153,14 @@ class Results:
     command: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     arms: tuple[ArmResult, ...]
+    replaced: tuple[str, ...] = ()
+    """Which records were left out because another of the same arm is newer."""
 
     @property
     def problems(self) -> list[str]:
-        """What a reader should know about the records: damaged last lines and records that cannot be read."""
-        return [arm.damage or arm.note for arm in self.arms if arm.damage or arm.status == "unreadable"]
+        """What a reader should know of the records: damaged last lines, those that cannot be read or do not count."""
+        damaged = [arm.damage or arm.note for arm in self.arms if arm.damage or arm.status == "unreadable"]
+        return [*damaged, *self.replaced]
 
 
 def _note(run: Run) -> str:
@@ -221,6 +224,23 @@ def _meant(entry: Mapping[str, Any], workload: str, trace: str, rule: str, seed:
     return all(own.get(key) in (value if isinstance(value, list) else [value]) for key, value in entry.items())
 
 
+def _newest(arms: Iterable[ArmResult]) -> tuple[list[ArmResult], list[str]]:
+    """One record of each arm, and what is said of the others.
+
+    A seed must not count twice: another version of the package, or a study whose file was deleted, names the folders of
+    the same arms differently, and the old ones stay behind.
+    """
+    found: dict[tuple[str, str, str, int], ArmResult] = {}
+    replaced = []
+    for arm in sorted(arms, key=lambda arm: arm.header.created if arm.header else ""):
+        key = (arm.workload, arm.trace, arm.rule, arm.seed)
+        if (before := found.get(key)) is not None:
+            what = f"{arm.rule} on {arm.trace}, seed {arm.seed}"
+            replaced.append(f"arms/{before.id} is left out: arms/{arm.id} is a newer record of {what}")
+        found[key] = arm
+    return list(found.values()), replaced
+
+
 def _ordered(config: Mapping[str, Any], arms: list[ArmResult]) -> tuple[ArmResult, ...]:
     """Arms by the order of the configuration; what it does not name keeps the order of appearance."""
 
@@ -277,7 +297,7 @@ def load_results(path: Path) -> Results:
         raise RecordError(f"{path} has no records yet; expected arms/*/record.jsonl; run the study first")
     if all(arm.status == "unreadable" for arm in arms):
         raise RecordError(f"{path} has no record that can be read; the first says: {arms[0].note}")
-    readable = [arm for arm in arms if arm.status != "unreadable"]
+    readable, replaced = _newest(arm for arm in arms if arm.status != "unreadable")
     lost = [arm for arm in arms if arm.status == "unreadable"]
     return Results(
         name=str(body.get("name") or config.get("name") or path.resolve().name),
@@ -285,6 +305,7 @@ def load_results(path: Path) -> Results:
         command=str(body.get("command", "")),
         config=config,
         arms=(*_ordered(config, [*readable, *_missing(config, readable)]), *lost),
+        replaced=tuple(replaced),
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.errors import ConfigError, RecordError
+from ebbflow.errors import ConfigError, EbbflowError, RecordError
 from ebbflow.files import read_text
 from ebbflow.record import Run
 from ebbflow.sim.network import NETWORKS, Affine
@@ -206,5 +206,7 @@ def read_profile(path: Path) -> ComputeAndNetwork:
             piece=None if body["piece"] is None else int(body["piece"]),
             serial=bool(body["serial"]),
         )
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except EbbflowError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: is not a profile ({error}); expected what ebbflow profile --out writes") from None

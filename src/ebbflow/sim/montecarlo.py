@@ -43,6 +43,8 @@ def reseeded(text: str, seed: int) -> str:
 
     >>> reseeded("poisson(8, seed=3)", 5), reseeded("constant(8)", 5), reseeded("spot.csv", 5)
     ('poisson(8, seed=5)', 'constant(8)', 'spot.csv')
+    >>> reseeded("gcp-a100-like(3, 5h)", 5)
+    'gcp-a100-like(5, 5h)'
     """
     try:
         call = parse_call(text)
@@ -51,9 +53,11 @@ def reseeded(text: str, seed: int) -> str:
     if call.name not in GENERATORS or "seed" not in {name for name, _, _ in GENERATORS.entry(call.name).parameters}:
         return text
     names = [name for name, _, _ in GENERATORS.entry(call.name).parameters]
-    args = call.args[: names.index("seed")]
+    at = names.index("seed")
+    if at < len(call.args):
+        return str(Call(call.name, (*call.args[:at], str(seed), *call.args[at + 1 :]), call.kwargs))
     kwargs = tuple((key, value) for key, value in call.kwargs if key != "seed")
-    return str(Call(call.name, args, (*kwargs, ("seed", str(seed)))))
+    return str(Call(call.name, call.args, (*kwargs, ("seed", str(seed)))))
 
 
 def draws(scenario_of: Callable[[int], Scenario], seeds: int, *, first: int = 0) -> Iterator[Simulation]:

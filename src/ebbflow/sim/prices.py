@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, PlanError
 from ebbflow.files import read_text
 from ebbflow.spec import nearest
 from ebbflow.traces import Trace
@@ -80,9 +80,9 @@ class PriceHistory:
         return np.append(0.0, np.cumsum(self.usd_per_hour[:-1] * np.diff(self.times)) / 3600)
 
     def integral(self, times: Floats) -> Floats:
-        """The area below the prices; a time beyond the end is an error that says how far the history reaches."""
+        """The area below the prices; a time beyond the end is a PlanError that says how far the history reaches."""
         if len(times) and not times.max() <= self.end * (1 + 1e-12):
-            raise ConfigError(
+            raise PlanError(
                 f"{self.name or 'the price history'} covers {format_seconds(self.end)}, the run takes "
                 f"{format_seconds(float(times.max()))}; give a longer history, begin earlier in it (--price-offset), "
                 f"or a flat price"

@@ -11,11 +11,12 @@ import numpy.typing as npt
 
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.policies import Policy, make_policy
+from ebbflow.plan.steptime import ConstantStepTime
 from ebbflow.sim.prices import FlatPrice, Price, PriceHistory
 from ebbflow.sim.scenario import Scenario
 from ebbflow.sim.simulate import simulate
-from ebbflow.sim.stepmodel import Parts, StepModel
-from ebbflow.units import format_seconds
+from ebbflow.sim.stepmodel import Parts, StepModel, WholeStep
+from ebbflow.units import Seconds, format_seconds
 
 __all__ = ["Goal", "Outcome", "Setting", "best", "outcomes", "pareto", "sensitivity"]
 
@@ -99,14 +100,15 @@ class Goal:
 
 
 def outcomes(scenario: Scenario, settings: Iterable[Setting]) -> Iterator[Outcome | PlanError]:
-    """What each setting comes to, in order; a setting on which the trace is too short gives the error."""
+    """What each setting comes to, in order; one for which the trace or the prices are too short gives the error."""
     for setting in settings:
         try:
             found = simulate(setting.apply(scenario))
+            outcome = Outcome(name=str(setting), setting=setting, time_s=found.time_s, cost_usd=found.cost_usd)
         except PlanError as error:
             yield error
         else:
-            yield Outcome(name=str(setting), setting=setting, time_s=found.time_s, cost_usd=found.cost_usd)
+            yield outcome
 
 
 def best(found: Sequence[Outcome], goal: Goal) -> Outcome:
@@ -149,13 +151,20 @@ class _Scaled:
         )
 
 
+def _scaled(model: StepModel, factor: float) -> StepModel:
+    """A constant step time stays one: only then are steps on a grid, as in a plan."""
+    if isinstance(model, WholeStep) and isinstance(model.step_time, ConstantStepTime):
+        return WholeStep(ConstantStepTime(Seconds(model.step_time.step * factor)))
+    return _Scaled(model, factor)
+
+
 def sensitivity(scenario: Scenario, *, share: float = 0.1) -> list[Outcome]:
     """The scenario with one thing changed at a time: steps, price, fleet, noise scale, beginning."""
     up, down = 1 + share, 1 - share
     percent = f"{share:.0%}"
     variations: list[tuple[str, Callable[[], Scenario]]] = [
-        (f"steps {percent} slower", lambda: replace(scenario, model=_Scaled(scenario.model, up))),
-        (f"steps {percent} faster", lambda: replace(scenario, model=_Scaled(scenario.model, down))),
+        (f"steps {percent} slower", lambda: replace(scenario, model=_scaled(scenario.model, up))),
+        (f"steps {percent} faster", lambda: replace(scenario, model=_scaled(scenario.model, down))),
         (f"price {percent} higher", lambda: replace(scenario, price=_priced(scenario.price, up))),
         (f"price {percent} lower", lambda: replace(scenario, price=_priced(scenario.price, down))),
         (f"fleet {percent} smaller", lambda: replace(scenario, trace=scenario.trace.scale(workers=down))),
@@ -178,10 +187,10 @@ def sensitivity(scenario: Scenario, *, share: float = 0.1) -> list[Outcome]:
     for name, vary in variations:
         try:
             result = simulate(vary())
+            outcome = Outcome(name=name, time_s=result.time_s, cost_usd=result.cost_usd)
         except PlanError:
-            found.append(Outcome(name=name, time_s=float("inf"), cost_usd=float("inf")))
-        else:
-            found.append(Outcome(name=name, time_s=result.time_s, cost_usd=result.cost_usd))
+            outcome = Outcome(name=name, time_s=float("inf"), cost_usd=float("inf"))
+        found.append(outcome)
     return found
 
 

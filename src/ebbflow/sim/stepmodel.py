@@ -183,5 +183,7 @@ def parse_step_time(text: str) -> WholeStep:
         count, colon, seconds = word.partition(":")
         if not colon or not count.isdecimal():
             raise PlanError(f"{word!r} in the step times {text!r} is not workers:time; write for example 8:0.62s")
+        if int(count) in table:
+            raise PlanError(f"the step times {text!r} have {int(count)} workers twice; give one time for each count")
         table[int(count)] = parse_seconds(seconds)
     return WholeStep(TableStepTime(table))

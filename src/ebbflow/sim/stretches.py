@@ -115,7 +115,7 @@ def _stretches(
     workers, samples, whole, empty = workers[level], samples[level], whole.take(level), empty.take(level)
     if scenario.stragglers is not None:
         whole, empty = _slowed(scenario.stragglers, np.maximum(workers, 1), whole, empty, stops - times, rng)
-    seconds = whole.total
+    seconds = np.where(samples > 0, whole.total, 1.0)  # where nobody is there a step may take no time: any will do
     constant = isinstance(scenario.model, WholeStep) and isinstance(scenario.model.step_time, ConstantStepTime)
     plan_like = constant and scenario.stragglers is None and scenario.recovery == Ideal()
     legs = Legs(
@@ -124,7 +124,7 @@ def _stretches(
         seconds=seconds,
         empty=empty.total,
         reaction=scenario.recovery.react(workers, seconds),
-        grid=float(seconds[0]) if plan_like else 0.0,
+        grid=float(whole.total[0]) if plan_like else 0.0,
     )
     return Stretches(legs=legs, workers=workers, sizes=samples, whole=whole, empty=empty)
 
@@ -135,6 +135,25 @@ def _slowed(
     """The parts with the wait for the slowest worker; drawn, a stretch has the mean of its many steps."""
     mean, variance = stragglers.slowest(workers)
     if rng is not None:
-        steps = np.maximum(lengths / np.maximum(whole.total, 1e-12), 1.0)
-        mean = np.maximum(mean + np.sqrt(variance / steps) * rng.standard_normal(len(mean)), 1.0)
+        steps = np.maximum(lengths / np.maximum(whole.total * mean, 1e-12), 1.0)
+        mean = _drawn(mean, variance / steps, steps, rng)
     return tuple(replace(parts, waiting=parts.waiting + parts.compute * (mean - 1.0)) for parts in (whole, empty))  # type: ignore[return-value]
+
+
+def _drawn(mean: Floats, variance: Floats, steps: Floats, rng: np.random.Generator) -> Floats:
+    """Factors by which stretches of so many steps are slower, such that trainings are right on average.
+
+    A stretch of length L that is slow has fewer steps, not a longer time, so it is their number n that must be right.
+    The last one ends somewhere within a step after the stretch: a factor f gives (L - step E[f] / 2) / (step f) + 1/2
+    steps. With ln f normal, of variance ln(1 + v) where v is the relative variance, the `drift` makes that n on
+    average. A factor may then be below 1 where steps are few; cut off there, all together would be too slow.
+    In a stretch no longer than a step each step has a draw of its own, with the mean and the variance of one step.
+    """
+    relative = np.log1p(variance / mean**2)
+    drift = relative / 2 - np.log1p(np.expm1(relative) / (2 * steps))
+    several = mean * np.exp(np.sqrt(relative) * rng.standard_normal(len(mean)) + drift)
+    above = mean - 1.0
+    some = (above > 0) & (variance > 0)
+    scale = np.divide(variance, above, out=np.ones_like(mean), where=some)
+    single = 1.0 + np.where(some, rng.gamma(np.where(some, above / scale, 1.0), scale), above)
+    return np.where(steps > 1, several, single)

@@ -61,15 +61,24 @@ def record_failure(arm: Arm, folder: Path, text: str) -> None:
 
 
 def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) -> None:
-    """The body of an arm's process; what becomes of the arm is told through `report`, and in its record."""
+    """The body of an arm's process; what becomes of the arm is told through `report`, and in its record.
+
+    When nobody listens any more the study is gone, and the process ends without a word in the record: whoever continues
+    the study starts from the checkpoint. (The parent tells nothing: the server that forked it outlives the study.)
+    """
     folder = out / "arms" / arm.id
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the study, which then terminates its arms
     from ebbflow.training import Callbacks, train
     from ebbflow.workloads.kept import kept_in
 
-    parent = os.getppid()
     told = 0.0
     total = 1
+
+    def tell(what: str, value: str | float) -> None:
+        try:
+            report.send((what, value))
+        except BrokenPipeError:
+            os._exit(1)
 
     def on_start(done: int, all_samples: int) -> None:
         nonlocal total
@@ -77,28 +86,30 @@ def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) ->
 
     def on_step(row: StepRow) -> None:
         nonlocal told
-        if os.getppid() != parent:
-            os._exit(1)  # the study is gone; whoever continues it starts from the checkpoint
         now = time.monotonic()
         if now - told > _REPORT_EVERY_S:
             told = now
-            report.send(("moved", min(1.0, row.samples / total)))  # a run by gain may take more samples
+            tell("moved", min(1.0, row.samples / total))  # a run by gain may take more samples
+
+    def trained() -> tuple[str, str]:
+        try:
+            with kept_in(out / KEPT), StopSignal(signal.SIGTERM) as stop:
+                callbacks = Callbacks(on_start=on_start, on_step=on_step, should_stop=lambda: stop.requested)
+                run = train(arm.config, folder, callbacks=callbacks, **options)
+            return run.status, run.end.text if run.end else ""
+        except Exception as error:  # whatever a user's model raises: the study goes on with the other arms
+            text = str(error) if isinstance(error, EbbflowError) else f"{type(error).__name__}: {error}"
+            record_failure(arm, folder, text)  # while the folder is held: another study may wait for it
+            return "failed", text
 
     try:
-        with _arm_lock(folder), kept_in(out / KEPT), StopSignal(signal.SIGTERM) as stop:
-            callbacks = Callbacks(on_start=on_start, on_step=on_step, should_stop=lambda: stop.requested)
-            run = train(arm.config, folder, callbacks=callbacks, **options)
-        text = run.end.text if run.end else ""
-        report.send((run.status, text))
+        with _arm_lock(folder):
+            what, text = trained()
     except KeyboardInterrupt:
-        report.send(("failed", "interrupted"))
-    except EbbflowError as error:
-        record_failure(arm, folder, str(error))
-        report.send(("failed", str(error)))
-    except Exception as error:  # whatever a user's model raises: the study goes on with the other arms
-        text = f"{type(error).__name__}: {error}"
-        record_failure(arm, folder, text)
-        report.send(("failed", text))
+        what, text = "failed", "interrupted"
+    except OSError as error:  # the folder itself
+        what, text = "failed", f"{type(error).__name__}: {error}"
+    tell(what, text)
 
 
 @contextmanager

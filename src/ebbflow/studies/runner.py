@@ -157,7 +157,7 @@ def _changed(study: Study, path: Path) -> str:
         parts = [f"{key} (now {wanted.get(key)!r}, was {found.get(key)!r})" for key in other]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    return f"; different are {', '.join(parts)}" if parts else ""
+    return f"; different are {', '.join(parts)}" if parts else "; a trace or plan was edited since"
 
 
 def _run_arms(

@@ -205,6 +205,7 @@ def parse_study(values: Any, *, source: str, folder: Path | None) -> Study:
             raise ConfigError(f"{source}: an override lacks its settings; add set = {{ lr = 0.01 }}")
         entry["set"] = dict(entry["set"])
     for place in (settings, *(entry["set"] for entry in override)):
+        _refuse_axes(place, source)
         _anchor_paths(place, folder)
     traces = {label: _anchor(str(text), folder) for label, text in _traces(values, source).items()}
     study = Study(
@@ -240,9 +241,18 @@ def with_settings(study: Study, texts: Sequence[str]) -> Study:
             settings[name.strip()] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             settings[name.strip()] = value.strip()
+    _refuse_axes(settings, study.source)
     changed = replace(study, settings=settings)
     changed.arms()
     return changed
+
+
+def _refuse_axes(settings: Mapping[str, Any], source: str) -> None:
+    """The grid says these for each run, so a setting of that name would be overruled without a word."""
+    for name, axis in (("workload", "workloads"), ("rule", "rules"), ("trace", "traces"), ("seed", "seeds"),
+                       ("label", "traces")):  # fmt: skip
+        if name in settings:
+            raise ConfigError(f"{source}: {name} is not a setting of a study; give the study's {axis} instead")
 
 
 def _texts(values: Mapping[str, Any], key: str, source: str) -> tuple[str, ...]:
