@@ -71,6 +71,13 @@ class Flow:
     def open(self) -> OpenStep:
         """The first half of a step, up to the backward passes: for loops in which somebody else does those."""
         began = time.perf_counter()
+        measures = bool(self.optimizer.rule.needs) or self.growth is not None
+        if self.optimizer.thawed and (measures or not self.engine.alone):
+            raise ConfigError(
+                "a tensor is trained that was frozen when the optimizer was made; engines measure the gradients, and "
+                "add up those of several processes, of the tensors that were not: unfreeze it before, or go on with "
+                "its weights in a new run"
+            )
         if self.growth is not None:
             self.engine.want(self.growth.useful)
         size = self.engine.members(self.step)  #                         traces, plan: who, and how much

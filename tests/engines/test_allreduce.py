@@ -59,16 +59,33 @@ def test_without_a_meter_gradients_are_combined_and_nothing_is_measured() -> Non
     w.sum().backward()
     assert combine(samples=2, batch=8) is None
     assert w.grad is not None
-    assert unused.grad is not None
     assert w.grad.tolist() == [0.25, 0.25]
-    assert unused.grad.tolist() == [0.0] * 3
+    assert unused.grad is None, "a zero would let weight decay and momentum move it"
+
+
+def test_a_gradient_that_only_another_rank_has_arrives() -> None:
+    w, theirs, unused = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    rows: list[torch.Tensor] = []
+    other = AllReduce([w, theirs, unused], reduce=lambda buffer: rows.append(buffer.clone()))
+    (w.sum() + 2 * theirs.sum()).backward()
+    other(samples=2, batch=8)
+    for parameter in (w, theirs):
+        parameter.grad = None
+    w.sum().backward()
+    AllReduce([w, theirs, unused], reduce=lambda buffer: buffer.add_(rows[0]))(samples=6, batch=8)  # type: ignore[arg-type]
+    assert w.grad is not None
+    assert theirs.grad is not None
+    assert w.grad.tolist() == [1.0, 1.0]  # 2/8 + 6/8
+    assert theirs.grad.tolist() == [0.5, 0.5]  # 2 x 2/8
+    assert unused.grad is None
 
 
 def test_an_idle_rank_contributes_nothing_even_if_its_gradient_is_bad() -> None:
     w = nn.Parameter(torch.zeros(2))
     w.grad = torch.tensor([float("nan"), 1.0])
-    AllReduce([w])(samples=0, batch=8)
-    assert w.grad.tolist() == [0.0, 0.0]
+    gradient = torch.tensor([1.0, 2.0, 1.0])  # of the other rank, and that it has one
+    AllReduce([w], reduce=lambda buffer: buffer.add_(gradient))(samples=0, batch=8)  # type: ignore[arg-type]
+    assert w.grad.tolist() == [1.0, 2.0]
 
 
 def test_half_precision_gradients_are_added_in_float32() -> None:

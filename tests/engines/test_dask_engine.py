@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from torch import nn
 
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.dask import DaskEngine, connect
+from ebbflow.engines.dask.replica import Blueprint, Replica, Settle, Work
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.loop import Flow
@@ -31,6 +34,7 @@ from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.growing import Geo
 from ebbflow.plan.growth import Growth
 from ebbflow.plan.plan import BatchPlan
+from ebbflow.rules.base import StepContext
 from ebbflow.units import Span
 from ebbflow.workloads import cross_entropy
 from engines.dask_helpers import Witnessed, local_client
@@ -478,3 +482,21 @@ def test_settings_that_make_no_sense_are_refused(two_workers: Client) -> None:
         engine_with(two_workers, optimizer=None)
     with pytest.raises(ConfigError, match="min_workers=3, max_workers=2"):
         engine_with(two_workers, min_workers=3, max_workers=2)
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf])
+def test_a_replica_that_skips_a_step_leaves_batch_norm_alone(value: float) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3))
+    optimizer = ElasticOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), base_batch=4, on_nonfinite="skip")
+    blueprint = Blueprint(
+        model=model, loss=cross_entropy, optimizer=optimizer, samples=8, seed=0, measured=(0, 1, 2, 3),
+        statistics=True, layers=False, precision="fp32", device="cpu",
+    )  # fmt: skip
+    inputs = torch.arange(16.0).view(8, 2) * value
+    alone = SimpleNamespace(add_up=lambda buffer: None)
+    replica = Replica(blueprint, lambda i: (inputs[i], torch.zeros(len(i), dtype=torch.int64)), group=alone)
+    replica.step(None, Work(attempt=0, epoch=0, batch=4, pieces=((0, 2), (2, 4))))
+    context = StepContext(step=0, batch=4, ref_batch=4, samples=0)
+    replica.settle(Settle(attempt=0, context=context, groups=({},), momenta=(0.1,)))
+    assert model[0].num_batches_tracked == (1 if value == 1.0 else 0)
+    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())

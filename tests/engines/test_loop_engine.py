@@ -10,7 +10,11 @@ from torch import nn
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
 from ebbflow.engines.emulated import LoopEngine
+from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.engines.pieces import piece_seed
+from ebbflow.errors import ConfigError
+from ebbflow.loop import Flow
+from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.workloads import cross_entropy
 
@@ -210,3 +214,25 @@ def test_layers_come_in_the_order_of_the_given_parameters() -> None:
     assert measured is not None
     assert model.bias.grad is not None
     assert measured.sq_mean[0] == pytest.approx(model.bias.grad.square().sum().item())
+
+
+@pytest.mark.parametrize(("rule", "ranks"), [("adascale", None), ("linear", Ranks(0, 1)), ("linear", None)])
+def test_unfreezing_a_layer_is_refused_where_it_would_be_left_out(rule: str, ranks: Ranks | None) -> None:
+    # Nobody would measure its gradient, and ranks would not add theirs up. One process that does neither just trains.
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    optimizer = ElasticOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule, base_batch=4)
+    engine = engine_on(model, parameters=optimizer.layers, needs=optimizer.rule.needs, ranks=ranks)
+    flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
+    assert flow.run_step() is not None
+    model[1].weight.requires_grad_(False)  # freezing more is fine
+    assert flow.run_step() is not None
+    before = model[0].weight.clone()
+    model[0].requires_grad_(True)
+    if rule == "linear" and ranks is None:
+        assert flow.run_step() is not None
+        assert not torch.equal(model[0].weight, before)
+        return
+    with pytest.raises(ConfigError, match="a tensor is trained that was frozen when the optimizer was made"):
+        flow.run_step()
+    assert flow.step == 2

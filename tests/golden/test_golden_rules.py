@@ -297,6 +297,19 @@ def test_the_short_last_step_of_an_epoch_starts_no_ramp() -> None:
     assert found == pytest.approx([1.0, 1.0, 1 + 2 / 24, 1.0, 1 + 4 / 24])
 
 
+def test_a_step_that_leaves_two_samples_to_the_last_one_of_an_epoch_starts_no_ramp() -> None:
+    # 1000 samples in steps of 333: one would be left, so the third step takes 332 and the fourth two.
+    assert multipliers("linear+ramp", [333, 333, 332, 2, 333]) == [3.33, 3.33, 3.32, 0.02, 3.33]
+    # Inside a ramp (100 -> 333 at step 1, k = 3.33, T = 26.64: 2.33/26.64 a step) it goes on behind them.
+    found = multipliers("linear+ramp", [100, 333, 333, 332, 2, 333], samples=900)
+    climb = 2.33 / 26.64
+    assert found == pytest.approx([1.0, 1.0, 1 + climb, 1 + 2 * climb, 0.02, 1 + 2 * climb])
+    # A fleet of two samples is given the third of three, and 2 again in the next epoch.
+    assert multipliers("linear+ramp", [2, 3, 2], samples=995) == [0.02, 0.02, 0.02]
+    # Elsewhere one sample less is a decrease, and the way back an increase: k = 333/332, from 3.32.
+    assert multipliers("linear+ramp", [333, 332, 333], samples=7) == [3.33, 3.32, 3.32]
+
+
 def test_a_ramp_scales_a_rule_that_moves_at_every_step() -> None:
     # Gains 1.25 at S = 2 (V = 200, mu2 = 3); the reference batch before it. k = 1.25, T = 10, c from 0.8 to 1.
     rule = make_rule("adascale+ramp")

@@ -137,6 +137,23 @@ def test_a_loss_that_is_no_number_ends_the_run_with_its_reason(script: Any, tmp_
     assert run.status == "diverged"
 
 
+def test_a_step_that_is_skipped_leaves_batch_norm_alone(script: Any) -> None:
+    model = nn.Sequential(make_model(), nn.BatchNorm1d(3, dtype=torch.float64))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows: list[Any] = []
+    _, fleet = script(
+        model=model,
+        optimizer=ElasticOptimizer(inner, "linear", base_batch=8, on_nonfinite="skip"),
+        on_commit=rows.append,
+    )
+    with fleet:
+        for number, step in enumerate(fleet):
+            for x, y in step:
+                step.backward(loss_fn(model(x * torch.inf if number == 3 else x), y))
+    assert [row.step for row in rows if "skipped" in row.stats] == [3]
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
 def test_what_a_fleet_cannot_use_is_refused(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("LIGHTHOUSE", "REPLICA", "FOLDER"):
         monkeypatch.delenv(f"EBBFLOW_{variable}", raising=False)

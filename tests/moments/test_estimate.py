@@ -153,6 +153,38 @@ def test_an_observation_stands_for_the_steps_before_it_that_were_not_measured() 
     assert skipping == before.updated(of(5, 1, batch=40, pieces=2), memory=100)
 
 
+def test_an_observation_of_few_samples_does_not_get_the_weight_of_the_large_steps_before_it() -> None:
+    # Three steps of 10 pass, then one of 2 is measured: 32 samples of time, and 4 x 2 of weight.
+    before = Averages().updated(of(2, 3, batch=8, pieces=2), memory=100)
+    after = before.passed(10).passed(10).passed(10).updated(of(5, 1, batch=2, pieces=2), memory=100)
+    keep, share = math.exp(-0.32), 1 - math.exp(-0.08)
+    old = keep * (1 - math.exp(-0.08))
+    assert after.weight == pytest.approx(old + share)
+    moments = after.moments()
+    assert moments is not None
+    assert moments.noise == pytest.approx((old * 2 + share * 5) / (old + share))
+    assert moments.signal == pytest.approx((old * 3 + share * 1) / (old + share))
+
+
+def test_the_tails_of_epochs_do_not_drown_the_signal_where_steps_are_sampled() -> None:
+    # Epochs of 50 steps of 512 samples and a tail of 2; V = 2000, S = 0.2. The estimate of S scatters by about V/B in
+    # a step of two pieces: 4 in a step of 512, 1000 in a tail. Weighed by samples a memory of 500 steps scatters by
+    # about 4/sqrt(2 x 125) = 0.25 where a quarter is measured; a tail at the weight of 4 steps adds 8 on its own.
+    random, memory = np.random.default_rng(3), 500 * 512
+    averages, found = Averages(), []
+    for step in range(6000):
+        batch = 2 if step % 51 == 50 else 512
+        if averages.due(batch, memory=memory, every=4):
+            signal = 0.2 + 2000 / batch * random.standard_normal()
+            averages = averages.updated(of(2000, signal, batch=batch, pieces=2), memory=memory)
+        else:
+            averages = averages.passed(batch)
+        moments = averages.moments()
+        assert moments is not None
+        found.append(moments.signal)
+    assert np.std(found[2000:]) < 0.5
+
+
 def measured_steps(batches: list[int], *, memory: float, every: int) -> list[int]:
     averages, found = Averages(), []
     for step, batch in enumerate(batches):

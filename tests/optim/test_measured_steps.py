@@ -103,6 +103,41 @@ def test_adascale_in_a_plain_loop_has_the_gain_of_its_pieces() -> None:
     assert optimizer.last.lr == pytest.approx(0.05 * gain, rel=1e-9)
 
 
+def test_a_layer_that_is_unfrozen_later_is_measured_and_clipped_with_the_others() -> None:
+    net = model()
+    net[0].requires_grad_(False)
+    optimizer, sampler = elastic(net, "adascale", clip=1e-3)
+    train(net, optimizer, sampler, pieces=3)
+    net[0].requires_grad_(True)
+    pieces = list(sampler)[:3]
+    _, n = by_hand(copy.deepcopy(net), pieces)
+    train(net, optimizer, sampler, pieces=3)
+    assert optimizer.last is not None
+    assert optimizer.last.stats["gradient_norm"] == pytest.approx(math.sqrt(n), rel=1e-9)
+    assert optimizer.last.stats["clipped"] == 1.0
+
+
+def test_a_layer_that_is_unfrozen_later_is_refused_by_a_rule_for_each_layer() -> None:
+    net = model()
+    net[0].requires_grad_(False)
+    optimizer, sampler = elastic(net, "lena")
+    train(net, optimizer, sampler, pieces=3)
+    before = weights(net)
+    net[0].requires_grad_(True)
+    with pytest.raises(ConfigError, match="trained that was frozen when the optimizer was made; make a new optimizer"):
+        train(net, optimizer, sampler, pieces=3)
+    assert torch.equal(weights(net), before)
+
+
+def test_frozen_parameters_that_cannot_be_measured_are_left_out() -> None:
+    net = model()
+    net.register_parameter("table", nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False))
+    optimizer, sampler = elastic(net, "adascale")
+    train(net, optimizer, sampler, pieces=3)
+    assert optimizer.last is not None
+    assert optimizer.last.stats["noise"] > 0
+
+
 def test_lena_gives_each_tensor_its_own_rate() -> None:
     net = model()
     optimizer, sampler = elastic(net, "lena")

@@ -27,10 +27,12 @@ class AllReduce:
         measurement = combine(samples=own, batch=all_of_them)     # .grad is now the mean over the whole step
 
     Guarantees: the sample-weighted mean, for any shares, also where a rank has no sample and no gradient; the same
-    numbers on every rank; one collective and, with a meter, one host synchronisation a step. Afterwards `.grad` of a
-    parameter is a view into the buffer where the types allow, so nothing is copied back: it is overwritten by the next
-    call, like any gradient by the next step. Costs one copy of the gradients in memory. Sparse gradients are refused.
-    Without an initialised process group it works as the only rank.
+    numbers on every rank; one collective and, with a meter, one host synchronisation a step. A parameter that has no
+    gradient on any rank has none afterwards, as in one process, so that neither decay nor momentum moves it; a rank
+    that lacks a gradient waits for the device once more to know. Afterwards `.grad` of a parameter is a view into the
+    buffer where the types allow, so nothing is copied back: it is overwritten by the next call, like any gradient by
+    the next step. Costs one copy of the gradients in memory. Sparse gradients are refused. Without an initialised
+    process group it works as the only rank.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class AllReduce:
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
         size = sum(parameter.numel() for parameter in self.parameters)
         extra = self.meter.width + 2 if self.meter is not None else 0
-        sizes = [size, extra, self._rider_count]
+        sizes = [size, extra, len(self.parameters), self._rider_count]
         self._buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.parameters[0].device)
-        self._flat, self._extra, self.riders = self._buffer.split(sizes)  # type: ignore[no-untyped-call]
+        # The third part counts the ranks that have a gradient, by parameter.
+        self._flat, self._extra, self._present, self.riders = self._buffer.split(sizes)  # type: ignore[no-untyped-call]
         parts = self._flat.split([parameter.numel() for parameter in self.parameters])
         self._views = [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
 
@@ -85,9 +88,9 @@ class AllReduce:
             self._put_statistics(meter, samples, batch)
         else:
             self._extra.zero_()
-        self._put_gradients(samples / batch)
+        complete = self._put_gradients(samples / batch)
         self._reduce(self._buffer)
-        self._take_gradients()
+        self._take_gradients(complete)
         return self._measurement(meter, batch) if meter is not None else None
 
     def _all_reduce(self, buffer: torch.Tensor) -> None:
@@ -110,10 +113,12 @@ class AllReduce:
         self._extra[-1:].copy_(tally.mismatch)
 
     @torch.no_grad()
-    def _put_gradients(self, weight: float) -> None:
+    def _put_gradients(self, weight: float) -> bool:
+        """Whether this rank has a gradient for every parameter."""
         if weight == 0:
             self._flat.zero_()  # whatever an idle rank has in .grad, a NaN too
-            return
+            self._present.zero_()
+            return False
         for parameter, view in zip(self.parameters, self._views, strict=True):
             gradient = parameter.grad
             if gradient is None:
@@ -127,10 +132,21 @@ class AllReduce:
                 torch.mul(gradient, weight, out=view)
             else:
                 view.copy_(gradient).mul_(weight)
+        present = [parameter.grad is not None for parameter in self.parameters]
+        if all(present):
+            self._present.fill_(1.0)  # no copy to a device
+        else:
+            self._present.copy_(torch.tensor(present))
+        return all(present)
 
-    def _take_gradients(self) -> None:
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+    def _take_gradients(self, complete: bool) -> None:
+        """`complete`: every parameter is known to have a gradient."""
+        counts = [1.0] * len(self.parameters) if complete else self._present.tolist()
+        for parameter, view, count in zip(self.parameters, self._views, counts, strict=True):
             if not parameter.requires_grad:
+                continue
+            if not count:
+                parameter.grad = None
                 continue
             parameter.grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
 

@@ -38,6 +38,8 @@ class Engine(ABC):
 
     replicated: bool = False
     """Whether replicas elsewhere make the steps, and this process's model lags behind until `sync`."""
+    alone: bool = False
+    """Whether this process computes all gradients, so that none has to be added up with those of others."""
 
     def want(self, samples: int) -> None:  # noqa: B027, an engine that cannot hire has nothing to do
         """Told before `members`: a growing policy could use a step of so many samples. A fleet that can grow may."""

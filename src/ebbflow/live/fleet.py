@@ -32,7 +32,7 @@ from ebbflow.live.settings import Settings
 from ebbflow.live.state import FleetState, Stateful, job_of
 from ebbflow.loop import Flow, OpenStep
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.optim.ema import WeightAverage
+from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.plan.growing import Growing
 from ebbflow.plan.growth import Growth
 from ebbflow.plan.policies import make_policy
@@ -175,6 +175,7 @@ class Fleet:
             optimizer,
             Ledger(samples=samples),
             total_samples=epochs * samples,
+            statistics=RunningStatistics(model, follow=False, undoable=optimizer.on_nonfinite == "skip"),
             average=average,
             growth=Growth(growing, ref_batch=optimizer.base_batch, epoch_samples=samples) if growing else None,
         )

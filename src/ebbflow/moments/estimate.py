@@ -109,7 +109,9 @@ class Averages:
     whoever takes a ratio clips the averages.
 
     Steps that were not measured count as time: the next observation stands for them, too, so that the memory in
-    samples is the same however many steps are measured.
+    samples is the same however many steps are measured. But it stands for each of them with no more samples than it
+    has itself. The last step of an epoch may have two, and in their estimate of a small signal the noise drowns it;
+    with the weight of the large steps before it, it would spoil the averages.
     """
 
     weight: float = 0.0
@@ -144,10 +146,12 @@ class Averages:
             return self
         noise, signal = measured.estimate()
         keep = decay(self.passed_samples + measured.batch, memory)
+        credit = min(self.passed_samples + measured.batch, (self.passed_steps + 1) * measured.batch)
+        share = 1 - decay(credit, memory)
         return Averages(
-            keep * self.weight + (1 - keep),
-            _blend(self.noise, noise, keep),
-            _blend(self.signal, signal, keep),
+            keep * self.weight + share,
+            _blend(self.noise, noise, keep, share),
+            _blend(self.signal, signal, keep, share),
         )
 
     def moments(self) -> Moments | None:
@@ -193,12 +197,12 @@ class Averages:
         return cls(weight, noise, signal, samples, steps)
 
 
-def _blend(old: Sequence[float], new: Sequence[float], keep: float) -> tuple[float, ...]:
+def _blend(old: Sequence[float], new: Sequence[float], keep: float, share: float) -> tuple[float, ...]:
     if not old:
-        return tuple((1 - keep) * value for value in new)
+        return tuple(share * value for value in new)
     if len(old) != len(new):
         raise ConfigError(
             f"noise and signal were averaged over {len(old)} layers, but {len(new)} were measured; averages go on "
             f"only with the same parameters and the same kind of rule: start new ones"
         )
-    return tuple(keep * before + (1 - keep) * value for before, value in zip(old, new, strict=True))
+    return tuple(keep * before + share * value for before, value in zip(old, new, strict=True))

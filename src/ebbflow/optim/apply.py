@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from ebbflow.errors import ConfigError
+from ebbflow.moments.estimate import Measurement
 from ebbflow.moments.norms import squared_norms
 from ebbflow.rules.base import Scaling
 
@@ -53,8 +54,10 @@ _MEMORY_KEYS = {torch.optim.RMSprop: "alpha", torch.optim.Adadelta: "rho"}
 """One average, not corrected; it follows the exponent of the second beta."""
 
 
-def gradient_norm(parameters: Sequence[torch.Tensor]) -> float:
-    """Of all `.grad` together, on whichever devices they are."""
+def gradient_norm(parameters: Sequence[torch.Tensor], measured: Measurement | None = None) -> float:
+    """Of all `.grad` together, on whichever devices they are; one that was measured takes no pass over them."""
+    if measured is not None:
+        return math.sqrt(math.fsum(measured.sq_mean)) if measured.finite else math.nan
     gradients: dict[torch.device, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -91,11 +94,24 @@ class Applier:
         self.parameters: list[torch.nn.Parameter] = [p for g in self.inner.param_groups for p in g["params"]]
         self.layers = [p for p in self.parameters if p.requires_grad]
         """The layers of per-layer rules: trainable tensors, in the order of the groups."""
+        self._frozen = [p for p in self.parameters if not p.requires_grad]
         self.blend = type(self.inner) in _PROPORTIONAL and all(
             p.device.type != "cpu" and p.dtype in (torch.float32, torch.float64) for p in self.layers
         )
         """Whether per-layer rates blend; else they split groups."""
         self._copies: dict[int, torch.Tensor] = {}
+
+    @property
+    def thawed(self) -> bool:
+        """Whether a tensor is trained that was frozen when the groups were looked at, and so is no layer."""
+        return any(p.requires_grad for p in self._frozen)
+
+    @property
+    def measurable(self) -> list[torch.nn.Parameter]:
+        """What a rule for the whole model measures: frozen tensors, too, which may be trained later."""
+        devices = {p.device for p in self.layers}
+        frozen = {id(p) for p in self._frozen if not (p.is_floating_point() and p.device in devices)}
+        return [p for p in self.parameters if id(p) not in frozen]
 
     @property
     def noise_exponent(self) -> float:
@@ -117,6 +133,11 @@ class Applier:
         name = type(self.inner).__name__
         if isinstance(scaling.lr, tuple) or isinstance(scaling.gradient, tuple):
             self.check_layers(rule)
+            if self.thawed:
+                raise ConfigError(
+                    f"the rule {rule} gives each layer a rate, and a tensor is trained that was frozen when the "
+                    f"optimizer was made; make a new optimizer, or use a rule for the whole model, such as adascale"
+                )
             for values in (scaling.lr, scaling.gradient):
                 if isinstance(values, tuple) and len(values) != len(self.layers):
                     raise ConfigError(

@@ -154,12 +154,18 @@ class ElasticOptimizer(torch.optim.Optimizer):
     def _make_meter(self) -> Meter | None:
         if not self.rule.needs or self.sampler is None:
             return None
-        return Meter(self.layers, layers="layers" in self.rule.needs)
+        layers = "layers" in self.rule.needs
+        return Meter(self.layers if layers else self._applier.measurable, layers=layers)
 
     @property
     def layers(self) -> list[torch.nn.Parameter]:
         """The layers of the rule's view: trainable tensors, in the order of the parameter groups."""
         return self._applier.layers
+
+    @property
+    def thawed(self) -> bool:
+        """Whether a tensor is trained that was frozen when the optimizer was made, and so is none of the layers."""
+        return self._applier.thawed
 
     @property
     def progress(self) -> float:
@@ -257,7 +263,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         """
         stats: dict[str, float] = {}
         if self.clip is not None or self.on_nonfinite != "ignore":
-            norm = self._norm(measurement)
+            norm = gradient_norm(self._applier.parameters, measurement)
             if not math.isfinite(norm) and self.on_nonfinite != "ignore":
                 if self.on_nonfinite == "stop":
                     raise Diverged(f"the norm of the gradient is {norm} at step {context.step}")
@@ -305,12 +311,6 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._samples = context.samples + context.batch
         self.last = update
         return update
-
-    def _norm(self, measurement: Measurement | None) -> float:
-        """Of the mean gradient; one that was measured costs nothing, else it takes a pass over the gradients."""
-        if measurement is not None:
-            return math.sqrt(math.fsum(measurement.sq_mean)) if measurement.finite else math.nan
-        return gradient_norm(self._applier.parameters)
 
     def _set_base_rates(self, context: StepContext) -> None:
         if self.schedule is None:

@@ -21,8 +21,8 @@ class Inside(Modifier):
     multiplied with the gradient, or it would be lost. Modifiers further right see a rate that is left alone: write it
     last, as in linear+warmup(5ep)+inside.
 
-    Suits: SGD with momentum on fleets that change often. Adam and its kin divide by the size of the gradient, which
-    undoes it.
+    Suits: SGD with momentum on fleets that change often. Adam and its kin, LARS and LAMB divide by the size of the
+    gradient, which undoes it: their rate then does not follow the batch.
     """
 
     def modify(self, context: StepContext, scaling: Scaling, state: State) -> tuple[Scaling, State]:

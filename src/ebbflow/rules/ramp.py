@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebbflow.errors import SpecError
+from ebbflow.plan.epochs import cut_step
 from ebbflow.rules.base import Modifier, Scaling, State, StepContext, spread
 from ebbflow.rules.registry import register_modifier
 from ebbflow.spec import param
@@ -30,7 +31,8 @@ class Ramp(Modifier):
     changes come faster than T, the target is never reached: the record holds m/m* as `ramp` (of the lowest layer).
 
     The short last step of an epoch is no change of the fleet: its rate falls with it, and the ramp neither moves nor
-    begins anew behind it. Otherwise every epoch would begin with a long ramp.
+    begins anew behind it. Otherwise every epoch would begin with a long ramp. The same holds for the step before it
+    where that gives up one sample, so that the last one has two.
 
     Suits: SGD with momentum on a fleet that grows in jumps. With changes more frequent than T consider `inside`.
     """
@@ -51,7 +53,7 @@ class Ramp(Modifier):
         begin, step = list(spread(state["begin"], count)), state["step"] + 1
         if context.batch != state["batch"]:
             in_force = [m * self._part(b, step) for m, b in zip(spread(state["targets"], count), begin, strict=True)]
-            if context.batch < state["batch"] and _ends_epoch(context):
+            if _cut_by_epoch(context, state["batch"]):
                 lowered = [min(m, target) for m, target in zip(in_force, targets, strict=True)]
                 return self._scaling(scaling, lowered, targets), state
             begin = [min(1.0, m / target) for m, target in zip(in_force, targets, strict=True)]
@@ -69,5 +71,9 @@ class Ramp(Modifier):
         return scaling.with_lr(layers).with_stats(ramp=lowest)
 
 
-def _ends_epoch(context: StepContext) -> bool:
-    return context.epoch_samples > 0 and (context.samples + context.batch) % context.epoch_samples == 0
+def _cut_by_epoch(context: StepContext, before: int) -> bool:
+    """Whether a fleet that still asks for the batch of before is given this one, by the end of the epoch."""
+    if context.epoch_samples <= 0:
+        return False
+    remaining = context.epoch_samples - context.samples % context.epoch_samples
+    return context.batch == cut_step(before, remaining)

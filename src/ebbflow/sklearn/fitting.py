@@ -58,6 +58,7 @@ class Announced(Engine):
         self, engine: Engine, *, on_gradients: Callable[[], None], on_want: Callable[[int], None] = lambda samples: None
     ) -> None:
         self.engine = engine
+        self.alone = engine.alone
         self.on_gradients = on_gradients
         self.on_want = on_want
 

@@ -200,8 +200,10 @@ class Replica:
                 group.update(settings)
             for layer, momentum in zip(self.batch_norm.layers, settle.momenta, strict=True):
                 layer.momentum = momentum
-            self.batch_norm.commit()
-            self.blueprint.optimizer.update(settle.context, self._measurement)
+            if self.blueprint.optimizer.update(settle.context, self._measurement).applied:
+                self.batch_norm.commit()
+            else:
+                self.batch_norm.rollback()  # skipped: its activations may not be finite
             self._settled = settle.attempt
         elif self._open is not None:
             self.batch_norm.rollback()

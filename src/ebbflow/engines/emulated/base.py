@@ -103,6 +103,7 @@ class EmulatedEngine(Engine):
             self.meter = meter_for(trained, layers="layers" in needs)
         self._batch_norm = self._make_batch_norm()
         self.ranks = ranks
+        self.alone = ranks is None
         self.step_sum = None
         if ranks is not None:
             self.step_sum = StepSum(trained, meter=self.meter, sums=self._batch_norm.sums)
