@@ -386,3 +386,12 @@ def test_all_methods_of_dynamic_sgd_are_text() -> None:
     assert multipliers("linear", [100, 200, 200]) == [1.0, 2.0, 2.0]
     assert multipliers("dynamic", [100, 200, 200]) == multipliers("linear+ramp", [100, 200, 200])
     assert multipliers("linear+inside", [100, 200, 200]) == [1.0, 1.0, 1.0]
+
+
+def test_a_capped_step_is_worth_no_more_than_the_cap_where_the_schedule_follows_the_gain() -> None:
+    # Noise alone: r = S = 4, so that the rate is that of the linear rule and the step worth 4 reference steps.
+    noise = noisy(1.0, 0.0)
+    assert first("adascale(progress=gain)", 400, moments=noise).progress == pytest.approx(4)
+    assert first("adascale(progress=gain)+cap(3)", 400, moments=noise).progress == 3
+    assert first("adascale(progress=gain)+cap(5)", 400, moments=noise).progress == pytest.approx(4)
+    assert first("adascale+cap(3)", 400, moments=noise).progress is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ebbflow.errors import SpecError
 from ebbflow.rules.base import Modifier, Scaling, State, StepContext
@@ -17,6 +17,8 @@ __all__ = ["Cap"]
 class Cap(Modifier):
     """m = min(m, x): no more than x times the base rate.
 
+    Where the schedule follows the gain, a step is worth no more than x reference steps: it went no further.
+
     Suits: a fleet that may grow beyond the largest batch at which the rule was seen to work.
 
     Example: linear+cap(8)
@@ -30,4 +32,5 @@ class Cap(Modifier):
 
     def modify(self, context: StepContext, scaling: Scaling, state: State) -> tuple[Scaling, State]:
         """The smaller of the two."""
-        return scaling.map_lr(lambda m: min(m, self.x)), state
+        progress = None if scaling.progress is None else min(scaling.progress, self.x)
+        return replace(scaling.map_lr(lambda m: min(m, self.x)), progress=progress), state
