@@ -27,6 +27,7 @@ from ebbflow.checkpoint import load_checkpoint, load_model, save_checkpoint, wei
 from ebbflow.config import WHERE_AND_HOW, RunConfig, load_plugins
 from ebbflow.data.ledger import Ledger
 from ebbflow.errors import CheckpointError, ConfigError, Diverged, PlanError
+from ebbflow.files import remove_leftovers
 from ebbflow.loop import Flow
 from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer, OnNonfinite
@@ -44,8 +45,8 @@ from ebbflow.record import (
     read_record,
 )
 from ebbflow.runengine import idle_ranks, loader_workers, make_engine
-from ebbflow.runheader import make_header
-from ebbflow.runplan import MAX_EPOCHS, check_measurable, make_growth, make_plan
+from ebbflow.runheader import check_same_fleet, make_header
+from ebbflow.runplan import MAX_EPOCHS, check_measurable, fleet_file, make_growth, make_plan
 from ebbflow.torchrun import Group, joined
 
 __all__ = ["Callbacks", "resolve", "train"]
@@ -111,7 +112,7 @@ class _Trainer:
         growth = make_growth(config, samples)
         needs = optimizer.rule.needs | (growth.policy.needs if growth is not None else frozenset())
         if needs:
-            check_measurable(config, self.plan)
+            check_measurable(config, self.plan, samples)
         self.engine = make_engine(
             config, self.task, self.plan, optimizer, needs=needs, ranks=group.ranks,
             on_event=lambda what, text: self.record.write(Event(step=self.flow.step, what=what, text=text)),
@@ -141,6 +142,9 @@ class _Trainer:
         size = None if found is None else self._restore(found, checkpoint)
         if not self.group.leads:
             return NoRecord()
+        remove_leftovers(checkpoint)
+        if size is not None:
+            check_same_fleet(path, self.config, self.trace or self.plan)
         record = RecordWriter(path, resume_at=size)
         if size is not None:
             record.write(Event(step=self.flow.step, what="resumed", text=f"from {CHECKPOINT}"))
@@ -195,8 +199,7 @@ class _Trainer:
 
     def run(self, callbacks: Callbacks, *, checkpoint_every_s: float) -> End:
         """All epochs, or all the gain; the record's last row says how it ended."""
-        saved = time.monotonic()
-        flow = self.flow
+        flow, saved = self.flow, time.monotonic()
         should_stop = self._agree_to_stop(callbacks)
         callbacks.on_start(flow.ledger.total, self.total_samples)
         try:
@@ -272,9 +275,8 @@ class _Trainer:
     def _validate(self, row: StepRow, callbacks: Callbacks) -> None:
         """Validate after every `validate_every` epochs, and at the end of the run."""
         ledger = self.flow.ledger
-        if ledger.epoch % self.config.validate_every and not self.flow.optimizer.finished:
-            return
-        if not self.group.leads:
+        due = self.flow.optimizer.finished or ledger.epoch % self.config.validate_every == 0
+        if not (due and self.group.leads):
             return
         began = time.perf_counter()
         with self.engine.autocast():
@@ -384,8 +386,8 @@ def _finished(config: RunConfig, folder: Path) -> Run | None:
     if run.status not in ("finished", "diverged"):
         return None
     load_plugins(config.plugins)
-    wanted = resolve(config).as_dict()
-    wanted |= {"trace": wanted["label"], "trace_text": wanted["plan"] or wanted["trace"]}
+    config = resolve(config)
+    wanted = config.as_dict() | {"trace": config.label, "trace_text": config.plan or config.trace}
     other = [
         f"{key} is {wanted[key]!r}, was {run.header.config.get(key)!r}"
         for key in wanted
@@ -393,4 +395,5 @@ def _finished(config: RunConfig, folder: Path) -> Run | None:
     ]
     if other:
         raise ConfigError(f"{folder} holds a run of another configuration ({'; '.join(other)}); choose another folder")
+    check_same_fleet(path, config, fleet_file(config))
     return run

@@ -60,6 +60,17 @@ def test_a_folder_of_another_study_is_refused_and_the_difference_named(tmp_path:
         run_study(small(rules=["linear"]), tmp_path)
 
 
+def test_finished_arms_are_not_mixed_with_others_on_a_trace_that_was_changed_since(tmp_path: Path) -> None:
+    trace = tmp_path / "spot.csv"
+    study = small(rules=["constant"], traces={"spot": str(trace)}, settings={"epochs": 1, "local_batch": 16})
+    trace.write_text("time_s,accelerators\n0,4\n60,2\n120,2\n", encoding="utf-8")
+    run_study(study, tmp_path / "out")
+    run_study(study, tmp_path / "out")
+    trace.write_text("time_s,accelerators\n0,4\n61,2\n120,2\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"holds a run that followed another fleet than .*spot\.csv describes now"):
+        run_study(study, tmp_path / "out")
+
+
 def test_an_arm_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -165,7 +166,9 @@ class BatchPlan:
             counts=counts, workers=samples // local_batch, samples=samples,
             start_s=np.append(0.0, stops[:-1]), seconds=seconds,
         )  # fmt: skip
-        return cls.from_runs(runs, source={"file": path.name, "local_batch": local_batch, "step_time": str(model)})
+        digest = hashlib.sha256(sizes.astype("<i8").tobytes()).hexdigest()[:16]
+        source = {"file": path.name, "sha256": digest, "local_batch": local_batch, "step_time": str(model)}
+        return cls.from_runs(runs, source=source)
 
     @classmethod
     def constant(

@@ -76,7 +76,7 @@ def run_study(
     The results are the records under `out`/arms. Seeds come one after the other, so that an interrupted study has whole
     tables of fewer seeds; of a seed's arms those that take longest come first. Arms that failed in an earlier call are
     tried again. An arm that fails does not stop the others; its record says why. Raises ConfigError if the folder holds
-    another study.
+    another study, or a finished arm whose trace file has changed since.
     """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs is {jobs}; expected the number of arms to run at once, 1 or more")
@@ -92,6 +92,7 @@ def run_study(
         for arm in arms:
             status = _status(out / "arms" / arm.id)
             if status in ("finished", "diverged"):
+                _check_fleet(arm, out / "arms" / arm.id)
                 on_progress(Progress(arm=arm.id, what="found", fraction=1.0, text=status))
             else:
                 waiting.append(arm)
@@ -112,6 +113,14 @@ def _status(folder: Path) -> str:
         return read_record(folder / "record.jsonl").status
     except RecordError:
         return "missing"
+
+
+def _check_fleet(arm: Arm, folder: Path) -> None:
+    """Refuse to show a finished arm beside others that would follow the same file as it is now."""
+    from ebbflow import runheader, runplan, training  # import torch, as above
+
+    config = training.resolve(arm.config)
+    runheader.check_same_fleet(folder / "record.jsonl", config, runplan.fleet_file(config))
 
 
 @contextmanager
