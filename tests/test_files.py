@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.errors import OutputError
-from ebbflow.files import write_whole
+from ebbflow.files import remove_leftovers, write_whole
 
 
 def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(
@@ -24,6 +24,26 @@ def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(
         write_whole(target, b"new" * 1000)
     assert target.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["result"]
+
+
+def test_what_a_kill_left_of_one_file_is_removed_and_nothing_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(descriptor: int) -> None:
+        raise Killed
+
+    target = tmp_path / "result"
+    write_whole(target, b"old")
+    (tmp_path / ".result2.abc").write_bytes(b"of another file")
+    monkeypatch.setattr(os, "fsync", kill)
+    with pytest.raises(Killed):
+        write_whole(target, b"new")
+    assert len([*tmp_path.iterdir()]) == 3
+    remove_leftovers(target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".result2.abc", "result"]
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ebbflow import training, workloads
 from ebbflow.config import RunConfig
-from ebbflow.errors import ConfigError, PlanError
+from ebbflow.errors import CheckpointError, ConfigError, PlanError
 from ebbflow.record import Run, StepRow, read_record
 from ebbflow.training import Callbacks, train
 from ebbflow.workloads import Recipe, Task, TensorSource
@@ -138,6 +138,14 @@ def test_a_run_killed_before_its_header_was_written_begins_anew(left: str, tmp_p
     assert run(tmp_path, trace).status == "finished"
 
 
+def test_what_a_kill_in_the_middle_of_a_checkpoint_left_is_removed(tmp_path: Path, trace: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".checkpoint.pt.x8f2").write_bytes(b"half of it")  # as `write_whole` names it
+    run(tmp_path, trace, epochs=1)
+    assert sorted(path.name for path in folder.iterdir()) == ["record.jsonl", "weights.pt"]
+
+
 def test_a_nan_gradient_stops_the_run(tmp_path: Path, trace: str) -> None:
     result = run(tmp_path, trace, workload="test-cliff(bad=1)")
     assert result.status == "diverged"
@@ -218,6 +226,23 @@ def test_a_rule_that_measures_needs_steps_of_two_pieces(tmp_path: Path) -> None:
     assert run(tmp_path, "constant(workers=1)", rule="adascale", piece=2, epochs=1).status == "finished"
 
 
+def test_a_growing_policy_that_could_never_measure_is_refused(tmp_path: Path) -> None:
+    # Eight workers could take 32 samples in 8 pieces, but a step of 4 samples is one worker's, in one piece.
+    fleet: dict[str, Any] = {"trace": "constant(workers=8)", "epochs": 1}
+    for policy in ("noise(initial=4, wait=0, dwell=1)", "ada-norm(initial=4, wait=0, dwell=1)"):
+        with pytest.raises(ConfigError, match=r"the policy .* one: set piece to 2 or less .* larger initial batch"):
+            run(tmp_path, policy=policy, **fleet)
+    with pytest.raises(ConfigError, match=r"the rule adascale measures .* largest step has 4 samples in one"):
+        run(tmp_path, policy="geo(50ep, initial=4)", rule="adascale", **fleet)
+    noisy = "noise(initial=8, part=100, wait=0, dwell=1)"  # of two workers
+    measured = train(config(policy=noisy, **fleet), tmp_path / "measured")
+    assert max(row.batch for row in measured.steps) == 32
+    # It grows by loss and norm, which one piece shows as well, also where one worker is all there is.
+    alone = train(config("constant(workers=1)", policy="rada(initial=2, dwell=2, wait=0)"), tmp_path / "alone")
+    assert {row.pieces for row in alone.steps} == {1}
+    assert max(row.batch for row in alone.steps) == 4
+
+
 def test_unsuitable_optimizers_are_refused_at_the_start(tmp_path: Path, trace: str) -> None:
     with pytest.raises(ConfigError, match="adamsde changes the betas, which SGD does not have"):
         run(tmp_path, trace, rule="adamsde")
@@ -267,6 +292,8 @@ def test_batch_norm_that_follows_the_batch_has_other_statistics(tmp_path: Path, 
         ({"on_nonfinite": "ignore"}, "Known: skip, stop"),
         ({"ema": 1.5}, "ema is 1.5; expected the part kept"),
         ({"clip": 0.0}, "clip is 0.0"),
+        ({"lr": math.nan}, "lr is nan; expected a number above 0 and below infinity"),
+        ({"memory_steps": math.inf}, "memory_steps is inf"),  # would forget everything, not nothing
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
@@ -278,3 +305,51 @@ def test_a_finished_run_is_left_alone(tmp_path: Path, trace: str) -> None:
     first = run(tmp_path, trace, epochs=1)
     assert run(tmp_path, trace, epochs=1).header.created == first.header.created
     assert read_record(tmp_path / "run" / "record.jsonl").status == "finished"
+
+
+@pytest.mark.parametrize("setting", [{"policy": "geo(1ep)"}, {"offset": "5s"}, {"on_change": "lose"}, {"repeat": True}])
+def test_a_setting_that_a_plan_file_would_leave_without_effect_is_refused(
+    setting: dict[str, Any], tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.csv"
+    plan.write_text("step,batchsize\n" + "0,8\n" * 13, encoding="utf-8")
+    fleet: dict[str, Any] = {"workload": "test-cliff", "plan": str(plan), "epochs": 1}
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))} is .* leave it out"):
+        train(RunConfig(**fleet, **setting), tmp_path / "run")
+    timed = train(RunConfig(**fleet, step_time="0.5s"), tmp_path / "run")
+    assert [row.time_s for row in timed.steps[:3]] == [0.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["trace", "plan"])
+def test_a_run_is_not_taken_for_one_on_a_file_that_was_changed_since(kind: str, tmp_path: Path, trace: str) -> None:
+    file = Path(trace)
+    if kind == "plan":
+        file = tmp_path / "plan.csv"
+        file.write_text("step,batchsize\n" + "0,8\n" * 20 + "0,4\n" * 20, encoding="utf-8")
+    chosen = config(trace, epochs=1, plan=str(file) if kind == "plan" else None)
+    before = file.read_text(encoding="utf-8")
+    other = before.replace("0,8\n0,4\n", "0,4\n0,8\n").replace("\n3,2\n", "\n4,2\n")  # one change, one step later
+    assert other != before
+
+    with pytest.raises(Killed):
+        train(chosen, tmp_path / "run", callbacks=killed_at(3), checkpoint_every_s=0)
+    file.write_text(other, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"the {kind} is not the one it was .*{file.name}"):
+        train(chosen, tmp_path / "run")
+    file.write_text(before, encoding="utf-8")
+    first = train(chosen, tmp_path / "run")
+    assert first.status == "finished"
+
+    file.write_text(other, encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"the {kind} is not the one it was"):
+        train(chosen, tmp_path / "run")
+    file.write_text(before, encoding="utf-8")
+    assert train(chosen, tmp_path / "run").header.created == first.header.created
+
+
+def test_a_finished_run_on_a_trace_with_a_long_text_is_found_again(tmp_path: Path) -> None:
+    """A text longer than any file's name may be is no file, and no error of the system's either."""
+    changes = " ".join(f"{second}s:{2 + second % 3}" for second in range(60)) + " 60s"
+    assert len(changes) > 255
+    first = run(tmp_path, changes, epochs=1)
+    assert run(tmp_path, changes, epochs=1).header.created == first.header.created

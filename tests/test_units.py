@@ -31,6 +31,7 @@ def test_durations(text: str, seconds: float) -> None:
         ("90x", "unknown unit 'x'"),
         ("5ep", "unknown unit 'ep'"),
         ("-3s", "not negative"),
+        ("1h-30m", "not negative, in all its parts"),
         ("soon", "not a number with a unit"),
         ("1e999s", "finite"),
     ],

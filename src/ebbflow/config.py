@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class RunConfig:
     policy: str = "follow"
     """How the batch follows the workers: follow, fixed(TOTAL), capped(max_batch=N); or grows: geo(60ep, factor=5)."""
     step_time: str = "fit"
-    """How long a step takes, for example 0.6s; fit: such that the run spans the whole trace."""
+    """How long a step takes, for example 0.6s; fit: such that the run spans the whole trace (of a plan file: 1 s)."""
     offset: str = "0s"
     """Where in the trace the run starts."""
     on_change: str = "finish"
@@ -106,8 +107,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "lr", "ref_batch", "local_batch", "piece", "chunk", "memory_steps", "clip", "ema"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name} is {value}; expected a number above 0")
+            if value is not None and not 0 < value < math.inf:  # not NaN either
+                raise ConfigError(f"{name} is {value}; expected a number above 0 and below infinity")
         for name in ("measure_every", "validate_every", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ebbflow.errors import InputError, OutputError
 
-__all__ = ["read_text", "write_whole"]
+__all__ = ["read_text", "remove_leftovers", "write_whole"]
 
 _GZIP = b"\x1f\x8b"
 
@@ -45,7 +45,10 @@ def read_text(path: Path, *, error: type[InputError]) -> str:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write the file, or leave whatever was there: never half of it."""
+    """Write the file, or leave whatever was there: never half of it.
+
+    A process that is killed meanwhile leaves a part beside it, under another name (`remove_leftovers`).
+    """
     temporary: Path | None = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
@@ -60,6 +63,13 @@ def write_whole(path: Path, data: bytes) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink()
         raise OutputError(f"{path}: cannot be written: {problem.strerror}; nothing was changed") from None
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what a kill in the middle of `write_whole` left beside the file; nobody may be writing it now."""
+    for left in path.parent.glob(f".{path.name}.*"):
+        with contextlib.suppress(OSError):  # it takes up space, and does no other harm
+            left.unlink()
 
 
 def _umask() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ebbflow.config import RunConfig
@@ -41,7 +40,7 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
     """
     assert config.epochs and config.local_batch  # resolve() filled them in
     if config.plan is not None:
-        plan = BatchPlan.read(Path(config.plan), local_batch=config.local_batch)
+        plan = _read_plan(config)
         if not by_gain:
             plan.for_epochs(samples, config.epochs)  # too short is an error now, not in the middle of the run
         return plan, None
@@ -70,6 +69,20 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
         on_change=config.on_change,
     )
     return plan, trace
+
+
+def _read_plan(config: RunConfig) -> BatchPlan:
+    """The plan of a file of batches; what says how a trace is followed would have no effect, and is refused."""
+    assert config.plan is not None and config.local_batch
+    for name in ("policy", "offset", "on_change", "repeat"):
+        value = getattr(config, name)
+        if value != getattr(RunConfig, name):
+            raise ConfigError(
+                f"{name} is {value!r}, but the steps are those of the file {config.plan}, whatever it says; leave it "
+                f"out, or give a trace instead of the file"
+            )
+    step_time = 1.0 if config.step_time == "fit" else parse_seconds(config.step_time)
+    return BatchPlan.read(config.plan, config.local_batch, step_time)
 
 
 def _growing_plan(config: RunConfig, trace: Trace, policy: Growing, samples: int, *, by_gain: bool) -> BatchPlan:
@@ -108,16 +121,31 @@ def make_growth(config: RunConfig, samples: int) -> Growth | None:
     return Growth(policy, ref_batch=config.ref_batch, epoch_samples=samples) if isinstance(policy, Growing) else None
 
 
-def check_measurable(config: RunConfig, plan: BatchPlan) -> None:
-    """Refuse a plan in which no step has the two gradient pieces that telling noise from signal takes."""
+def check_measurable(config: RunConfig, plan: BatchPlan, samples: int) -> None:
+    """Refuse a run whose rule or policy tells noise from signal, and none of whose steps has the two pieces it takes.
+
+    Of a growing policy `plan` is what the workers can do. Its steps are smaller, and are looked at where they can be
+    told: a policy that only two pieces make grow stays, without them, as it is foreseen.
+    """
+    growth = make_growth(config, samples)
+    policy = growth.policy if growth is not None else None
+    if make_rule(config.rule).needs:
+        who, others = f"the rule {config.rule}", "a rule that measures nothing, such as linear or sqrt"
+    elif policy is not None and policy.two_pieces:
+        who, others = f"the policy {config.policy}", "a policy that needs no noise, such as geo or ada"
+    else:
+        return
+    if policy is not None and (policy.passive or policy.two_pieces):
+        assert config.epochs and config.ref_batch
+        plan = foresee(policy, plan, samples=samples, epochs=config.epochs, ref_batch=config.ref_batch)
     for run in plan.runs():
         share = -(-run.samples // run.workers)
         if len(pieces(run.samples, piece=min(share, config.piece or share))) > 1:
             return
     most = int(plan.samples.max())
-    who = f"the rule {config.rule}" if make_rule(config.rule).needs else f"the policy {config.policy}"
+    more = "more workers" if policy is None else "a larger initial batch"
     raise ConfigError(
         f"{who} measures the noise of the gradient, which takes steps of two "
         f"pieces or more, but the largest step has {most} samples in one: set piece to {max(1, most // 2)} or less "
-        f"(--piece), use more workers, or a rule that measures nothing, such as linear or sqrt"
+        f"(--piece), use {more}, or {others}"
     )

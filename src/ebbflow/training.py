@@ -27,6 +27,7 @@ from ebbflow.checkpoint import load_checkpoint, load_model, save_checkpoint, wei
 from ebbflow.config import RunConfig, load_plugins
 from ebbflow.data.ledger import Ledger
 from ebbflow.errors import CheckpointError, ConfigError, Diverged, PlanError
+from ebbflow.files import remove_leftovers
 from ebbflow.loop import Flow
 from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer, OnNonfinite
@@ -111,7 +112,7 @@ class _Trainer:
         growth = make_growth(config, samples)
         needs = optimizer.rule.needs | (growth.policy.needs if growth is not None else frozenset())
         if needs:
-            check_measurable(config, self.plan)
+            check_measurable(config, self.plan, samples)
         self.engine = make_engine(
             config, self.task, self.plan, optimizer, needs=needs, ranks=group.ranks,
             on_event=lambda what, text: self.record.write(Event(step=self.flow.step, what=what, text=text)),
@@ -141,6 +142,7 @@ class _Trainer:
         size = None if found is None else self._restore(found, checkpoint)
         if not self.group.leads:
             return NoRecord()
+        remove_leftovers(checkpoint)
         record = RecordWriter(path, resume_at=size)
         if size is not None:
             record.write(Event(step=self.flow.step, what="resumed", text=f"from {CHECKPOINT}"))
@@ -196,8 +198,7 @@ class _Trainer:
 
     def run(self, callbacks: Callbacks, *, checkpoint_every_s: float) -> End:
         """All epochs, or all the gain; the record's last row says how it ended."""
-        saved = time.monotonic()
-        flow = self.flow
+        flow, saved = self.flow, time.monotonic()
         should_stop = self._agree_to_stop(callbacks)
         callbacks.on_start(flow.ledger.total, self.total_samples)
         try:
@@ -273,9 +274,8 @@ class _Trainer:
     def _validate(self, row: StepRow, callbacks: Callbacks) -> None:
         """Validate after every `validate_every` epochs, and at the end of the run."""
         ledger = self.flow.ledger
-        if ledger.epoch % self.config.validate_every and not self.flow.optimizer.finished:
-            return
-        if not self.group.leads:
+        due = self.flow.optimizer.finished or ledger.epoch % self.config.validate_every == 0
+        if not (due and self.group.leads):
             return
         began = time.perf_counter()
         with self.engine.autocast():

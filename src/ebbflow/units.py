@@ -55,15 +55,15 @@ def parse_seconds(text: str) -> Seconds:
     ...
     ebbflow.errors.UnitError: duration '0.6' has no unit; write 0.6s, 0.6min or 0.6h
     """
-    total = 0.0
-    for value, unit in _parts(text, "duration", "90s, 5min or 3h"):
+    parts, total = _parts(text, "duration", "90s, 5min or 3h"), 0.0
+    for value, unit in parts:
         if not unit:
             raise UnitError(f"duration {text!r} has no unit; write {value:g}s, {value:g}min or {value:g}h")
         if unit not in _SECONDS_PER:
             raise UnitError(f"duration {text!r} has the unknown unit {unit!r}; known are {', '.join(_SECONDS_PER)}")
         total += value * _SECONDS_PER[unit]
-    if not math.isfinite(total) or total < 0:
-        raise UnitError(f"duration {text!r} is {total:g} s; it must be finite and not negative")
+    if not math.isfinite(total) or min(value for value, _ in parts) < 0:  # 1h-30m is a slip, not half an hour
+        raise UnitError(f"duration {text!r} is {total:g} s; it must be finite and not negative, in all its parts")
     return Seconds(total)
 
 

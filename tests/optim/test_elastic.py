@@ -178,6 +178,15 @@ def test_a_state_of_another_rule_or_batch_is_refused() -> None:
         elastic(model(), base_batch=32)[0].load_state_dict(state)
 
 
+def test_a_run_of_billions_of_samples_ends_with_its_last_sample() -> None:
+    samples = 4 * 10**9
+    optimizer, _ = elastic(model(), sampler=None, epochs=1, epoch_samples=samples)
+    optimizer.update(StepContext(step=0, batch=16, ref_batch=16, samples=samples - 18))
+    assert not optimizer.finished  # two are left
+    optimizer.update(StepContext(step=1, batch=2, ref_batch=16, samples=samples - 2))
+    assert optimizer.finished
+
+
 def test_a_group_added_later_follows_the_rule_too() -> None:
     net, more = model(), nn.Parameter(torch.ones(2, dtype=torch.float64))
     optimizer, _ = elastic(net, sampler=None, schedule="constant")

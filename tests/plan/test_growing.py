@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ebbflow.cli.main import app
 from ebbflow.config import RunConfig
+from ebbflow.data.ledger import Ledger
 from ebbflow.errors import CheckpointError, EbbflowError, PlanError, SpecError, UnitError
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.growing import Growing, Observation
+from ebbflow.plan.growing import Geo, Growing, Observation
 from ebbflow.plan.growth import Growth, fit_growing, foresee, plan_growing
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.plan.policies import make_policy
@@ -23,6 +26,7 @@ from ebbflow.rules.damping import scale_damped
 from ebbflow.rules.registry import make_rule
 from ebbflow.traces.trace import Trace
 from ebbflow.training import Callbacks, train
+from ebbflow.units import Seconds
 
 
 def policy_of(text: str) -> Growing:
@@ -135,6 +139,69 @@ def test_foreseen_steps_by_hand() -> None:
     assert found == [(0, 13, 2, 8), (13, 18, 6, 24), (18, 22, 8, 32)]
     assert plan.capacity.steps == 100
     assert fit_growing(trace, policy, samples=100, epochs=3, ref_batch=8) == pytest.approx(100 / 21, rel=1e-5)
+
+
+@given(
+    policy=st.sampled_from(
+        ["geo(1ep)", "geo(0.3ep, factor=1.3)", "geo(7steps, factor=5, max_batch=40)", "geo(31samples, initial=3)"]
+        + [f"pada({rate}, initial=2)" for rate in (0, 0.001, 0.1, 1 / 3, 0.5, 2.5)]
+    ),
+    workers=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
+    local_batch=st.integers(1, 9),
+    samples=st.integers(1, 2000),
+    epochs=st.integers(1, 5),
+    ref_batch=st.integers(1, 20),
+)
+@settings(max_examples=100, deadline=None)
+def test_foreseen_steps_are_those_of_a_policy_that_is_asked_for_each(
+    policy: str, workers: list[int], local_batch: int, samples: int, epochs: int, ref_batch: int
+) -> None:
+    grows = make_policy(policy, local_batch)
+    assert isinstance(grows, Growing)
+    trace = Trace.from_points([(40.0 * i, count) for i, count in enumerate(workers)], end=Seconds(40.0 * len(workers)))
+    capacity = BatchPlan.from_trace(trace, grows, 0.3)
+    growth = Growth(grows, ref_batch=ref_batch, epoch_samples=samples)
+    walked, ledger = [], Ledger(samples=samples)
+    while ledger.epoch < epochs and len(walked) < (capacity.steps or 0):
+        size = growth.allow(capacity.at(len(walked)))
+        assignment = ledger.assign(size.samples)
+        ledger = ledger.commit(assignment)
+        growth.observe(batch=assignment.batch)
+        walked.append((size.workers, size.samples, pytest.approx(size.time_s)))
+    plan = foresee(grows, capacity, samples=samples, epochs=epochs, ref_batch=ref_batch)
+    found = [plan.at(step) for step in range(plan.steps or 0)]
+    assert [(size.workers, size.samples, size.time_s) for size in found] == walked
+
+
+def test_a_long_run_is_foreseen_without_a_look_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 30 epochs each of 5,004 x 256 + 143, of 1,251 x 1,024 + 143 and of 312 x 4,096 + 3,215 samples.
+    asked: list[int] = []
+    wanted = Geo.wanted
+
+    def counting(self: Geo, seen: Observation, state: Any) -> tuple[int, Any]:
+        asked.append(seen.step)
+        return wanted(self, seen, state)
+
+    monkeypatch.setattr(Geo, "wanted", counting)
+    policy, capacity = policy_of("geo(30ep, factor=4)"), BatchPlan.constant(8, 8192)
+    plan = foresee(policy, capacity, samples=1_281_167, epochs=90, ref_batch=256)
+    assert plan.steps == 30 * (5_005 + 1_252 + 313)
+    assert len(asked) < 10 * 90
+
+
+@pytest.mark.parametrize(
+    ("text", "policy", "offset", "message"),
+    [
+        ("0s:4 60s:0 120s", "geo(5ep, local_batch=4)", 60.0, "no workers from 60 s on; no step time fits"),
+        ("0s:4 60s:0 120s", "noise(local_batch=4)", 120.0, "offset of 120 s lies outside of the trace"),
+        ("0s:4 60s", "geo(5ep)", 0.0, "does not say how many samples a worker takes"),
+    ],
+)
+def test_where_no_step_time_fits_it_is_said_and_not_sought_for_ever(
+    text: str, policy: str, offset: float, message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        fit_growing(Trace.parse(text), policy_of(policy), samples=100, epochs=2, ref_batch=8, offset=Seconds(offset))
 
 
 def test_an_adaptive_policy_is_foreseen_as_one_that_never_grows() -> None:

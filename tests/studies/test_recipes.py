@@ -9,7 +9,6 @@ import pytest
 
 from ebbflow.optim.build import OPTIMIZERS
 from ebbflow.optim.schedules import make_schedule
-from ebbflow.rules.registry import make_rule
 from ebbflow.runplan import check_measurable, foresee_steps, make_growth, make_plan
 from ebbflow.studies.scaling import scaled
 from ebbflow.studies.study import Arm, Study, check_arms, load_study, recipe_names
@@ -47,8 +46,7 @@ def test_every_recipe_has_a_summary_known_parts_and_plans_that_reach(name: str, 
         if arm.config.seed == 0:
             config = resolve(arm.config)
             plan, _ = make_plan(config, samples(arm))
-            if make_rule(config.rule).needs:
-                check_measurable(config, plan)
+            check_measurable(config, plan, samples(arm))
             OPTIMIZERS.make(config.optimizer or "")
             make_schedule(config.schedule)
 

@@ -47,6 +47,13 @@ def test_random_levels_reach_both_bounds_and_change_only_on_the_beat() -> None:
     assert not (trace.times % 300).any()
 
 
+@pytest.mark.parametrize("text", ["random-levels(1, 999999, every=0.3s, duration=2.1s)", "square(1, 2, 0.6s, 2.1s)"])
+def test_a_duration_that_is_a_multiple_of_the_period_but_for_rounding_is_one(text: str) -> None:
+    """In binary 2.1 / 0.3 is a little more than 7; there is no eighth beat at the end."""
+    assert load(text).times[-1] == pytest.approx(1.8)
+    assert load(text).end == 2.1
+
+
 def test_poisson_availability_is_the_share_of_a_workers_life() -> None:
     # A worker lives 60 min and is away 20 min on average: 60 / (60 + 20) of 100 workers = 75.
     # The first 10 of 200 h, in which the start with all of them fades, are left out.

@@ -179,7 +179,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
     @property
     def finished(self) -> bool:
         """Whether progress has reached the length of the run; False for a run without an end."""
-        return 0 < self.total_samples * (1 - 1e-9) <= self.progress  # a sum of many gains may miss it by rounding
+        enough = self.total_samples * (1 - 1e-9) if self.by_gain else self.total_samples  # many gains add up roughly
+        return 0 < enough <= self.progress
 
     # The step ---------------------------------------------------------------------------------------------------
 

@@ -62,22 +62,31 @@ def fit_step_time(
     Found by bisection, to a millionth of itself. As in every plan, epoch ends cut steps and the last step need only
     begin (`finish`) before the trace ends.
     """
-    whole = stretches_of(begun(trace, offset), make_policy(policy), ConstantStepTime(Seconds(1.0)))
+    return longest_step(
+        trace,
+        make_policy(policy),
+        lambda plan: plan.epochs_reached(samples, epochs) >= epochs,
+        offset=offset,
+        on_change=on_change,
+    )
+
+
+def longest_step(
+    trace: Trace, policy: Policy, enough: Callable[[BatchPlan], bool], *, offset: Seconds, on_change: str
+) -> Seconds:
+    """The longest constant step time whose plan is `enough`, at most the trace's length; to a millionth of itself.
+
+    A plan of sufficiently short steps must be enough, or this does not end.
+    """
+    whole = stretches_of(begun(trace, offset), policy, ConstantStepTime(Seconds(1.0)))
     if not whole.samples.any():
         raise PlanError(f"the trace {trace.name} has no workers from {offset:g} s on; no step time fits")
 
     def fits(step: float) -> bool:
         runs = steps_of(replace(whole, seconds=np.full(len(whole.times), step)), on_change, grid=True)
-        if not len(runs.counts):
-            return False
-        return BatchPlan.from_runs(runs, source={}).epochs_reached(samples, epochs) >= epochs
+        return len(runs.counts) > 0 and enough(BatchPlan.from_runs(runs, source={}))
 
-    return longest_step(fits, whole.end)
-
-
-def longest_step(fits: Callable[[float], bool], longest: float) -> Seconds:
-    """The longest step time, at most `longest`, that fits; to a millionth of itself."""
-    short = long = longest
+    short = long = whole.end
     while not fits(short):
         short, long = short / 2, short
     while long - short > 1e-6 * short:

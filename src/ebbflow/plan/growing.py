@@ -33,6 +33,8 @@ PolicyState = Any
 _PAPER = "Holt and Sievert 2021"
 _MAX_WANTED = 2**53
 """No policy wants more: beyond it a float no longer counts samples one by one."""
+_FOR_EVER = 2**53
+"""Steps that no run has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,8 @@ class Growing(ABC):
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """What an engine must measure for the policy: "moments", or nothing."""
+    two_pieces: ClassVar[bool] = False
+    """Whether steps of one piece tell it nothing: among them alone it never grows."""
     passive: ClassVar[bool] = False
     """Whether the position decides alone."""
 
@@ -100,6 +104,13 @@ class Growing(ABC):
     @abstractmethod
     def wanted(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
         """The batch that the next step wants, and the state for the question after it; called once a step."""
+
+    def steady(self, seen: Observation, batch: int) -> int:
+        """So many steps of `batch` samples from this one on surely want the same, if the position decides; 1 is safe.
+
+        Counting the steps of a long run asks for it, in order not to ask for each of them.
+        """
+        return 1
 
     def first(self, seen: Observation) -> int:
         """b0: the batch of the first step."""
@@ -157,12 +168,22 @@ class Geo(Growing):
 
     def wanted(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
         """By the samples committed so far."""
-        delay = self.delay.samples(epoch_samples=seen.epoch_samples, ref_batch=seen.ref_batch)
-        growths = math.floor(seen.samples / delay * (1 + 1e-12))
+        growths, _ = self._growths(seen)
         first = self.first(seen)
         if growths * math.log(self.factor) > math.log(_MAX_WANTED):  # no overflow, however late it is
             return _MAX_WANTED, state
         return _whole(first * self.factor**growths, first), state
+
+    def steady(self, seen: Observation, batch: int) -> int:
+        """Up to the next growth."""
+        growths, delay = self._growths(seen)
+        room = (growths + 1) * delay * (1 - 1e-9) - seen.samples  # well before it, where rounding decides nothing
+        return _FOR_EVER if self.factor == 1 else 1 + max(0, math.floor(room / batch))
+
+    def _growths(self, seen: Observation) -> tuple[int, float]:
+        """(growths before a position, samples between two of them)."""
+        delay = self.delay.samples(epoch_samples=seen.epoch_samples, ref_batch=seen.ref_batch)
+        return math.floor(seen.samples / delay * (1 + 1e-12)), delay
 
 
 @_register("pada")
@@ -182,6 +203,13 @@ class Pada(Growing):
         """By the number of the step."""
         first = self.first(seen)
         return _whole(first + self.rate * seen.step, first), state
+
+    def steady(self, seen: Observation, batch: int) -> int:
+        """Until the whole number changes."""
+        if self.rate == 0:
+            return _FOR_EVER
+        last = (self.wanted(seen, None)[0] - self.first(seen)) / self.rate * (1 - 1e-9)  # step with the same number
+        return 1 + max(0, math.floor(last) - seen.step)
 
 
 # -- by what the run shows -----------------------------------------------------------------------------------------
@@ -276,6 +304,8 @@ class AdaNorm(_AgainstTheStart):
     smaller, so that growth would feed itself. Steps take two pieces at least.
     """
 
+    two_pieces: ClassVar[bool] = True
+
     def _value(self, seen: Observation) -> float | None:
         return seen.signal
 
@@ -325,6 +355,8 @@ class NoiseScale(_Watching):
 
     part: float = param(1.0, doc="of the noise scale that the batch should be")
     memory: Span = param(Span(200, "steps"), doc="what the averages of noise and signal remember")
+
+    two_pieces: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

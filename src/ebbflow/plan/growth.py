@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
 
-from ebbflow.errors import CheckpointError, PlanError
+from ebbflow.errors import CheckpointError
 from ebbflow.plan.epochs import cut_step
 from ebbflow.plan.fitting import longest_step
 from ebbflow.plan.growing import Geo, Growing, Observation, PolicyState
@@ -120,18 +119,28 @@ class Growth:
             raise CheckpointError(f"the saved state of the batch policy {self.policy} is damaged: {error!r}") from None
 
 
-def _steps(policy: Growing, plan: BatchPlan, *, samples: int, epochs: int, ref_batch: int) -> Iterator[StepSize]:
-    """The steps of a policy that is shown nothing but its position, until the epochs are done or the plan is."""
-    growth = Growth(policy, ref_batch=ref_batch, epoch_samples=samples)
+def _steps(
+    policy: Growing, plan: BatchPlan, *, samples: int, epochs: int, ref_batch: int
+) -> Iterator[tuple[StepSize, int]]:
+    """The steps of a policy that is shown nothing but its position, until the epochs are done or the plan is.
+
+    Each with the number of equal ones in a row, so that a long run is not walked step by step.
+    """
+    seen = Observation(step=0, samples=0, epoch_samples=samples, ref_batch=ref_batch)
+    state = policy.init()
     remaining, left = samples, epochs
     for run in plan.runs():
         here = StepSize(workers=run.workers, samples=run.samples, time_s=run.start_s, duration_s=run.step_s)
-        for step in count() if run.stop is None else range(run.stop - run.first):
-            size = growth.allow(here)
-            yield replace(size, time_s=run.start_s + step * run.step_s)
-            taken = cut_step(size.samples, remaining)
-            growth.observe(batch=taken)
-            remaining -= taken
+        while run.stop is None or seen.step < run.stop:
+            wanted, state = policy.wanted(seen, state)
+            size = allow(here, wanted, policy.max_batch)
+            # As planned are the steps that leave two samples or more of the epoch; see `cut_step`.
+            equal = min(policy.steady(seen, size.samples), (remaining - 2) // size.samples)
+            equal = max(1, equal if run.stop is None else min(equal, run.stop - seen.step))
+            taken = cut_step(size.samples, remaining) if equal == 1 else size.samples
+            yield replace(size, time_s=run.start_s + (seen.step - run.first) * run.step_s), equal
+            seen = replace(seen, step=seen.step + equal, samples=seen.samples + equal * taken, batch=taken)
+            remaining -= equal * taken
             if not remaining:
                 remaining, left = samples, left - 1
             if not left:
@@ -149,11 +158,11 @@ def foresee(policy: Growing, plan: BatchPlan, *, samples: int, epochs: int, ref_
     first: list[int] = []
     rows: list[StepSize] = []
     steps = 0
-    for size in _steps(policy, plan, samples=samples, epochs=epochs, ref_batch=ref_batch):
+    for size, equal in _steps(policy, plan, samples=samples, epochs=epochs, ref_batch=ref_batch):
         if not rows or not _continues(rows[-1], size, after=steps - first[-1]):
             first.append(steps)
             rows.append(size)
-        steps += 1
+        steps += equal
     return BatchPlan(
         first=np.array(first, np.int64),
         workers=np.array([row.workers for row in rows], np.int64),
@@ -226,14 +235,8 @@ def fit_growing(
     Of an adaptive policy: with which they fit even if the batch never grows.
     """
 
-    def fits(step: float) -> bool:
-        try:
-            plan = BatchPlan.from_trace(trace, policy, step, offset=offset, on_change=on_change)
-        except PlanError:  # no room for a single step
-            return False
-        steps = foresee(policy, plan, samples=samples, epochs=epochs, ref_batch=ref_batch)
+    def enough(capacity: BatchPlan) -> bool:
+        steps = foresee(policy, capacity, samples=samples, epochs=epochs, ref_batch=ref_batch)
         return steps.epochs_reached(samples, epochs) >= epochs
 
-    if not trace.workers.any():
-        raise PlanError(f"the trace {trace.name} has no workers; no step time fits")
-    return longest_step(fits, trace.end)
+    return longest_step(trace, policy, enough, offset=offset, on_change=on_change)

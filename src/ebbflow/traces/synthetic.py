@@ -58,6 +58,11 @@ def load(text_or_path: str | Path, *, format: str | None = None) -> Trace:
     return replace(GENERATORS.make(call), name=text)
 
 
+def _every(period: float, duration: float) -> npt.NDArray[np.float64]:
+    """Multiples of the period before the duration; one that only rounding puts there, as 2.1 / 0.3 > 7, is none."""
+    return np.arange(max(1, int(np.ceil(duration / period - 1e-6))), dtype=np.float64) * period
+
+
 def _positive(**values: float) -> None:
     for name, value in values.items():
         if not value > 0:
@@ -84,7 +89,7 @@ def step(workers: int, factor: float = 12.0, at: Seconds = _HOUR, duration: Seco
 def square(low: int, high: int, period: Seconds = _HOUR, duration: Seconds = _DAY) -> Trace:
     """A square wave: low for half a period, then high for half a period, and so on."""
     _positive(period=period, duration=duration)
-    times = np.arange(0, duration, period / 2)
+    times = _every(period / 2, duration)
     return Trace(times, np.where(np.arange(len(times)) % 2, high, low), duration)
 
 
@@ -94,7 +99,7 @@ def random_levels(minimum: int, maximum: int, every: Seconds = _HOUR, duration: 
     _positive(every=every, duration=duration)
     if not 0 <= minimum <= maximum:
         raise TraceError(f"levels from {minimum} to {maximum} are not possible; expected 0 <= minimum <= maximum")
-    times = np.arange(0, duration, every)
+    times = _every(every, duration)
     return Trace(times, _rng(seed).integers(minimum, maximum, len(times), endpoint=True), duration)
 
 
