@@ -115,7 +115,7 @@ class Flow:
                 f"the rule {self.optimizer.rule} needs the noise of the gradient, and this engine measures nothing; "
                 f"make the engine with needs=optimizer.rule.needs"
             )
-        update = self.optimizer.update(context, measurement)  #          rules, optim: the step
+        update = self.optimizer.update(context, measurement, norm=gradients.norm)  # rules, optim: the step
         self.engine.applied(context)
         if update.applied and self.average is not None:
             self.average.update(context.ratio)

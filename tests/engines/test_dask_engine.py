@@ -183,6 +183,11 @@ def run_epoch(flow: Flow) -> None:
         flow.run_step()
 
 
+def run_steps(flow: Flow, steps: int) -> None:
+    for _ in range(steps):
+        flow.run_step()
+
+
 def pids(client: Client) -> dict[str, int]:
     return dict(client.run(os.getpid))
 
@@ -306,7 +311,7 @@ def test_a_cluster_whose_scheduler_is_killed_is_reported_as_gone(tmp_path: Path)
             assert flow.run_step() is not None
             processes[0].kill()
             with pytest.raises(ConfigError, match="scheduler no longer answers"):
-                [flow.run_step() for _ in range(1000)]
+                run_steps(flow, 1000)
             engine.close()
     finally:
         for process in processes:

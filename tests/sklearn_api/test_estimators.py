@@ -380,3 +380,9 @@ def test_without_skorch_the_error_says_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert "needs skorch, which is not installed; run: pip install 'ebbflow[dask]'" in done.stderr
+
+
+def test_the_module_made_for_the_data_has_their_type() -> None:
+    model = EbbflowRegressor(max_epochs=1, dtype="float64", random_state=0).fit(INPUTS.astype(np.float64), VALUES)
+    assert {parameter.dtype for parameter in model.module_.parameters()} == {torch.float64}
+    assert np.isfinite(model.predict(INPUTS)).all()

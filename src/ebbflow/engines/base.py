@@ -31,6 +31,8 @@ class Gradients:
     """Backward passes the gradient was made of."""
     measurement: Measurement | None = None
     """Squared norms of the pieces and of their mean; None where no rule needs them, or none this time."""
+    norm: float | None = None
+    """Of the mean gradient, where replicas elsewhere have it and the optimizer looks at it without a measurement."""
 
 
 class Engine(ABC):

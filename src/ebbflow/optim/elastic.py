@@ -257,14 +257,14 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 self._meter.discard()
             self._skip(context)
 
-    def update(self, context: StepContext, measurement: Measurement | None = None) -> Update:
+    def update(self, context: StepContext, measurement: Measurement | None = None, norm: float | None = None) -> Update:
         """One optimizer step with the mean gradient in `.grad`: the rule, the rates, the inner step, all put back.
 
-        Engines call this directly, with the position of the ledger in the context and what they measured.
+        Engines call this directly, with the ledger's position in the context, and the `norm` of a gradient elsewhere.
         """
         stats: dict[str, float] = {}
         if self.clip is not None or self.on_nonfinite != "ignore":
-            norm = gradient_norm(self._applier.parameters, measurement)
+            norm = gradient_norm(self._applier.parameters, measurement) if norm is None else norm
             if not math.isfinite(norm) and self.on_nonfinite != "ignore":
                 if self.on_nonfinite == "stop":
                     raise Diverged(f"the norm of the gradient is {norm} at step {context.step}")

@@ -177,6 +177,9 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
             raise ConfigError("module=None stands for layers sized by the data, which are not known yet; call fit")
         settings = {"features": self.n_inputs_, "outputs": self._outputs(), **self.get_params_for("module")}
         self.module_ = MLP(**settings)
+        kind = getattr(torch, np.dtype(self.dtype).name, None) if self.dtype is not None else None
+        if kind is not None and kind.is_floating_point:
+            self.module_.to(kind)  # the module of a user is the user's
         return self
 
     def initialize_criterion(self) -> Self:

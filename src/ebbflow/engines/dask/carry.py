@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,9 @@ from ebbflow.engines.dask.replica import RIDERS, Blueprint, FlatState, Report, S
 from ebbflow.engines.dask.service import Failure
 
 __all__ = ["AmongWorkers", "Carry", "ThroughDriver"]
+
+_CONNECT_S = 30.0
+"""How long members may take to find each other. One that dies meanwhile closes no connection that others wait on."""
 
 Parts = Mapping[str, Work]
 """What each member of a step has to do, by its address."""
@@ -134,7 +138,8 @@ class AmongWorkers(_Asking):
         super().__init__(cluster)
         self.blueprint = blueprint
         self._batch_norm = LocalBatchNorm(blueprint.model)
-        self._options = {"device": blueprint.device, "patience_s": patience_s}
+        connect_s = min(_CONNECT_S, patience_s)
+        self._options = {"device": blueprint.device, "patience_s": patience_s, "connect_s": connect_s}
         self._members: tuple[str, ...] = ()
         self._works: Sequence[Work] = ()
         self._holders: dict[str, int | None] = {}  # who has the state of the last step, by the number of its arrival
@@ -157,12 +162,13 @@ class AmongWorkers(_Asking):
             return None
         self._settle = None
         first: Report = answers[self._members[0]]
-        return Gradients(loss=first.loss, pieces=first.pieces, measurement=first.measurement)
+        return Gradients(loss=first.loss, pieces=first.pieces, measurement=first.measurement, norm=first.norm)
 
     def _step(self, parts: Parts, settle: Settle | None) -> dict[str, Any] | None:
+        members, self._members = self._members, ()  # unless all goes well, whoever is left meets in a new group
         answers = self.ask({a: ("step", {"settle": settle, "work": work}) for a, work in parts.items()})
-        if answers is None:
-            self._members = ()  # whoever is left meets in a new group
+        if answers is not None:
+            self._members = members
         return answers
 
     def commit(self) -> None:
@@ -211,9 +217,12 @@ class AmongWorkers(_Asking):
 
     def _repeat(self) -> bool:
         """Compute the steps since the saved state again, on members that have nothing but that."""
+        members = self._members
         for works, settle in self._since:
             if self._step(self._deal(works), self._settle) is None:
                 self._holders, self._settle = {}, None  # once more, from the saved state
+                for address in members:
+                    self.cluster.lose(address)  # those left are between that state and the present: they begin anew
                 return False
             self._settle = settle
         return True
@@ -224,10 +233,7 @@ class AmongWorkers(_Asking):
         pieces = [work.pieces for work in works]
         dealt = [tuple(piece for own in pieces[i::count] for piece in own) for i in range(count)]
         one = works[0]
-        return {
-            address: Work(attempt=one.attempt, epoch=one.epoch, batch=one.batch, pieces=own)
-            for address, own in zip(self._members, dealt, strict=True)
-        }
+        return {address: replace(one, pieces=own) for address, own in zip(self._members, dealt, strict=True)}
 
     def sync(self) -> bool:
         """Take the state of a member; with it begins what would have to be repeated."""

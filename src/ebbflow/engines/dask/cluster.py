@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +26,8 @@ Message = tuple[str, dict[str, Any]]
 
 _LOOK_EVERY_S = 0.25
 _RETRY_AFTER_S = 5.0
+_STARTING, _SENDING = 256, 4
+"""Newcomers at once, which may be busy for long, and those that are sent model and data at once, which are large."""
 _FRAMES = 0.6
 """Of a worker's memory, what a data set may take, beside model and gradients; it is there twice while unpacked."""
 
@@ -86,8 +89,11 @@ class Cluster:
         self._starting: dict[str, Future[str | None]] = {}
         self._lost: dict[str, float] = {}
         self._looked = -_LOOK_EVERY_S
-        self._threads = ThreadPoolExecutor(4, "ebbflow-start")
+        self._threads = ThreadPoolExecutor(_STARTING, "ebbflow-start")
+        self._sending = threading.Semaphore(_SENDING)
         self._tasks: dict[str, Any] = {}
+        self._served: set[str] = set()  # who may have a replica, also of those that are lost or not ready yet
+        self._closing = False
         self._rpcs: dict[str, Any] = {}
 
     # -- who is there ----------------------------------------------------------------------------------------------
@@ -109,9 +115,21 @@ class Cluster:
         return len(self._starting)
 
     def _listed(self) -> Mapping[str, Mapping[str, Any]]:
-        workers: Mapping[str, Mapping[str, Any]] = self.client.sync(self._known)  # type: ignore[no-untyped-call]
+        workers: Mapping[str, Mapping[str, Any]] = self._sync(self._known)
         # A worker that is paused, for its memory or its start, still answers messages.
         return {a: info for a, info in workers.items() if not str(info.get("status", "")).startswith("clos")}
+
+    def _sync(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a coroutine in the Client's loop, which ends with the Client."""
+        try:
+            return self.client.sync(function, *arguments)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if self.client.status != "closed":
+                raise
+            raise ConfigError(
+                f"the Client was closed while a run used it ({error}), and without it no worker can be reached; leave "
+                f"the engine first, then close the Client"
+            ) from None
 
     async def _known(self) -> Mapping[str, Mapping[str, Any]]:
         """The workers that the scheduler knows.
@@ -170,11 +188,15 @@ class Cluster:
             )
         task = self.client.submit(_starter(), __version__, workers=[address], allow_other_workers=False, pure=False)
         self._tasks[address] = task
+        if self._closing:  # perhaps just too late for `close` to see the task
+            task.cancel()  # type: ignore[no-untyped-call]
         threads = task.result()
         if isinstance(threads, str):
             return threads
         arguments = {"blueprint": self._blueprint, "data": self._data, "threads": threads}
-        answer = self.call({address: ("start", arguments)})[address]
+        with self._sending:
+            self._served.add(address)
+            answer = self.call({address: ("start", arguments)})[address]
         if isinstance(answer, Failure) and answer.gone:
             raise ConnectionError(answer.text)
         return f"could not make the model: {answer.text}" if isinstance(answer, Failure) else None
@@ -186,7 +208,7 @@ class Cluster:
 
         A worker is gone when its connection breaks, when the scheduler no longer knows it, or after `within_s`.
         """
-        answers: dict[str, Any] = self.client.sync(self._call, messages, within_s)  # type: ignore[no-untyped-call]
+        answers: dict[str, Any] = self._sync(self._call, messages, within_s)
         return answers
 
     async def _call(self, messages: Mapping[str, Message], within_s: float) -> dict[str, Any]:
@@ -233,9 +255,10 @@ class Cluster:
         self.look(now=True)
 
     def close(self) -> None:
-        """Remove the replicas from the workers; the cluster and the Client go on."""
-        for task in self._tasks.values():
+        """Remove the replicas from the workers, newcomers' too; the cluster and the Client go on."""
+        self._closing = True
+        for task in list(self._tasks.values()):
             task.cancel()
         self._threads.shutdown(wait=True, cancel_futures=True)
         if self.client.status == "running":
-            self.call({address: ("stop", {}) for address in self._ready}, within_s=10)
+            self.call({address: ("stop", {}) for address in self._served}, within_s=10)

@@ -113,7 +113,6 @@ class DaskEngine(Engine):
         self.replicated = carry == "allreduce"
         trained = [*(parameters if parameters is not None else (p for p in model.parameters() if p.requires_grad))]
         number = {id(parameter): i for i, parameter in enumerate(model.parameters())}
-        watched = carry == "allreduce" and (optimizer.clip is not None or optimizer.on_nonfinite != "ignore")
         blueprint = Blueprint(
             model=model,
             loss=loss,
@@ -121,8 +120,7 @@ class DaskEngine(Engine):
             samples=samples,
             seed=seed,
             measured=tuple(number[id(parameter)] for parameter in trained),
-            # Where the gradient itself is not here, its norm, which decides on clipping, is measured over there.
-            statistics=not {"moments", "layers"}.isdisjoint(needs) or watched,
+            statistics=not {"moments", "layers"}.isdisjoint(needs),
             layers="layers" in needs,
             precision=precision,
             device=device,

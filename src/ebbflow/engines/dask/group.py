@@ -50,7 +50,9 @@ class Group:
     store_host: str
     store_port: int
     patience_s: float
-    """How long a member waits for the others. One that dies is noticed at once, since its connections close."""
+    """How long a member waits for the others in a sum. One that dies is noticed at once: its connections close."""
+    connect_s: float
+    """How long connecting may take; who dies before it is connected is not noticed."""
     device: str = "cpu"
     store: Any = None
     """The first member's own store."""
@@ -63,26 +65,32 @@ class Group:
                 self._connect()
 
     def _connect(self) -> None:
-        patience = datetime.timedelta(seconds=self.patience_s)
+        within = datetime.timedelta(seconds=self.connect_s)
         if self.store is None:
             self.store = TCPStore(
-                self.store_host, self.store_port, is_master=False, wait_for_workers=False, timeout=_STORE_PATIENCE
+                self.store_host, self.store_port, is_master=False, wait_for_workers=False, timeout=within
             )
         store = PrefixStore(self.name, self.store)
         if torch.device(self.device).type == "cuda":
-            self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, patience)  # type: ignore[arg-type]
+            self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, self._patience)  # type: ignore[arg-type]
             return
         gloo: Any = dist.ProcessGroupGloo  # its options are not in the type stubs
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=self.host)]
-        options._timeout = patience
+        options._timeout = within
         self._backend = gloo(store, self.rank, self.size, options)
+
+    @property
+    def _patience(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self.patience_s)
 
     def add_up(self, buffer: torch.Tensor) -> None:
         """Sum the buffer over all members, in place."""
         if self._backend is not None:
+            options = dist.AllreduceOptions()  # by default a sum
+            options.timeout = self._patience
             with _partners():
-                self._backend.allreduce([buffer]).wait()
+                self._backend.allreduce([buffer], options).wait()
 
     def send_bytes(self, content: bytes, source: int) -> bytes:
         """The `content` of the member `source`, to all members."""
@@ -90,13 +98,19 @@ class Group:
             return content
         with _partners():
             length = torch.tensor([len(content)], device=self.device)
-            self._backend.broadcast(length, source).wait()
+            self._broadcast(length, source)
             if self.rank == source:
                 row = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
             else:
                 row = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-            self._backend.broadcast(row, source).wait()
+            self._broadcast(row, source)
         return content if self.rank == source else row.cpu().numpy().tobytes()
+
+    def _broadcast(self, row: torch.Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        options.timeout = self._patience
+        self._backend.broadcast([row], options).wait()
 
     def close(self) -> None:
         """End the group; members that wait for this one get an error."""

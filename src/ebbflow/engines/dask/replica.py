@@ -7,6 +7,7 @@ many threads, nobody but the run's own thread touches it. That is what makes gra
 from __future__ import annotations
 
 import io
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from ebbflow.engines.dask.group import Group
 from ebbflow.engines.pieces import Fetch, Loss, Precision, autocast, generators, piece_seed
 from ebbflow.moments.choose import AnyMeter, meter_for
 from ebbflow.moments.estimate import Measurement
+from ebbflow.moments.norms import squared_norms
 
 __all__ = ["RIDERS", "Blueprint", "FlatState", "Replica", "Report", "Settle", "Work", "load_flat"]
 
@@ -101,6 +103,8 @@ class Report:
     loss: float
     pieces: int
     measurement: Measurement | None = None
+    norm: float | None = None
+    """Of the mean gradient, where the optimizer looks at it and the step is not measured."""
 
 
 class FlatState:
@@ -150,6 +154,7 @@ class Replica:
     _open: int | None = None
     """The attempt whose gradient is in `.grad`, as long as nobody has said whether it counts."""
     _measurement: Measurement | None = None
+    _norm: float | None = None
     _order: tuple[int, Permutation] | None = None
 
     @classmethod
@@ -185,12 +190,17 @@ class Replica:
         assert self.group is not None
         self.settle(settle)
         self._reduce = self.group.add_up
-        self._open, self._measurement = None, None
+        self._open, self._measurement, self._norm = None, None, None
         self._measurement = self._compute(work)
+        optimizer = self.blueprint.optimizer
+        if self._measurement is None and (optimizer.clip is not None or optimizer.on_nonfinite != "ignore"):
+            # The driver decides alike on clipping and skipping, and has no gradient to look at.
+            gradients = [parameter.grad for parameter in optimizer.layers if parameter.grad is not None]
+            self._norm = math.sqrt(float(squared_norms(gradients).sum()))
         self.batch_norm.unpack(self.combine.riders[RIDERS:])
         self._open = work.attempt
         loss, pieces = self.combine.riders[:RIDERS].tolist()
-        return Report(loss=loss, pieces=round(pieces), measurement=self._measurement)
+        return Report(loss=loss, pieces=round(pieces), measurement=self._measurement, norm=self._norm)
 
     def settle(self, settle: Settle | None) -> None:
         """Apply the open attempt if this is what `settle` says, and once only; forget it otherwise."""
@@ -200,10 +210,11 @@ class Replica:
                 group.update(settings)
             for layer, momentum in zip(self.batch_norm.layers, settle.momenta, strict=True):
                 layer.momentum = momentum
-            if self.blueprint.optimizer.update(settle.context, self._measurement).applied:
+            update = self.blueprint.optimizer.update(settle.context, self._measurement, norm=self._norm)
+            if update.applied:
                 self.batch_norm.commit()
-            else:
-                self.batch_norm.rollback()  # skipped: its activations may not be finite
+            else:  # a skipped step leaves no trace in the running statistics either
+                self.batch_norm.rollback()
             self._settled = settle.attempt
         elif self._open is not None:
             self.batch_norm.rollback()
@@ -282,3 +293,4 @@ class Replica:
         state = torch.load(io.BytesIO(content), map_location=self.blueprint.device, weights_only=False)
         self.model.load_state_dict(state["model"])
         self.blueprint.optimizer.load_state_dict(state["optimizer"])
+        self._open = None  # what was computed before belongs to another state

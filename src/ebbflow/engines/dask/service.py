@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from distributed import get_worker
 from distributed.comm.addressing import get_address_host
+from distributed.protocol.pickle import dumps, loads
 from distributed.protocol.serialize import to_serialize
 
 from ebbflow.engines.dask.group import Group, PartnerLost, open_store
@@ -94,17 +95,32 @@ class _Served:
         except Exception as error:  # whatever a user's model raises belongs to the user, in the driver
             if self.replica is not None:
                 self.replica.leave()
-            return Failure(text="".join(traceback.format_exception(error)), error=error)
+            return Failure(text="".join(traceback.format_exception(error)), error=_portable(error))
 
 
-_RUNS: dict[str, _Served] = {}
+def _portable(error: Exception) -> Exception:
+    """The error if it survives the way to the driver, else its kind and its text."""
+    try:
+        loads(dumps(error))  # type: ignore[no-untyped-call]
+    except Exception:  # one that holds a lock, or whose class asks for more arguments than it keeps
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
-async def _handle(run: str, what: str, arguments: dict[str, Any], host: str) -> dict[str, Any]:
-    served = _RUNS.setdefault(run, _Served(host))
+_RUNS: dict[tuple[str, str], _Served] = {}
+"""By the run and the address of the worker: several workers may share a process."""
+
+
+def _host(address: str) -> str:
+    """Where a worker listens for its partners; those that share a process need no network."""
+    return "127.0.0.1" if address.startswith("inproc://") else get_address_host(address)
+
+
+async def _handle(run: str, what: str, arguments: dict[str, Any], address: str) -> dict[str, Any]:
+    served = _RUNS.setdefault((run, address), _Served(_host(address)))
     answer = await asyncio.get_running_loop().run_in_executor(served.thread, served.answer, what, arguments)
     if what == "stop":
-        _RUNS.pop(run, None)
+        _RUNS.pop((run, address), None)
         served.thread.shutdown(wait=False)
     return {"status": "OK", "answer": to_serialize(answer)}  # type: ignore[no-untyped-call]
 
@@ -112,10 +128,10 @@ async def _handle(run: str, what: str, arguments: dict[str, Any], host: str) -> 
 def install() -> int:
     """A Dask task: make this worker answer to drivers; the threads that it may compute with."""
     worker = get_worker()
-    host = get_address_host(worker.address)
+    address = str(worker.address)
 
     async def handle(run: str, what: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        return await _handle(run, what, arguments, host)
+        return await _handle(run, what, arguments, address)
 
     worker.handlers[HANDLER] = handle
     return int(worker.state.nthreads)
