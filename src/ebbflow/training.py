@@ -392,5 +392,5 @@ def _finished(config: RunConfig, folder: Path) -> Run | None:
         if key not in WHERE_AND_HOW and run.header.config.get(key) != wanted[key]
     ]
     if other:
-        raise ConfigError(f"{folder} holds a run of another configuration ({'; '.join(other)}); choose another folder")
+        raise ConfigError(f"{folder} holds a run of another configuration ({'; '.join(other)}); give another --out")
     return run

@@ -95,7 +95,8 @@ class ScenarioOptions:
     minimum_billing: Annotated[str, _option(MONEY, "A worker is billed for at least so long, such as 60s.")] = "0s"
     price: Annotated[float | None, _option(MONEY, "USD an hour for a worker on demand.")] = None
     on_demand_workers: Annotated[
-        int | None, _option(MONEY, "Size of the on-demand cluster; by default as many as the trace had on average.")
+        int | None,
+        _option(MONEY, "Size of the on-demand cluster; by default as many as the trace had on average.", min=1),
     ] = None
     on_demand_step_time: Annotated[
         str | None, _option(MONEY, "Step time of the on-demand cluster, where it differs.")
@@ -137,9 +138,19 @@ class ScenarioOptions:
                 "or --compute-step and --compute-sample"
             )
         if self.step_time is not None:
-            if self.network is not None or self.loading != "0s" or self.piece is not None or self.emulated:
-                raise ConfigError("--step-time is the time of the whole step: --network, --loading, --piece and "
-                                  "--emulated go with --profile or --compute-sample")  # fmt: skip
+            parts_of_it = {
+                "--network": self.network is not None,
+                "--overlap": self.overlap != 0,
+                "--loading": self.loading != "0s",
+                "--piece": self.piece is not None,
+                "--emulated": self.emulated,
+            }
+            if any(parts_of_it.values()):
+                found = " and ".join(name for name, is_given in parts_of_it.items() if is_given)
+                raise ConfigError(
+                    f"--step-time is the time of the whole step; {found} would change nothing. Leave it out, or give "
+                    f"--profile or --compute-sample instead of --step-time"
+                )
             return parse_step_time(self.step_time)
         if self.profile is not None:
             base = read_profile(self.profile)

@@ -67,7 +67,6 @@ def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) ->
     from ebbflow.training import Callbacks, train
     from ebbflow.workloads.kept import kept_in
 
-    parent = os.getppid()
     told = 0.0
     total = 1
 
@@ -77,28 +76,38 @@ def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) ->
 
     def on_step(row: StepRow) -> None:
         nonlocal told
-        if os.getppid() != parent:
-            os._exit(1)  # the study is gone; whoever continues it starts from the checkpoint
         now = time.monotonic()
         if now - told > _REPORT_EVERY_S:
             told = now
-            report.send(("moved", min(1.0, row.samples / total)))  # a run by gain may take more samples
+            _tell(report, "moved", min(1.0, row.samples / total))  # a run by gain may take more samples
 
     try:
         with _arm_lock(folder), kept_in(out / KEPT), StopSignal(signal.SIGTERM) as stop:
             callbacks = Callbacks(on_start=on_start, on_step=on_step, should_stop=lambda: stop.requested)
             run = train(arm.config, folder, callbacks=callbacks, **options)
         text = run.end.text if run.end else ""
-        report.send((run.status, text))
+        _tell(report, run.status, text)
     except KeyboardInterrupt:
-        report.send(("failed", "interrupted"))
+        _tell(report, "failed", "interrupted")
     except EbbflowError as error:
         record_failure(arm, folder, str(error))
-        report.send(("failed", str(error)))
+        _tell(report, "failed", str(error))
     except Exception as error:  # whatever a user's model raises: the study goes on with the other arms
         text = f"{type(error).__name__}: {error}"
         record_failure(arm, folder, text)
-        report.send(("failed", text))
+        _tell(report, "failed", text)
+
+
+def _tell(report: Connection, what: str, value: str | float) -> None:
+    """Tell the study; if it is gone, leave without a word: that is no failure of the arm.
+
+    The fork server, which is the parent of this process, outlives the study as long as an arm does; so the broken pipe
+    is the only sign. Whoever continues the study starts from the checkpoint.
+    """
+    try:
+        report.send((what, value))
+    except OSError:
+        os._exit(1)
 
 
 @contextmanager
