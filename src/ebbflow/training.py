@@ -387,5 +387,5 @@ def _finished(config: RunConfig, folder: Path) -> Run | None:
     load_plugins(config.plugins)
     other = resolve(config).differences(run.header.config)
     if other:
-        raise ConfigError(f"{folder} holds a run of another configuration ({'; '.join(other)}); choose another folder")
+        raise ConfigError(f"{folder} holds a run of another configuration ({'; '.join(other)}); give another --out")
     return run

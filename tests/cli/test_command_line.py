@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from cli.answers import Answer, Ebbflow
+from ebbflow.cli import common
+from ebbflow.cli.main import main
 
 TRACE = "time_s,accelerators\n0,4\n600,2\n1200,2\n"
 
@@ -196,6 +199,40 @@ def test_an_output_folder_that_cannot_be_written(ebbflow: Ebbflow) -> None:
     Path("t.csv").write_text(TRACE)
     assert_refused(ebbflow("trace", "convert", "t.csv", "file/out.csv"), "file/out.csv", "cannot be written")
     assert_refused(ebbflow("study", "demo", "--out", "file/x"), "cannot be written")
+
+
+def test_what_train_prints_can_be_copied_from_a_narrow_terminal(
+    ebbflow: Ebbflow, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = "runs/[bold] " + "a-long-name-" * 8
+    arguments = ("train", "digits-mlp", "--epochs", 1, "--local-batch", 64, "--out", folder)
+    assert ebbflow(*arguments).code == 0
+    monkeypatch.setattr(sys, "argv", ["ebbflow", *map(str, arguments)])  # found finished: only the answer is printed
+    for console in (common.out, common.err):
+        monkeypatch.setattr(console, "_width", 80)
+    with pytest.raises(SystemExit):
+        main()
+    lines = capsys.readouterr().out.splitlines()
+    assert f"record: {folder}/record.jsonl" in lines
+    assert f"report: ebbflow report '{folder}'" in lines
+
+
+def test_a_terminal_that_lacks_a_character_gets_no_traceback() -> None:
+    command = [sys.executable, "-m", "ebbflow", "trace", "show", "constant(4)"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "4 to 4 workers" in answer.stdout
+
+
+def test_a_study_whose_arms_fail_reports_and_ends_with_code_1(ebbflow: Ebbflow) -> None:
+    Path("study.toml").write_text(
+        'workloads = ["shakespeare-gpt"]\nrules = ["linear"]\n[traces]\nstatic = "constant(workers=8)"\n'
+    )
+    answer = ebbflow("study", "study.toml", "--out", "out", "--jobs", 1)
+    assert answer.code == 1
+    assert "needs its data: give with --data (in a study: --set data=)" in answer.err
+    assert "The table is not complete: 1 failed." in answer.out
 
 
 def test_a_damaged_last_line_of_a_record_is_reported_and_the_rest_used(ebbflow: Ebbflow) -> None:

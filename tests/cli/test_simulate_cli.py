@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 
 from cli.answers import Ebbflow
+from ebbflow.plan.policies import make_policy
+from ebbflow.report.simulation import simulation_figures
+from ebbflow.sim.prices import FlatPrice
+from ebbflow.sim.scenario import Scenario
+from ebbflow.sim.simulate import Simulation, simulate
+from ebbflow.sim.stepmodel import parse_step_time
+from ebbflow.traces import load
 from ebbflow.units import format_seconds
 
 
@@ -109,6 +117,30 @@ def test_compare_marks_what_nothing_beats(ebbflow: Ebbflow, tmp_path: Path) -> N
     assert any(line.startswith("*") and "follow · ideal" in line for line in table.splitlines())
 
 
+def test_in_a_page_of_many_no_two_look_the_same_and_the_legend_leaves_the_figure_its_size(ebbflow: Ebbflow) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the layout warns where the legend leaves the panels no room
+        policies = " ".join(f"--policy capped(max_workers={count})" for count in range(1, 14))
+        answer = ebbflow(f"compare {TASK} {STEP} --spot-price 3.6 {policies} --out page --json --repeat", FLEET)
+    assert answer.code == 0, answer.err
+    found = {name: simulate_one(cap) for cap in range(1, 14) for name in [f"at most {cap} workers of a long name"]}
+    *_, trade = simulation_figures(found)
+    points = [line for line in trade.figure.axes[0].lines if line.get_linestyle() == "None"]
+    assert len({(line.get_color(), line.get_marker()) for line in points}) == len(points) == 13
+    trade.figure.draw_without_rendering()
+    inches = trade.figure.axes[0].get_position().height * trade.figure.get_figheight()
+    assert inches > 2.5  # of 3.6 with labels; beside a legend of 13 rows it was less than 1
+
+
+def simulate_one(cap: int) -> Simulation:
+    return simulate(
+        Scenario(
+            trace=load("constant(16)"), policy=make_policy("follow(10)"), model=parse_step_time("1s"), samples=1000,
+            epochs=1, price=FlatPrice(3.6), max_workers=cap,
+        )
+    )  # fmt: skip
+
+
 def test_compare_takes_one_price_for_each_trace(ebbflow: Ebbflow) -> None:
     found = json.loads(ebbflow(f"compare {TASK} {STEP} --spot-price 1 --spot-price 2 --json", "0s:4 1h", "0s:5 1h").out)
     assert [one["cost_usd"] for one in found] == pytest.approx([100 / 3600, 200 / 3600])
@@ -155,6 +187,14 @@ def test_whatif_leaves_out_what_outlasts_the_prices(ebbflow: Ebbflow, tmp_path: 
     assert "none of 2 settings comes to an end; the first: prices.csv covers 5.0 min" in nothing.err
 
 
+def test_of_settings_that_cost_the_same_to_the_cent_the_fastest_is_the_cheapest(ebbflow: Ebbflow) -> None:
+    # 200 steps on 5 workers and 143 on 7 are 1,000 and 1,001 worker-seconds: 1.000 and 1.001 USD.
+    text = "whatif --samples 1000 --epochs 1 --step-time 1s --spot-price 3.6 --deadline 1h --local-batch 1"
+    found = json.loads(ebbflow(f"{text} --max-workers 5,7 --json", "0s:8 10h").out)
+    assert (found["setting"]["max_workers"], found["time_s"]) == (7, 143.0)
+    assert [one["time_s"] for one in found["pareto"]] == [143.0]
+
+
 def test_whatif_finds_the_fastest_within_a_budget(ebbflow: Ebbflow) -> None:
     text = f"{WHATIF} --budget 820 --max-workers 1:7:2 --local-batch 10 --policy follow --policy capped(max_batch=20)"
     found = json.loads(ebbflow(f"{text} --json", "0s:8 10h").out)
@@ -186,9 +226,11 @@ def test_whatif_says_the_best_that_can_be_had(ebbflow: Ebbflow) -> None:
         (f"simulate {TASK} {PRICES}", "say how long a step takes in one way"),
         (f"simulate {TASK} {STEP} --compute-sample 1ms {PRICES}", "say how long a step takes in one way"),
         (f"simulate {TASK} {STEP} {PRICES} --network ring(1,gbps=1)", "--step-time is the time of the whole step"),
-        (f"simulate {TASK} {STEP} {PRICES} --overlap 0.5", "--step-time is the time of the whole step"),
         (f"simulate {TASK} --step-time 4:1s,4:2s {PRICES}", "have 4 workers twice"),
+        (f"simulate {TASK} {STEP} {PRICES} --overlap 0.5", "--overlap would change nothing"),
         (f"simulate {TASK} {STEP} {PRICES} --on-demand-workers 0", "Invalid value for '--on-demand-workers'"),
+        (f"simulate --samples 1000 --epochs 1 {STEP} {PRICES}", "lacks local_batch, the samples a worker takes in a "
+         "step; give --local-batch 32, or write it into the policy: follow(32)"),
         (f"simulate {TASK} --compute-sample 1ms {PRICES} --network rign(1,gbps=1)", "did you mean 'ring'"),
         (f"simulate {TASK} --compute-sample 1ms {PRICES} --network ring(1,gbps=1,latency=5)", "has no unit"),
         (f"simulate {TASK} {STEP} {PRICES} --recovery chekpoint", "did you mean 'checkpoint'"),

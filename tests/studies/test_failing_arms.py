@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 from ebbflow.errors import ConfigError
 from ebbflow.record import read_record
 from ebbflow.report.results import load_results
-from ebbflow.studies.arm import record_failure
+from ebbflow.studies.arm import record_failure, run_arm
 from ebbflow.studies.runner import Progress, default_jobs, run_study
 from ebbflow.studies.study import Study, parse_study
 
@@ -179,3 +183,28 @@ def test_a_missing_gpu_is_said_before_anything_is_trained(tmp_path: Path) -> Non
 
     with pytest.raises(ConfigError, match="device cuda was asked for, but torch sees 0 GPUs; use cpu"):
         train(RunConfig(workload="digits-mlp", device="cuda"), tmp_path)
+
+
+def test_an_arm_whose_study_is_gone_leaves_without_a_failure(tmp_path: Path) -> None:
+    (arm,) = study().arms()
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=run_arm, args=(arm, tmp_path, {}, theirs))
+    ours.close()
+    process.start()
+    theirs.close()
+    process.join(timeout=120)
+    assert process.exitcode == 1
+    record = (tmp_path / "arms" / arm.id / "record.jsonl").read_text()
+    assert '"kind":"end"' not in record, "nothing was wrong with the arm: it can be continued"
+
+
+def test_ctrl_c_while_torch_is_imported_is_no_concern_of_the_process_that_imports_it() -> None:
+    program = (
+        "import multiprocessing, re; from multiprocessing.forkserver import _forkserver as server; "
+        "from pathlib import Path; from ebbflow.studies.runner import _start_server; "
+        "_start_server(multiprocessing.get_context('forkserver')); "
+        "print(re.search('SigIgn:\\\\s*(.*)', Path(f'/proc/{server._forkserver_pid}/status').read_text())[1])"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert int(shown.stdout, 16) & (1 << (signal.SIGINT - 1)), "SIGINT is ignored"

@@ -49,7 +49,7 @@ def test_files_of_both_kinds_with_paths_relative_to_the_file(tmp_path: Path, suf
         ".yaml": "workloads: digits-mlp\nrules: [linear]\ntraces:\n  mine: mine.csv\nsettings:\n  epochs: 2\n",
     }[suffix]
     path = tmp_path / f"study{suffix}"
-    path.write_text(content)
+    path.write_text(content, encoding="utf-8-sig")  # as editors on Windows write it
     study = load_study(str(path))
     assert study.name == "study"
     assert study.traces == {"mine": str(tmp_path / "mine.csv")}
@@ -67,14 +67,14 @@ def test_files_of_both_kinds_with_paths_relative_to_the_file(tmp_path: Path, suf
         ({"seeds": 0}, "seeds is 0; expected how many"),
         ({"seeds": [1, 1]}, "entry twice"),
         ({"seeds": True}, "seeds is True"),
+        ({"settings": {"rule": "sqrt"}}, "rule is no setting, it is given by rules"),
+        ({"override": [{"trace": "spot", "set": {"seed": 3}}]}, "seed is no setting, it is given by seeds"),
         ({"settings": {"epoch": 3}}, "unknown setting 'epoch'; did you mean 'epochs'"),
         ({"settings": {"epochs": "3"}}, "epochs is '3'; expected a whole number"),
         ({"settings": {"epochs": 0}}, "epochs is 0"),
         ({"settings": {"repeat": 1}}, "repeat is 1; expected true or false"),
         ({"settings": {"on_change": "drop"}}, "on_change is 'drop'"),
         ({"settings": 5}, "settings is 5"),
-        ({"settings": {"seed": 3}}, "seed is not a setting of a study; give the study's seeds instead"),
-        ({"override": [{"rule": "constant", "set": {"trace": "x"}}]}, "trace is not a setting of a study"),
         ({"override": [{"rule": "linear"}]}, "lacks its settings"),
         ({"override": [{"rules": "linear", "set": {}}]}, "unknown key 'rules'"),
         ({"override": 3}, "expected ..override.. tables"),
@@ -94,6 +94,12 @@ def test_files_of_both_kinds_with_paths_relative_to_the_file(tmp_path: Path, suf
 def test_what_is_wrong_in_a_study_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(**changes)
+
+
+def test_what_is_missing_is_said_to_be_missing() -> None:
+    for key in ("traces", "rules", "workloads"):
+        with pytest.raises(ConfigError, match=f"{key} is missing; expected a"):
+            parse_study({name: value for name, value in MINIMAL.items() if name != key}, source="s.toml", folder=None)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +169,7 @@ def test_settings_are_given_as_texts_and_overrides_still_win() -> None:
     assert changed.arms()[0].config.lr == 0.5
     for text, message in (("epochs", "has no value"), ("=3", "has no value"), ("epoch=3", "did you mean 'epochs'"),
                           ("epochs=many", "expected a whole number"),
-                          ("rule=sqrt", "give the study's rules")):  # fmt: skip
+                          ("rule=sqrt", "rule is no setting, it is given by rules")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             with_settings(study, [text])
 

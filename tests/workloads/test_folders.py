@@ -98,7 +98,7 @@ def test_a_run_is_the_same_with_and_without_processes_that_decode_ahead(folder, 
 
 
 def test_what_is_not_there_or_cannot_be_read_is_named(folder, tmp_path):
-    with pytest.raises(DataError, match=r"needs its data: give the folder"):
+    with pytest.raises(DataError, match=r"needs its data: give with --data \(in a study: --set data=\) the folder"):
         workloads.build("folder-resnet18")
     with pytest.raises(DataError, match=r"nowhere/train: cannot be read \(No such file"):
         workloads.build("folder-resnet18", data=tmp_path / "nowhere")

@@ -14,7 +14,7 @@ from rich.text import Text
 from ebbflow.cli.common import AsJson, err, out, print_json
 from ebbflow.cli.scenario import OutFolder, ScenarioOptions, takes_scenario, write_page
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.sim.search import pareto
+from ebbflow.sim.search import pareto, to_the_cent
 from ebbflow.sim.simulate import Simulation, simulate
 from ebbflow.units import format_seconds
 
@@ -25,9 +25,12 @@ __all__ = ["compare"]
 def compare(
     options: ScenarioOptions,
     traces: Annotated[list[str], typer.Argument(metavar="TRACE...", help="Trace files or generators, one or more.")],
-    policy: Annotated[list[str] | None, typer.Option(help="A policy; repeat it to compare several.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="A policy; repeat it to compare several. Default: follow.")
+    ] = None,
     recovery: Annotated[
-        list[str] | None, typer.Option(help="What a change costs; repeat it to compare several systems.")
+        list[str] | None,
+        typer.Option(help="What a change costs; repeat it to compare several systems. Default: ideal."),
     ] = None,
     spot_price: Annotated[
         list[float] | None, typer.Option(help="USD an hour for a worker; one, or one for each trace.")
@@ -40,7 +43,7 @@ def compare(
     All combinations are simulated. A mark means that no other is both faster and cheaper (the Pareto front).
     """
     found = _simulations(options, traces, policy or ["follow"], recovery or ["ideal"], spot_price or [])
-    front = pareto([(one.time_s, one.cost_usd) for one in found.values()])
+    front = pareto([(one.time_s, to_the_cent(one.cost_usd)) for one in found.values()])
     write_page(found, folder=out_folder, name="Comparison")
     if json:
         print_json(

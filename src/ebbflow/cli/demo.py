@@ -28,5 +28,7 @@ def demo(
         f"{len(study.seeds)} seeds each.",
         markup=False,
     )
-    run_with_progress(study, out_folder, jobs=jobs)
+    failed = run_with_progress(study, out_folder, jobs=jobs)
     show_report(out_folder, as_json=json)
+    if failed:
+        raise typer.Exit(1)

@@ -74,8 +74,9 @@ def launch(
 ) -> None:
     """Run a script as a fleet: a lighthouse and replicas on this machine, restarted when they die.
 
-    Ctrl-C asks all replicas to leave, so that they write a checkpoint; the same command continues. A second Ctrl-C
-    kills them. With --join, one replica is run as part of a fleet elsewhere.
+    Ctrl-C asks all replicas to leave, so that they write a checkpoint; the same
+    command continues. A second Ctrl-C kills them. With --join, one replica is
+    run as part of a fleet elsewhere.
     """
     require_torchft("ebbflow launch")
     positive(replicas, "replicas")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated
@@ -75,6 +76,8 @@ def _options(
 
 def main() -> None:
     """Run the command; what the user can mend is said in one message, with exit code 2 and no traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? and not a traceback
     try:
         app()
     except EbbflowError as error:

@@ -57,8 +57,8 @@ def replay(
 ) -> None:
     """Start and kill real replicas on this machine as an availability trace says, and end with an account.
 
-    The account is made from the replicas' own records: steps, samples committed exactly once, what was lost, and how
-    long each change held the fleet up.
+    The account is made from the replicas' own records: steps, samples committed
+    exactly once, what was lost, and how long each change held the fleet up.
     """
     require_torchft("ebbflow replay")
     if max_workers is not None:

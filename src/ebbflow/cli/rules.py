@@ -72,7 +72,7 @@ def _listing(entries: list[Entry[Rule | Modifier]], title: str) -> Table:
 
 @app.command()
 def show(
-    name: str,
+    name: Annotated[str, typer.Argument(help="Of a rule or a modifier; ebbflow rules lists them.")],
     to: Annotated[Path | None, typer.Option("--out", help="Also draw into this .svg, .png or .pdf file.")] = None,
 ) -> None:
     """Everything about one rule or modifier: formula, source, needs, arguments, and a plot."""
@@ -93,6 +93,7 @@ def show(
     out.print(chart(lines, width=min(out.width, 80)), markup=False, no_wrap=True)
     if to is not None:
         figure(lines, to)
+        out.print(f"wrote {to}", markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -138,9 +138,19 @@ class ScenarioOptions:
                 "or --compute-step and --compute-sample"
             )
         if self.step_time is not None:
-            if self.network is not None or self.overlap or self.loading != "0s" or self.piece or self.emulated:
-                raise ConfigError("--step-time is the time of the whole step: --network, --overlap, --loading, --piece "
-                                  "and --emulated go with --profile or --compute-sample")  # fmt: skip
+            parts_of_it = {
+                "--network": self.network is not None,
+                "--overlap": self.overlap != 0,
+                "--loading": self.loading != "0s",
+                "--piece": self.piece is not None,
+                "--emulated": self.emulated,
+            }
+            if any(parts_of_it.values()):
+                found = " and ".join(name for name, is_given in parts_of_it.items() if is_given)
+                raise ConfigError(
+                    f"--step-time is the time of the whole step; {found} would change nothing. Leave it out, or give "
+                    f"--profile or --compute-sample instead of --step-time"
+                )
             return parse_step_time(self.step_time)
         if self.profile is not None:
             base = read_profile(self.profile)

@@ -32,8 +32,9 @@ def simulate_verb(
 ) -> None:
     """Say how long a training takes on a trace and what it costs, without training, beside an on-demand cluster.
 
-    Where the time goes: compute; network (what computing does not hide); waiting (nobody is there, a worker boots, the
-    slowest worker, data); lost (steps that did not count); restart; checkpoint (writing them).
+    Where the time goes: compute; network (what computing does not hide);
+    waiting (nobody is there, a worker boots, the slowest worker, data); lost
+    (steps that did not count); restart; checkpoint (writing them).
     """
     found = simulate(options.scenario(trace))
     beside = options.beside(found)

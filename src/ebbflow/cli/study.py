@@ -41,7 +41,10 @@ def study(
     shown: Annotated[bool, typer.Option("--show", help="Print the file of a recipe, to begin your own from.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Run rules x traces x workloads x seeds in parallel and report. The same command continues after a kill."""
+    """Run rules x traces x workloads x seeds in parallel and report. The same command continues after a kill.
+
+    Exit code 1: the report is there, but arms have failed.
+    """
     if listed:
         _list(as_json=json)
         return
@@ -58,9 +61,11 @@ def study(
             raise ConfigError(f"seeds is {seeds}; expected how many, 1 or more")
         chosen = replace(chosen, seeds=tuple(range(seeds)))
     chosen = scaled(chosen, scale)
-    folder = out_folder or Path("runs") / chosen.name
-    run_with_progress(chosen, folder, jobs=jobs, checkpoint_every=checkpoint_every, keep_weights=keep_weights)
+    folder = out_folder or Path("runs") / chosen.name.replace("/", "-")
+    failed = run_with_progress(chosen, folder, jobs=jobs, checkpoint_every=checkpoint_every, keep_weights=keep_weights)
     show_report(folder, as_json=json)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _list(*, as_json: bool) -> None:
@@ -84,8 +89,8 @@ def run_with_progress(
     jobs: int | None = None,
     checkpoint_every: str = "30s",
     keep_weights: bool = False,
-) -> None:
-    """Run a study with one bar for all of it; failures are told at once, on standard error."""
+) -> int:
+    """Run a study with one bar for all of it; failures are told at once, on standard error. How many arms failed."""
     arms = chosen.arms()
     fractions = dict.fromkeys((arm.id for arm in arms), 0.0)
     over: dict[str, str] = {}
@@ -101,7 +106,7 @@ def run_with_progress(
                 over[progress.arm] = progress.what
             if progress.what in ("failed", "diverged"):
                 err.print(f"{progress.arm} {progress.what}: {progress.text}", markup=False)
-            left = f"{format_seconds(progress.left_s)} left" if progress.left_s is not None else ""
+            left = f"{format_seconds(progress.left_s)} left" if progress.left_s else ""
             bar.update(task, completed=sum(fractions.values()), description=f"{len(over)}/{len(arms)} arms", left=left)
 
         runner.run_study(
@@ -113,3 +118,4 @@ def run_with_progress(
             keep_weights=keep_weights,
             on_progress=on_progress,
         )
+    return sum(what == "failed" for what in over.values())

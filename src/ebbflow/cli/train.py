@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
@@ -29,23 +31,33 @@ def train(
     seed: Annotated[int, typer.Option(help="Of weights, order and augmentation.")] = 0,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default: the recipe's.")] = None,
     lr: Annotated[float | None, typer.Option(help="Base rate at the reference batch; default: the recipe's.")] = None,
-    ref_batch: Annotated[int | None, typer.Option(help="The batch that the rate was tuned at.")] = None,
-    local_batch: Annotated[int | None, typer.Option(help="Samples a worker takes a step.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="Such as 'sgd(momentum=0.9)'.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="Such as 'multistep(30ep, 60ep)'.")] = None,
+    ref_batch: Annotated[
+        int | None, typer.Option(help="The batch that the rate was tuned at; default: the recipe's.")
+    ] = None,
+    local_batch: Annotated[
+        int | None, typer.Option(help="Samples a worker takes in a step; default: the recipe's.")
+    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help="Such as 'sgd(momentum=0.9)'; default: the recipe's.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="Such as 'multistep(30ep, 60ep)'; default: the recipe's.")
+    ] = None,
     policy: Annotated[
         str,
         typer.Option(help="How the batch follows: follow, fixed(N), capped(max_batch=N); or grows: 'geo(60ep, 5)'."),
     ] = "follow",
     step_time: Annotated[str, typer.Option(help="Such as 0.6s; fit: the run spans the whole trace.")] = "fit",
-    offset: Annotated[str, typer.Option(help="Where in the trace to start.")] = "0s",
+    offset: Annotated[str, typer.Option(help="Begin at this time of the trace, such as 30min.")] = "0s",
     on_change: Annotated[str, typer.Option(help="A step that a change cuts: finish or lose.")] = "finish",
     repeat: Annotated[bool, typer.Option("--repeat", help="Play the trace again when it ends too early.")] = False,
-    piece: Annotated[int | None, typer.Option(help="At most so many samples of a worker together.")] = None,
+    piece: Annotated[
+        int | None, typer.Option(help="At most so many samples of a worker together; default: all.")
+    ] = None,
     engine: Annotated[
         str, typer.Option(help="Workers one after another (loop), many at a time (fused), or auto.")
     ] = "auto",
-    chunk: Annotated[int | None, typer.Option(help="Samples a backward pass of the fused engine.")] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="Samples a backward pass of the fused engine; default: the fastest.")
+    ] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     batch_norm: Annotated[str, typer.Option(help="Over a worker (local), the step (sync), or frozen.")] = "local",
     compile: Annotated[bool | None, typer.Option(help="Compile the model. Default: on a GPU, for long runs.")] = None,
@@ -55,7 +67,7 @@ def train(
     measure_every: Annotated[
         int, typer.Option(help="Steps between two measurements of noise and signal, at most; 1: every step.")
     ] = 4,
-    clip: Annotated[float | None, typer.Option(help="Largest norm of a step's mean gradient.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest norm of a step's mean gradient; default: any.")] = None,
     on_nonfinite: Annotated[str, typer.Option(help="A step with a NaN or infinite gradient: stop or skip.")] = "stop",
     ema: Annotated[
         float | None, typer.Option(help="Average the weights; the part kept in a reference step, such as 0.999.")
@@ -70,7 +82,9 @@ def train(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    plugin: Annotated[list[str] | None, typer.Option(help="A Python file with your own rules or workloads.")] = None,
+    plugin: Annotated[
+        list[str] | None, typer.Option(help="A Python file with your own rules or workloads; repeatable.")
+    ] = None,
     out_folder: Annotated[Path | None, typer.Option("--out", help="Folder of the run; default: below runs/.")] = None,
     checkpoint_every: Annotated[str, typer.Option(help="Time between checkpoints.")] = "60s",
     json: AsJson = False,
@@ -140,10 +154,12 @@ def train(
     out.print(f"[bold]{run.status}[/] after {answer['steps']} steps, {answer['samples']:,} samples, "
               f"{format_seconds(answer['wall_s'])} of computing")  # fmt: skip
     if run.end is not None and run.end.text:
-        out.print(run.end.text)
+        out.print(run.end.text, markup=False, soft_wrap=True)
     for name, value in answer["metrics"].items():
         out.print(f"  {name:10s} {value:.4f}" if value is not None else f"  {name:10s} not a number")
-    out.print(f"record: {run.path}\nreport: [bold]ebbflow report {folder}[/]")
+    # On one line each, whatever the terminal's width, and quoted: the command is there to be copied.
+    out.print(f"record: {run.path}", markup=False, soft_wrap=True)
+    out.print(f"report: [bold]{escape(shlex.join(['ebbflow', 'report', str(folder)]))}[/]", soft_wrap=True)
 
 
 def _slug(text: str) -> str:

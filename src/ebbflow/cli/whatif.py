@@ -15,7 +15,7 @@ from ebbflow.cli.common import AsJson, err, out, print_json
 from ebbflow.cli.scenario import ScenarioOptions, takes_scenario
 from ebbflow.cli.trace import TraceText
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.sim.search import Goal, Outcome, Setting, best, outcomes, pareto, sensitivity
+from ebbflow.sim.search import Goal, Outcome, Setting, best, outcomes, pareto, sensitivity, to_the_cent
 from ebbflow.units import format_seconds, parse_seconds
 
 __all__ = ["numbers", "whatif"]
@@ -33,7 +33,9 @@ def whatif(
         str | None, typer.Option(help="Fleet sizes to try: '16,32,64', '8:64' or '8:64:8'; default: all there are.")
     ] = None,
     local_batch: Annotated[str | None, typer.Option(help="Local batches to try: '32,64,128'.")] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="A policy to try; repeat it for several.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="A policy to try; repeat it for several. Default: follow.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Find the setting: how many workers to rent, the local batch, the policy. And say what the answer hangs on."""
@@ -53,9 +55,9 @@ def whatif(
     chosen = best(found, goal)
     assert chosen.setting is not None
     varied = sensitivity(chosen.setting.apply(scenario))
+    ahead = pareto([(one.time_s, to_the_cent(one.cost_usd)) for one in found])
     front = sorted(
-        (one for one, ahead in zip(found, pareto([(o.time_s, o.cost_usd) for o in found]), strict=True) if ahead),
-        key=lambda one: one.time_s,
+        (one for one, best_trade in zip(found, ahead, strict=True) if best_trade), key=lambda one: one.time_s
     )
     if json:
         print_json(_answer(chosen, front, varied, goal, tried=len(settings), ended=len(found)))
@@ -66,6 +68,7 @@ def whatif(
         out.print(f"({len(settings) - len(found):,} settings outlast the trace or its prices)")
     out.print(f"{format_seconds(chosen.time_s)}, {chosen.cost_usd:,.2f} USD\n")
     out.print(_sensitivity_table(chosen, varied, goal))
+    out.print("\nno setting is both faster and cheaper than these")
     out.print(_front_table(front, chosen))
 
 
@@ -149,10 +152,7 @@ def _sensitivity_table(chosen: Outcome, varied: list[Outcome], goal: Goal) -> Ta
 
 def _front_table(front: list[Outcome], chosen: Outcome, *, most: int = 8) -> Table:
     """The best trades of time for money, thinned to a few rows."""
-    table = Table(
-        box=None, pad_edge=False, header_style="bold", title="no setting is both faster and cheaper than these"
-    )
-    table.title_justify = "left"
+    table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("setting", overflow="fold")
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("USD", justify="right", no_wrap=True)

@@ -27,7 +27,7 @@ def read_batches(path: Path, *, local_batch: int) -> npt.NDArray[np.int64]:
     source = Source(path=path, text=read_text(path, error=PlanError), kind=PlanError)
     if source.first_line != _HEADER:
         raise source.error(
-            f"begins with {source.first_line[:40]!r}; expected the header {_HEADER!r}. If it is an availability "
+            f"begins with {source.beginning[:40]!r}; expected the header {_HEADER!r}. If it is an availability "
             f"trace, make the plan from it with BatchPlan.from_trace",
             line=1,
         )

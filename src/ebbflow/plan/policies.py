@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.errors import PlanError
+from ebbflow.errors import PlanError, SpecError
 from ebbflow.spec import Call, Registry, bind, param, parse_call, render
 
 __all__ = ["POLICIES", "Capped", "FixedTotal", "Follow", "Policy", "make_policy"]
@@ -124,8 +124,14 @@ def make_policy(text: str | Call | Policy, local_batch: int | None = None) -> Po
         return text
     call = parse_call(text) if isinstance(text, str) else text
     make = POLICIES.entry(call.name).make
-    fields = list(inspect.signature(make).parameters)
+    parameters = {p.name: p.default for p in inspect.signature(make).parameters.values()}
+    fields = list(parameters)
     given = {*fields[: len(call.args)], *(key for key, _ in call.kwargs)}
+    if local_batch is None and parameters.get("local_batch") is inspect.Parameter.empty and "local_batch" not in given:
+        raise SpecError(
+            f"the policy {call} lacks local_batch, the samples a worker takes in a step; give --local-batch 32, or "
+            f"write it into the policy: {Call(call.name, ('32', *call.args), call.kwargs)}"
+        )
     if local_batch is not None and "local_batch" in fields and "local_batch" not in given:
         call = Call(call.name, call.args, (*call.kwargs, ("local_batch", str(local_batch))))
     return bind(call, make)

@@ -27,7 +27,7 @@ def page_content(results: Results, summary: Summary) -> dict[str, Any]:
         "traces": [fact for trace in summary.traces if (fact := _trace_fact(results, trace)) is not None],
         "rules": rules,
         "tables": [_table(summary, workload) for workload in summary.workloads],
-        "short": list(summary.short),
+        "short": _few(summary.short, separator="; "),
         "arms": [_arm(arm, summary) for arm in results.arms],
         "origin": _origin(results),
     }
@@ -61,9 +61,9 @@ def _plural(count: int, noun: str) -> str:
     return noun if count == 1 else noun + "s"
 
 
-def _few(names: Iterable[str], limit: int = 6) -> str:
+def _few(names: Iterable[str], limit: int = 6, separator: str = ", ") -> str:
     listed = list(names)
-    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+    return separator.join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
 
 
 def _short(count: float) -> str:

@@ -286,6 +286,8 @@ def load_results(path: Path) -> Results:
         return _single(path / "record.jsonl")
     if not path.is_dir():
         raise RecordError(f"{path} does not exist; give the folder that ebbflow study or ebbflow train wrote")
+    if (path / "replicas").is_dir():
+        raise RecordError(f"{path} is the folder of a live job; give one of its replicas, such as {path}/replicas/r0")
     if not (path / "study.json").is_file() and not (path / "arms").is_dir():
         raise RecordError(
             f"{path} is not the folder of a study or a run; expected study.json with arms/, or a record.jsonl in it"

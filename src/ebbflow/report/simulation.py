@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ebbflow.report.html import VARIABLES, embedded, replacing
 from ebbflow.report.style import BAND, INK, MUTED, PALETTE, Drawing, RuleStyle, drawing_style, legend, panels, save
 from ebbflow.report.templates import render
-from ebbflow.sim.search import pareto
+from ebbflow.sim.search import pareto, to_the_cent
 from ebbflow.sim.simulate import BREAKDOWN, Simulation
 from ebbflow.units import format_seconds
 
@@ -29,6 +29,8 @@ _MEANINGS = {
     "checkpoint": "writing checkpoints",
 }
 _POINTS = 400
+_MARKERS = "osD^v"
+"""One shape each time the colours start again: two simulations never look the same."""
 
 
 def write_simulations(found: Simulations, *, out: Path, name: str, command: str = "") -> Path:
@@ -82,7 +84,7 @@ def _money(one: Simulation) -> str:
 
 
 def _rows(found: Simulations) -> list[dict[str, Any]]:
-    front = pareto([(one.time_s, one.cost_usd) for one in found.values()])
+    front = pareto([(one.time_s, to_the_cent(one.cost_usd)) for one in found.values()])
     return [
         {
             "name": name,
@@ -195,14 +197,14 @@ def _trade(found: Simulations) -> Drawing:
     """Cost against time; those that nothing beats joined by a line."""
     figure, (axis,) = panels([""], height=3.6)
     scale, unit = _unit(max(one.time_s for one in found.values()))
-    points = [(one.time_s / scale, one.cost_usd) for one in found.values()]
+    points = [(one.time_s / scale, to_the_cent(one.cost_usd)) for one in found.values()]
     front = pareto(points)
     ahead = sorted(point for point, best in zip(points, front, strict=True) if best)
     axis.plot(*zip(*ahead, strict=True), color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
     for i, ((x, y), best) in enumerate(zip(points, front, strict=True)):
-        colour = PALETTE[i % len(PALETTE)]
+        colour, shape = PALETTE[i % len(PALETTE)], _MARKERS[i // len(PALETTE) % len(_MARKERS)]
         axis.plot(
-            x, y, marker="o", markersize=9 if best else 6, color=colour, markerfacecolor=colour if best else "none",
+            x, y, marker=shape, markersize=9 if best else 6, color=colour, markerfacecolor=colour if best else "none",
             linestyle="none", label=list(found)[i], gid=f"rule-{i}",
         )  # fmt: skip
     axis.set_xlabel(unit)

@@ -43,6 +43,8 @@ __all__ = [
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d3f", "#7a7a7a")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (6, 1.6, 1.4, 1.6)), (0, (1.4, 1.4)))
+_LEGEND_ROW = 0.2
+"""Inches: a line of the legend's font and the space below it."""
 INK, MUTED, GRID, BAND = "#1f2328", "#59636e", "#d8dee5", "#9db2c8"
 """Text, secondary text, lines of the grid, and the shading of a stretch: the page replaces them in the dark scheme."""
 
@@ -144,7 +146,10 @@ def panels(titles: Sequence[str], *, height: float = 2.5, sharey: bool = True) -
 
 
 def legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend above all panels, in the order of the rules; none if no line has a name."""
+    """One legend above all panels, in the order of the rules; none if no line has a name.
+
+    Each row after the first makes the figure higher, so that many or long names leave the panels their size.
+    """
     found: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -152,11 +157,13 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
     if not found:
         return
     widest = max(map(len, found))
+    columns = min(len(found), max(1, 130 // (widest + 8)))
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * (math.ceil(len(found) / columns) - 1))
     figure.legend(
         list(found.values()),
         list(found),
         loc="outside upper left",
-        ncols=min(len(found), max(1, 130 // (widest + 8))),
+        ncols=columns,
         borderaxespad=0.2,
         columnspacing=1.6,
     )

@@ -18,7 +18,7 @@ from ebbflow.sim.simulate import simulate
 from ebbflow.sim.stepmodel import Parts, StepModel, WholeStep
 from ebbflow.units import Seconds, format_seconds
 
-__all__ = ["Goal", "Outcome", "Setting", "best", "outcomes", "pareto", "sensitivity"]
+__all__ = ["Goal", "Outcome", "Setting", "best", "outcomes", "pareto", "sensitivity", "to_the_cent"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -80,10 +80,11 @@ class Goal:
         assert self.budget is not None
         return outcome.cost_usd <= self.budget
 
-    def order(self, outcome: Outcome) -> tuple[float, float]:
-        """What is to be small: cost under a deadline, time under a budget."""
-        pair = (outcome.cost_usd, outcome.time_s)
-        return pair if self.deadline is not None else pair[::-1]
+    def order(self, outcome: Outcome) -> tuple[float, ...]:
+        """What is to be small: cost under a deadline, to the cent, for nobody waits for less; time under a budget."""
+        if self.deadline is not None:
+            return to_the_cent(outcome.cost_usd), outcome.time_s, outcome.cost_usd
+        return outcome.time_s, outcome.cost_usd
 
     def refuse(self, found: Sequence[Outcome]) -> str:
         """Why no setting will do, and the best that can be had."""
@@ -119,6 +120,11 @@ def best(found: Sequence[Outcome], goal: Goal) -> Outcome:
     if not within:
         raise PlanError(goal.refuse(found))
     return min(within, key=goal.order)
+
+
+def to_the_cent(usd: float) -> float:
+    """Money as it is shown: of two settings that cost the same to the cent, the faster one is better."""
+    return round(usd, 2)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:

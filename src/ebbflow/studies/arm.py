@@ -77,7 +77,7 @@ def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) ->
     def tell(what: str, value: str | float) -> None:
         try:
             report.send((what, value))
-        except BrokenPipeError:
+        except OSError:
             os._exit(1)
 
     def on_start(done: int, all_samples: int) -> None:

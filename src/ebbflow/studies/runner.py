@@ -13,11 +13,15 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -168,8 +172,7 @@ def _run_arms(
     on_progress: Callable[[Progress], None],
 ) -> None:
     context = multiprocessing.get_context("forkserver")
-    # torch imports the second one, which takes longer than the rest, when the first optimizer is made.
-    context.set_forkserver_preload(["ebbflow.training", "torch._dynamo"])
+    _start_server(context)
     running: dict[Connection, tuple[Arm, BaseProcess]] = {}
     queue = {arm.id: arm for arm in waiting}
     board = Board(waiting={arm.id: _timed(arm) for arm in waiting})
@@ -213,6 +216,23 @@ def _run_arms(
         for _, process in running.values():
             process.join(timeout=10)
             process.kill()
+
+
+def _start_server(context: ForkServerContext) -> None:
+    """Start the process that the arms are forked from, deaf to Ctrl-C from its first moment on.
+
+    It would become so by itself, but only after the imports, and until then answer Ctrl-C with a traceback.
+    """
+    # torch imports the second one, which takes longer than the rest, when the first optimizer is made.
+    context.set_forkserver_preload(["ebbflow.training", "torch._dynamo"])
+    if threading.current_thread() is not threading.main_thread():  # handlers are the main thread's
+        forkserver.ensure_running()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is ignored stays so in a program that is started
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _next(queue: Mapping[str, Arm], board: Board) -> str:

@@ -62,6 +62,8 @@ __all__ = [
 
 _KEYS = ["name", "summary", "workloads", "rules", "traces", "seeds", "settings", "override", "skip", "paper"]
 _SELECTORS = ["workload", "trace", "rule", "seed"]
+_AXES = {"workload": "workloads", "trace": "[traces]", "rule": "rules", "seed": "seeds", "label": "[traces]"}
+"""What the grid itself says of each run, and where: no setting."""
 _PAPER_KEYS = ["source", "workload", "rule", "values", "what"]
 _MEASURED = ["metric", "steps"]
 
@@ -142,6 +144,9 @@ class Study:
         for entry in self.override:
             if _matches(entry, workload=workload, trace=trace, rule=rule, seed=seed):
                 settings |= entry["set"]
+        if wrong := sorted(_AXES.keys() & settings.keys()):
+            place = _AXES[wrong[0]]
+            raise ConfigError(f"{self.source}: {wrong[0]} is no setting, it is given by {place}; change it there")
         values = {**settings, "workload": workload, "trace": self.traces[trace], "rule": rule, "seed": seed}
         config = RunConfig.from_mapping({**values, "label": trace}, where=self.source)
         readable = "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip("-") for text in (workload, trace, rule))
@@ -181,7 +186,7 @@ def load_study(text: str) -> Study:
             f"{text!r} is neither a study file (.toml, .yaml, .yml) nor a recipe; {nearest(text, recipe_names())}"
         )
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
@@ -205,7 +210,6 @@ def parse_study(values: Any, *, source: str, folder: Path | None) -> Study:
             raise ConfigError(f"{source}: an override lacks its settings; add set = {{ lr = 0.01 }}")
         entry["set"] = dict(entry["set"])
     for place in (settings, *(entry["set"] for entry in override)):
-        _refuse_axes(place, source)
         _anchor_paths(place, folder)
     traces = {label: _anchor(str(text), folder) for label, text in _traces(values, source).items()}
     study = Study(
@@ -241,22 +245,15 @@ def with_settings(study: Study, texts: Sequence[str]) -> Study:
             settings[name.strip()] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             settings[name.strip()] = value.strip()
-    _refuse_axes(settings, study.source)
     changed = replace(study, settings=settings)
     changed.arms()
     return changed
 
 
-def _refuse_axes(settings: Mapping[str, Any], source: str) -> None:
-    """The grid says these for each run, so a setting of that name would be overruled without a word."""
-    for name, axis in (("workload", "workloads"), ("rule", "rules"), ("trace", "traces"), ("seed", "seeds"),
-                       ("label", "traces")):  # fmt: skip
-        if name in settings:
-            raise ConfigError(f"{source}: {name} is not a setting of a study; give the study's {axis} instead")
-
-
 def _texts(values: Mapping[str, Any], key: str, source: str) -> tuple[str, ...]:
-    found = values.get(key)
+    if key not in values:
+        raise ConfigError(f"{source}: {key} is missing; expected a list of one text or more")
+    found = values[key]
     found = [found] if isinstance(found, str) else found
     if not isinstance(found, Sequence) or not found or not all(isinstance(item, str) for item in found):
         raise ConfigError(f"{source}: {key} is {found!r}; expected a list of one text or more")
@@ -274,7 +271,9 @@ def _table(values: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:
 
 def _traces(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """A table label -> trace; a plain list is labelled by the texts themselves."""
-    found = values.get("traces")
+    if "traces" not in values:
+        raise ConfigError(f"{source}: traces is missing; expected a table such as static = 'constant(workers=8)'")
+    found = values["traces"]
     if isinstance(found, list | str):
         found = {text: text for text in _texts(values, "traces", source)}
     if not isinstance(found, Mapping) or not found or not all(isinstance(text, str) for text in found.values()):

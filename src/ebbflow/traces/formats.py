@@ -51,7 +51,12 @@ class Source:
     @property
     def first_line(self) -> str:
         """The first line without spaces, in lower case: what formats are told apart by."""
-        return "".join(self.text.lstrip().partition("\n")[0].lower().split())
+        return "".join(self.beginning.lower().split())
+
+    @property
+    def beginning(self) -> str:
+        """The first line that is not blank, as it stands in the file, for messages."""
+        return self.text.lstrip().splitlines()[0]
 
     def rows(self, *, columns: str, header: bool) -> Iterator[tuple[int, list[str]]]:
         """(line number, fields) of each row that is not blank; every row has as many fields as `columns` names."""
@@ -126,7 +131,7 @@ def read(path: Path | str, format: str | None = None) -> Trace:
     found = [FORMATS[format]] if format else [known for known in FORMATS.values() if known.sniff(source)]
     if not found:
         raise source.error(
-            f"is in no known trace format; it begins with {source.first_line[:40]!r}; expected for example "
+            f"is in no known trace format; it begins with {source.beginning[:40]!r}; expected for example "
             f"the header {_HEADER!r}. Known formats: {', '.join(FORMATS)}",
             line=1,
         )

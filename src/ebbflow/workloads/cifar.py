@@ -140,8 +140,8 @@ def _cifar10(name: str, model: nn.Module, data: Path | None, recipe: Recipe) -> 
 def _read(name: str, data: Path | None, read: Callable[[Path], tuple[Images, Images]]) -> tuple[Images, Images]:
     if data is None:
         raise DataError(
-            f"{name} needs its data: give the folder of the unpacked original batches (python or binary version), or "
-            f"an npz file of JPEGs"
+            f"{name} needs its data: give with --data (in a study: --set data=) the folder of the unpacked "
+            f"original batches (python or binary version), or an npz file of JPEGs"
         )
     return read(data)
 

@@ -38,8 +38,8 @@ def fashion_cnn(data: Path | None, recipe: Recipe, width: int = 32) -> Task:
     """A convolutional network with batch norm on Fashion-MNIST (28x28)."""
     if data is None and not _DEBIAN.is_dir():
         raise DataError(
-            f"fashion-cnn needs its data: give the folder that holds train-images-idx3-ubyte and its three companions "
-            f"(.gz or not); {_WHERE}"
+            f"fashion-cnn needs its data: give with --data (in a study: --set data=) the folder that holds "
+            f"train-images-idx3-ubyte and its three companions (.gz or not); {_WHERE}"
         )
     train, test = read_mnist_folder(data or _DEBIAN, source=_WHERE)
     model = SmallCNN(channels=1, widths=(width, 2 * width, 4 * width), classes=10)

@@ -142,7 +142,10 @@ def folder_resnet50(data: Path | None, recipe: Recipe, size: int = 224, width: i
 
 def _task(name: str, model: Callable[..., ResNet], data: Path | None, recipe: Recipe, size: int, width: int) -> Task:
     if data is None:
-        raise DataError(f"{name} needs its data: give the folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg")
+        raise DataError(
+            f"{name} needs its data: give with --data (in a study: --set data=) the folder that holds "
+            f"train/CLASS/*.jpg and val/CLASS/*.jpg"
+        )
     train = ImageFolder(data / "train", size=size, crop=random_crop, mirror=True)
     valid = ImageFolder(data / "val", size=size, crop=whole_image)
     if train.classes != valid.classes:

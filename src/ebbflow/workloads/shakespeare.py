@@ -46,7 +46,9 @@ def shakespeare_gpt(
     first nine tenths of the text are for training, the rest for validation. The vocabulary is that of the whole text.
     """
     if data is None:
-        raise DataError("shakespeare-gpt needs its data: give the path of a plain text file")
+        raise DataError(
+            "shakespeare-gpt needs its data: give with --data (in a study: --set data=) the path of a plain text file"
+        )
     for name, value in {"context": context, "layers": layers, "heads": heads, "width": width}.items():
         if value < 1:
             raise ConfigError(f"shakespeare-gpt: {name} is {value}; expected at least 1")
