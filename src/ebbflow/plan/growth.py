@@ -21,7 +21,8 @@ from ebbflow.plan.epochs import cut_step
 from ebbflow.plan.fitting import longest_step
 from ebbflow.plan.growing import Geo, Growing, Observation, PolicyState
 from ebbflow.plan.plan import BatchPlan, StepSize
-from ebbflow.plan.steptime import StepTimeLike
+from ebbflow.plan.steptime import ConstantStepTime, StepTimeLike
+from ebbflow.plan.stretches import begun, steps_of, stretches_of
 from ebbflow.traces import Trace
 from ebbflow.units import Seconds
 
@@ -226,14 +227,16 @@ def fit_growing(
     Of an adaptive policy: with which they fit even if the batch never grows.
     """
 
+    whole = stretches_of(begun(trace, offset), policy, ConstantStepTime(Seconds(1.0)))
+    if not whole.samples.any():
+        raise PlanError(f"the trace {trace.name} has no workers from {offset:g} s on; no step time fits")
+
     def fits(step: float) -> bool:
-        try:
-            plan = BatchPlan.from_trace(trace, policy, step, offset=offset, on_change=on_change)
-        except PlanError:  # no room for a single step
+        runs = steps_of(replace(whole, seconds=np.full(len(whole.times), step)), on_change, grid=True)
+        if not len(runs.counts):
             return False
+        plan = BatchPlan.from_runs(runs, source={})
         steps = foresee(policy, plan, samples=samples, epochs=epochs, ref_batch=ref_batch)
         return steps.epochs_reached(samples, epochs) >= epochs
 
-    if not trace.workers.any():
-        raise PlanError(f"the trace {trace.name} has no workers; no step time fits")
-    return longest_step(fits, trace.end)
+    return longest_step(fits, whole.end)

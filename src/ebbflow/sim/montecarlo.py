@@ -51,9 +51,10 @@ def reseeded(text: str, seed: int) -> str:
     if call.name not in GENERATORS or "seed" not in {name for name, _, _ in GENERATORS.entry(call.name).parameters}:
         return text
     names = [name for name, _, _ in GENERATORS.entry(call.name).parameters]
-    args = call.args[: names.index("seed")]
-    kwargs = tuple((key, value) for key, value in call.kwargs if key != "seed")
-    return str(Call(call.name, args, (*kwargs, ("seed", str(seed)))))
+    place = names.index("seed")
+    behind = zip(names[place + 1 :], call.args[place + 1 :], strict=False)  # named, since the seed before them will be
+    kwargs = tuple((key, value) for key, value in (*behind, *call.kwargs) if key != "seed")
+    return str(Call(call.name, call.args[:place], (*kwargs, ("seed", str(seed)))))
 
 
 def draws(scenario_of: Callable[[int], Scenario], seeds: int, *, first: int = 0) -> Iterator[Simulation]:

@@ -64,6 +64,14 @@ def _positive(**values: float) -> None:
             raise TraceError(f"{name} is {value:g}; expected a value above 0")
 
 
+def _every(interval: float, duration: float) -> npt.NDArray[np.float64]:
+    """The multiples of an interval, from 0 up, that lie before the end of the duration.
+
+    2.1 s hold seven intervals of 0.3 s; in floats 2.1/0.3 is above 7, and an eighth would begin at the very end.
+    """
+    return np.arange(int(np.ceil(duration / interval * (1 - 1e-12))), dtype=np.float64) * interval
+
+
 @GENERATORS.register("constant")
 def constant(workers: int, duration: Seconds = _DAY) -> Trace:
     """Always the same number of workers."""
@@ -84,7 +92,7 @@ def step(workers: int, factor: float = 12.0, at: Seconds = _HOUR, duration: Seco
 def square(low: int, high: int, period: Seconds = _HOUR, duration: Seconds = _DAY) -> Trace:
     """A square wave: low for half a period, then high for half a period, and so on."""
     _positive(period=period, duration=duration)
-    times = np.arange(0, duration, period / 2)
+    times = _every(period / 2, duration)
     return Trace(times, np.where(np.arange(len(times)) % 2, high, low), duration)
 
 
@@ -94,7 +102,7 @@ def random_levels(minimum: int, maximum: int, every: Seconds = _HOUR, duration: 
     _positive(every=every, duration=duration)
     if not 0 <= minimum <= maximum:
         raise TraceError(f"levels from {minimum} to {maximum} are not possible; expected 0 <= minimum <= maximum")
-    times = np.arange(0, duration, every)
+    times = _every(every, duration)
     return Trace(times, _rng(seed).integers(minimum, maximum, len(times), endpoint=True), duration)
 
 
