@@ -34,6 +34,13 @@ def test_rendering_leaves_defaults_out_and_reads_back() -> None:
     assert bind(parse_call(render("x", made)), Everything) == made
 
 
+def test_every_kind_of_value_is_rendered_as_it_is_read() -> None:
+    made = Everything(number=0.25, on=True, mode="slow", wait=Seconds(90.0))  # a time has its unit, a number has none
+    assert render("x", made) == "x(number=0.25, on=true, mode=slow, wait=90s)"
+    assert bind(parse_call(render("x", made)), Everything) == made
+    assert render("x", Everything()) == "x"
+
+
 def test_an_exponent_with_a_plus_is_one_number() -> None:
     assert parse_calls("power(p=1e+0)+warmup(1e+3samples)")[1] == Call("warmup", ("1e+3samples",))
 

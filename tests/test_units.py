@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ebbflow.errors import UnitError
-from ebbflow.units import Span, parse_seconds, parse_span
+from ebbflow.units import Span, format_seconds, parse_seconds, parse_span
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,9 @@ from ebbflow.units import Span, parse_seconds, parse_span
         ("90s", 90),
         ("0.6s", 0.6),
         ("600ms", 0.6),
+        ("250us", 0.00025),
+        ("5 sec", 5),
+        ("4m", 240),
         ("3h", 10800),
         ("1h30m", 5400),
         ("2 min", 120),
@@ -57,3 +60,19 @@ def test_wrong_spans(text: str) -> None:
 def test_a_span_in_epochs_needs_to_know_an_epoch() -> None:
     with pytest.raises(UnitError, match="size of an epoch is not known"):
         parse_span("5ep").samples(epoch_samples=0, ref_batch=32)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 ms"),
+        (0.999, "999 ms"),
+        (1, "1.0 s"),  # from a second on in seconds, from 2 min on in minutes, from 5 h on in hours
+        (119.9, "119.9 s"),
+        (120, "2.0 min"),
+        (17_994, "299.9 min"),
+        (18_000, "5.0 h"),
+    ],
+)
+def test_a_duration_for_people_changes_its_unit_where_the_next_one_reads_better(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

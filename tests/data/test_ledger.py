@@ -135,6 +135,7 @@ def test_a_damaged_state_is_refused(state: dict[str, object], message: str) -> N
         (3, 1, (1, 1, 1)),  # asked for
         (1, 8, (1,)),  # nothing else is there
         (7, 3, (3, 2, 2)),
+        (8, 3, (3, 3, 2)),  # ceil(8 / 3) = 3 pieces; four of two would be even, too, but one more than needed
     ],
 )
 def test_a_step_is_cut_into_even_pieces(batch: int, piece: int, expected: tuple[int, ...]) -> None:

@@ -299,16 +299,18 @@ def test_a_rank_without_a_piece_at_the_tail_goes_on_with_the_next_epoch() -> Non
     assert rank_1.epoch == 1
 
 
-def test_a_rank_resumed_at_a_tail_without_it_has_one_empty_epoch() -> None:
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_rank_resumed_at_a_tail_without_it_has_one_empty_epoch(epoch: int) -> None:
     saved = ElasticSampler(10, 2, local_batch=2, shuffle=False)
-    for _ in range(4):
+    for _ in range(5 * epoch + 4):  # five pieces an epoch
         saved.consume()
     rank_1 = ElasticSampler(10, 2, local_batch=2, shuffle=False, rank=1, world_size=2)
+    assert list(rank_1) == [[2, 3], [6, 7]]  # what it looked at before does not count
     rank_1.load_state_dict(saved.state_dict())
-    assert (rank_1.epoch, len(rank_1)) == (0, 0)
+    assert (rank_1.epoch, len(rank_1)) == (epoch, 0)
     assert list(rank_1) == []  # rank 0 trains on [8, 9] meanwhile
     assert list(rank_1) == [[2, 3], [6, 7]]
-    assert rank_1.epoch == 1
+    assert rank_1.epoch == epoch + 1
 
 
 def test_a_rank_that_skipped_a_step_goes_on_inside_the_next_one() -> None:

@@ -42,6 +42,8 @@ ROWS = [
     ("power(0.5)", 900, 0, 3.0),  # 9^0.5
     ("power(p=0.25)", 1600, 0, 2.0),  # 16^(1/4)
     ("power", 1600, 0, 8.0),  # 16^(3/4)
+    ("power(0)", 400, 0, 1.0),  # the ends of the family: constant and linear
+    ("power(1)", 400, 0, 4.0),
     # warm-up over 2 epochs = 2000 samples, from 1 to 4. The middle of the first step is at sample 200: a tenth of the
     # way, so 1 + 3/10.
     ("linear+warmup(2ep)", 400, 0, 1.3),
@@ -108,6 +110,8 @@ MEASURED = [
     ("surge", 1600, 400.0, 1.0, 1.0),  # S = 16: (2 + 1/2)/(1/2 + 2) = 1: back at the base rate
     ("surge", 6400, 400.0, 1.0, 10 / 17),  # S = 64: (5/2)/(1/4 + 4) = 10/17, below it
     ("surge", 400, 100.0, 0.0, 2.0),  # only noise: sqrt(4)
+    ("surge", 400, 0.0, 0.0, 1.0),  # nothing is known: as before anything was measured
+    ("surge", 25, -0.5, -0.25, 0.5),
     ("surge", 25, 0.0, 1.0, 2.0),  # only signal: 1/sqrt(1/4), past the peak a smaller batch gets a larger rate
 ]
 
@@ -115,6 +119,12 @@ MEASURED = [
 @pytest.mark.parametrize(("rule", "batch", "noise", "signal", "expected"), MEASURED)
 def test_multiplier_from_noise_and_signal(rule: str, batch: int, noise: float, signal: float, expected: float) -> None:
     assert first(rule, batch, moments=noisy(noise, signal)).lr == pytest.approx(expected, rel=1e-12)
+
+
+def test_surge_says_when_the_batch_is_beyond_the_noise_scale() -> None:
+    # The noise scale is 400/1 = 400 samples.
+    batches = (399, 400, 401)
+    assert [first("surge", batch, moments=noisy(400.0, 1.0)).stats["past_peak"] for batch in batches] == [0, 0, 1]
 
 
 def test_what_adascale_has_to_say() -> None:
@@ -333,6 +343,7 @@ def test_legw_does_not_fall_back_into_its_warm_up() -> None:
     # Over at the reference batch after 1000 samples; then the batch is 16 times as large, whose own warm-up would
     # last 16000 samples.
     assert multipliers("legw(1ep)", [100, 1600], samples=1000) == [1.0, 4.0]
+    assert multipliers("legw(1ep)", [100, 1600], samples=950) == [1.0, 4.0]  # the middle at 1000: just over
     assert multipliers("legw(1ep)", [1600], samples=1100) == pytest.approx([4 * 1900 / 16000])  # it never ended
 
 

@@ -196,6 +196,12 @@ def measured_steps(batches: list[int], *, memory: float, every: int) -> list[int
     return found
 
 
+def test_an_observation_may_stand_for_a_thirty_second_of_the_memory() -> None:
+    # 3,200/32 = 100 samples: a step of 50 may pass, since with another one they are 100; a step of 51 may not.
+    old = Averages(weight=0.9)
+    assert [old.due(batch, memory=3200, every=99) for batch in (50, 51)] == [False, True]
+
+
 def test_young_averages_measure_every_step_and_old_ones_one_in_four() -> None:
     # A memory of 3,200 samples has been seen after 101 steps of 32 (after 100 the weight is 1 - 1/e, or a rounding
     # less); an observation may stand for 100 samples. Steps of 20: three pass, and 60 + 2 x 20 would still be 100.

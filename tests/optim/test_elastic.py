@@ -106,6 +106,19 @@ def test_zero_grad_keeps_the_gradients_of_a_step_under_way() -> None:
     assert net[0].weight.grad is None  # type: ignore[union-attr, index]
 
 
+def test_it_is_an_optimizer_of_torch_with_hooks_and_defaults_of_its_own() -> None:
+    net = model()
+    optimizer, sampler = elastic(net)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    train_elastic(net, optimizer, sampler, pieces=1)
+    assert calls == ["before", "after"]
+    assert optimizer.defaults["momentum"] == 0.9
+    assert optimizer.param_groups is optimizer.inner.param_groups
+    assert optimizer.state is optimizer.inner.state
+
+
 def test_a_scheduler_of_torch_sees_the_base_rate() -> None:
     net = model()
     optimizer, sampler = elastic(net)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -100,6 +101,21 @@ def test_a_plan_that_is_too_short_says_how_far_it_reaches() -> None:
     assert plan.for_epochs(20, 4, cut=False).steps == 10
     with pytest.raises(PlanError, match="reach 4 of 5 epochs"):
         plan.for_epochs(20, 5, cut=False)
+
+
+def test_planned_samples_that_a_cut_step_leaves_out_are_not_reached(tmp_path: Path) -> None:
+    # Steps of 8 and 1 over nine samples: 8 would leave a lone one, so 7 are taken, then 1 of 2. Nine were planned, and
+    # yet one is missing.
+    path = tmp_path / "batches.csv"
+    path.write_text("step,batchsize\n0,8\n1,1\n")
+    with pytest.raises(PlanError, match=r"its 2 steps \(2.0 s\) reach 0.99 of 1 epochs"):
+        BatchPlan.read(path, 1).for_epochs(9, 1)
+
+
+def test_a_change_is_of_workers_or_of_the_batch_and_a_pause_is_none() -> None:
+    # Two steps of 8 samples on two workers, two on four, and after a pause two more on four.
+    plan = BatchPlan.from_trace(Trace.parse("0s:2 10s:4 20s:0 30s:4 40s"), "fixed(8)", "5s")
+    assert [plan.for_epochs(samples, 1).changes for samples in (16, 32, 48)] == [0, 1, 1]
 
 
 def test_a_step_that_saves_the_next_one_can_make_the_plan_long_enough() -> None:

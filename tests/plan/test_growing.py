@@ -14,14 +14,17 @@ from typer.testing import CliRunner
 
 from ebbflow.cli.main import app
 from ebbflow.config import RunConfig
-from ebbflow.data.ledger import Ledger
+from ebbflow.data.ledger import Assignment, Ledger
+from ebbflow.engines.base import Engine, Gradients
 from ebbflow.errors import CheckpointError, EbbflowError, PlanError, SpecError, UnitError
+from ebbflow.loop import Flow
+from ebbflow.moments.estimate import Measurement
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.growing import Geo, Growing, Observation
-from ebbflow.plan.growth import Growth, fit_growing, foresee, plan_growing
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.growth import Growth, allow, fit_growing, foresee, plan_growing
+from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.plan.policies import make_policy
-from ebbflow.rules.base import StepContext
+from ebbflow.rules.base import Rule, Scaling, State, StepContext
 from ebbflow.rules.damping import scale_damped
 from ebbflow.rules.registry import make_rule
 from ebbflow.traces.trace import Trace
@@ -92,6 +95,12 @@ def test_the_noise_policy_by_hand() -> None:
     assert wanted(text, {"noise": 900.0, "signal": 3.0}, {"noise": 300.0, "signal": 3.0}) == [100, 300, 167]
 
 
+def test_no_worker_gets_one_lone_sample_of_a_small_wish() -> None:
+    # Four workers of 2. Of 3 samples one worker takes all, of 5 two take 3 and 2: a third would have one alone.
+    four = StepSize(workers=4, samples=8, time_s=0.0, duration_s=1.0)
+    assert [(allow(four, n).workers, allow(four, n).samples) for n in (1, 3, 4, 5)] == [(1, 1), (1, 3), (2, 4), (2, 5)]
+
+
 # -- the rate pays ---------------------------------------------------------------------------------------------------
 
 
@@ -112,6 +121,15 @@ def test_the_rate_pays_for_what_the_rule_has_not(rule: str, exponent: float, mul
     scaling, _ = scale_damped(made, context, made.init(), exponent=exponent)
     assert scaling.multiplier == pytest.approx(multiplier)
     assert scaling.stats["damping"] == pytest.approx(damping)
+
+
+def test_a_rule_that_stands_still_has_nothing_to_pay_with() -> None:
+    class Still(Rule):
+        def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
+            return Scaling(lr=0.0), state
+
+    context = StepContext(step=0, batch=64, ref_batch=32, samples=0, shortfall=0.25)
+    assert scale_damped(Still(), context, None, exponent=1.0)[0] == Scaling(lr=0.0)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +236,45 @@ def test_a_trace_that_is_too_short_is_an_error_or_repeated() -> None:
     assert plan.foreseen.for_epochs(100, 1).steps == 13
 
 
+def test_an_offset_behind_which_nobody_is_left_waits_for_the_repetition() -> None:
+    # From 60 s on nobody is there; the trace begins again at 120 s, 60 s later. Three workers of 4 could do 12 samples.
+    trace, policy = Trace.parse("0s:3 60s:0 120s"), policy_of("geo(1ep, initial=8, local_batch=4)")
+    plan = plan_growing(
+        trace, policy, 1.0, samples=8, epochs=1, ref_batch=8, offset=Seconds(60.0), repeat=True
+    )  # fmt: skip
+    assert (plan.capacity.at(0).time_s, plan.capacity.at(0).samples) == (60.0, 12)
+    assert (plan.foreseen.steps, plan.foreseen.at(0).samples) == (1, 8)
+
+
+@pytest.mark.timeout(60)
+def test_a_trace_that_is_almost_long_enough_is_repeated_once_more() -> None:
+    # Ten steps of one sample a repetition. Two reach 20/21 of the epoch: another is needed, and one is enough.
+    trace, policy = Trace.parse("0s:1 10s"), policy_of("geo(1ep, factor=1, initial=1, local_batch=1)")
+    plan = plan_growing(trace, policy, 1.0, samples=21, epochs=1, ref_batch=1, repeat=True)
+    assert (plan.capacity.steps, plan.foreseen.steps) == (30, 21)
+
+
+@pytest.mark.timeout(60)
+def test_a_fit_that_cannot_be_found_is_an_error_and_not_an_endless_search() -> None:
+    trace, policy = Trace.parse("0s:8 60s:0 120s"), policy_of("geo(1ep, initial=8, local_batch=4)")
+    for offset, on_change, message in [
+        (60.0, "finish", "has no workers from 60 s on"),
+        (120.0, "finish", "lies outside of the trace"),
+        (0.0, "cry", "expected 'finish' or 'lose'"),
+    ]:
+        with pytest.raises(PlanError, match=message):
+            fit_growing(trace, policy, samples=8, epochs=1, ref_batch=8, offset=Seconds(offset), on_change=on_change)
+    with pytest.raises(PlanError, match="how many samples a worker takes"):
+        fit_growing(trace, policy_of("geo(1ep, initial=8)"), samples=8, epochs=1, ref_batch=8)
+
+
+def test_a_fitted_step_is_no_longer_than_what_the_offset_leaves_of_the_trace() -> None:
+    # One step is enough: it takes all of the 40 s from 80 s on, as with a policy that does not grow.
+    policy = policy_of("geo(1ep, initial=8, local_batch=4)")
+    fitted = fit_growing(Trace.parse("0s:8 120s"), policy, samples=8, epochs=1, ref_batch=8, offset=Seconds(80.0))
+    assert fitted == 40
+
+
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 CONFIG = RunConfig(
@@ -233,6 +290,49 @@ def test_a_growing_run_has_the_batches_and_rates_of_its_policy(tmp_path: Path) -
     # In the third epoch 128 are wanted and 64 allowed.
     assert {round(row.multiplier, 9) for row in run.steps if row.epoch == 2} == {0.5}
     assert {row.workers for row in run.steps if row.epoch == 0} == {1}
+
+
+class Scripted(Engine):
+    """Four workers of 8, whose steps are of one piece each, from which noise and signal cannot be told apart."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        self.weight = weight
+        self.wishes: list[int] = []
+        self.measured: list[bool] = []
+
+    def want(self, samples: int) -> None:
+        self.wishes.append(samples)
+
+    def measure(self, on: bool) -> None:
+        self.measured.append(on)
+
+    def members(self, step: int) -> StepSize:
+        return StepSize(workers=4, samples=32, time_s=float(step), duration_s=1.0)
+
+    def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:
+        self.weight.grad = torch.ones(3)
+        measured = Measurement(batch=assignment.batch, pieces=1, mean_sq=(3.0,), sq_mean=(3.0,))
+        return Gradients(loss=1.0, pieces=1, measurement=measured)
+
+    def commit(self) -> bool:
+        return True
+
+
+def test_the_engine_is_told_before_each_step_what_the_policy_could_use() -> None:
+    # Epochs of 24: three steps of 8. Then 24 are wanted, of which 20 are allowed: 20 and the 4 that are left.
+    weight = torch.nn.Parameter(torch.ones(3))
+    engine = Scripted(weight)
+    policy = policy_of("geo(1ep, factor=3, initial=8, max_batch=20, local_batch=8)")
+    flow = Flow(
+        engine,
+        ElasticOptimizer(torch.optim.SGD([weight], lr=0.1), "constant", base_batch=8),
+        Ledger(samples=24),
+        growth=Growth(policy, ref_batch=8, epoch_samples=24),
+    )
+    rows = [flow.run_step() for _ in range(5)]
+    assert [row.batch for row in rows if row is not None] == [8, 8, 8, 20, 4]
+    assert engine.wishes == [8, 8, 8, 20, 20]
+    assert engine.measured == [True] * 5  # a policy may look at any step
 
 
 @pytest.mark.parametrize("policy", ["ada(dwell=2, wait=4)", "rada(dwell=2, wait=4)", "noise(dwell=2, wait=4)"])

@@ -137,6 +137,9 @@ def test_a_change_that_the_policy_does_not_pass_on_loses_no_step() -> None:
     trace = Trace.parse("0s:4 15s:6 40s")
     assert BatchPlan.from_trace(trace, "capped(2, max_workers=4)", "10s", on_change="lose").steps == 4
     assert BatchPlan.from_trace(trace, "follow(2)", "10s", on_change="lose").steps == 3  # 0-10, (10-15), 15-25, 25-35
+    # Two workers, then the four of the cap: the change from 4 to 6 is none here, too.
+    trace = Trace.parse("0s:2 10s:4 15s:6 40s")
+    assert BatchPlan.from_trace(trace, "capped(2, max_workers=4)", "10s", on_change="lose").steps == 4
 
 
 def test_equal_steps_are_one_run() -> None:
@@ -151,6 +154,7 @@ def test_a_constant_plan_has_no_end_unless_it_is_given_one() -> None:
     assert plan.steps is None
     assert plan.at(10**12) == StepSize(workers=4, samples=128, time_s=0.5e12, duration_s=0.5)
     assert plan.batches(5, 8).tolist() == [128] * 3
+    assert BatchPlan.constant(4, 128, steps=1).batches().tolist() == [128]
     # 1,000 samples in steps of 128: 7 whole ones and one of 104; five epochs make 40 steps of half a second.
     summary = plan.for_epochs(1000, 5)
     assert (summary.steps, summary.time_s, summary.changes) == (40, 20.0, 0)
@@ -194,6 +198,13 @@ def test_a_plan_for_epochs_repeats_the_trace_as_often_as_needed() -> None:
         plan_for(trace, "follow(2)", "10s", samples=20, epochs=10)
 
 
+@pytest.mark.timeout(60)
+def test_a_trace_that_is_almost_long_enough_is_repeated_once_more() -> None:
+    # Ten samples a repetition. Two repetitions reach 20/21 of the epoch: another is needed, and one is enough.
+    trace = Trace.parse("0s:1 10s")
+    assert plan_for(trace, "follow(1)", "1s", samples=21, epochs=1, repeat=True).steps == 30
+
+
 def test_an_offset_beyond_the_end_is_possible_with_repetition_only() -> None:
     trace = Trace.parse("0s:4 60s:2 120s")
     assert plan_for(trace, "follow(2)", "10s", samples=8, epochs=1, offset=1450.0, repeat=True).at(0).workers == 4
@@ -214,6 +225,10 @@ def test_the_fitted_step_time_is_the_longest_one() -> None:
     # Ten steps of 28 samples. Finished: the tenth begins before 100 s, so nine steps take 100 s. Lost: ten steps do.
     assert fit_step_time(trace, "follow(7)", samples=280, epochs=1) == pytest.approx(100 / 9, rel=2e-6)
     assert fit_step_time(trace, "follow(7)", samples=280, epochs=1, on_change="lose") == pytest.approx(10, rel=2e-6)
+    # As exact for short steps: nine of them take 100 ms.
+    assert fit_step_time(trace.scale(time=0.001), "follow(7)", samples=280, epochs=1) == pytest.approx(
+        0.1 / 9, rel=2e-6
+    )
     # One step is enough: it takes as long as the trace.
     assert fit_step_time(trace, "follow(7)", samples=28, epochs=1) == 100
 
@@ -227,6 +242,13 @@ def test_a_batch_file_is_read_in_the_order_of_its_rows(tmp_path: Path) -> None:
     plan = BatchPlan.read(path, 32, step_time={2: 0.5, 4: 1.0, 8: 2.0})
     assert expand(plan) == [(4, 128, 0.0, 1.0), (4, 128, 1.0, 1.0), (8, 256, 2.0, 2.0), (2, 64, 4.0, 0.5)]
     assert plan.describe()["file"] == "batches.csv"
+
+
+def test_batches_of_a_file_may_differ_by_one_and_take_a_second_each_unless_told(tmp_path: Path) -> None:
+    path = tmp_path / "batches.csv"
+    path.write_text("step,batchsize\n0,4\n1,5\n2,5\n3,4")
+    expected = [(4, 4, 0.0, 1.0), (5, 5, 1.0, 1.0), (5, 5, 2.0, 1.0), (4, 4, 3.0, 1.0)]
+    assert expand(BatchPlan.read(path, 1)) == expected
 
 
 def test_the_published_batch_file_is_read(shared: Path) -> None:
@@ -266,6 +288,7 @@ def test_what_gives_no_plan_is_refused(tmp_path: Path) -> None:
         (lambda: BatchPlan.from_trace(trace, "follow(8)", "30s"), "no room for a single step"),
         (lambda: BatchPlan.from_trace(trace, "follow(8)", "1s", offset=30.0), "no room for a single step"),
         (lambda: BatchPlan.from_trace(trace, "follow(8)", "1s", offset=60.0), "lies outside of the trace"),
+        (lambda: BatchPlan.from_trace(trace, "follow(8)", "1s", offset=-0.5), "lies outside of the trace"),
         (lambda: BatchPlan.from_trace(trace, "follow(8)", "1s", on_change="cry"), "expected 'finish' or 'lose'"),
         (lambda: BatchPlan.from_trace(trace, "follow(8)", 0.0), "step time is 0 s"),
         (lambda: fit_step_time(trace, "follow(8)", samples=8, epochs=1, offset=20.0), "has no workers"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ebbflow.errors import ConfigError, InputError, SpecError
+from ebbflow.errors import ConfigError, EbbflowError, InputError, SpecError
 from ebbflow.moments.estimate import Moments
 from ebbflow.rules.base import Rule, Scaling, State, StepContext
 from ebbflow.rules.describe import describe
@@ -68,13 +68,17 @@ def test_nothing_can_need_what_nobody_measures() -> None:
     ("text", "message"),
     [
         ("adascale(progress=time)", r"adascale: progress is 'time'; .*Known: gain, samples"),
-        ("noise(2)", "noise: a is 2; expected 0"),
-        ("lena(eps=-1)", "lena: eps is -1"),
+        ("noise(1.5)", "noise: a is 1.5; expected 0"),
+        ("noise(-0.5)", "noise: a is -0.5; expected 0"),
+        ("power(1.5)", "power: p is 1.5; expected"),
+        ("power(-0.5)", "power: p is -0.5; expected"),
+        ("lena(eps=-0.5)", "lena: eps is -0.5"),
         ("legw", "legw lacks warmup"),
         ("legw(5)", "legw: warmup: '5' has no unit"),
         ("linear+cap", "cap lacks x"),
         ("linear+cap(0.5)", "cap: x is 0.5; expected at least 1"),
-        ("linear+statewarmup(5)", "statewarmup: alpha is 5; expected 0"),
+        ("linear+statewarmup(1.5)", "statewarmup: alpha is 1.5; expected 0"),
+        ("linear+warmup(2ep, start=1.5)", "warmup: start is 1.5; expected 0"),
         ("linear+ramp(0)", "ramp: steps is 0; expected a positive number"),
         ("adamsde(beta1=maybe)", "adamsde: beta1 is 'maybe'; expected true or false"),
         ("ramp", "starts with the modifier 'ramp'; put a rule before it"),
@@ -84,6 +88,13 @@ def test_nothing_can_need_what_nobody_measures() -> None:
 def test_what_cannot_be_meant_is_refused(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make_rule(text)
+
+
+def test_a_context_knows_neither_epoch_nor_end_unless_told() -> None:
+    for text, message in [("legw(1ep)", "size of an epoch is not known"), ("linear+statewarmup", "the run has no end")]:
+        rule = make_rule(text)
+        with pytest.raises(EbbflowError, match=message):
+            rule.scale(step(), rule.init())
 
 
 def test_a_state_aware_warm_up_needs_a_run_with_an_end() -> None:

@@ -17,7 +17,7 @@ from ebbflow.errors import ConfigError, EbbflowError, PlanError, RecordError
 from ebbflow.plan import make_policy
 from ebbflow.record import Header, Run, StepRow, ValidationRow
 from ebbflow.sim import FlatPrice, Scenario, parse_step_time
-from ebbflow.sim.efficiency import noise_scale_of, read_noise_scale
+from ebbflow.sim.efficiency import noise_scale_of, read_noise_scale, record_file
 from ebbflow.sim.fit import Measured, fit_steps, measured_steps, read_profile
 from ebbflow.sim.fleet import provisioned
 from ebbflow.sim.montecarlo import draws, interval, reseeded
@@ -25,7 +25,7 @@ from ebbflow.sim.network import NETWORKS, Affine
 from ebbflow.sim.prices import PriceHistory
 from ebbflow.sim.recovery import RECOVERIES
 from ebbflow.sim.search import Goal, Outcome, Setting, best, outcomes, pareto, sensitivity
-from ebbflow.sim.stepmodel import emulated_passes
+from ebbflow.sim.stepmodel import ComputeAndNetwork, emulated_passes
 from ebbflow.sim.stragglers import STRAGGLERS, Lognormal, Stragglers
 from ebbflow.traces import Trace, load
 from ebbflow.units import Seconds
@@ -145,6 +145,17 @@ def test_a_record_without_statistics_has_no_noise_scale() -> None:
         noise_scale_of(record(row(0, 1)))
 
 
+@pytest.mark.parametrize(("noise", "signal"), [(10, 0), (10, -0.5), (0, 1), (-0.5, 1)])
+def test_a_mean_that_is_not_above_zero_gives_no_noise_scale(noise: float, signal: float) -> None:
+    with pytest.raises(RecordError, match="give no noise scale; the run is too short"):
+        noise_scale_of(record(row(0, 1, noise=noise, signal=signal)))
+
+
+def test_a_record_may_be_named_by_the_folder_of_its_run(tmp_path: Path) -> None:
+    assert record_file(tmp_path) == tmp_path / "record.jsonl"
+    assert record_file(tmp_path / "other.jsonl") == tmp_path / "other.jsonl"
+
+
 @pytest.mark.parametrize("text", ["0", "-5", "nan"])
 def test_a_noise_scale_must_be_above_zero(text: str) -> None:
     with pytest.raises(ConfigError, match="above 0"):
@@ -175,6 +186,12 @@ def test_what_was_not_observed_is_left_out() -> None:
     emulated = fit_steps([Measured(workers=w, samples=8 * w, seconds=0.1 + 0.08 * w) for w in (1, 2, 4)], serial=True)
     assert (emulated.model.per_step, emulated.model.per_sample) == pytest.approx((0.1, 0.01))
     assert emulated.model.serial
+
+
+def test_pieces_may_be_single_samples() -> None:
+    # Two workers share 6 samples: three pieces of one each, 0.5 s a piece and 0.25 s a sample.
+    model = ComputeAndNetwork(per_step=Seconds(0.5), per_sample=Seconds(0.25), piece=1)
+    assert model.parts(np.array([2]), np.array([6])).compute.tolist() == [2.25]
 
 
 @given(workers=st.integers(1, 40), samples=st.integers(1, 2000), piece=st.integers(1, 300))
@@ -334,6 +351,22 @@ def test_the_front_is_what_nothing_beats(points: list[tuple[float, float]]) -> N
         return any(b[0] <= a[0] and b[1] <= a[1] and b != a for b in points)
 
     assert pareto(points) == [not beaten(point) for point in points]
+
+
+def test_workers_that_need_no_time_leave_the_trace_as_it_is() -> None:
+    trace = Trace.from_points([(0, 4), (60, 2)])  # an event log that stops with an event: two are left at the end
+    assert provisioned(trace, Seconds(0)) == trace
+
+
+def test_another_seed_leaves_every_other_argument_as_it_was() -> None:
+    assert reseeded("gcp-a100-like(3, 2h)", 5) == "gcp-a100-like(duration=2h, seed=5)"
+    assert reseeded("random-levels(1, 4, 5min, 2h, 3)", 5) == "random-levels(1, 4, 5min, 2h, seed=5)"
+    assert load(reseeded("gcp-tpu-like(3, 2h)", 3)) == load("gcp-tpu-like(seed=3, duration=2h)")
+
+
+def test_draws_of_no_seed_are_refused(one: Scenario) -> None:
+    with pytest.raises(ConfigError, match="0 seeds; expected at least 1"):
+        list(draws(lambda seed: one, 0))
 
 
 def test_draws_give_the_same_for_the_same_seed_and_differ_between_seeds(one: Scenario) -> None:

@@ -47,11 +47,14 @@ def test_random_levels_reach_both_bounds_and_change_only_on_the_beat() -> None:
     assert not (trace.times % 300).any()
 
 
-@pytest.mark.parametrize("text", ["random-levels(1, 999999, every=0.3s, duration=2.1s)", "square(1, 2, 0.6s, 2.1s)"])
-def test_a_duration_that_is_a_multiple_of_the_period_but_for_rounding_is_one(text: str) -> None:
-    """In binary 2.1 / 0.3 is a little more than 7; there is no eighth beat at the end."""
-    assert load(text).times[-1] == pytest.approx(1.8)
-    assert load(text).end == 2.1
+def test_a_duration_holds_as_many_intervals_as_it_should_in_spite_of_rounding() -> None:
+    # 2.1 s = 7 x 0.3 s, but 2.1/0.3 is above 7 in floats: the eighth interval would begin at 2.1 s, which is the end.
+    wave = load("square(1, 2, period=0.6s, duration=2.1s)")
+    assert wave.workers.tolist() == [1, 2, 1, 2, 1, 2, 1]
+    assert wave.end == 2.1
+    assert load("random-levels(1, 2, every=0.3s, duration=2.1s)").end == 2.1
+    # 1 s = 3 1/3 x 0.3 s: the last one is cut.
+    assert load("square(1, 2, period=0.6s, duration=1s)").workers.tolist() == [1, 2, 1, 2]
 
 
 def test_poisson_availability_is_the_share_of_a_workers_life() -> None:
@@ -88,6 +91,7 @@ def test_the_imitations_stay_near_the_published_statistics(
     traces = [load(f"{name}(seed={seed})") for seed in SEEDS]
     stats = [trace.stats() for trace in traces]
     assert all(least[0] <= s.min <= least[1] and s.max == most for s in stats)
+    assert min(s.min for s in stats) == least[0], "the least count that was published is seen"
     assert all(abs(s.mean - mean[0]) < mean[1] and abs(s.changes - changes[0]) < changes[1] for s in stats)
     assert np.mean([s.mean for s in stats]) == pytest.approx(mean[0], abs=mean[2])
     assert np.mean([s.changes for s in stats]) == pytest.approx(changes[0], abs=changes[2])
@@ -95,6 +99,12 @@ def test_the_imitations_stay_near_the_published_statistics(
     # Machines are taken in bulk and come back one by one: the greatest loss is much greater than the greatest gain.
     moves = [np.diff(trace.workers) for trace in traces]
     assert np.mean([-m.min() for m in moves]) > 1.5 * np.mean([m.max() for m in moves])
+
+
+@pytest.mark.parametrize(("name", "hours"), [("gcp-a100-like", 3.64), ("gcp-tpu-like", 16.12)])
+def test_an_imitation_without_arguments_is_as_long_as_the_published_one(name: str, hours: float) -> None:
+    assert load(name) == load(f"{name}(seed=0)")
+    assert load(name).end / 3600 == pytest.approx(hours, abs=0.01)
 
 
 @pytest.mark.parametrize("name", ["gcp-a100-like", "gcp-tpu-like"])

@@ -197,13 +197,15 @@ def test_questions_outside_of_the_trace_are_refused() -> None:
     ):
         with pytest.raises(TraceError, match=r"trace mine .* covers 0 to 60 s"):
             question()
-    for question in (
-        lambda: trace.repeat(0),
-        lambda: trace.scale(workers=0),
-        lambda: trace.scale(workers=2, max_workers=3),
-        lambda: trace.scale(max_workers=0),
-        lambda: trace.clip(minimum=3, maximum=2),
-        lambda: trace.mean_workers(Seconds(0)),
+    for question, message in (
+        (lambda: trace.repeat(0), "cannot be repeated 0 times"),
+        (lambda: trace.scale(workers=0), "cannot be scaled by 0 in workers and 1 in time"),
+        (lambda: trace.scale(time=0), "cannot be scaled by 1 in workers and 0 in time"),
+        (lambda: trace.scale(workers=2, max_workers=3), "not both"),
+        (lambda: trace.scale(max_workers=0), "max_workers is 0"),
+        (lambda: trace.clip(minimum=3, maximum=2), "cannot clip to 3 .. 2 workers"),
+        (lambda: trace.clip(minimum=-1), "cannot clip to -1 .. None workers"),
+        (lambda: trace.mean_workers(Seconds(0)), "a mean over 0 s is not defined"),
     ):
-        with pytest.raises(TraceError):
+        with pytest.raises(TraceError, match=message):
             question()
