@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import ebbflow.live.worker  # noqa: F401  loads everything that a replica needs
 from contract.suite import EPOCHS, make_data, make_model
 from ebbflow.engines.base import Faults
+from ebbflow.engines.live.lighthouse import heartbeat_ages
 from ebbflow.live.joining import join
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.workloads import cross_entropy
@@ -60,7 +62,8 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         checkpoint_every_s=arguments.get("checkpoint_every_s", 60.0),
     ) as fleet:
         if (everybody := arguments.get("all")) is not None:
-            together(Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"], everybody)
+            folder, own = Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"]
+            together(folder, environment["EBBFLOW_LIGHTHOUSE"], own, everybody)
         fleet.run()
 
 
@@ -84,11 +87,21 @@ def lighthouse(network: str | None, address: str, heartbeat_ms: int) -> None:
         time.sleep(1)
 
 
-def together(folder: Path, own: str, everybody: list[str]) -> None:
-    """Wait until all are here: the lighthouse, which knows them now, lets none of them begin without the others."""
+def together(folder: Path, lighthouse: str, own: str, everybody: list[str]) -> None:
+    """Wait until all are here and the lighthouse has heard from them: then none of them begins without the others."""
     (folder / f"{own}.here").touch()
     while not all((folder / f"{name}.here").exists() for name in everybody):
         time.sleep(0.001)
+    while not set(everybody) <= heard(lighthouse):
+        time.sleep(0.01)
+
+
+def heard(lighthouse: str) -> set[str]:
+    """The replicas whose hearts beat, as far as the lighthouse knows."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{lighthouse}/status", timeout=5) as answer:
+        ages = heartbeat_ages(answer.read().decode())
+    return {name.partition(":")[0] for name, age in ages.items() if age < 0.5}
 
 
 class PlanSizes:

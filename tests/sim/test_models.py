@@ -359,8 +359,8 @@ def test_workers_that_need_no_time_leave_the_trace_as_it_is() -> None:
 
 
 def test_another_seed_leaves_every_other_argument_as_it_was() -> None:
-    assert reseeded("gcp-a100-like(3, 2h)", 5) == "gcp-a100-like(duration=2h, seed=5)"
-    assert reseeded("random-levels(1, 4, 5min, 2h, 3)", 5) == "random-levels(1, 4, 5min, 2h, seed=5)"
+    assert reseeded("gcp-a100-like(3, 2h)", 5) == "gcp-a100-like(5, 2h)"
+    assert reseeded("random-levels(1, 4, 5min, 2h, 3)", 5) == "random-levels(1, 4, 5min, 2h, 5)"
     assert load(reseeded("gcp-tpu-like(3, 2h)", 3)) == load("gcp-tpu-like(seed=3, duration=2h)")
 
 
