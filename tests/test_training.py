@@ -146,6 +146,17 @@ def test_what_a_kill_in_the_middle_of_a_checkpoint_left_is_removed(tmp_path: Pat
     assert sorted(path.name for path in folder.iterdir()) == ["record.jsonl", "weights.pt"]
 
 
+def test_a_checkpoint_without_its_record_is_not_taken_for_one_of_the_next_record(tmp_path: Path, trace: str) -> None:
+    with pytest.raises(Killed):
+        train(config(trace, epochs=1), tmp_path / "run", callbacks=killed_at(5), checkpoint_every_s=0)
+    (tmp_path / "run" / "record.jsonl").unlink()
+    with pytest.raises(Killed):
+        train(config(trace, epochs=1), tmp_path / "run", callbacks=killed_at(2), checkpoint_every_s=3600)
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()
+    result = train(config(trace, epochs=1), tmp_path / "run")
+    assert [row.step for row in result.steps] == list(range(len(result.steps)))
+
+
 def test_a_nan_gradient_stops_the_run(tmp_path: Path, trace: str) -> None:
     result = run(tmp_path, trace, workload="test-cliff(bad=1)")
     assert result.status == "diverged"

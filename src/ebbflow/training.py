@@ -143,6 +143,8 @@ class _Trainer:
         if not self.group.leads:
             return NoRecord()
         remove_leftovers(checkpoint)
+        if size is None:
+            checkpoint.unlink(missing_ok=True)  # its record was deleted: it must not be taken for one of the new record
         record = RecordWriter(path, resume_at=size)
         if size is not None:
             record.write(Event(step=self.flow.step, what="resumed", text=f"from {CHECKPOINT}"))

@@ -212,7 +212,7 @@ def test_a_group_added_later_follows_the_rule_too() -> None:
 def test_misuse_says_what_to_do() -> None:
     net = model()
     optimizer, _ = elastic(net, sampler=None)
-    with pytest.raises(ConfigError, match="Pass sampler="):
+    with pytest.raises(ConfigError, match="or sampler= to ElasticOptimizer"):
         optimizer.step()
     with pytest.raises(ConfigError, match="no closure"):
         optimizer.step(lambda: 0.0)
@@ -226,3 +226,15 @@ def test_the_public_names_are_the_ones_the_readme_uses() -> None:
     assert ebbflow.ElasticOptimizer is ElasticOptimizer
     assert ebbflow.ElasticSampler is ElasticSampler
     assert ebbflow.BatchPlan is BatchPlan
+
+
+@pytest.mark.parametrize("samples", [0, -8])
+def test_a_step_of_no_samples_is_refused(samples: int) -> None:
+    """The linear rule would make a rate of nothing of it, or a negative one."""
+    net = model()
+    optimizer, _ = elastic(net, sampler=None, schedule="constant")
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    net(torch.ones(2, next(net.parameters()).shape[1], dtype=torch.float64)).sum().backward()
+    with pytest.raises(ConfigError, match=rf"step\(samples={samples}\): pass the step's samples"):
+        optimizer.step(samples=samples)
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))

@@ -199,8 +199,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 "optimizer.step(), and leave scaler.step and scaler.update out of the loop"
             )
         if self.sampler is None:
-            if samples is None:
-                raise ConfigError("how large was this step? Pass sampler= to ElasticOptimizer, or samples= to step()")
+            if samples is None or samples < 1:
+                raise ConfigError(f"step(samples={samples}): pass the step's samples, or sampler= to ElasticOptimizer")
             if self.rule.needs:
                 raise ConfigError(
                     f"the rule {self.rule} measures the pieces that a step is made of; pass sampler= to "

@@ -66,6 +66,7 @@ def draws(scenario_of: Callable[[int], Scenario], seeds: int, *, first: int = 0)
         raise ConfigError(f"{seeds} seeds; expected at least 1")
     for seed in range(first, first + seeds):
         try:
-            yield simulate(scenario_of(seed), rng=np.random.default_rng(seed))
+            # Not the seed alone: the trace is drawn by that, and stragglers shall not follow it.
+            yield simulate(scenario_of(seed), rng=np.random.default_rng((seed, 1)))
         except PlanError as error:
             raise PlanError(f"seed {seed}: {error}") from None
