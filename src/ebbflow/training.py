@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -143,8 +143,9 @@ class _Trainer:
         if not self.group.leads:
             return NoRecord()
         remove_leftovers(checkpoint)
-        if size is None:
-            checkpoint.unlink(missing_ok=True)  # its record was deleted: it must not be taken for one of the new record
+        if size is None:  # a checkpoint whose record was deleted must not be taken for one of the new record
+            with suppress(OSError):  # the record tells what is wrong with the folder
+                checkpoint.unlink()
         record = RecordWriter(path, resume_at=size)
         if size is not None:
             record.write(Event(step=self.flow.step, what="resumed", text=f"from {CHECKPOINT}"))

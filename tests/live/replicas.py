@@ -88,11 +88,16 @@ def lighthouse(network: str | None, address: str, heartbeat_ms: int) -> None:
 
 
 def together(folder: Path, lighthouse: str, own: str, everybody: list[str]) -> None:
-    """Wait until all are here and the lighthouse has heard from them: then none of them begins without the others."""
-    (folder / f"{own}.here").touch()
+    """Wait until all are here and the lighthouse has heard from them: then none of them begins without the others.
+
+    Who is not one of them, or comes back, does not wait for their hearts: some may have ended.
+    """
+    here = folder / f"{own}.here"
+    first = own in everybody and not here.exists()
+    here.touch()
     while not all((folder / f"{name}.here").exists() for name in everybody):
         time.sleep(0.001)
-    while not set(everybody) <= heard(lighthouse):
+    while first and not set(everybody) <= heard(lighthouse):
         time.sleep(0.01)
 
 

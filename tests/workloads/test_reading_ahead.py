@@ -40,10 +40,13 @@ EARLIER: set[psutil.Process] = set()
 
 
 @pytest.fixture(autouse=True)
-def _earlier_children() -> None:
-    """Other tests may have left servers of theirs running."""
+def _as_if_alone() -> Iterator[None]:
+    """Other tests may have left servers of theirs running, and torch's loader what it does when a child ends."""
     EARLIER.clear()
     EARLIER.update(psutil.Process().children())
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, before)
 
 
 def children() -> list[psutil.Process]:
@@ -263,6 +266,19 @@ def test_a_killed_process_is_an_error_and_no_hang_and_reading_can_go_on(slow, tm
     reader.follow(lambda: iter(()))
     assert joined(reader.read(coming[3]))[0][0, 0] == 3
     reader.close()
+
+
+def test_what_torch_does_at_the_end_of_a_child_does_not_disturb_the_end_of_a_reader():
+    """A loader of the user's own has torch raise an error wherever it is; here also while processes are ended."""
+    told = []
+    reader = Reader(Drawing(), workers=2, ahead=64)
+    read_all(reader, [request([1])])
+    signal.signal(signal.SIGCHLD, lambda number, frame: told.append(number))
+    children()[1].kill()
+    wait_until(lambda: bool(told))
+    told.clear()
+    reader.close()  # the other process ends
+    assert (children(), told) == ([], [])
 
 
 def test_no_process_is_left_when_a_source_is_closed_or_forgotten():

@@ -163,7 +163,7 @@ class Reader:
         self._feed.requests = requests
         if self._loader is None:
             self._loader = self._make_loader()
-        with _own_child_signal():
+        with _deaf_to_children():
             self._parts = iter(self._loader)
 
     def _make_loader(self) -> DataLoader[Part]:
@@ -185,8 +185,9 @@ class Reader:
         """End the processes; the next `read` starts them again."""
         self._feed.taken.clear()
         self._feed.requests = iter(())
-        self._parts = iter(())
-        self._loader = None  # its last reference: torch ends the processes and waits for them
+        with _deaf_to_children():
+            self._parts = iter(())
+            self._loader = None  # its last reference: torch ends the processes and waits for them
 
 
 def _as_it_is(part: Any) -> Any:
@@ -201,16 +202,16 @@ def _begin_worker(parent: int, number: int) -> None:
 
 
 @contextmanager
-def _own_child_signal() -> Iterator[None]:
-    """Keep what this process does at the end of a child.
+def _deaf_to_children() -> Iterator[None]:
+    """The end of a child is no event inside, and what this process does about one is afterwards what it was before.
 
-    Torch's loader would have it raise an error wherever it is, in the middle of a step. The loader notices, too, when
-    it waits for the child's samples, which is where `read` can say what happened.
+    Torch's loader would have it raise an error wherever it is, in the middle of a step, or of the loader's own end. The
+    loader notices, too, when it waits for the child's samples, which is where `read` can say what happened.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGCHLD)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:
