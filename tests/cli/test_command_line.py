@@ -88,26 +88,19 @@ def test_version_and_help(ebbflow: Ebbflow) -> None:
 
 def test_a_preempted_run_writes_a_checkpoint_and_continues(tmp_path: Path) -> None:
     """SIGTERM is what a cloud sends before it takes the machine."""
-    command = [
-        sys.executable,
-        "-m",
-        "ebbflow",
-        "train",
-        "digits-mlp",
-        "--local-batch",
-        "2",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    process = subprocess.Popen([*command, "--epochs", "200"], stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "ebbflow", "train", "digits-mlp", "--local-batch", "2", "--epochs", "200"]
     record = tmp_path / "run" / "record.jsonl"
-    end = time.monotonic() + 60
-    while not (record.exists() and b'"step"' in record.read_bytes()):
-        assert time.monotonic() < end
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
+    end = time.monotonic() + 120
+    with subprocess.Popen([*command, "--out", str(record.parent)], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not (record.exists() and b'"step"' in record.read_bytes()):
+                assert time.monotonic() < end
+                assert process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            _, told = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "the same command continues" in told
     assert (tmp_path / "run" / "checkpoint.pt").is_file()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from ebbflow.errors import ConfigError, OutputError
 from ebbflow.record import Run, read_record
 from ebbflow.studies.runner import Progress, run_study
-from ebbflow.studies.study import Study, parse_study
+from ebbflow.studies.study import Study, load_study, parse_study
 
 
 def small(**changes: Any) -> Study:
@@ -128,14 +129,28 @@ local_batch = 8
 """
 
 
+STARTED: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_running() -> Iterator[None]:
+    """Whatever a test that fails has left behind; the arms of a study that is gone end by themselves."""
+    yield
+    while STARTED:
+        with STARTED.pop() as process:
+            process.kill()
+
+
 def start(study: Path, out: Path, checkpoint_every: str, stderr: Any = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "ebbflow", "study", str(study), "--out", str(out), "--jobs", "2"]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*command, "--checkpoint-every", checkpoint_every], stdout=subprocess.DEVNULL, stderr=stderr
     )
+    STARTED.append(process)
+    return process
 
 
-def wait_for(condition: Any, seconds: float = 60) -> None:
+def wait_for(condition: Any, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -206,7 +221,7 @@ def test_ctrl_c_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
     wait_for(lambda: rows(tmp_path / "out") > 0 or process.poll() is not None)
     wait_for(lambda: len(list(tmp_path.glob("out/arms/*/record.jsonl"))) == 2)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) != 0
+    assert process.wait(timeout=90) != 0
     assert len(list(tmp_path.glob("out/arms/*/checkpoint.pt"))) >= 1
     assert json.loads((tmp_path / "out" / "study.json").read_text())["config"]["name"] == "study"
 
@@ -214,16 +229,10 @@ def test_ctrl_c_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
 def test_two_studies_in_one_folder_do_not_meet(tmp_path: Path) -> None:
     study = tmp_path / "study.toml"
     study.write_text(STUDY.replace("epochs = 6", "epochs = 500"))
-    process = start(study, tmp_path / "out", "1h")
-    try:
-        wait_for(lambda: (tmp_path / "out" / "study.json").exists())
-        from ebbflow.studies.study import load_study
-
-        with pytest.raises(ConfigError, match="another study is running"):
-            run_study(load_study(str(study)), tmp_path / "out")
-    finally:
-        process.kill()
-        process.wait(timeout=30)
+    start(study, tmp_path / "out", "1h")
+    wait_for(lambda: (tmp_path / "out" / "study.json").exists())
+    with pytest.raises(ConfigError, match="another study is running"):
+        run_study(load_study(str(study)), tmp_path / "out")
 
 
 def test_an_output_folder_that_cannot_be_made(tmp_path: Path) -> None:
