@@ -13,16 +13,12 @@ from ebbflow.config import RunConfig
 TRACE = "time_s,accelerators\n0,4\n60,2\n120,2\n"
 
 
-def recorded(config: RunConfig) -> dict[str, Any]:
-    return {**config.as_dict(), "trace_sha256": config.trace_digest()}
-
-
 def same(first: RunConfig, second: RunConfig) -> bool:
     """By both ways of asking, in both directions."""
     answers = {
         first.fingerprint() == second.fingerprint(),
-        not first.differences(recorded(second)),
-        not second.differences(recorded(first)),
+        not first.differences(second.recorded()),
+        not second.differences(first.recorded()),
     }
     assert len(answers) == 1, "fingerprint and differences disagree"
     return answers.pop()
@@ -51,7 +47,7 @@ def test_any_setting_that_is_computed_with_makes_another_run(other: dict[str, An
 
 def test_differences_name_the_setting_and_both_values() -> None:
     run = RunConfig(workload="digits-mlp", rule="sqrt")
-    assert run.differences(recorded(RunConfig(workload="digits-mlp"))) == ["rule is 'sqrt', was 'linear'"]
+    assert run.differences(RunConfig(workload="digits-mlp").recorded()) == ["rule is 'sqrt', was 'linear'"]
 
 
 def test_a_trace_that_was_moved_is_the_same_and_one_that_was_edited_is_not(tmp_path: Path) -> None:
@@ -59,7 +55,7 @@ def test_a_trace_that_was_moved_is_the_same_and_one_that_was_edited_is_not(tmp_p
     here.write_text(TRACE)
     there.write_text(TRACE)
     run = RunConfig(workload="digits-mlp", trace=str(here))
-    before = recorded(run)
+    before = run.recorded()
     assert same(run, replace(run, trace=str(there)))
     here.write_text(TRACE.replace("60,2", "60,3"))
     assert run.differences(before) == [f"the trace is not the one it was ({here})"]
@@ -75,7 +71,7 @@ def test_a_plan_is_no_trace_of_the_same_content(tmp_path: Path) -> None:
 
 
 def test_a_record_from_before_a_setting_existed_is_of_a_run_at_its_default() -> None:
-    before = recorded(RunConfig(workload="digits-mlp"))
+    before = RunConfig(workload="digits-mlp").recorded()
     del before["measure_every"]
     assert RunConfig(workload="digits-mlp").differences(before) == []
     assert RunConfig(workload="digits-mlp", measure_every=1).differences(before) == ["measure_every is 1, was 4"]

@@ -358,6 +358,25 @@ def test_a_run_is_not_taken_for_one_on_a_file_that_was_changed_since(kind: str, 
     assert train(chosen, tmp_path / "run").header.created == first.header.created
 
 
+def test_a_trace_that_is_edited_while_a_run_follows_it_is_another_trace_when_the_run_goes_on(
+    tmp_path: Path, trace: str
+) -> None:
+    before = Path(trace).read_text(encoding="utf-8")
+
+    def edit_then_kill(row: StepRow) -> None:
+        Path(trace).write_text(before.replace("\n3,2\n", "\n4,2\n"), encoding="utf-8")
+        if row.step == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(config(trace, epochs=1), tmp_path / "run", callbacks=Callbacks(on_step=edit_then_kill),
+              checkpoint_every_s=0)  # fmt: skip
+    with pytest.raises(CheckpointError, match="the trace is not the one it was"):
+        train(config(trace, epochs=1), tmp_path / "run")
+    Path(trace).write_text(before, encoding="utf-8")
+    assert train(config(trace, epochs=1), tmp_path / "run").status == "finished"
+
+
 def test_a_finished_run_on_a_trace_with_a_long_text_is_found_again(tmp_path: Path) -> None:
     """A text longer than any file's name may be is no file, and no error of the system's either."""
     changes = " ".join(f"{second}s:{2 + second % 3}" for second in range(60)) + " 60s"

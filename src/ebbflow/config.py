@@ -150,6 +150,10 @@ class RunConfig:
         idle = cores // processes - self.threads
         return dataclasses.replace(self, loader_workers=max(0, min(_MOST_LOADERS, idle)))
 
+    def recorded(self) -> dict[str, Any]:
+        """What is written down of a run when it begins, and compared by `differences` when it goes on."""
+        return {**self.as_dict(), "trace_sha256": self.trace_digest()}
+
     def trace_digest(self) -> str:
         """Of the trace or plan itself: the bytes of its file, wherever that lies, or the text of a generator."""
         text = self.plan if self.plan is not None else self.trace
@@ -172,9 +176,9 @@ class RunConfig:
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
         """What a recorded run computes otherwise, a phrase each; none: it is this very run, and may be continued.
 
-        `recorded`: what `as_dict` gave for that run, and its `trace_digest` as trace_sha256. A setting that it lacks,
-        since a later version added it, is taken to have been at its default. A trace or plan that was moved is the
-        same; one that was edited is not.
+        `recorded`: what the method of that name gave for that run. A setting that it lacks, since a later version
+        added it, is taken to have been at its default. A trace or plan that was moved is the same; one that was edited
+        is not.
         """
         found = [
             f"{key} is {value!r}, was {recorded.get(key, _DEFAULTS[key])!r}"

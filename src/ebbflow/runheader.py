@@ -43,10 +43,9 @@ def make_header(
     names = {id(parameter): name for name, parameter in task.model.named_parameters()}
     return Header(
         config={
-            **config.as_dict(),
+            **config.recorded(),
             "trace": config.label,
             "trace_text": config.plan or config.trace,
-            "trace_sha256": config.trace_digest(),
             "progress": "gain" if optimizer.by_gain else "samples",
             "layers": [names[id(layer)] for layer in optimizer.layers] if "layers" in optimizer.rule.needs else [],
             "metric": recipe.metric,

@@ -108,6 +108,7 @@ class _Trainer:
             clip=config.clip,
             on_nonfinite=cast(OnNonfinite, config.on_nonfinite),
         )
+        self.recorded = config.recorded()  # now: somebody may edit the trace while the run follows it as it was
         self.plan, self.trace = make_plan(config, samples, by_gain=optimizer.by_gain)
         growth = make_growth(config, samples)
         needs = optimizer.rule.needs | (growth.policy.needs if growth is not None else frozenset())
@@ -186,7 +187,7 @@ class _Trainer:
         save_checkpoint(
             self.folder / CHECKPOINT,
             {
-                "settings": {**self.config.as_dict(), "trace_sha256": self.config.trace_digest()},
+                "settings": self.recorded,
                 "model": self.task.model.state_dict(),
                 "optimizer": self.flow.optimizer.state_dict(),
                 "average": self.flow.average.state_dict() if self.flow.average is not None else None,

@@ -114,7 +114,7 @@ def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) ->
 
 @contextmanager
 def _arm_lock(folder: Path) -> Iterator[None]:
-    """Hold the arm's folder; an orphan of a killed study lets go of it within a step."""
+    """Hold the arm's folder; an orphan of a killed study lets go of it at its next report."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -128,7 +128,7 @@ def _study_folder(study: Study, out: Path, command: str) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(f"another study is running in {out}; wait for it or choose another folder") from None
-            _check_or_write(study, out, command)
+            _check_and_write(study, out, command)
             yield
     except OutputError:
         raise
@@ -136,7 +136,7 @@ def _study_folder(study: Study, out: Path, command: str) -> Iterator[None]:
         raise OutputError(f"{out}: cannot be written: {error.strerror}; choose another output folder") from error
 
 
-def _check_or_write(study: Study, out: Path, command: str) -> None:
+def _check_and_write(study: Study, out: Path, command: str) -> None:
     """A study may grow by seeds, rules, traces and workloads; runs that it does not have would enter its tables."""
     path = out / "study.json"
     own = {arm.id for arm in study.arms()}

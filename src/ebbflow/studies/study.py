@@ -111,7 +111,7 @@ class Study:
     """Where it was read from, for errors."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The configuration as JSON: what `study.json` keeps and what a resumed study is compared with."""
+        """The configuration as JSON: what `study.json` keeps."""
         always = {
             "name": self.name,
             "workloads": list(self.workloads),
