@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from hypothesis import settings
 # Two busy cores are slow now and then; how long an example takes is no test of ours.
 settings.register_profile("ebbflow", deadline=None)
 settings.load_profile("ebbflow")
+
+# A shell script starts what it puts in the background deaf to Ctrl-C, which some tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 
