@@ -38,6 +38,7 @@ from ebbflow.workloads.sources import TensorSource, crop_and_flip
 
 BATCH = 2048
 EPOCH = 1 << 24  # samples in an epoch, so that no tail of one disturbs
+SETTLING = 700  # steps of a changing plan until every shape has been compiled and captured
 STATISTICS = {True: "adascale", False: "linear"}
 
 Step = Callable[[], int]
@@ -61,8 +62,9 @@ def images() -> Callable[[Any], tuple[torch.Tensor, torch.Tensor]]:
 def changing_plan(local_batch: int) -> BatchPlan:
     """Another number of workers at every step, from half of what makes 2,048 samples to one and a half times that."""
     middle = BATCH // local_batch
-    workers = np.random.default_rng(0).integers(middle // 2, middle * 3 // 2, 500, endpoint=True)
-    trace = Trace.parse(" ".join(f"{time}s:{count}" for time, count in enumerate(workers)) + " 500s")
+    steps = 4 * SETTLING  # more than the warm-up and the timed turns together
+    workers = np.random.default_rng(0).integers(middle // 2, middle * 3 // 2, steps, endpoint=True)
+    trace = Trace.parse(" ".join(f"{time}s:{count}" for time, count in enumerate(workers)) + f" {steps}s")
     return BatchPlan.from_trace(trace, Follow(local_batch), "1s")
 
 
@@ -167,7 +169,7 @@ def on_gpu(wanted: str) -> None:
         if name != LIMIT and wanted not in name:
             continue
         step = make()
-        compiling = warm_up(step, 700 if "changing" in name else 25)  # until every shape has been seen a few times
+        compiling = warm_up(step, SETTLING if "changing" in name else 25)
         rates[name] = rate(step)
         limit, loop = rates[LIMIT], rates.get(LOOP)
         over = f"{rates[name] / loop:10.1f}x" if loop else ""

@@ -16,6 +16,8 @@ from ebbflow.cli.main import app
 from ebbflow.config import load_plugins
 from ebbflow.moments.estimate import Moments
 from ebbflow.record import read_record
+from ebbflow.report.results import load_results
+from ebbflow.report.tables import summarise
 from ebbflow.rules.base import Rule, StepContext
 from ebbflow.rules.registry import RULES, make_rule
 from ebbflow.studies.study import load_study
@@ -63,9 +65,30 @@ def test_the_study_finds_its_runs_again(folder: str, tmp_path: Path, request: py
         convert(traces / "gcp_a100_2022-05.csv", home / "gpu.csv", "--stop", "13104s")
         convert(traces / "gcp_tpuv2-8_cores_2022-04.csv", home / "tpu.csv", "--start", "212min", "--stop", "487min")
     arms = {arm.id: arm.config for arm in load_study(str(home / "study.toml")).arms()}
-    for path in records(folder, tmp_path / "out"):
-        config, recorded = arms[path.parent.name], read_record(path).header.config
+    found = records(folder, tmp_path / "out")
+    assert {path.parent.name for path in found} == set(arms)
+    for path in found:
+        config, record = arms[path.parent.name], read_record(path)
+        recorded = record.header.config
         assert (config.rule, config.label, config.seed) == tuple(recorded[key] for key in ("rule", "trace", "seed"))
+        assert record.status == "finished"
+
+
+@pytest.mark.parametrize("folder", STUDIES)
+def test_every_result_of_the_report_stands_in_the_tables_of_the_page(folder: str, tmp_path: Path) -> None:
+    records(folder, tmp_path)
+    page = (EVIDENCE / f"{folder.split('-')[0]}.md").read_text()
+    rows = " ".join(line for line in page.splitlines() if line.startswith("|")).replace("*", "")
+    results = load_results(tmp_path)
+    cells = summarise(results.arms, results.config).cells
+    assert len(cells) >= 11
+    for cell in cells:
+        assert cell.mean is not None
+        ways = [
+            f" {100 * cell.mean:.{digits}f} " + (f"± {100 * cell.std:.{digits}f} " if cell.std is not None else "")
+            for digits in (1, 2)
+        ]
+        assert any(way in rows for way in ways), f"{cell}: none of {ways}"
 
 
 def convert(source: Path, target: Path, *options: str) -> None:
