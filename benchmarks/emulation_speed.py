@@ -27,6 +27,7 @@ from ebbflow.data.ledger import Ledger
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.emulated.base import EmulatedEngine
 from ebbflow.loop import Flow
+from ebbflow.memory import keep_freed_memory
 from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan
@@ -179,8 +180,9 @@ def on_gpu(wanted: str) -> None:
 def on_cpu(text: str | None) -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    keep_freed_memory()  # as `ebbflow train` does
     print(f"{'':42s} {'loop':>10s} {'fused':>10s} {'fused/loop':>10s}")
-    for name, turns in (("digits-mlp", 40), ("digits-cnn", 40), ("shakespeare-gpt", 5)):
+    for name, turns in (("digits-mlp", 40), ("digits-cnn", 40), ("shakespeare-gpt", 9)):
         if name == "shakespeare-gpt" and text is None:
             continue
         data = text if name == "shakespeare-gpt" else None

@@ -20,6 +20,7 @@ from ebbflow.config import RunConfig
 from ebbflow.errors import ConfigError
 from ebbflow.files import write_whole
 from ebbflow.fleet.account import read_account
+from ebbflow.memory import keep_freed_memory
 from ebbflow.record import Run, read_record
 from ebbflow.sim.efficiency import record_file
 from ebbflow.sim.fit import Fit, Measured, emulated_piece, fit_steps, measured_steps
@@ -130,6 +131,7 @@ def _short_run(config: RunConfig, steps: int) -> Run:
         nonlocal done
         done += 1
 
+    keep_freed_memory()
     with tempfile.TemporaryDirectory(prefix="ebbflow-profile-") as folder:
         callbacks = training.Callbacks(on_step=count, should_stop=lambda: done >= steps + _WARM_UP)
         try:

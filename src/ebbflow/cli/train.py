@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
 from ebbflow.config import RunConfig
+from ebbflow.memory import keep_freed_memory
 from ebbflow.record import Run, StepRow, ValidationRow
 from ebbflow.signals import StopSignal
 from ebbflow.units import format_seconds, parse_seconds
@@ -144,6 +145,7 @@ def train(
         callbacks = training.Callbacks(
             on_start=on_start, on_step=on_step, on_validation=on_validation, should_stop=lambda: stop.requested
         )
+        keep_freed_memory()
         run = training.train(config, folder, command=command_line(), callbacks=callbacks, checkpoint_every_s=every)
     if not speaks:
         return

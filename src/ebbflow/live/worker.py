@@ -19,6 +19,7 @@ from ebbflow.config import load_plugins
 from ebbflow.errors import EbbflowError
 from ebbflow.live.fleet import Fleet
 from ebbflow.live.joining import join
+from ebbflow.memory import keep_freed_memory
 from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
 
@@ -97,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     torch.set_num_threads(values.pop("threads"))
     torch.set_flush_denormal(True)
+    keep_freed_memory()
     try:
         load_plugins(tuple(values.pop("plugin")))
         with join_workload(**values) as fleet:
