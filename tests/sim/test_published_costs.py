@@ -5,13 +5,23 @@ Every number that a test works out must also stand on that page, so that page an
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ebbflow.plan import make_policy
-from ebbflow.sim import ComputeAndNetwork, FlatPrice, Scenario, Simulation, on_demand, parse_step_time, simulate
+from ebbflow.sim import (
+    RECOVERIES,
+    ComputeAndNetwork,
+    FlatPrice,
+    Scenario,
+    Simulation,
+    on_demand,
+    parse_step_time,
+    simulate,
+)
 from ebbflow.sim.network import Affine, Network, ParameterServer, Ring
 from ebbflow.traces import load
 from ebbflow.units import Seconds
@@ -51,6 +61,21 @@ def test_sixty_four_gpus_on_demand_cost_344_dollars_at_a_shorter_step(step: str,
                    f"{64 * found.time_s / 3600:.1f}", f"{found.cost_usd:.1f}", published)  # fmt: skip
     if published:
         assert found.cost_usd == pytest.approx(float(published), rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("recovery", "repeat", "claim"),
+    [
+        ("step(detect=1s)", False, '`--recovery "step(detect=1s)"` gives {usd:.1f} USD and {minutes:.1f} min'),
+        ("checkpoint", True, "{usd:.0f} USD and {hours:.1f} h, since"),
+    ],
+)
+def test_what_interruptions_add_to_the_112_dollars(shared: Path, recovery: str, repeat: bool, claim: str) -> None:
+    """The command of the page with one option more; `--across-epochs` holds for it, too."""
+    plain = imagenet(load(shared / "traces" / "gcp_a100_2022-05.csv"))
+    found = simulate(dataclasses.replace(plain, recovery=RECOVERIES.make(recovery), repeat=repeat))
+    text = claim.format(usd=found.cost_usd, minutes=found.time_s / 60, hours=found.time_s / 3600)
+    assert text in " ".join(PAGE.read_text(encoding="utf-8").split())
 
 
 # -- Lin et al. 2019, Table 2 ------------------------------------------------------------------------------------------
