@@ -8,7 +8,7 @@ PARALLEL ?= --numprocesses 2 --dist loadfile
 # constraints.txt pins everything that is installed here, torch above all.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check format bench docs golden clean
+.PHONY: demo test check format bench clean
 
 demo: $(VENV)/.installed     ## three rules on two spot traces: a table and an HTML report
 	$(BIN)/ebbflow demo

@@ -45,7 +45,7 @@ def test_steps_of_two_replicas_are_counted_once_and_a_death_has_its_price(tmp_pa
     assert (change.step, change.before, change.after, change.lost_s) == (3, 2, 1, 1.5)
     assert account.to_json()["lost_s_a_change"] == {"mean": 1.5, "median": 1.5, "max": 1.5}
     assert account_lines({**LAUNCHER, "kills": 1, "notices": 0}, account) == [
-        "j: finished after 10.0 s, 3 starts, 1 deaths, 1 kills and 0 notices by the trace",
+        "j: finished after 10.0 s, 3 starts, 1 death, 1 kill and 0 notices by the trace",
         "5 steps, 16 samples, 2 whole epochs of 8",
         "every sample was committed exactly once an epoch",
         "changes of the fleet: 1, held up for 1.5 s (median), at most 1.5 s",

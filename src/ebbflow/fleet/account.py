@@ -144,13 +144,16 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
     }
 
 
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def account_lines(launcher: Mapping[str, Any], account: JobAccount | None) -> list[str]:
     """The account for people: what the launcher saw, then what the records say, where they are."""
-    by_trace = f", {launcher.get('kills')} kills and {launcher.get('notices')} notices by the trace"
-    lines = [
-        f"{launcher['job']}: {launcher['status']} after {format_seconds(launcher['seconds'])}, "
-        f"{launcher['starts']} starts, {launcher['deaths']} deaths{by_trace if 'kills' in launcher else ''}"
-    ]
+    seen = f"{_many(launcher['starts'], 'start')}, {_many(launcher['deaths'], 'death')}"
+    if "kills" in launcher:
+        seen += f", {_many(launcher['kills'], 'kill')} and {_many(launcher['notices'], 'notice')} by the trace"
+    lines = [f"{launcher['job']}: {launcher['status']} after {format_seconds(launcher['seconds'])}, {seen}"]
     if account is None:
         return lines
     if not account.steps and not account.problems:
