@@ -66,6 +66,18 @@ if "test-cliff" not in workloads.WORKLOADS.names():
     workloads.register("test-cliff", recipe=RECIPE)(cliff)
 
 
+def as_many(data: Path | None, recipe: Recipe) -> Task:
+    """As many samples as the data file says."""
+    assert data is not None
+    x = torch.linspace(-1, 1, int(data.read_text(encoding="utf-8")))[:, None]
+    return Task(model=nn.Linear(1, 1), train=TensorSource(x, x), valid=TensorSource(x, x), recipe=recipe,
+                loss=lambda model, x, y: nn.functional.mse_loss(model(x), y))  # fmt: skip
+
+
+if "test-as-many" not in workloads.WORKLOADS.names():
+    workloads.register("test-as-many", recipe=RECIPE)(as_many)
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
     path = tmp_path / "trace.csv"
@@ -155,6 +167,42 @@ def test_a_checkpoint_without_its_record_is_not_taken_for_one_of_the_next_record
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
     result = train(config(trace, epochs=1), tmp_path / "run")
     assert [row.step for row in result.steps] == list(range(len(result.steps)))
+
+
+@pytest.mark.parametrize("others", [60, 200])
+def test_a_run_does_not_go_on_with_data_of_another_size(others: int, tmp_path: Path, trace: str) -> None:
+    for samples in (97, others):
+        (tmp_path / f"{samples}.txt").write_text(str(samples), encoding="utf-8")
+    begun, other = (config(trace, workload="test-as-many", data=str(tmp_path / f"{n}.txt")) for n in (97, others))
+    with pytest.raises(Killed):
+        train(begun, tmp_path / "run", callbacks=killed_at(5), checkpoint_every_s=0)
+    with pytest.raises(CheckpointError, match=f"epochs of 97 samples, but the data has {others}; give the data"):
+        train(other, tmp_path / "run")
+    moved = (tmp_path / "97.txt").rename(tmp_path / "elsewhere.txt")
+    assert train(config(trace, workload="test-as-many", data=str(moved)), tmp_path / "run").status == "finished"
+
+
+def test_a_finished_run_that_was_made_from_data_elsewhere_is_returned_with_a_word(
+    tmp_path: Path, trace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).write_text("97", encoding="utf-8")
+    one, two = (config(trace, workload="test-as-many", data=str(tmp_path / name)) for name in ("one", "two"))
+    train(one, tmp_path / "run")
+    train(one, tmp_path / "run")
+    assert not caplog.records
+    train(two, tmp_path / "run")
+    assert f"its data was {tmp_path / 'one'}, now it is {tmp_path / 'two'}" in caplog.text
+
+
+def test_memory_that_the_machine_does_not_have_is_an_error_that_says_what_to_do(tmp_path: Path, trace: str) -> None:
+    def huge(recipe: Recipe) -> Task:
+        raise AssertionError(torch.empty(2**50))  # 4 PiB, more than a process can address
+
+    if "test-huge" not in workloads.WORKLOADS.names():
+        workloads.register("test-huge", recipe=RECIPE)(huge)
+    with pytest.raises(ConfigError, match=r"memory of the device cpu does not suffice .*smaller local batch"):
+        run(tmp_path, trace, workload="test-huge")
 
 
 def test_a_nan_gradient_stops_the_run(tmp_path: Path, trace: str) -> None:

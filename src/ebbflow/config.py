@@ -190,6 +190,16 @@ class RunConfig:
             found.append(f"the {kind} is not the one it was ({text})")
         return found
 
+    def other_data(self, recorded: Mapping[str, Any]) -> str:
+        """Where a recorded run found its data, if that was another place, as a phrase; empty if it was the same.
+
+        The same data may have been moved, so that this is worth a word and no error.
+        """
+        before = recorded.get("data")
+        return (
+            "" if before == self.data else f"its data was {before or 'not given'}, now it is {self.data or 'not given'}"
+        )
+
     def _computing(self) -> dict[str, Any]:
         """The settings that say what is computed, but the trace or plan, whose text may be the name of a file."""
         other = {"label", "trace", "plan", *_WHERE_AND_HOW}
@@ -215,7 +225,15 @@ def check_type(value: Any, annotation: str, where: str) -> None:
     if value is None and annotation.endswith(" | None"):
         return
     if not isinstance(value, types) or (isinstance(value, bool) and wanted != "bool"):
-        raise ConfigError(f"{where} is {value!r}; expected {expected}")
+        raise ConfigError(f"{where} is {value!r}; expected {expected}{_instead(value, wanted, where)}")
+
+
+def _instead(value: Any, wanted: str, where: str) -> str:
+    """How to write a value that was meant, but that TOML reads as a number, a date or a single text."""
+    if wanted == "str" and not isinstance(value, list | dict):
+        unit = "s" if where.endswith(("step_time", "offset")) else ""
+        return f", such as {json.dumps(f'{value}{unit}')}: in quotation marks"
+    return f", such as {json.dumps([value])}" if wanted.startswith("tuple") and isinstance(value, str) else ""
 
 
 def load_plugins(paths: Iterable[str]) -> None:

@@ -174,7 +174,7 @@ class _Trainer:
         for name, part in (("average", self.flow.average), ("growth", self.flow.growth)):
             if part is not None:
                 part.load_state_dict(state[name])
-        self.flow.ledger = Ledger.restore(state["ledger"])
+        self.flow.ledger = Ledger.restore(state["ledger"], samples=len(self.task.train))
         self.flow.step = state["step"]
         self.flow.wall_s = state["wall_s"]
         torch.set_rng_state(state["rng"])
@@ -353,7 +353,9 @@ def _enough_memory(device: str) -> Iterator[None]:
     """Say what to do when the device's memory, or the machine's, turns out not to suffice."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
+            raise  # on a CPU torch has no class of its own for it
         reason = str(error).strip().partition("\n")[0][:200] or "out of memory"
         raise ConfigError(
             f"the memory of the device {device} does not suffice ({reason}): run fewer things on it at once (--jobs of "
@@ -392,4 +394,6 @@ def _finished(config: RunConfig, folder: Path) -> Run | None:
     other = resolve(config).differences(run.header.config)
     if other:
         raise ConfigError(f"{folder} holds a run of another configuration ({'; '.join(other)}); give another --out")
+    if moved := config.other_data(run.header.config):
+        _LOG.warning("%s holds this run, which is not repeated: %s; give another --out for other data", folder, moved)
     return run

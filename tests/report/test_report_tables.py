@@ -195,6 +195,43 @@ def test_the_takeaway_warns_of_a_rule_that_is_far_behind() -> None:
     assert text.endswith("Far behind: linear on gpu (30.0 %).")
 
 
+def test_a_rule_that_cannot_be_told_apart_from_the_best_is_not_far_behind() -> None:
+    # linear: 0.40 and 0.80, 0.60 +- 0.283; sqrt: 0.49 and 0.51, 0.50 +- 0.014. The gap of 0.1 is more than a tenth of
+    # 0.60 and more than sqrt's own deviation, but less than linear's.
+    values = {("linear", 0): 0.40, ("linear", 1): 0.80, ("sqrt", 0): 0.49, ("sqrt", 1): 0.51}
+    text = takeaway(summarise([arm(v, rule=rule, seed=seed) for (rule, seed), v in values.items()]))
+    assert "linear and sqrt cannot be told apart on gpu" in text
+    assert "Far behind" not in text
+
+
+def test_rules_keep_the_order_of_the_study_also_where_its_first_trace_lacks_one() -> None:
+    arms = [arm(0.9, trace="static", rule="linear"), arm(0.9, rule="constant"), arm(0.9, rule="linear")]
+    config = {"workloads": ["w"], "traces": {"static": "", "gpu": ""}, "rules": ["constant", "linear", "not run"]}
+    found = summarise(arms, config)
+    assert (found.rules, found.traces) == (("constant", "linear"), ("static", "gpu"))
+    assert summarise(arms).rules == ("linear", "constant")
+
+
+def test_a_huge_loss_is_written_by_its_power_of_ten() -> None:
+    arms = [arm(value, rule=rule, metric="loss", higher_is_better=False)
+            for rule, value in (("linear", 11_215_563_776.0), ("sqrt", 0.077))]  # fmt: skip
+    found = summarise(arms)
+    scale = found.scale("w")
+    assert [cell_text(cell, scale) for cell in found.cells] == ["1.12e+10", "0.077"]
+
+
+def test_the_caption_does_not_claim_three_validations_of_runs_that_have_fewer() -> None:
+    assert "mean of the last 3 validations; best" in caption(summarise([arm(0.9), arm(0.8, rule="sqrt")]), "w")
+    short = summarise([arm(0.9), arm(0.0, rule="sqrt", values=np.array([0.2, 0.4]))])
+    assert "mean of the last 3 validations, or of all where a run has fewer; best" in caption(short, "w")
+
+
+def test_a_name_longer_than_its_table_stays_on_one_line() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal(summarise([arm(0.9, workload="cifar10-resnet18(width=8)")]), width=80))
+    assert console.export_text().splitlines()[0].strip() == "cifar10-resnet18(width=8)"
+
+
 def test_the_takeaway_says_when_rules_cannot_be_told_apart() -> None:
     # Means 0.97 and 0.965, both with a deviation of 0.0141: half a point is less than one deviation.
     values = {("linear", 0): 0.96, ("linear", 1): 0.98, ("sqrt", 0): 0.955, ("sqrt", 1): 0.975}
@@ -264,9 +301,9 @@ def test_published_values_stand_beside_ours_with_their_sources() -> None:
     cell = summary.cell("w", "gpu", "linear")
     assert cell is not None
     assert (cell.published, cell.published_steps) == (0.9494, 29240.0)
-    assert published_text(cell, summary.scale("w")) == "paper 94.9; 29,240 steps, paper 29,240"
+    assert published_text(cell, summary.scale("w")) == "paper 94.94; 29,240 steps, paper 29,240"
     assert published_text(summary.cell("w", "gpu", "sqrt"), summary.scale("w")) == ""
-    assert "(paper 94.9; 29,240 steps, paper 29,240)" in markdown(summary)
+    assert "(paper 94.94; 29,240 steps, paper 29,240)" in markdown(summary)
     assert "Published: A 2022, Table 1; B 2021." in caption(summary, "w")
     assert summary.as_json()["cells"][0]["published"] == 0.9494
 

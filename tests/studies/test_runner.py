@@ -62,6 +62,18 @@ def test_a_folder_of_another_study_is_refused_and_the_difference_named(tmp_path:
         run_study(small(rules=["linear"]), tmp_path)
 
 
+def test_arms_that_were_made_from_data_elsewhere_are_found_with_a_word(tmp_path: Path) -> None:
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text("to be or not to be, " * 20, encoding="utf-8")
+    chosen = {"workloads": ["shakespeare-gpt(width=8, layers=1, heads=1, context=8)"], "rules": ["constant"]}
+    told: list[Progress] = []
+    for name in ("one.txt", "one.txt", "two.txt"):
+        study = small(**chosen, settings={"epochs": 1, "local_batch": 4, "data": str(tmp_path / name)})
+        run_study(study, tmp_path / "out", on_progress=told.append)
+    found = [progress.moved for progress in told if progress.what == "found"]
+    assert found == ["", f"its data was {tmp_path / 'one.txt'}, now it is {tmp_path / 'two.txt'}"]
+
+
 def test_a_study_grows_by_seeds_and_rules_and_keeps_what_was_run(tmp_path: Path) -> None:
     run_study(small(rules=["constant"]), tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("arms/*/record.jsonl")}

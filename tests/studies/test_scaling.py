@@ -153,3 +153,8 @@ def test_a_scaled_run_sees_the_same_workers_in_the_same_order() -> None:
     whole, small = (s.arms()[2].config for s in (load_study("andre-table1"), scaled(load_study("andre-table1"), 0.1)))
     before, after = (make_plan(resolve(config), 50_000)[0] for config in (whole, small))
     assert list(before.workers) == list(after.workers)
+
+
+def test_a_scaled_rule_has_a_name_that_can_be_read() -> None:
+    # 90 epochs at 0.05 are 4.5, rounded to 4: 5 x 4/90 = 0.2222...
+    assert scaled(load_study("andre-table1"), 0.05).rules[0] == "linear+warmup(0.222222ep)"

@@ -70,7 +70,13 @@ def test_files_of_both_kinds_with_paths_relative_to_the_file(tmp_path: Path, suf
         ({"settings": {"rule": "sqrt"}}, "rule is no setting, it is given by rules"),
         ({"override": [{"trace": "spot", "set": {"seed": 3}}]}, "seed is no setting, it is given by seeds"),
         ({"settings": {"epoch": 3}}, "unknown setting 'epoch'; did you mean 'epochs'"),
-        ({"settings": {"epochs": "3"}}, "epochs is '3'; expected a whole number"),
+        ({"settings": {"epochs": "3"}}, "epochs is '3'; expected a whole number$"),
+        ({"settings": {"step_time": 5}}, 'step_time is 5; expected a text, such as "5s": in quotation marks'),
+        ({"settings": {"data": 2024}}, 'data is 2024; expected a text, such as "2024": in quotation marks'),
+        (
+            {"settings": {"plugins": "mine.py"}},
+            r"plugins is 'mine.py'; expected a list of texts, such as .\"mine.py\".",
+        ),
         ({"settings": {"epochs": 0}}, "epochs is 0"),
         ({"settings": {"repeat": 1}}, "repeat is 1; expected true or false"),
         ({"settings": {"on_change": "drop"}}, "on_change is 'drop'"),
@@ -109,6 +115,13 @@ def test_what_is_missing_is_said_to_be_missing() -> None:
         ({"traces": {"a": "gcp-a10-like"}}, "did you mean 'gcp-a100-like'"),
         ({"workloads": ["digits"]}, "unknown workload 'digits'"),
         ({"settings": {"plugins": ["none.py"]}}, "none.py does not exist"),
+        ({"settings": {"optimizer": "sdg"}}, "unknown optimizer 'sdg'; did you mean 'sgd'"),
+        ({"settings": {"optimizer": "sgd(nesterov=true)"}}, "cannot be made: Nesterov momentum requires a momentum"),
+        ({"settings": {"schedule": "cosin"}}, "unknown schedule 'cosin'; did you mean 'cosine'"),
+        ({"settings": {"step_time": "5"}}, "step_time: duration '5' has no unit; write 5s"),
+        ({"settings": {"offset": "noon"}}, "offset: duration 'noon' is not a number with a unit"),
+        ({"override": [{"rule": "constant", "set": {"schedule": "multistep(3)"}}]}, "'3' has no unit; write 3ep"),
+        ({"workloads": ["digits-mlp(width=0)"]}, "digits-mlp: width is 0; expected 1 or more"),
     ],
 )
 def test_names_are_checked_before_anything_is_started(changes: dict[str, Any], message: str) -> None:

@@ -94,6 +94,7 @@ def run_with_progress(
     arms = chosen.arms()
     fractions = dict.fromkeys((arm.id for arm in arms), 0.0)
     over: dict[str, str] = {}
+    moved: set[str] = set()
     with interruptible(), Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"), console=err,
@@ -104,6 +105,12 @@ def run_with_progress(
             fractions[progress.arm] = max(fractions[progress.arm], progress.fraction)
             if progress.what in ("found", "finished", "diverged", "failed"):
                 over[progress.arm] = progress.what
+            if progress.moved and progress.moved not in moved:
+                moved.add(progress.moved)
+                err.print(
+                    f"warning: {progress.arm} has ended before and is kept as it is, but {progress.moved}; for other "
+                    f"data choose another folder with --out", markup=False, soft_wrap=True,
+                )  # fmt: skip
             if progress.what in ("failed", "diverged"):
                 err.print(f"{progress.arm} {progress.what}: {progress.text}", markup=False)
             left = f"{format_seconds(progress.left_s)} left" if progress.left_s else ""

@@ -115,14 +115,23 @@ counts once, in order
         return {"samples": self.samples, "epoch": self.epoch, "position": self.position}
 
     @classmethod
-    def restore(cls, state: Mapping[str, object]) -> Ledger:
-        """The ledger that `state` described; a damaged state is a CheckpointError."""
+    def restore(cls, state: Mapping[str, object], *, samples: int | None = None) -> Ledger:
+        """The ledger that `state` described; a damaged state is a CheckpointError.
+
+        So is one of a data set with another number of samples than `samples`, where that is given: positions in its
+        order mean nothing in another.
+        """
         values = {}
         for key in ("samples", "epoch", "position"):
             value = state.get(key)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise CheckpointError(f"the saved position has {key} {value!r}; expected a whole number")
             values[key] = value
+        if samples is not None and values["samples"] != samples:
+            raise CheckpointError(
+                f"the saved position is one in epochs of {values['samples']} samples, but the data has {samples}; give "
+                f"the data that the run began with, or choose another folder"
+            )
         try:
             return cls(**values)
         except (DataError, LedgerError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from ebbflow.errors import MissingExtra
+from ebbflow.errors import MissingExtra, SpecError
 from ebbflow.spec import Registry
 
 __all__ = ["OPTIMIZERS", "Choice", "build_optimizer", "norms_and_biases"]
@@ -143,16 +143,23 @@ def build_optimizer(
 
     Where biases and norm parameters are treated apart (`lars`, `lamb`, and `decay_norms=false`) there are two parameter
     groups, theirs the second. Of plain parameters without a model, scalars and vectors count as biases and norms.
+    Values that torch refuses, such as nesterov without momentum, are a SpecError.
     """
     choice = OPTIMIZERS.make(text)
     parameters = list(model.parameters() if isinstance(model, torch.nn.Module) else model)
-    if not choice.norms:
-        return choice.make(parameters, lr=lr, **choice.settings)
-    left_out = (
-        norms_and_biases(model) if isinstance(model, torch.nn.Module) else {id(p) for p in parameters if p.ndim <= 1}
-    )
-    groups = [
-        {"params": [p for p in parameters if id(p) not in left_out]},
-        {"params": [p for p in parameters if id(p) in left_out], **choice.norms},
-    ]
-    return choice.make([group for group in groups if group["params"]], lr=lr, **choice.settings)
+    groups: list[Any] = parameters
+    if choice.norms:
+        left_out = (
+            norms_and_biases(model)
+            if isinstance(model, torch.nn.Module)
+            else {id(p) for p in parameters if p.ndim <= 1}
+        )
+        both = [
+            {"params": [p for p in parameters if id(p) not in left_out]},
+            {"params": [p for p in parameters if id(p) in left_out], **choice.norms},
+        ]
+        groups = [group for group in both if group["params"]]
+    try:
+        return choice.make(groups, lr=lr, **choice.settings)
+    except ValueError as error:  # torch looks at the values only now
+        raise SpecError(f"the optimizer {text} cannot be made: {error}; change its values") from None

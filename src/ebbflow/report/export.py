@@ -40,6 +40,8 @@ def caption(summary: Summary, workload: str) -> str:
     unit = " in %" if summary.scale(workload).unit == "%" else ""
     better = "higher" if cell.higher_is_better else "lower"
     text = f"Validation {cell.metric}{unit} ({better} is better), mean of the last {LAST} validations"
+    if summary.short:
+        text += ", or of all where a run has fewer"
     counts = {len(c.finished) for c in summary.of(workload) if c.finished}
     if counts and max(counts) > 1:
         text += f"; mean ± standard deviation over {' to '.join(map(str, sorted({min(counts), max(counts)})))} seeds"
@@ -57,10 +59,13 @@ def sources_text(summary: Summary, workload: str) -> str:
 
 
 def published_text(cell: Cell | None, scale: Scale) -> str:
-    """What the paper has in this place, such as "paper 94.2" or "29,240 steps, paper 29,240"; empty if nothing."""
+    """What the paper has in this place, such as "paper 94.24" or "29,240 steps, paper 29,240"; empty if nothing.
+
+    With the paper's own digits: how ours are rounded follows from our spread, not from its.
+    """
     if cell is None:
         return ""
-    parts = [f"paper {scale.number(cell.published)}"] if cell.published is not None else []
+    parts = [f"paper {cell.published * scale.factor:.6g}"] if cell.published is not None else []
     if cell.published_steps is not None:
         steps = f"{cell.steps:,.0f} steps, " if cell.steps is not None else ""
         parts.append(f"{steps}paper {cell.published_steps:,.0f}")
@@ -86,12 +91,13 @@ def losses_text(cell: Cell | None) -> str:
 
 def terminal(summary: Summary, *, width: int = 80) -> Group:
     """Tables for a terminal of this width; the rules go into several blocks where one does not fit."""
-    parts: list[Table | Padding] = []
+    parts: list[Table | Padding | Text] = []
     for workload in summary.workloads:
         for block, rules in enumerate(_blocks(summary, workload, width)):
-            # As Text: a name in brackets is a name, not a style.
-            table = Table(title=Text(workload if block == 0 else f"{workload} (continued)"), title_justify="left")
-            table.title_style = "bold"
+            # As Text: a name in brackets is a name, not a style. Above the table: a table's own title is broken to its
+            # width, in the middle of a name that is longer.
+            parts.append(Text(workload if block == 0 else f"{workload} (continued)", style="bold"))
+            table = Table()
             table.add_column("trace", style="dim", no_wrap=True)
             for rule in rules:
                 table.add_column(_header(rule), justify="right")

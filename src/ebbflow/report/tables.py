@@ -19,6 +19,9 @@ __all__ = ["LAST", "Cell", "Scale", "Summary", "outcome", "run_value", "summaris
 
 LAST = 3
 """Validations that the value of a run is the mean of."""
+_AXES = ("workloads", "traces", "rules")
+_HUGE = 1e6
+"""From here on digits after the point, or before it, say nothing to a reader."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +116,15 @@ class Scale:
         return cls(factor=factor, unit="%" if percent else "", decimals=decimals)
 
     def number(self, value: float) -> str:
-        """A value, without its unit.
+        """A value, without its unit; one that is huge, as the loss of a run that all but diverged, by its power of ten.
 
         >>> Scale(factor=100.0, unit="%", decimals=1).number(0.97213)
         '97.2'
+        >>> Scale(factor=1.0, unit="", decimals=3).number(11215563776.0)
+        '1.12e+10'
         """
-        return f"{value * self.factor:.{self.decimals}f}"
+        shown = value * self.factor
+        return f"{shown:.2e}" if abs(shown) >= _HUGE else f"{shown:.{self.decimals}f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +188,7 @@ def outcome(arm: ArmResult) -> str:
 
 
 def summarise(arms: Iterable[ArmResult], config: Mapping[str, Any] | None = None) -> Summary:
-    """The cells of these arms; workloads, traces and rules in the order of their first appearance.
+    """The cells of these arms; workloads, traces and rules in the order of the configuration, then of appearance.
 
     The configuration of the study tells what was published: `paper`, a list of {workload, trace, rule, value, source,
     what}, with `what` metric or steps.
@@ -197,7 +203,9 @@ def summarise(arms: Iterable[ArmResult], config: Mapping[str, Any] | None = None
         groups.setdefault((arm.workload, arm.trace, arm.rule), []).append(arm)
         if arm.workload not in told or told[arm.workload].header is None:
             told[arm.workload] = arm
-    workloads, traces, rules = (tuple(dict.fromkeys(key[axis] for key in groups)) for axis in range(3))
+    workloads, traces, rules = (
+        _names(config.get(key), [found[axis] for found in groups]) for axis, key in enumerate(_AXES)
+    )
     keys = [(w, t, r) for w in workloads for t in traces for r in rules if (w, t, r) in groups]
     short = [
         f"{arm.workload}, {arm.trace}, {arm.rule}, seed {arm.seed}: {arm.values.size}"
@@ -215,6 +223,12 @@ def summarise(arms: Iterable[ArmResult], config: Mapping[str, Any] | None = None
         sources=tuple(dict.fromkeys(str(entry["source"]) for entry in paper if entry.get("source"))),
         scaled=config.get("scale"),
     )
+
+
+def _names(configured: Any, found: list[str]) -> tuple[str, ...]:
+    """The names that were found: those of the configuration first, in its order, whichever arm came first."""
+    known = [str(name) for name in configured] if isinstance(configured, list | Mapping) else []
+    return tuple(name for name in dict.fromkeys([*known, *found]) if name in set(found))
 
 
 def _published(paper: Iterable[Mapping[str, Any]], key: tuple[str, str, str]) -> dict[str, Any]:

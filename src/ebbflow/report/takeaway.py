@@ -64,12 +64,14 @@ def _workload(summary: Summary, workload: str) -> str:
 
 
 def _far_behind(cells: list[Cell], scale: Scale) -> str:
-    """Rules that a user should keep away from on a trace: worse than its best by more than a tenth of it."""
+    """Rules that a user should keep away from on a trace: worse than its best by more than a tenth of it.
+
+    One that cannot be told apart from the best, as `_race` sees it, is not behind at all.
+    """
     warned = []
     for cell in cells:
-        rivals = [_mean(other) for other in cells if other.trace == cell.trace]
-        best = max(rivals) if cell.higher_is_better else min(rivals)
-        if abs(_mean(cell) - best) > max(_FAR * abs(best), cell.std or 0.0):
+        best = _by_rank([other for other in cells if other.trace == cell.trace])[0]
+        if abs(_mean(cell) - _mean(best)) > max(_FAR * abs(_mean(best)), _spread(best, cell)):
             warned.append(f"{cell.rule} on {cell.trace} ({_value(cell, scale)})")
     return f" Far behind: {_join(warned)}." if warned else ""
 
@@ -78,7 +80,7 @@ def _race(cells: list[Cell], scale: Scale) -> _Row | None:
     """Who leads among the cells of one trace; None if none has a result."""
     if not cells:
         return None
-    first, *others = sorted(cells, key=lambda c: _mean(c) * (-1 if c.higher_is_better else 1))
+    first, *others = _by_rank(cells)
     tied = [
         cell
         for cell in others
@@ -144,6 +146,11 @@ def _losses(summary: Summary) -> str:
         told = _join(f"{count} {name}" for name, count in counts.items() if count)
         parts.append(f"The table is not complete: {told}.")
     return " ".join(parts)
+
+
+def _by_rank(cells: list[Cell]) -> list[Cell]:
+    """The best mean first."""
+    return sorted(cells, key=lambda cell: _mean(cell) * (-1 if cell.higher_is_better else 1))
 
 
 def _mean(cell: Cell) -> float:

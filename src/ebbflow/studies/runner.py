@@ -49,6 +49,8 @@ class Progress:
     what: Literal["found", "started", "moved", "finished", "diverged", "failed"]
     fraction: float = 0.0
     text: str = ""
+    moved: str = ""
+    """Of an arm that was found: where its data was, if that is not where it is now."""
     left_s: float | None = None
     """How long the whole study will still take, as far as that can be told (`forecast.py`)."""
 
@@ -94,9 +96,10 @@ def run_study(
     with _study_folder(study, out, command):
         waiting = []
         for arm in arms:
-            status = _status(out / "arms" / arm.id)
+            status, recorded = _found(out / "arms" / arm.id)
             if status in ("finished", "diverged"):
-                on_progress(Progress(arm=arm.id, what="found", fraction=1.0, text=status))
+                moved = arm.config.other_data(recorded)
+                on_progress(Progress(arm=arm.id, what="found", fraction=1.0, text=status, moved=moved))
             else:
                 waiting.append(arm)
         options = {"command": command, "checkpoint_every_s": checkpoint_every_s, "keep_weights": keep_weights}
@@ -111,11 +114,13 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _status(folder: Path) -> str:
+def _found(folder: Path) -> tuple[str, Mapping[str, Any]]:
+    """What became of an arm in an earlier call, and the settings that its record tells."""
     try:
-        return read_record(folder / "record.jsonl").status
+        run = read_record(folder / "record.jsonl")
     except RecordError:
-        return "missing"
+        return "missing", {}
+    return run.status, run.header.config
 
 
 @contextmanager

@@ -138,8 +138,9 @@ def _span(text: str) -> Span | None:
 
 
 def _times(text: str, ratio: float) -> str:
+    """A span in the text times the ratio, to six digits: it is part of a name, which tables show."""
     span = _span(text)
-    return text if span is None else str(Span(span.value * ratio, span.unit))
+    return text if span is None else str(Span(float(f"{span.value * ratio:.6g}"), span.unit))
 
 
 def _narrower(text: str, factor: float, registry: Registry[Any]) -> str:

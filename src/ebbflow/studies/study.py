@@ -42,11 +42,12 @@ from typing import Any
 import yaml
 
 from ebbflow.config import RunConfig, load_plugins
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, UnitError
 from ebbflow.plan.policies import make_policy
 from ebbflow.rules.registry import make_rule
 from ebbflow.spec import nearest
 from ebbflow.traces import load as load_trace
+from ebbflow.units import parse_seconds
 
 __all__ = [
     "Arm",
@@ -363,11 +364,28 @@ def _anchor_paths(settings: dict[str, Any], folder: Path | None) -> None:
 
 
 def check_arms(arms: Sequence[Arm]) -> None:
-    """Refuse a study before it starts if a rule, a trace or a workload in it cannot be made; reads no data set."""
-    from ebbflow import workloads  # imports torch, which describing a study does not need
+    """Refuse a study before it starts if anything that is given by name in it cannot be made; reads no data set.
+
+    Found later, a misprint would fail every arm, and their records would keep the mended study out of its folder.
+    """
+    import torch  # which describing a study does not need
+
+    from ebbflow import workloads
+    from ebbflow.optim.build import build_optimizer
+    from ebbflow.optim.schedules import make_schedule
 
     for arm in arms:
         load_plugins(arm.config.plugins)
+    for optimizer in {arm.config.optimizer for arm in arms if arm.config.optimizer is not None}:
+        build_optimizer(optimizer, [torch.nn.Parameter(torch.zeros(1, 1))], lr=1.0)
+    for schedule in {arm.config.schedule for arm in arms}:
+        make_schedule(schedule)
+    for name in ("step_time", "offset"):
+        for text in {getattr(arm.config, name) for arm in arms} - {"fit"}:
+            try:
+                parse_seconds(text)
+            except UnitError as error:
+                raise UnitError(f"{name}: {error}") from None
     for rule in {arm.config.rule for arm in arms}:
         make_rule(rule)
     for policy in {arm.config.policy for arm in arms}:

@@ -306,6 +306,9 @@ def register(name: str, *, recipe: Recipe, cite: str = "") -> Callable[[Builder]
 
         @functools.wraps(function)
         def make(**arguments: Any) -> Workload:
+            width = arguments.get("width")
+            if isinstance(width, int) and width < 1:  # torch would build, and train, a network of nothing
+                raise SpecError(f"{name}: width is {width}; expected 1 or more")
             return Workload(name=name, recipe=recipe, function=function, arguments=arguments)
 
         make.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
