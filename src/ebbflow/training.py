@@ -177,6 +177,7 @@ class _Trainer:
         self.flow.ledger = Ledger.restore(state["ledger"], samples=len(self.task.train))
         self.flow.step = state["step"]
         self.flow.wall_s = state["wall_s"]
+        self.engine.restore(state.get("engine", {}))
         torch.set_rng_state(state["rng"])
         return int(state["record_bytes"])
 
@@ -192,6 +193,7 @@ class _Trainer:
                 "optimizer": self.flow.optimizer.state_dict(),
                 "average": self.flow.average.state_dict() if self.flow.average is not None else None,
                 "growth": self.flow.growth.state_dict() if self.flow.growth is not None else None,
+                "engine": self.engine.state(),
                 "ledger": self.flow.ledger.state(),
                 "step": self.flow.step,
                 "wall_s": self.flow.wall_s,

@@ -26,10 +26,13 @@ TRACE = "random-levels(minimum=1, maximum=5, every=60s, duration=20min, seed=3)"
 FEW = "constant(workers=2)"
 
 
-def small(recipe: Recipe, dropout: float = 0.0, bad: int = 0, fails: str = "", rank: int = 1) -> Task:
+def small(
+    recipe: Recipe, dropout: float = 0.0, bad: int = 0, apart: bool = False, fails: str = "", rank: int = 1
+) -> Task:
     """A regression with batch norm in double precision; `bad` samples turn everything into NaN.
 
-    `fails`: what becomes of the rank with this number, or of all (-1): data, error, memory, or kill.
+    `apart`: each rank makes other weights and buffers. `fails`: what becomes of the rank with this number, or of all
+    (-1): data, error, memory, or kill.
     """
     here = rank in (-1, int(os.environ.get("RANK", "0")))
     if here and fails == "data":
@@ -40,6 +43,9 @@ def small(recipe: Recipe, dropout: float = 0.0, bad: int = 0, fails: str = "", r
     valid = TensorSource(x.clone(), y)
     x[:bad, 0] = 100.0
     net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1)).double()
+    if apart:
+        for tensor in net.state_dict().values():
+            tensor += int(os.environ.get("RANK", "0"))
     calls = 0
 
     def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -74,6 +80,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "fused-linear": {"engine": "fused", "rule": "linear+warmup(1ep)", "ema": 0.99, "bn_follows_batch": True},
     "fused-frozen": {"engine": "fused", "rule": "sqrt", "batch_norm": "frozen", "clip": 0.5},
     "fewer-workers-than-ranks": {"engine": "loop", "rule": "adascale", "trace": FEW},
+    "growing": {"engine": "fused", "rule": "sqrt", "policy": "noise(initial=8)", "chunk": 8},
+    "weights-apart": {"engine": "fused", "rule": "adascale", "workload": "test-ranks(apart=true)"},
     "by-gain": {"engine": "loop", "rule": "adascale(progress=gain)"},
     "skipped-steps": {"engine": "loop", "rule": "linear", "workload": "test-ranks(bad=2)", "on_nonfinite": "skip"},
     "diverged": {"engine": "fused", "rule": "linear", "workload": "test-ranks(bad=2)"},

@@ -19,9 +19,9 @@ from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults, Gradients
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.emulated.base import EmulatedEngine
-from ebbflow.engines.emulated.chunks import Chunk
+from ebbflow.engines.emulated.chunks import Chunk, cut
 from ebbflow.errors import ConfigError
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.plan.policies import Follow
 from ebbflow.traces.trace import Trace
 from ebbflow.workloads import cross_entropy
@@ -213,6 +213,25 @@ def test_a_step_has_two_pieces_where_a_rule_needs_them_and_workers_allow() -> No
         assert [g.pieces for g in train(engine, steps=3)] == [1] * 3
 
 
+@pytest.mark.parametrize("kind", [FusedEngine, LoopEngine])
+def test_a_layer_that_a_step_does_not_call_keeps_its_running_statistics(kind: type[EmulatedEngine]) -> None:
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.spare = nn.Linear(48, 3), nn.BatchNorm1d(3)
+            nn.init.constant_(self.spare.running_mean, 0.3)
+            nn.init.constant_(self.spare.running_var, 2.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.linear(x.flatten(1))
+            return out
+
+    model = Spare()
+    train(engine_on(kind, model), steps=3)
+    assert model.spare.running_mean.tolist() == pytest.approx([0.3] * 3)
+    assert model.spare.running_var.tolist() == pytest.approx([2.0] * 3)
+
+
 def test_synchronised_batch_norm_equals_one_large_batch() -> None:
     fused, plain = twins(images)
     engine = engine_on(FusedEngine, fused, batch_norm="sync", chunk=8)
@@ -326,6 +345,37 @@ def test_what_does_not_fit_into_the_memory_is_halved_and_the_step_repeated() -> 
     assert_same_state(fused, loop)
 
 
+def test_two_workers_that_do_not_fit_together_are_taken_one_by_one() -> None:
+    fused, loop = twins(images)
+    plan = BatchPlan.constant(2, 12)
+    engine = engine_on(FusedEngine, fused, plan)
+    engine.loss = small = Small(fits=6)
+    train(engine, steps=2)
+    assert small.sizes == [12, 6, 6, 6, 6]
+    train(engine_on(LoopEngine, loop, plan), steps=2)
+    assert_same_state(fused, loop)
+
+
+def test_samples_fetched_ahead_for_a_chunk_that_no_longer_fits_are_fetched_again() -> None:
+    fused, loop = twins(images)
+    plan = BatchPlan.constant(4, 24)
+    engine = engine_on(FusedEngine, fused, plan)
+    assert isinstance(engine, FusedEngine)
+    engine.looks_ahead = True
+    small = Small(fits=24)
+
+    def fills_up(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = small(model, x, y)
+        small.fits = 12  # from the second step on
+        return loss
+
+    engine.loss = fills_up
+    train(engine, steps=3)
+    assert small.sizes == [24, 24, 12, 12, 12, 12]
+    train(engine_on(LoopEngine, loop, plan), steps=3)
+    assert_same_state(fused, loop)
+
+
 def test_a_workers_batch_that_does_not_fit_is_an_error_that_says_what_to_do() -> None:
     engine = engine_on(FusedEngine, images(), BatchPlan.constant(4, 24))
     engine.loss = Small(fits=5)
@@ -383,9 +433,17 @@ class Activated(nn.BatchNorm2d):
         return super().forward(input).relu()
 
 
+def patched() -> nn.Module:
+    """A layer that was given another forward pass, as wrappers do it."""
+    layer = nn.BatchNorm2d(3)
+    layer.forward = lambda input: type(layer).forward(layer, input).relu()  # type: ignore[method-assign]
+    return nn.Sequential(layer)
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
+        (patched, {}, "layer 0 is a BatchNorm2d, a batch norm with a forward of its own: .* use the loop"),
         (no_norm, {"batch_norm": "globall"}, "batch_norm is 'globall'; .*local"),
         (no_norm, {"precision": "fp8"}, "precision is 'fp8'"),
         (images, {"batch_norm": "sync", "needs": ("moments",)}, "synchronised batch norm makes a step one piece"),
@@ -396,6 +454,21 @@ class Activated(nn.BatchNorm2d):
 def test_what_cannot_be_fused_is_refused(model: Callable[[], nn.Module], settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_on(FusedEngine, model(), **settings)
+
+
+def test_a_model_that_drops_samples_before_batch_norm_is_refused() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept: torch.Tensor = self.norm(x[1:].flatten(1))
+            return kept
+
+    engine = engine_on(FusedEngine, Drops(), BatchPlan.constant(4, 24))
+    with pytest.raises(ConfigError, match=r"a BatchNorm1d got 23 rows of 4 workers, .* use the loop"):
+        train(engine, steps=1)
 
 
 def test_a_run_takes_the_engine_it_asks_for(tmp_path: Path) -> None:
@@ -430,7 +503,18 @@ def test_settings_that_do_not_fit_together_are_refused(settings: Any, message: s
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_samples_that_were_fetched_ahead_are_those_that_would_have_been(lost: bool) -> None:
+def test_samples_that_were_fetched_ahead_are_those_that_would_have_been(
+    lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawing(members: Callable[[int], StepSize]) -> Callable[[int], StepSize]:
+        """Somebody else draws random numbers between two steps."""
+
+        def after_a_draw(step: int) -> StepSize:
+            torch.rand(3)
+            return members(step)
+
+        return after_a_draw
+
     def noisy() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(48, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
 
@@ -441,6 +525,7 @@ def test_samples_that_were_fetched_ahead_are_those_that_would_have_been(lost: bo
         engine = engine_on(FusedEngine, model, chunk=13, faults=faults)
         assert isinstance(engine, FusedEngine)
         engine.looks_ahead = looks_ahead
+        monkeypatch.setattr(engine, "members", drawing(engine.members))
         fetch, fetched = engine.fetch, []
 
         def augmented(indices: Any, fetch: Any = fetch, fetched: Any = fetched) -> tuple[torch.Tensor, torch.Tensor]:
@@ -457,10 +542,20 @@ def test_samples_that_were_fetched_ahead_are_those_that_would_have_been(lost: bo
     assert spare < (100 if lost else 20), "looking ahead fetches what is needed, not twice as much"
 
 
+def test_more_chunks_are_made_where_most_groups_are_together() -> None:
+    # 4 groups of 8 and 3 of 7; for four chunks first the 4 are halved, then the 3, not the 4 again.
+    assert cut([8] * 4 + [7] * 3, samples=1000, at_least=4) == [Chunk(2, 8), Chunk(2, 8), Chunk(2, 7), Chunk(1, 7)]
+
+
 def test_the_usual_chunk_is_the_one_that_holds_most_samples_of_the_plan() -> None:
     # 2 steps of 3 workers of 6, then 10 of 5 workers in chunks of at most 13 samples: 2 + 2 + 1 groups.
     plan = BatchPlan.from_trace(Trace.parse("0s:3 2s:5 12s"), Follow(6), "1s")
     engine = engine_on(FusedEngine, twins(flat)[0], plan, chunk=13)
+    assert isinstance(engine, FusedEngine)
+    assert engine._usual_chunk() == Chunk(groups=2, size=6)
+    # 10 chunks of one worker, 60 samples, and 8 of two workers, 96 samples.
+    plan_of_small = BatchPlan.from_trace(Trace.parse("0s:1 10s:4 14s"), Follow(6), "1s")
+    engine = engine_on(FusedEngine, twins(flat)[0], plan_of_small, chunk=13)
     assert isinstance(engine, FusedEngine)
     assert engine._usual_chunk() == Chunk(groups=2, size=6)
     whole = engine_on(FusedEngine, twins(flat)[0], plan, batch_norm="sync")

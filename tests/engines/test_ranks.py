@@ -19,10 +19,11 @@ import torch
 from ebbflow import torchrun
 from ebbflow.config import RunConfig
 from ebbflow.data.ledger import Assignment, Share
+from ebbflow.engines.emulated import FusedEngine
 from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.engines.emulated.step import Step
 from ebbflow.errors import ConfigError
-from ebbflow.plan.plan import StepSize
+from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.record import Run, read_record
 from ebbflow.training import train
 from engines.ranks_runs import RUNS, TRACE, config
@@ -222,6 +223,24 @@ def test_a_ranks_part_of_a_step_has_no_gaps_and_keeps_the_seeds_of_its_places() 
     assert (nothing.batch, nothing.groups, len(nothing.indices)) == (0, [], 0)
 
 
+@pytest.mark.parametrize("needs", [(), ("moments",)])
+def test_a_rank_whose_memory_is_smaller_still_has_its_own_part_of_a_step(needs: tuple[str, ...]) -> None:
+    """Its chunks are smaller then, but what it computes is not: else samples were lost, or counted twice."""
+    plan = BatchPlan.constant(9, 36)
+    steps = []
+    for rank in range(2):
+        model = torch.nn.Linear(2, 2)
+        engine = FusedEngine(model, None, None, plan, samples=97, chunk=8, needs=needs, ranks=Ranks(rank, 2))  # type: ignore[arg-type]
+        if rank == 1:
+            engine.chunk = 4  # what is left after the memory did not suffice for 8
+        steps.append(engine._build_step(0, Assignment(0, 0, 36), plan.at(0)))
+        assert sum(engine._pieces(steps[-1])) == steps[-1].batch
+    assert [step.batch for step in steps] == [20, 16]  # chunks of 8, 8, 8, 8 and 4, by turns
+    assert sorted(index for step in steps for index in step.indices) == sorted(
+        engine._order(0).indices(0, 36)  # those of the whole step
+    )
+
+
 def test_the_environment_says_which_rank_this_is() -> None:
     assert torchrun.place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == torchrun.Place(
         rank=5, world=8, local_rank=1
@@ -246,9 +265,6 @@ def test_each_rank_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_synchronised_batch_norm_cannot_be_shared_by_ranks(tmp_path: Path) -> None:
-    from ebbflow.engines.emulated import FusedEngine
-    from ebbflow.plan.plan import BatchPlan
-
     settings: dict[str, Any] = {"samples": 8, "batch_norm": "sync", "ranks": Ranks(0, 2)}
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     with pytest.raises(ConfigError, match="ranks cannot share: use local or frozen"):

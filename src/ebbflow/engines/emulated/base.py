@@ -7,7 +7,7 @@ They differ in how the virtual workers of a step are computed: one after another
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
@@ -257,6 +257,13 @@ class EmulatedEngine(Engine):
             "precision": self.precision,
             "ranks": self.ranks.world if self.ranks is not None else 1,
         }
+
+    def state(self) -> dict[str, float]:
+        """What the steps so far have left in the engine and the coming ones depend on, for a checkpoint."""
+        return {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on where `state` was taken."""
 
     def commit(self) -> bool:
         """True, unless the script of faults has a worker die in this attempt."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -70,7 +70,9 @@ class FusedEngine(EmulatedEngine):
 
     Limits: dropout and augmentation draw other numbers than the reference does, since they are seeded once a chunk;
     they do not depend on what happened before. `batch_norm="sync"` takes the whole step in one pass, so that nothing
-    can be measured and nothing cut. A batch norm with a forward pass of its own is refused.
+    can be measured and nothing cut. A batch norm with a forward pass of its own is refused, and so is one that gets
+    rows which are no multiple of the workers. Rows must be in the order of the samples, each sample's together: where
+    a model has them otherwise, by time and then by sample, use the loop.
     """
 
     precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
@@ -143,6 +145,15 @@ class FusedEngine(EmulatedEngine):
         compiled = self._compiled is not None
         return super().describe() | {"chunk": self.chunk, "batch_norm": self.mode, "compiled": compiled}
 
+    def state(self) -> dict[str, float]:
+        """The loss scale of fp16, and the steps that it has suited."""
+        return {"scale": self._scale, "since_overflow": self._since_overflow}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on with the loss scale of `state`; that of a run which kept none begins anew."""
+        self._scale = float(state.get("scale", self._scale))
+        self._since_overflow = int(state.get("since_overflow", 0))
+
     def measure(self, on: bool) -> None:
         """Measure the coming steps or not; captured chunks, which have the measuring in them, always do."""
         super().measure(on or self._graphs is not None)
@@ -166,6 +177,7 @@ class FusedEngine(EmulatedEngine):
 
     def _backward(self, step: Step) -> tuple[torch.Tensor | float, int]:
         """All chunks of a step; again with smaller ones where the memory does not suffice."""
+        scale = self._scale
         while True:
             chunks = self._cut(step)
             try:
@@ -174,7 +186,7 @@ class FusedEngine(EmulatedEngine):
             except torch.OutOfMemoryError as error:
                 self._shrink(chunks, error)
             else:
-                if self._unscaled():
+                if self._unscaled(scale):
                     return total, len(chunks)
             self._begin()
 
@@ -313,18 +325,20 @@ class FusedEngine(EmulatedEngine):
         if self._device_type == "cuda":
             torch.cuda.empty_cache()
 
-    def _unscaled(self) -> bool:
+    def _unscaled(self, before: float) -> bool:
         """Take the loss scale of fp16 out of the gradients; False where it was too large and the step must be repeated.
 
-        A gradient that is not finite even without a scale is left as it is, for the optimizer to judge.
+        A gradient that is not finite even without a scale is left as it is, for the optimizer to judge. No scale was
+        too large for it, so that the next step has the one of `before` again.
         """
         if self.precision != "fp16":
             return True
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if self._scale > 1 and not math.isfinite(squared_norms(gradients).sum().item()):
-            self._scale /= 2
+        if not math.isfinite(squared_norms(gradients).sum().item()):
             self._since_overflow = 0
-            return False
+            too_large = self._scale > 1
+            self._scale = self._scale / 2 if too_large else before
+            return not too_large
         torch._foreach_mul_(gradients, 1 / self._scale)
         self._since_overflow += 1
         if self._since_overflow == _GROW_AFTER:

@@ -109,11 +109,15 @@ class Graphs:
         return x, y
 
     def _capture(self, inputs: torch.Tensor, targets: torch.Tensor, chunk: Chunk, way: Way) -> None:
-        """Capturing computes nothing: what the capture says of this step is undone."""
+        """Capturing computes nothing: what the capture says of this step is undone.
+
+        Other threads may go on using the GPU meanwhile: the one that pins samples which are read ahead does.
+        """
         graph = torch.cuda.CUDAGraph()
         before = set(self._sums.touched)
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # By default a call of any thread spoils the capture, and fails itself.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._loss.copy_(self._compute(inputs, targets, chunk, way, self._factor))
                 touched = self._sums.add()
         except torch.OutOfMemoryError:

@@ -26,7 +26,9 @@ BatchNormMode = Literal["local", "sync", "frozen"]
 def unfusable(model: torch.nn.Module) -> str:
     """Why the workers of this model cannot share a forward pass; empty if they can."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and type(module).forward not in (_BatchNorm.forward, SyncBatchNorm.forward):
+        if not isinstance(module, _BatchNorm):
+            continue
+        if "forward" in vars(module) or type(module).forward not in (_BatchNorm.forward, SyncBatchNorm.forward):
             return f"the layer {name or 'itself'} is a {type(module).__name__}, a batch norm with a forward of its own"
     return ""
 
@@ -67,6 +69,11 @@ class _Layer:
         module._check_input_dim(input)  # type: ignore[no-untyped-call]
         if torch.compiler.is_compiling():
             return self._decomposed(input, groups)
+        if len(input) % groups:
+            raise ConfigError(
+                f"a {type(module).__name__} got {len(input)} rows of {groups} workers, which cannot be told apart: "
+                f"workers cannot be fused where a forward pass drops or adds samples; use the loop (--engine loop)"
+            )
         if groups == 1:
             return F.batch_norm(input, self.mean, self.var, module.weight, module.bias, True, 1.0, module.eps)
         return self._side_by_side(input, groups)
