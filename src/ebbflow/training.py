@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -44,6 +44,7 @@ from ebbflow.record import (
     layers_due,
     read_record,
 )
+from ebbflow.rundevice import cpu_settings, enough_memory
 from ebbflow.runengine import idle_ranks, loader_workers, make_engine
 from ebbflow.runheader import make_header
 from ebbflow.runplan import MAX_EPOCHS, check_measurable, make_growth, make_plan
@@ -337,7 +338,7 @@ def train(
             return done
         if not group.leads:
             callbacks = Callbacks(should_stop=callbacks.should_stop)
-        with _cpu_settings(config.threads), _enough_memory(config.device):
+        with cpu_settings(config.threads), enough_memory(config.device):
             trainer = _Trainer(config, folder, command, group)
             with trainer.record, closing(trainer.task):
                 trainer.run(callbacks, checkpoint_every_s=checkpoint_every_s)
@@ -348,34 +349,6 @@ def train(
         if group.leads:
             (folder / CHECKPOINT).unlink(missing_ok=True)
         return group.shared(lambda: read_record(folder / RECORD))
-
-
-@contextmanager
-def _enough_memory(device: str) -> Iterator[None]:
-    """Say what to do when the device's memory, or the machine's, turns out not to suffice."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
-            raise  # on a CPU torch has no class of its own for it
-        reason = str(error).strip().partition("\n")[0][:200] or "out of memory"
-        raise ConfigError(
-            f"the memory of the device {device} does not suffice ({reason}): run fewer things on it at once (--jobs of "
-            f"a study), or use a smaller local batch, piece or model, or precision bf16"
-        ) from error
-
-
-@contextmanager
-def _cpu_settings(threads: int) -> Iterator[None]:
-    """Threads and denormal numbers as a run needs them; the caller's process gets its own back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    torch.set_flush_denormal(True)  # denormals late in training slow a CPU down several times
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-        torch.set_num_threads(before)
 
 
 def _begun(path: Path) -> bool:

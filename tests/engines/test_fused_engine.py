@@ -456,6 +456,44 @@ def test_what_cannot_be_fused_is_refused(model: Callable[[], nn.Module], setting
         engine_on(FusedEngine, model(), **settings)
 
 
+class Rows(nn.Module):
+    """Batch norm over several rows of each sample, here the rows of a picture: in the samples' order, or not."""
+
+    def __init__(self, *, by_time: bool = False, words: bool = False) -> None:
+        super().__init__()
+        self.by_time = by_time
+        self.embed = nn.Embedding(4, 3) if words else None
+        self.first, self.second = nn.BatchNorm1d(12), nn.BatchNorm1d(12)
+        self.out = nn.Linear(48, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.embed is not None:
+            rows = self.embed((x.flatten(1)[:, :16] > 0).long()).view(len(x), 4, 12)
+        else:
+            x.mul_(0.5)  # in place, as some models normalise
+            rows = x.view(len(x), 4, 12)
+        if self.by_time:
+            rows = rows.transpose(0, 1)
+        normed = self.second(self.first(rows.flatten(0, 1))).view(*rows.shape[:2], 12)
+        out: torch.Tensor = self.out((normed.transpose(0, 1) if self.by_time else normed).flatten(1))
+        return out
+
+
+def test_rows_of_a_sample_that_follow_each_other_are_fused() -> None:
+    model = Rows().double()
+    other = copy.deepcopy(model)
+    for kind, each in ((LoopEngine, model), (FusedEngine, other)):
+        train(engine_on(kind, each, BatchPlan.constant(4, 24)), steps=3)
+    assert_same_state(model, other)
+
+
+@pytest.mark.parametrize("settings", [{"by_time": True}, {"words": True}], ids=["by-time", "not-to-be-seen"])
+def test_rows_that_may_be_another_worker_s_are_refused(settings: dict[str, bool]) -> None:
+    engine = engine_on(FusedEngine, Rows(**settings), BatchPlan.constant(4, 24))
+    with pytest.raises(ConfigError, match=r"a BatchNorm1d got 96 rows of 4 workers, .* in another order .* the loop"):
+        train(engine, steps=1)
+
+
 def test_a_model_that_drops_samples_before_batch_norm_is_refused() -> None:
     class Drops(nn.Module):
         def __init__(self) -> None:

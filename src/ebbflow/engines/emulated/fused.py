@@ -71,8 +71,8 @@ class FusedEngine(EmulatedEngine):
     Limits: dropout and augmentation draw other numbers than the reference does, since they are seeded once a chunk;
     they do not depend on what happened before. `batch_norm="sync"` takes the whole step in one pass, so that nothing
     can be measured and nothing cut. A batch norm with a forward pass of its own is refused, and so is one that gets
-    rows which are no multiple of the workers. Rows must be in the order of the samples, each sample's together: where
-    a model has them otherwise, by time and then by sample, use the loop.
+    rows which cannot be told apart by worker, as the first chunk of several workers shows: by time and then by sample,
+    for instance.
     """
 
     precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
@@ -135,6 +135,8 @@ class FusedEngine(EmulatedEngine):
         self.looks_ahead = device.type != "cpu"
         """Whether the first samples of a step are fetched while the one before is computed."""
         self._ahead: _Ahead | None = None
+        self._tried = False
+        """Whether batch norm was seen to get the rows of each worker apart, in a chunk of several."""
         if compile and device.type == "cuda":
             trained = [p for p in model.parameters() if p.requires_grad]
             self._sums = self._sums or Sums(trained, measured=False)
@@ -146,13 +148,14 @@ class FusedEngine(EmulatedEngine):
         return super().describe() | {"chunk": self.chunk, "batch_norm": self.mode, "compiled": compiled}
 
     def state(self) -> dict[str, float]:
-        """The loss scale of fp16, and the steps that it has suited."""
-        return {"scale": self._scale, "since_overflow": self._since_overflow}
+        """The loss scale of fp16, the steps that it has suited, and whether the model has been tried."""
+        return {"scale": self._scale, "since_overflow": self._since_overflow, "tried": self._tried}
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Go on with the loss scale of `state`; that of a run which kept none begins anew."""
         self._scale = float(state.get("scale", self._scale))
         self._since_overflow = int(state.get("since_overflow", 0))
+        self._tried = bool(state.get("tried", True))
 
     def measure(self, on: bool) -> None:
         """Measure the coming steps or not; captured chunks, which have the measuring in them, always do."""
@@ -277,6 +280,13 @@ class FusedEngine(EmulatedEngine):
     def _chunk(self, inputs: torch.Tensor, targets: torch.Tensor, chunk: Chunk, factor: float) -> torch.Tensor:
         """The mean loss of a chunk; `factor` times its gradient goes where those of the step are added up."""
         way = self._compiled.way(chunk) if self._compiled is not None else "plain"
+        if not self._tried and chunk.groups > 1 and self._batch_norm.layers:
+            return self._trial(inputs, targets, chunk, factor)
+        return self._added(inputs, targets, chunk, way, factor)
+
+    def _added(
+        self, inputs: torch.Tensor, targets: torch.Tensor, chunk: Chunk, way: Way, factor: float
+    ) -> torch.Tensor:
         if self._graphs is not None and self._sums is not None:
             refused = self._graphs.refused
             loss = self._graphs(inputs, targets, chunk, way, factor)
@@ -287,6 +297,17 @@ class FusedEngine(EmulatedEngine):
         loss = self._compute(inputs, targets, chunk, way, factor)
         if self.meter is not None:
             self.meter.close_piece(chunk.samples, factor)
+        return loss
+
+    def _trial(self, inputs: torch.Tensor, targets: torch.Tensor, chunk: Chunk, factor: float) -> torch.Tensor:
+        """The first chunk of several groups, computed as it is: shows whether each batch norm can tell them apart."""
+        trial = inputs.detach().requires_grad_(inputs.is_floating_point())
+        self._batch_norm.trial = trial
+        try:
+            loss = self._added(trial.clone(), targets, chunk, "plain", factor)  # which a model may change in place
+        finally:
+            self._batch_norm.trial = None
+        self._tried = True
         return loss
 
     def _compute(

@@ -33,6 +33,20 @@ def unfusable(model: torch.nn.Module) -> str:
     return ""
 
 
+def _only_of_first(x: torch.Tensor, inputs: torch.Tensor, groups: int) -> bool:
+    """Whether the first of `groups` equal parts of the rows comes from the first part of the inputs alone.
+
+    False where that cannot be seen: inputs without a gradient, such as numbers of words.
+    """
+    if not (inputs.requires_grad and x.requires_grad):
+        return False
+    rows = x[: len(x) // groups]
+    # Each with a weight of its own: the sum of what another batch norm has normalised depends on nothing.
+    weights = torch.linspace(1, 2, rows.numel(), dtype=rows.dtype, device=rows.device).view(rows.shape)
+    (slope,) = torch.autograd.grad((rows * weights).sum(), inputs, retain_graph=True, allow_unused=True)
+    return slope is not None and not bool(slope[len(inputs) // groups :].any())
+
+
 class _Layer:
     """Stands in for the forward pass of one layer while a step is computed."""
 
@@ -69,14 +83,25 @@ class _Layer:
         module._check_input_dim(input)  # type: ignore[no-untyped-call]
         if torch.compiler.is_compiling():
             return self._decomposed(input, groups)
-        if len(input) % groups:
-            raise ConfigError(
-                f"a {type(module).__name__} got {len(input)} rows of {groups} workers, which cannot be told apart: "
-                f"workers cannot be fused where a forward pass drops or adds samples; use the loop (--engine loop)"
-            )
         if groups == 1:
             return F.batch_norm(input, self.mean, self.var, module.weight, module.bias, True, 1.0, module.eps)
+        self._check_rows(input, groups)
         return self._side_by_side(input, groups)
+
+    def _check_rows(self, x: torch.Tensor, groups: int) -> None:
+        """Refuse rows that cannot be told apart by worker: too few or too many of them, or in another order.
+
+        A layer may get several rows of each sample: those of a sample have to follow each other. In a trial that is
+        seen from what the first worker's rows depend on.
+        """
+        trial = self.shared.trial
+        if len(x) % groups == 0 and (trial is None or len(x) == len(trial) or _only_of_first(x, trial, groups)):
+            return
+        raise ConfigError(
+            f"a {type(self.module).__name__} got {len(x)} rows of {groups} workers, which cannot be told apart: "
+            f"workers cannot be fused where a forward pass drops samples, adds some, or has rows in another order than "
+            f"the samples; use the loop (--engine loop)"
+        )
 
     def _side_by_side(self, x: torch.Tensor, groups: int) -> torch.Tensor:
         """The groups as channels of one call of torch's batch norm: two copies, but one kernel forward and backward."""
@@ -141,6 +166,8 @@ class GroupedBatchNorm:
         self.mode = mode
         self.groups = 1
         """Groups of equal size in the samples of the forward pass under way."""
+        self.trial: torch.Tensor | None = None
+        """The inputs of the forward pass under way, if it is to show whether rows can be told apart by worker."""
         if reason := unfusable(model):
             raise ConfigError(f"{reason}: workers cannot be fused; use the loop (--engine loop)")
         self.layers = [_Layer(module, self) for module in model.modules() if isinstance(module, _BatchNorm)]
