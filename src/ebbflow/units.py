@@ -14,7 +14,7 @@ from typing import Literal, NewType
 
 from ebbflow.errors import UnitError
 
-__all__ = ["Samples", "Seconds", "Span", "Usd", "format_seconds", "parse_seconds", "parse_span"]
+__all__ = ["Samples", "Seconds", "Span", "Usd", "format_seconds", "parse_seconds", "parse_span", "plural"]
 
 Seconds = NewType("Seconds", float)
 Samples = NewType("Samples", int)
@@ -129,3 +129,12 @@ def format_seconds(seconds: float) -> str:
     if seconds < 5 * 3600:
         return f"{seconds / 60:.1f} min"
     return f"{seconds / 3600:.1f} h"
+
+
+def plural(count: int, noun: str) -> str:
+    """The noun as it stands after this count.
+
+    >>> plural(1, "death"), plural(0, "death")
+    ('death', 'deaths')
+    """
+    return noun if count == 1 else noun + "s"

@@ -70,7 +70,7 @@ def test_arms_that_were_made_from_data_elsewhere_are_found_with_a_word(tmp_path:
     for name in ("one.txt", "one.txt", "two.txt"):
         study = small(**chosen, settings={"epochs": 1, "local_batch": 4, "data": str(tmp_path / name)})
         run_study(study, tmp_path / "out", on_progress=told.append)
-    found = [progress.moved for progress in told if progress.what == "found"]
+    found = [progress.other_data for progress in told if progress.what == "found"]
     assert found == ["", f"its data was {tmp_path / 'one.txt'}, now it is {tmp_path / 'two.txt'}"]
 
 

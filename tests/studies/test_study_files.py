@@ -120,6 +120,7 @@ def test_what_is_missing_is_said_to_be_missing() -> None:
         ({"settings": {"schedule": "cosin"}}, "unknown schedule 'cosin'; did you mean 'cosine'"),
         ({"settings": {"step_time": "5"}}, "step_time: duration '5' has no unit; write 5s"),
         ({"settings": {"offset": "noon"}}, "offset: duration 'noon' is not a number with a unit"),
+        ({"settings": {"offset": "fit"}}, "offset: duration 'fit' is not a number with a unit"),
         ({"override": [{"rule": "constant", "set": {"schedule": "multistep(3)"}}]}, "'3' has no unit; write 3ep"),
         ({"workloads": ["digits-mlp(width=0)"]}, "digits-mlp: width is 0; expected 1 or more"),
     ],

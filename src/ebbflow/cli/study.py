@@ -94,7 +94,7 @@ def run_with_progress(
     arms = chosen.arms()
     fractions = dict.fromkeys((arm.id for arm in arms), 0.0)
     over: dict[str, str] = {}
-    moved: set[str] = set()
+    warned: set[str] = set()
     with interruptible(), Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"), console=err,
@@ -105,11 +105,11 @@ def run_with_progress(
             fractions[progress.arm] = max(fractions[progress.arm], progress.fraction)
             if progress.what in ("found", "finished", "diverged", "failed"):
                 over[progress.arm] = progress.what
-            if progress.moved and progress.moved not in moved:
-                moved.add(progress.moved)
+            if progress.other_data and progress.other_data not in warned:
+                warned.add(progress.other_data)
                 err.print(
-                    f"warning: {progress.arm} has ended before and is kept as it is, but {progress.moved}; for other "
-                    f"data choose another folder with --out", markup=False, soft_wrap=True,
+                    f"warning: {progress.arm} has ended before and is kept as it is, but {progress.other_data}; for "
+                    f"other data choose another folder with --out", markup=False, soft_wrap=True,
                 )  # fmt: skip
             if progress.what in ("failed", "diverged"):
                 err.print(f"{progress.arm} {progress.what}: {progress.text}", markup=False)

@@ -17,7 +17,7 @@ from typing import Any
 from ebbflow.errors import RecordError
 from ebbflow.live.account import read_fleet
 from ebbflow.record import Run, StepRow, ValidationRow
-from ebbflow.units import format_seconds
+from ebbflow.units import format_seconds, plural
 
 __all__ = ["Change", "JobAccount", "account_lines", "changes", "read_account"]
 
@@ -144,16 +144,17 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
     }
 
 
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def account_lines(launcher: Mapping[str, Any], account: JobAccount | None) -> list[str]:
     """The account for people: what the launcher saw, then what the records say, where they are."""
-    seen = f"{_many(launcher['starts'], 'start')}, {_many(launcher['deaths'], 'death')}"
-    if "kills" in launcher:
-        seen += f", {_many(launcher['kills'], 'kill')} and {_many(launcher['notices'], 'notice')} by the trace"
-    lines = [f"{launcher['job']}: {launcher['status']} after {format_seconds(launcher['seconds'])}, {seen}"]
+
+    def seen(what: str) -> str:
+        return f"{launcher[what + 's']} {plural(launcher[what + 's'], what)}"
+
+    by_trace = f", {seen('kill')} and {seen('notice')} by the trace" if "kills" in launcher else ""
+    lines = [
+        f"{launcher['job']}: {launcher['status']} after {format_seconds(launcher['seconds'])}, {seen('start')}, "
+        f"{seen('death')}{by_trace}"
+    ]
     if account is None:
         return lines
     if not account.steps and not account.problems:

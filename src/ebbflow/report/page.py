@@ -12,7 +12,7 @@ from ebbflow.report.results import ArmResult, Results
 from ebbflow.report.style import PALETTE, slugs
 from ebbflow.report.tables import Cell, Scale, Summary, outcome, run_value
 from ebbflow.report.takeaway import takeaways
-from ebbflow.units import format_seconds
+from ebbflow.units import format_seconds, plural
 
 __all__ = ["page_content"]
 
@@ -44,21 +44,17 @@ def _facts(results: Results, summary: Summary) -> list[dict[str, str]]:
     return [
         {
             "value": str(done) if done == len(arms) else f"{done}/{len(arms)}",
-            "label": _plural(len(arms), "arm") + " finished",
+            "label": plural(len(arms), "arm") + " finished",
             "more": ", ".join(others) or "all of the grid",
         },
-        {"value": str(len(summary.rules)), "label": _plural(len(summary.rules), "rule"), "more": _few(summary.rules)},
-        {"value": str(len(seeds)), "label": _plural(len(seeds), "seed"), "more": _few(map(str, seeds))},
+        {"value": str(len(summary.rules)), "label": plural(len(summary.rules), "rule"), "more": _few(summary.rules)},
+        {"value": str(len(seeds)), "label": plural(len(seeds), "seed"), "more": _few(map(str, seeds))},
         {
             "value": _short(sum(arm.samples for arm in arms)),
             "label": "samples trained on",
             "more": f"in {_short(sum(arm.steps for arm in arms))} steps, {format_seconds(wall)} of computing",
         },
     ]
-
-
-def _plural(count: int, noun: str) -> str:
-    return noun if count == 1 else noun + "s"
 
 
 def _few(names: Iterable[str], limit: int = 6, separator: str = ", ") -> str:

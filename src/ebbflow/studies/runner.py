@@ -49,7 +49,7 @@ class Progress:
     what: Literal["found", "started", "moved", "finished", "diverged", "failed"]
     fraction: float = 0.0
     text: str = ""
-    moved: str = ""
+    other_data: str = ""
     """Of an arm that was found: where its data was, if that is not where it is now."""
     left_s: float | None = None
     """How long the whole study will still take, as far as that can be told (`forecast.py`)."""
@@ -98,8 +98,8 @@ def run_study(
         for arm in arms:
             status, recorded = _found(out / "arms" / arm.id)
             if status in ("finished", "diverged"):
-                moved = arm.config.other_data(recorded)
-                on_progress(Progress(arm=arm.id, what="found", fraction=1.0, text=status, moved=moved))
+                other = arm.config.other_data(recorded)
+                on_progress(Progress(arm=arm.id, what="found", fraction=1.0, text=status, other_data=other))
             else:
                 waiting.append(arm)
         options = {"command": command, "checkpoint_every_s": checkpoint_every_s, "keep_weights": keep_weights}

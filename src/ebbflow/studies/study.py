@@ -380,8 +380,8 @@ def check_arms(arms: Sequence[Arm]) -> None:
         build_optimizer(optimizer, [torch.nn.Parameter(torch.zeros(1, 1))], lr=1.0)
     for schedule in {arm.config.schedule for arm in arms}:
         make_schedule(schedule)
-    for name in ("step_time", "offset"):
-        for text in {getattr(arm.config, name) for arm in arms} - {"fit"}:
+    for name, words in (("step_time", {"fit"}), ("offset", set())):
+        for text in {getattr(arm.config, name) for arm in arms} - words:
             try:
                 parse_seconds(text)
             except UnitError as error:

@@ -279,14 +279,15 @@ class FusedEngine(EmulatedEngine):
 
     def _chunk(self, inputs: torch.Tensor, targets: torch.Tensor, chunk: Chunk, factor: float) -> torch.Tensor:
         """The mean loss of a chunk; `factor` times its gradient goes where those of the step are added up."""
-        way = self._compiled.way(chunk) if self._compiled is not None else "plain"
         if not self._tried and chunk.groups > 1 and self._batch_norm.layers:
             return self._trial(inputs, targets, chunk, factor)
+        way = self._compiled.way(chunk) if self._compiled is not None else "plain"
         return self._added(inputs, targets, chunk, way, factor)
 
     def _added(
         self, inputs: torch.Tensor, targets: torch.Tensor, chunk: Chunk, way: Way, factor: float
     ) -> torch.Tensor:
+        """The mean loss of a chunk that is computed in this way; its gradient is added."""
         if self._graphs is not None and self._sums is not None:
             refused = self._graphs.refused
             loss = self._graphs(inputs, targets, chunk, way, factor)
