@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 
 # Two busy cores are slow now and then; how long an example takes is no test of ours.
@@ -17,6 +20,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _same_draws() -> None:
+    """Weights and orders that a test leaves to chance are the same in every run, whatever ran before in its process."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
