@@ -94,7 +94,8 @@ def test_every_recipe_is_known_without_data_and_its_texts_are_understood(name):
 def test_a_few_steps_of_its_own_recipe_lower_the_loss(name, data):
     task = workloads.build(small(name), data=data.get(name), seed=0)
     recipe = task.recipe
-    optimizer = build_optimizer(recipe.optimizer, task.model.parameters(), lr=recipe.lr)
+    # A tenth of the rate: at the full one, without its warm-up, a deep network may jump about in its first steps.
+    optimizer = build_optimizer(recipe.optimizer, task.model.parameters(), lr=recipe.lr / 10)
     x, y = task.train.batch(torch.arange(min(recipe.ref_batch, len(task.train))), train=False)
     losses = []
     for _ in range(6):
@@ -103,8 +104,7 @@ def test_a_few_steps_of_its_own_recipe_lower_the_loss(name, data):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    # Not the last one: without its warm-up a deep network leaps about at first.
-    assert min(losses[1:]) < 0.95 * losses[0]
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("name", OWN)
