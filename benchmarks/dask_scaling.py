@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.dask import DaskEngine
-from ebbflow.loop import Flow
 from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.run.flow import Flow
 
 LOCAL, WIDTH, SAMPLES = 16, 512, 1_000_000
 

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.dask import DaskEngine
-from ebbflow.loop import Flow
 from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.run.flow import Flow
 
 WORKERS, LOCAL, WIDTH, SAMPLES, TURNS = 2, 16, 1024, 1_000_000, 3
 

@@ -23,15 +23,15 @@ import numpy as np
 import torch
 
 from ebbflow import workloads
+from ebbflow.core.memory import keep_freed_memory
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.emulated.base import EmulatedEngine
-from ebbflow.loop import Flow
-from ebbflow.memory import keep_freed_memory
 from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.plan.policies import Follow
+from ebbflow.run.flow import Flow
 from ebbflow.traces.trace import Trace
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.models import resnet18

@@ -14,13 +14,13 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from ebbflow import training
 from ebbflow.cli.profile import measure_workload
-from ebbflow.config import RunConfig
 from ebbflow.plan import make_policy
 from ebbflow.record import Run
-from ebbflow.sim import FlatPrice, Scenario, parse_step_time, simulate
-from ebbflow.sim.fit import Measured, fit_steps
+from ebbflow.run import training
+from ebbflow.run.config import RunConfig
+from ebbflow.simulate import FlatPrice, Scenario, parse_step_time, simulate
+from ebbflow.simulate.fit import Measured, fit_steps
 from ebbflow.traces import load
 
 SIZES, FLEETS, LOCAL, SAMPLES = (16, 32), (2, 16), 32, 1437

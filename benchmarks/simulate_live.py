@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 
 from ebbflow.cli.profile import live_records, live_recovery
-from ebbflow.fleet.account import read_account
+from ebbflow.live.account import read_account
 from ebbflow.plan import make_policy
 from ebbflow.record import Run, read_record
-from ebbflow.sim import FlatPrice, Scenario, simulate
-from ebbflow.sim.fit import Measured, fit_steps, measured_steps
-from ebbflow.sim.recovery import PerStep
+from ebbflow.simulate import FlatPrice, Scenario, simulate
+from ebbflow.simulate.fit import Measured, fit_steps, measured_steps
+from ebbflow.simulate.recovery import PerStep
 from ebbflow.traces import Trace, load
 
 LOCAL, SAMPLES = 32, 1442

@@ -11,14 +11,14 @@ import time
 
 import numpy as np
 
+from ebbflow.core.units import Seconds
 from ebbflow.plan import make_policy
-from ebbflow.sim import ComputeAndNetwork, FlatPrice, Scenario, Simulation, parse_step_time, simulate
-from ebbflow.sim.network import Ring
-from ebbflow.sim.recovery import RECOVERIES
-from ebbflow.sim.search import Setting, outcomes
-from ebbflow.sim.stepmodel import StepModel
+from ebbflow.simulate import ComputeAndNetwork, FlatPrice, Scenario, Simulation, parse_step_time, simulate
+from ebbflow.simulate.network import Ring
+from ebbflow.simulate.recovery import RECOVERIES
+from ebbflow.simulate.search import Setting, outcomes
+from ebbflow.simulate.stepmodel import StepModel
 from ebbflow.traces import Trace, load
-from ebbflow.units import Seconds
 from plan_speed import best_of
 
 CHANGES, STEPS, STEP_S, LOCAL = 100_000, 10_000_000, 0.6, 128

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.config import RunConfig
+from ebbflow.run.config import RunConfig
 
 TRACE = "time_s,accelerators\n0,4\n60,2\n120,2\n"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.files import remove_leftovers, write_whole
 from ebbflow.errors import OutputError
-from ebbflow.files import remove_leftovers, write_whole
 
 
 def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(

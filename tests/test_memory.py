@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from ebbflow.memory import keep_freed_memory
+from ebbflow.core.memory import keep_freed_memory
 
 CHURN = """
 import resource, sys, torch
-from ebbflow.memory import keep_freed_memory
+from ebbflow.core.memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

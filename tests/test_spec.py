@@ -5,10 +5,10 @@ from typing import Literal
 
 import pytest
 
+from ebbflow.core.spec import Call, Registry, bind, param, parse_call, parse_calls, render
+from ebbflow.core.units import Seconds, Span
 from ebbflow.errors import SpecError, UnitError
 from ebbflow.rules.registry import make_rule
-from ebbflow.spec import Call, Registry, bind, param, parse_call, parse_calls, render
-from ebbflow.units import Seconds, Span
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from ebbflow import training, workloads
-from ebbflow.config import RunConfig
+from ebbflow import workloads
 from ebbflow.errors import CheckpointError, ConfigError, PlanError
 from ebbflow.record import Run, StepRow, read_record
-from ebbflow.training import Callbacks, train
+from ebbflow.run import training
+from ebbflow.run.config import RunConfig
+from ebbflow.run.training import Callbacks, train
 from ebbflow.workloads import Recipe, Task, TensorSource
 
 RECIPE = Recipe(

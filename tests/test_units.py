@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from ebbflow.core.units import Span, format_seconds, parse_seconds, parse_span
 from ebbflow.errors import UnitError
-from ebbflow.units import Span, format_seconds, parse_seconds, parse_span
 
 
 @pytest.mark.parametrize(

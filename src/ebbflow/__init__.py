@@ -52,7 +52,7 @@ _HOME = {
     "make_rule": "ebbflow.rules.registry",
     "read_record": "ebbflow.record",
 }
-_ROOMS = ("live", "sim", "sklearn")
+_ROOMS = ("live", "simulate", "sklearn")
 """Packages with public names of their own."""
 
 __all__ = [

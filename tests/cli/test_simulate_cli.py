@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from cli.answers import Ebbflow
+from ebbflow.core.units import format_seconds
 from ebbflow.plan.policies import make_policy
 from ebbflow.report.simulation import simulation_figures
-from ebbflow.sim.prices import FlatPrice
-from ebbflow.sim.scenario import Scenario
-from ebbflow.sim.simulate import Simulation, simulate
-from ebbflow.sim.stepmodel import parse_step_time
+from ebbflow.simulate.prices import FlatPrice
+from ebbflow.simulate.scenario import Scenario
+from ebbflow.simulate.simulate import Simulation, simulate
+from ebbflow.simulate.stepmodel import parse_step_time
 from ebbflow.traces import load
-from ebbflow.units import format_seconds
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cli.answers import Ebbflow
-from ebbflow import training
-from ebbflow.config import RunConfig
 from ebbflow.errors import ConfigError
+from ebbflow.run import training
+from ebbflow.run.config import RunConfig
 
 OTHER = {
     "rule": "sqrt", "trace": "constant(workers=2)", "plan": "plan.csv", "seed": 7, "epochs": 3, "lr": 0.5,

@@ -14,9 +14,9 @@ from contract.suite import EPOCHS, SAMPLES, EngineContract, Outcome, make_data, 
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
 from ebbflow.engines.dask import DaskEngine
-from ebbflow.loop import Flow
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan
+from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 from engines.dask_helpers import Witnessed, local_client
 

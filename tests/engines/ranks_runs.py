@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ebbflow import workloads
-from ebbflow.config import RunConfig
 from ebbflow.errors import DataError
+from ebbflow.run.config import RunConfig
 from ebbflow.workloads import Recipe, Task, TensorSource
 
 SAMPLES = 97
@@ -93,7 +93,7 @@ def config(name: str) -> RunConfig:
 
 
 if __name__ == "__main__":
-    from ebbflow.training import train
+    from ebbflow.run.training import train
 
     torch.set_num_threads(1)
     for name in RUNS:

@@ -24,18 +24,18 @@ import torch
 from distributed import Client, LocalCluster
 from torch import nn
 
+from ebbflow.core.units import Span
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.dask import DaskEngine, connect
 from ebbflow.engines.dask.replica import Blueprint, Replica, Settle, Work
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.loop import Flow
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.growing import Geo
 from ebbflow.plan.growth import Growth
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.rules.base import StepContext
-from ebbflow.units import Span
+from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 from engines.dask_helpers import Witnessed, local_client
 

@@ -23,8 +23,8 @@ from ebbflow.engines.dask import DaskEngine, carry, cluster, service
 from ebbflow.engines.dask.service import Failure
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError
-from ebbflow.loop import Flow
 from ebbflow.plan.plan import BatchPlan
+from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 from engines.dask_helpers import local_client
 from engines.test_dask_engine import BOTH, SAMPLES, Plain, engine_with, make_model, make_optimizer, reference, vector

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from ebbflow import training
-from ebbflow.config import RunConfig
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults, Gradients
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
@@ -23,6 +21,8 @@ from ebbflow.engines.emulated.chunks import Chunk, cut
 from ebbflow.errors import ConfigError
 from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.plan.policies import Follow
+from ebbflow.run import training
+from ebbflow.run.config import RunConfig
 from ebbflow.traces.trace import Trace
 from ebbflow.workloads import cross_entropy
 

@@ -13,9 +13,9 @@ from ebbflow.engines.emulated import LoopEngine
 from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.engines.pieces import piece_seed
 from ebbflow.errors import ConfigError
-from ebbflow.loop import Flow
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan
+from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 
 SAMPLES = 40

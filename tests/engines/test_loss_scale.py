@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from ebbflow import training, workloads
-from ebbflow.config import RunConfig
+from ebbflow import workloads
 from ebbflow.data.ledger import Ledger
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.emulated import FusedEngine
 from ebbflow.plan.plan import BatchPlan
+from ebbflow.run import training
+from ebbflow.run.config import RunConfig
 from ebbflow.workloads import Recipe, Task, TensorSource
 
 SAMPLES = 32

@@ -16,8 +16,6 @@ import psutil
 import pytest
 import torch
 
-from ebbflow import torchrun
-from ebbflow.config import RunConfig
 from ebbflow.data.ledger import Assignment, Share
 from ebbflow.engines.emulated import FusedEngine
 from ebbflow.engines.emulated.ranks import Ranks
@@ -25,7 +23,9 @@ from ebbflow.engines.emulated.step import Step
 from ebbflow.errors import ConfigError
 from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.record import Run, read_record
-from ebbflow.training import train
+from ebbflow.run import torchrun
+from ebbflow.run.config import RunConfig
+from ebbflow.run.training import train
 from engines.ranks_runs import RUNS, TRACE, config
 
 SCRIPT = Path(__file__).with_name("ranks_runs.py")

@@ -14,9 +14,9 @@ from ebbflow.engines.base import Gradients
 from ebbflow.engines.dask import DaskEngine
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.errors import ConfigError
-from ebbflow.loop import Flow
 from ebbflow.moments.estimate import Averages
 from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 from engines.dask_helpers import Witnessed, local_client
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.fleet.contract import Job
+from ebbflow.live.protocol import Job
 from fleet.fakes import FAKE, processes_with
 
 

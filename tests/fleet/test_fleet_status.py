@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from ebbflow.errors import ConfigError
-from ebbflow.fleet.address import is_loopback, local_address_towards, parse_address
-from ebbflow.fleet.contract import STATUS_KEY, ReplicaStatus
-from ebbflow.fleet.display import members_table
-from ebbflow.fleet.status import Quorum, combine, fetch_quorum, fetch_statuses, find_folder, parse_quorum, read_statuses
+from ebbflow.live.address import is_loopback, local_address_towards, parse_address
+from ebbflow.live.display import members_table
+from ebbflow.live.protocol import STATUS_KEY, ReplicaStatus
+from ebbflow.live.status import Quorum, combine, fetch_quorum, fetch_statuses, find_folder, parse_quorum, read_statuses
 
 PAGE = """
 Current quorum_id: 7 <br>
@@ -113,7 +113,7 @@ def test_the_table_fits_eighty_columns() -> None:
 @pytest.fixture
 def lighthouse() -> Iterator[tuple[str, Any]]:
     pytest.importorskip("torchft", reason="the live extra is not installed")
-    from ebbflow.fleet.lighthouse import LighthouseOptions, _start, _torchft
+    from ebbflow.live.lighthouse import LighthouseOptions, _start, _torchft
 
     server = _start(LighthouseOptions(heartbeat_timeout_ms=60_000))
     address = f"127.0.0.1:{str(server.address()).rpartition(':')[2]}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.fleet.account import account_lines, read_account
+from ebbflow.live.account import account_lines, read_account
 from ebbflow.record import Header, RecordWriter, StepRow, ValidationRow
 
 LAUNCHER = {"job": "j", "status": "finished", "seconds": 10.0, "starts": 3, "deaths": 1, "folder": "/j"}

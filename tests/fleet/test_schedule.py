@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.errors import ConfigError
-from ebbflow.fleet.schedule import make_schedule, playable
+from ebbflow.live.schedule import make_schedule, playable
 from ebbflow.traces import Trace
 
 

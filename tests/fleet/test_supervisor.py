@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ebbflow.errors import ConfigError
-from ebbflow.fleet.contract import Job, read_status
-from ebbflow.fleet.restart import RestartPolicy
-from ebbflow.fleet.supervisor import Happening, Supervisor
+from ebbflow.live.protocol import Job, read_status
+from ebbflow.live.restart import RestartPolicy
+from ebbflow.live.supervisor import Happening, Supervisor
 from fleet.fakes import alive, until
 
 MakeJob = Callable[..., Job]

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from ebbflow.fleet import watch as watching
-from ebbflow.fleet.contract import Job, read_status
-from ebbflow.fleet.restart import RestartPolicy
-from ebbflow.fleet.supervisor import Happening, Supervisor
-from ebbflow.fleet.watch import Outcome, watch
-from ebbflow.signals import StopSignal
+from ebbflow.core.signals import StopSignal
+from ebbflow.live import watch as watching
+from ebbflow.live.protocol import Job, read_status
+from ebbflow.live.restart import RestartPolicy
+from ebbflow.live.supervisor import Happening, Supervisor
+from ebbflow.live.watch import Outcome, watch
 
 MakeJob = Callable[..., Job]
 

@@ -14,7 +14,7 @@ import torch
 import ebbflow.live.worker  # noqa: F401  loads everything that a replica needs
 from contract.suite import EPOCHS, make_data, make_model
 from ebbflow.engines.base import Faults
-from ebbflow.engines.live.lighthouse import heartbeat_ages
+from ebbflow.live.heartbeats import heartbeat_ages
 from ebbflow.live.joining import join
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.workloads import cross_entropy

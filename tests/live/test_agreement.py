@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.data.ledger import Assignment
-from ebbflow.engines.live.agreement import Hello, Standing, extend, root, settle
-from ebbflow.engines.live.lighthouse import heartbeat_ages
+from ebbflow.live.agreement import Hello, Standing, extend, root, settle
+from ebbflow.live.heartbeats import heartbeat_ages
 
 JOBS = ({"seed": "1"}, {"seed": "2"})
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ebbflow.data.ledger import Ledger
 from ebbflow.errors import RecordError
-from ebbflow.live.account import account, line_of
+from ebbflow.live.lineage import account, line_of
 from ebbflow.record import StepRow
 
 SAMPLES = 23

@@ -23,11 +23,11 @@ pytest.importorskip("torchft", reason="the live engine needs torchft: pip instal
 from contract.suite import EPOCHS, SAMPLES, make_data, make_model
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.emulated import LoopEngine
-from ebbflow.live.account import Account, read_fleet
-from ebbflow.loop import Flow
+from ebbflow.live.lineage import Account, read_fleet
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import StepSize
 from ebbflow.record import Run, read_record
+from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 from live import replicas
 

@@ -138,5 +138,5 @@ def test_rows_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
 
 
 def test_the_account_of_a_fleet_needs_no_torch() -> None:
-    code = "import sys, ebbflow.live.account, ebbflow.live.settings; sys.exit('torch' in sys.modules)"
+    code = "import sys, ebbflow.live.lineage, ebbflow.live.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ebbflow.cli.main import app
-from ebbflow.config import RunConfig
+from ebbflow.core.units import Seconds
 from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.base import Engine, Gradients
 from ebbflow.errors import CheckpointError, EbbflowError, PlanError, SpecError, UnitError
-from ebbflow.loop import Flow
 from ebbflow.moments.estimate import Measurement
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.growing import Geo, Growing, Observation
@@ -27,9 +26,10 @@ from ebbflow.plan.policies import make_policy
 from ebbflow.rules.base import Rule, Scaling, State, StepContext
 from ebbflow.rules.damping import scale_damped
 from ebbflow.rules.registry import make_rule
+from ebbflow.run.config import RunConfig
+from ebbflow.run.flow import Flow
+from ebbflow.run.training import Callbacks, train
 from ebbflow.traces.trace import Trace
-from ebbflow.training import Callbacks, train
-from ebbflow.units import Seconds
 
 
 def policy_of(text: str) -> Growing:

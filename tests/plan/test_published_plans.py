@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.units import Seconds
 from ebbflow.errors import PlanError
 from ebbflow.plan.fitting import fit_step_time
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.traces.formats import read
 from ebbflow.traces.trace import Trace
-from ebbflow.units import Seconds
 
 IMAGENET = (1_281_167, 90)
 COCO = (118_287, 65)

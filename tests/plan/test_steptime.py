@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ebbflow.core.units import Seconds
 from ebbflow.errors import EbbflowError, PlanError, UnitError
 from ebbflow.plan.steptime import ConstantStepTime, StepTimeLike, TableStepTime, make_step_time
-from ebbflow.units import Seconds
 
 COUNTS = np.array([1, 3, 5, 9])
 

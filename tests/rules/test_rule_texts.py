@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from ebbflow.core.spec import Entry
 from ebbflow.errors import ConfigError, EbbflowError, InputError, SpecError
 from ebbflow.moments.estimate import Moments
 from ebbflow.rules.base import Rule, Scaling, State, StepContext
 from ebbflow.rules.describe import describe
 from ebbflow.rules.registry import RULES, make_rule, register, table
-from ebbflow.spec import Entry
 
 
 def step(**more: object) -> StepContext:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from ebbflow.plan.epochs import cut_step
-from ebbflow.sim.legs import SNAP, Legs, Walk, Work
-from ebbflow.sim.recovery import DRAIN, FINISH, LOSE, Checkpoint, Ideal, PerStep, Recovery
+from ebbflow.simulate.legs import SNAP, Legs, Walk, Work
+from ebbflow.simulate.recovery import DRAIN, FINISH, LOSE, Checkpoint, Ideal, PerStep, Recovery
 
 __all__ = ["Naive", "assert_same", "legs_of", "recoveries", "stretches", "works"]
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbflow.core.units import Seconds, Span
 from ebbflow.errors import ConfigError
 from ebbflow.plan import StepSize, make_policy, plan_growing
 from ebbflow.plan.growing import Geo, Growing, Pada
 from ebbflow.plan.growth import allow
-from ebbflow.sim import FlatPrice, Scenario, on_demand, parse_step_time, simulate
-from ebbflow.sim.grow import Phases, limited, walk_growing
-from ebbflow.sim.legs import Legs, Work
-from ebbflow.sim.recovery import RECOVERIES, Recovery
-from ebbflow.sim.search import Setting, outcomes
-from ebbflow.sim.stepmodel import ComputeAndNetwork
+from ebbflow.simulate import FlatPrice, Scenario, on_demand, parse_step_time, simulate
+from ebbflow.simulate.grow import Phases, limited, walk_growing
+from ebbflow.simulate.legs import Legs, Work
+from ebbflow.simulate.recovery import RECOVERIES, Recovery
+from ebbflow.simulate.search import Setting, outcomes
+from ebbflow.simulate.stepmodel import ComputeAndNetwork
 from ebbflow.traces import Trace, load
-from ebbflow.units import Seconds, Span
 from sim.naive import Naive, assert_same, recoveries, stretches, works
 
 policies = st.one_of(

@@ -12,23 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbflow.core.units import Seconds
 from ebbflow.engines.emulated.chunks import cut
 from ebbflow.errors import ConfigError, EbbflowError, PlanError, RecordError
 from ebbflow.plan import make_policy
 from ebbflow.record import Header, Run, StepRow, ValidationRow
-from ebbflow.sim import FlatPrice, Scenario, parse_step_time
-from ebbflow.sim.efficiency import noise_scale_of, read_noise_scale, record_file
-from ebbflow.sim.fit import Measured, fit_steps, measured_steps, read_profile
-from ebbflow.sim.fleet import provisioned
-from ebbflow.sim.montecarlo import draws, interval, reseeded
-from ebbflow.sim.network import NETWORKS, Affine
-from ebbflow.sim.prices import PriceHistory
-from ebbflow.sim.recovery import RECOVERIES
-from ebbflow.sim.search import Goal, Outcome, Setting, best, outcomes, pareto, sensitivity
-from ebbflow.sim.stepmodel import ComputeAndNetwork, emulated_passes
-from ebbflow.sim.stragglers import STRAGGLERS, Lognormal, Stragglers
+from ebbflow.simulate import FlatPrice, Scenario, parse_step_time
+from ebbflow.simulate.efficiency import noise_scale_of, read_noise_scale, record_file
+from ebbflow.simulate.fit import Measured, fit_steps, measured_steps, read_profile
+from ebbflow.simulate.fleet import provisioned
+from ebbflow.simulate.montecarlo import draws, interval, reseeded
+from ebbflow.simulate.network import NETWORKS, Affine
+from ebbflow.simulate.prices import PriceHistory
+from ebbflow.simulate.recovery import RECOVERIES
+from ebbflow.simulate.search import Goal, Outcome, Setting, best, outcomes, pareto, sensitivity
+from ebbflow.simulate.stepmodel import ComputeAndNetwork, emulated_passes
+from ebbflow.simulate.stragglers import STRAGGLERS, Lognormal, Stragglers
 from ebbflow.traces import Trace, load
-from ebbflow.units import Seconds
 
 COUNTS = np.array([1, 2, 8, 96])
 

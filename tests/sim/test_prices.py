@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ebbflow.core.units import Seconds
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.sim.prices import FlatPrice, PriceHistory, cost, cost_over_time, read_prices
+from ebbflow.simulate.prices import FlatPrice, PriceHistory, cost, cost_over_time, read_prices
 from ebbflow.traces import Trace
-from ebbflow.units import Seconds
 
 HOURS = 3600.0
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ebbflow.core.units import Seconds
 from ebbflow.plan import make_policy
-from ebbflow.sim import (
+from ebbflow.simulate import (
     RECOVERIES,
     ComputeAndNetwork,
     FlatPrice,
@@ -22,9 +23,8 @@ from ebbflow.sim import (
     parse_step_time,
     simulate,
 )
-from ebbflow.sim.network import Affine, Network, ParameterServer, Ring
+from ebbflow.simulate.network import Affine, Network, ParameterServer, Ring
 from ebbflow.traces import load
-from ebbflow.units import Seconds
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "costs.md"
 

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbflow.core.units import Seconds
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan import BatchPlan, make_policy
-from ebbflow.sim import ComputeAndNetwork, FlatPrice, Scenario, on_demand, parse_step_time, simulate
-from ebbflow.sim.network import Affine
-from ebbflow.sim.recovery import RECOVERIES
-from ebbflow.sim.simulate import Simulation
-from ebbflow.sim.stragglers import Rare
+from ebbflow.simulate import ComputeAndNetwork, FlatPrice, Scenario, on_demand, parse_step_time, simulate
+from ebbflow.simulate.network import Affine
+from ebbflow.simulate.recovery import RECOVERIES
+from ebbflow.simulate.simulate import Simulation
+from ebbflow.simulate.stragglers import Rare
 from ebbflow.traces import Trace, load
-from ebbflow.units import Seconds
 
 
 def scenario(fleet: str, *, batch: int = 10, step: str = "1s", samples: int = 1000, epochs: int = 1, **more: object) -> Scenario:  # fmt: skip  # noqa: E501

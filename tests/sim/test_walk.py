@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ebbflow.sim.legs import Work
-from ebbflow.sim.recovery import Checkpoint, Ideal, PerStep, Recovery
-from ebbflow.sim.walk import walk
-from ebbflow.units import Seconds
+from ebbflow.core.units import Seconds
+from ebbflow.simulate.legs import Work
+from ebbflow.simulate.recovery import Checkpoint, Ideal, PerStep, Recovery
+from ebbflow.simulate.walk import walk
 from sim.naive import Naive, assert_same, legs_of, recoveries, stretches, works
 
 

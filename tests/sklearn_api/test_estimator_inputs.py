@@ -15,13 +15,13 @@ from skorch.dataset import ValidSplit
 from torch.utils.data import Subset, TensorDataset
 
 from ebbflow.errors import ConfigError, DataError
+from ebbflow.estimators.batches import make_batches
+from ebbflow.estimators.cluster import Evenly, on_cluster
+from ebbflow.estimators.inputs import Encoded, Slices, encode, fetcher
+from ebbflow.estimators.rows import by_block
+from ebbflow.estimators.settings import with_settings
 from ebbflow.plan.growing import Geo
 from ebbflow.sklearn import EbbflowRegressor
-from ebbflow.sklearn.batches import make_batches
-from ebbflow.sklearn.cluster import Evenly, on_cluster
-from ebbflow.sklearn.inputs import Encoded, Slices, encode, fetcher
-from ebbflow.sklearn.rows import by_block
-from ebbflow.sklearn.settings import with_settings
 
 NUMBERS = torch.arange(20.0)
 ARRAYS = ArrayDataset(NUMBERS[:, None], NUMBERS)

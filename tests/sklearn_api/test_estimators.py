@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 from ebbflow.cli.main import app
 from ebbflow.data.permutation import Permutation
 from ebbflow.errors import ConfigError, DataError, Diverged, SpecError
+from ebbflow.estimators.modules import MLP
 from ebbflow.record import read_record
 from ebbflow.sklearn import EbbflowClassifier, EbbflowRegressor
-from ebbflow.sklearn.modules import MLP
 
 DIGITS, LABELS = (part[:300] for part in load_digits(return_X_y=True))
 DIGITS = (DIGITS / 16).astype(np.float32)

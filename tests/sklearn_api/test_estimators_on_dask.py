@@ -18,9 +18,9 @@ from skorch.callbacks import Callback
 from skorch.dataset import ValidSplit
 
 from ebbflow.errors import ConfigError, DataError
+from ebbflow.estimators.blocks import as_blocks
+from ebbflow.estimators.cluster import active_client
 from ebbflow.sklearn import EbbflowClassifier, EbbflowRegressor
-from ebbflow.sklearn.blocks import as_blocks
-from ebbflow.sklearn.cluster import active_client
 
 DIGITS, LABELS = (part[:400] for part in load_digits(return_X_y=True))
 DIGITS = (DIGITS / 16).astype(np.float32)

@@ -178,8 +178,8 @@ def test_a_study_under_torchrun_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_said_before_anything_is_trained(tmp_path: Path) -> None:
-    from ebbflow.config import RunConfig
-    from ebbflow.training import train
+    from ebbflow.run.config import RunConfig
+    from ebbflow.run.training import train
 
     with pytest.raises(ConfigError, match="device cuda was asked for, but torch sees 0 GPUs; use cpu"):
         train(RunConfig(workload="digits-mlp", device="cuda"), tmp_path)

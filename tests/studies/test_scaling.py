@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ebbflow.cli.main import app
+from ebbflow.core.spec import parse_calls
 from ebbflow.errors import ConfigError
-from ebbflow.runplan import make_plan
-from ebbflow.spec import parse_calls
+from ebbflow.run.planning import make_plan
+from ebbflow.run.training import resolve
 from ebbflow.studies.scaling import scaled
 from ebbflow.studies.study import Study, load_study, parse_study, recipe_names, recipe_text
-from ebbflow.training import resolve
 
 VALUES: dict[str, Any] = {
     "name": "mine",

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from ebbflow import workloads
-from ebbflow.config import RunConfig
 from ebbflow.errors import DataError
-from ebbflow.training import train
+from ebbflow.run.config import RunConfig
+from ebbflow.run.training import train
 from ebbflow.workloads import DatasetSource
 from ebbflow.workloads.folders import ImageFolder, random_crop, whole_image
 

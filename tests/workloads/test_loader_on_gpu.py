@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ebbflow.config import RunConfig
-from ebbflow.training import train
+from ebbflow.run.config import RunConfig
+from ebbflow.run.training import train
 from ebbflow.workloads import DatasetSource
 from workloads.drawing import SAMPLES, Drawing
 from workloads.test_loader_runs import PLUGIN, TRACE

@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from ebbflow.checkpoint import load_checkpoint
-from ebbflow.config import RunConfig
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.record import Run, read_record
-from ebbflow.runengine import loader_workers
+from ebbflow.run.assemble import loader_workers
+from ebbflow.run.checkpoint import load_checkpoint
+from ebbflow.run.config import RunConfig
+from ebbflow.run.training import Callbacks, train
 from ebbflow.studies.runner import run_study
 from ebbflow.studies.study import Study
-from ebbflow.training import Callbacks, train
 from workloads.drawing import SAMPLES
 from workloads.loader_runs import RECIPE
 

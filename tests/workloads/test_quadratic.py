@@ -17,12 +17,12 @@ from ebbflow import workloads
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError
-from ebbflow.loop import Flow
 from ebbflow.moments.estimate import Measurement
 from ebbflow.nqm import NoisyQuadratic, SecondMoments, best_rate, expected_run
 from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan
+from ebbflow.run.flow import Flow
 from ebbflow.traces import Trace
 from ebbflow.workloads import Recipe
 from ebbflow.workloads.quadratic import quadratic_task

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ebbflow.core.spec import param
 from ebbflow.rules.base import Rule, Scaling, State, StepContext
 from ebbflow.rules.gain import gain, noise_stats, unmeasured
 from ebbflow.rules.registry import register
-from ebbflow.spec import param
 
 
 @register("adascale-published", cite="after Andre et al. 2022, and fairscale's set_scale", needs={"moments"})

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from ebbflow.cli.common import AsJson, err, out, print_json
 from ebbflow.cli.scenario import OutFolder, ScenarioOptions, takes_scenario, write_page
+from ebbflow.core.units import format_seconds
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.sim.search import pareto, to_the_cent
-from ebbflow.sim.simulate import Simulation, simulate
-from ebbflow.units import format_seconds
+from ebbflow.simulate.search import pareto, to_the_cent
+from ebbflow.simulate.simulate import Simulation, simulate
 
 __all__ = ["compare"]
 

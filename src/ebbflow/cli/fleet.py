@@ -16,17 +16,17 @@ import typer
 from rich.live import Live
 
 from ebbflow.cli.common import err
+from ebbflow.core.signals import StopSignal
+from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError, MissingExtra
-from ebbflow.fleet.contract import Job
-from ebbflow.fleet.display import fleet_line, fleet_table, happening_line
-from ebbflow.fleet.lighthouse import Lighthouse, LighthouseOptions
-from ebbflow.fleet.program import job_name, locked, replica_command, tell_where
-from ebbflow.fleet.restart import RestartPolicy
-from ebbflow.fleet.status import FleetStatus, combine
-from ebbflow.fleet.supervisor import Happening, Supervisor
-from ebbflow.fleet.watch import Act, Outcome, watch
-from ebbflow.signals import StopSignal
-from ebbflow.units import parse_seconds
+from ebbflow.live.display import fleet_line, fleet_table, happening_line
+from ebbflow.live.lighthouse import Lighthouse, LighthouseOptions
+from ebbflow.live.program import job_name, locked, replica_command, tell_where
+from ebbflow.live.protocol import Job
+from ebbflow.live.restart import RestartPolicy
+from ebbflow.live.status import FleetStatus, combine
+from ebbflow.live.supervisor import Happening, Supervisor
+from ebbflow.live.watch import Act, Outcome, watch
 
 __all__ = [
     "PASS_THROUGH", "Bind", "Command", "Folder", "Gpus", "Grace", "Heartbeat", "JobName", "MaxFailures", "MinReplicas",

@@ -30,9 +30,10 @@ from ebbflow.cli.fleet import (
     supervised,
     supervised_here,
 )
+from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError
-from ebbflow.fleet.account import account_lines, read_account
-from ebbflow.fleet.address import (
+from ebbflow.live.account import account_lines, read_account
+from ebbflow.live.address import (
     LOOPBACK,
     format_address,
     is_loopback,
@@ -40,13 +41,12 @@ from ebbflow.fleet.address import (
     parse_address,
     parse_bind,
 )
-from ebbflow.fleet.contract import Job, replica_folder
-from ebbflow.fleet.lighthouse import DEFAULT_PORT, LighthouseOptions
-from ebbflow.fleet.program import job_name, locked, replica_command
-from ebbflow.fleet.restart import RestartPolicy
-from ebbflow.fleet.supervisor import Supervisor
+from ebbflow.live.lighthouse import DEFAULT_PORT, LighthouseOptions
+from ebbflow.live.program import job_name, locked, replica_command
+from ebbflow.live.protocol import Job, replica_folder
+from ebbflow.live.restart import RestartPolicy
 from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
-from ebbflow.units import parse_seconds
+from ebbflow.live.supervisor import Supervisor
 
 __all__ = ["launch"]
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ebbflow.cli.fleet import Heartbeat, MinReplicas, milliseconds, positive, require_torchft
-from ebbflow.fleet.address import LOOPBACK, parse_address
-from ebbflow.fleet.lighthouse import DEFAULT_PORT, LighthouseOptions, serve
+from ebbflow.live.address import LOOPBACK, parse_address
+from ebbflow.live.lighthouse import DEFAULT_PORT, LighthouseOptions, serve
 from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
 
 __all__ = ["lighthouse"]

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ebbflow.cli.common import AsJson, out, print_json
 from ebbflow.cli.trace import FormatName, TraceText
+from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import PlanError
 from ebbflow.plan.fitting import plan_for
 from ebbflow.plan.growing import Growing
@@ -20,7 +21,6 @@ from ebbflow.plan.policies import POLICIES, make_policy
 from ebbflow.plan.steptime import StepTime, make_step_time
 from ebbflow.traces import Trace
 from ebbflow.traces.synthetic import load
-from ebbflow.units import format_seconds, parse_seconds
 
 __all__ = ["plan"]
 

@@ -16,16 +16,16 @@ from rich.table import Table
 
 from ebbflow.cli.common import AsJson, err, out, print_json
 from ebbflow.cli.whatif import numbers
-from ebbflow.config import RunConfig
+from ebbflow.core.files import write_whole
+from ebbflow.core.memory import keep_freed_memory
+from ebbflow.core.units import Seconds, format_seconds
 from ebbflow.errors import ConfigError
-from ebbflow.files import write_whole
-from ebbflow.fleet.account import read_account
-from ebbflow.memory import keep_freed_memory
+from ebbflow.live.account import read_account
 from ebbflow.record import Run, read_record
-from ebbflow.sim.efficiency import record_file
-from ebbflow.sim.fit import Fit, Measured, emulated_piece, fit_steps, measured_steps
-from ebbflow.sim.recovery import PerStep
-from ebbflow.units import Seconds, format_seconds
+from ebbflow.run.config import RunConfig
+from ebbflow.simulate.efficiency import record_file
+from ebbflow.simulate.fit import Fit, Measured, emulated_piece, fit_steps, measured_steps
+from ebbflow.simulate.recovery import PerStep
 
 __all__ = ["live_records", "live_recovery", "measure_workload", "profile"]
 
@@ -123,7 +123,7 @@ def _short_run(config: RunConfig, steps: int) -> Run:
     """A training that is stopped after its first steps; its record, without them."""
     import dataclasses
 
-    from ebbflow import training
+    from ebbflow.run import training
 
     done = 0
 

@@ -23,13 +23,13 @@ from ebbflow.cli.fleet import (
     supervised,
     supervised_here,
 )
-from ebbflow.fleet.account import account_lines, read_account
-from ebbflow.fleet.lighthouse import LighthouseOptions
-from ebbflow.fleet.replay import Replay
-from ebbflow.fleet.schedule import Leaver, Stop, make_schedule, playable
+from ebbflow.core.units import format_seconds, parse_seconds
+from ebbflow.live.account import account_lines, read_account
+from ebbflow.live.lighthouse import LighthouseOptions
+from ebbflow.live.replay import Replay
+from ebbflow.live.schedule import Leaver, Stop, make_schedule, playable
 from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
 from ebbflow.traces import load
-from ebbflow.units import format_seconds, parse_seconds
 
 __all__ = ["replay"]
 

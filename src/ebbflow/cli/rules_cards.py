@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ebbflow.cli.rules_plot import chart
+from ebbflow.core.spec import Entry
 from ebbflow.rules.base import Modifier, Rule
 from ebbflow.rules.curves import curves
 from ebbflow.rules.describe import describe
-from ebbflow.spec import Entry
 
 __all__ = ["cards"]
 

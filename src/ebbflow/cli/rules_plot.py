@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ebbflow.core.files import write_whole
 from ebbflow.errors import OutputError
-from ebbflow.files import write_whole
 
 if TYPE_CHECKING:
     from ebbflow.rules.curves import Curves

@@ -15,19 +15,19 @@ import typer
 
 from ebbflow.cli.common import command_line, err
 from ebbflow.cli.trace import FormatName
+from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError
 from ebbflow.plan.policies import POLICIES, make_policy
-from ebbflow.sim.efficiency import read_noise_scale
-from ebbflow.sim.fit import read_profile
-from ebbflow.sim.network import NETWORKS
-from ebbflow.sim.prices import FlatPrice, Price, read_prices
-from ebbflow.sim.recovery import RECOVERIES
-from ebbflow.sim.scenario import Scenario
-from ebbflow.sim.simulate import Simulation, on_demand
-from ebbflow.sim.stepmodel import ComputeAndNetwork, StepModel, parse_step_time
-from ebbflow.sim.stragglers import STRAGGLERS
+from ebbflow.simulate.efficiency import read_noise_scale
+from ebbflow.simulate.fit import read_profile
+from ebbflow.simulate.network import NETWORKS
+from ebbflow.simulate.prices import FlatPrice, Price, read_prices
+from ebbflow.simulate.recovery import RECOVERIES
+from ebbflow.simulate.scenario import Scenario
+from ebbflow.simulate.simulate import Simulation, on_demand
+from ebbflow.simulate.stepmodel import ComputeAndNetwork, StepModel, parse_step_time
+from ebbflow.simulate.stragglers import STRAGGLERS
 from ebbflow.traces import load
-from ebbflow.units import parse_seconds
 
 __all__ = ["OutFolder", "ScenarioOptions", "takes_scenario", "write_page"]
 

@@ -12,10 +12,10 @@ from rich.table import Table
 from ebbflow.cli.common import AsJson, err, out, print_json
 from ebbflow.cli.scenario import OutFolder, ScenarioOptions, takes_scenario, write_page
 from ebbflow.cli.trace import TraceText
+from ebbflow.core.units import format_seconds
 from ebbflow.errors import ConfigError
-from ebbflow.sim.montecarlo import Interval, draws, interval, reseeded
-from ebbflow.sim.simulate import BREAKDOWN, Simulation, simulate
-from ebbflow.units import format_seconds
+from ebbflow.simulate.montecarlo import Interval, draws, interval, reseeded
+from ebbflow.simulate.simulate import BREAKDOWN, Simulation, simulate
 
 __all__ = ["simulate_verb"]
 

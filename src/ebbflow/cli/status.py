@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 from ebbflow.cli.common import AsJson, out, print_json
+from ebbflow.core.files import read_text
 from ebbflow.errors import ConfigError
-from ebbflow.files import read_text
-from ebbflow.fleet.address import format_address, parse_address
-from ebbflow.fleet.display import members_table
-from ebbflow.fleet.lighthouse import DEFAULT_PORT
-from ebbflow.fleet.status import combine, fetch_quorum, fetch_statuses, find_folder, read_statuses
+from ebbflow.live.address import format_address, parse_address
+from ebbflow.live.display import members_table
+from ebbflow.live.lighthouse import DEFAULT_PORT
+from ebbflow.live.status import combine, fetch_quorum, fetch_statuses, find_folder, read_statuses
 
 __all__ = ["status"]
 

@@ -12,11 +12,11 @@ from rich.table import Table
 
 from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
 from ebbflow.cli.report import show_report
+from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import ConfigError
 from ebbflow.studies import runner
 from ebbflow.studies.scaling import scaled
 from ebbflow.studies.study import Study, load_study, recipe_names, recipe_text, with_settings
-from ebbflow.units import format_seconds, parse_seconds
 
 __all__ = ["run_with_progress", "study"]
 

@@ -10,12 +10,12 @@ import typer
 from rich.table import Table
 
 from ebbflow.cli.common import AsJson, out, print_json
+from ebbflow.core.units import Seconds, format_seconds, parse_seconds
 from ebbflow.errors import TraceError
 from ebbflow.traces.draw import chart, figure
 from ebbflow.traces.formats import FORMATS, write
 from ebbflow.traces.synthetic import GENERATORS, load
 from ebbflow.traces.trace import Trace
-from ebbflow.units import Seconds, format_seconds, parse_seconds
 
 __all__ = ["FormatName", "TraceText", "app"]
 

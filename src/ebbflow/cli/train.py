@@ -13,11 +13,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
-from ebbflow.config import RunConfig
-from ebbflow.memory import keep_freed_memory
+from ebbflow.core.memory import keep_freed_memory
+from ebbflow.core.signals import StopSignal
+from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.record import Run, StepRow, ValidationRow
-from ebbflow.signals import StopSignal
-from ebbflow.units import format_seconds, parse_seconds
+from ebbflow.run.config import RunConfig
 
 __all__ = ["train"]
 
@@ -102,7 +102,7 @@ def train(
         plugins=tuple(plugin or ()),
     )  # fmt: skip
     every = parse_seconds(checkpoint_every)
-    from ebbflow import torchrun, training
+    from ebbflow.run import torchrun, training
 
     here = torchrun.place(os.environ)
     speaks = here is None or here.rank == 0

@@ -14,9 +14,9 @@ from rich.table import Table
 from ebbflow.cli.common import AsJson, err, out, print_json
 from ebbflow.cli.scenario import ScenarioOptions, takes_scenario
 from ebbflow.cli.trace import TraceText
+from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.sim.search import Goal, Outcome, Setting, best, outcomes, pareto, sensitivity, to_the_cent
-from ebbflow.units import format_seconds, parse_seconds
+from ebbflow.simulate.search import Goal, Outcome, Setting, best, outcomes, pareto, sensitivity, to_the_cent
 
 __all__ = ["numbers", "whatif"]
 

@@ -15,22 +15,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbflow.live.account import Account as Account
-    from ebbflow.live.account import account as account
-    from ebbflow.live.account import read_fleet as read_fleet
     from ebbflow.live.fleet import Fleet as Fleet
     from ebbflow.live.fleet import Step as Step
     from ebbflow.live.joining import join as join
+    from ebbflow.live.lineage import Account as Account
+    from ebbflow.live.lineage import account as account
+    from ebbflow.live.lineage import read_fleet as read_fleet
     from ebbflow.live.settings import Settings as Settings
 
 _HOME = {
-    "Account": "account",
+    "Account": "lineage",
     "Fleet": "fleet",
     "Settings": "settings",
     "Step": "fleet",
-    "account": "account",
+    "account": "lineage",
     "join": "joining",
-    "read_fleet": "account",
+    "read_fleet": "lineage",
 }
 
 __all__ = ["Account", "Fleet", "Settings", "Step", "account", "join", "read_fleet"]

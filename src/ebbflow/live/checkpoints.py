@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from ebbflow.core.files import write_whole
 from ebbflow.errors import CheckpointError, OutputError
-from ebbflow.files import write_whole
 
 __all__ = ["Checkpoints", "read_checkpoint"]
 

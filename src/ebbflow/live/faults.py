@@ -18,8 +18,8 @@ import re
 import signal
 from collections.abc import Callable
 
-from ebbflow.engines.live.group import Lost
 from ebbflow.errors import ConfigError
+from ebbflow.live.group import Lost
 
 __all__ = ["ScriptedFaults"]
 

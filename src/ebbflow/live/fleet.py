@@ -17,27 +17,27 @@ from typing import Any, Literal, Self
 import torch
 
 from ebbflow._version import __version__
-from ebbflow.checkpoint import weights_digest
+from ebbflow.core.signals import StopSignal
 from ebbflow.data.ledger import Assignment, Ledger
-from ebbflow.engines.live.agreement import root
-from ebbflow.engines.live.engine import LiveEngine, Over, Piece, Sizes, by_policy
-from ebbflow.engines.live.group import Lost
-from ebbflow.engines.live.member import Gone, Member, Place
 from ebbflow.engines.pieces import Fetch, Loss, Precision
 from ebbflow.errors import ConfigError, Diverged
+from ebbflow.live.agreement import root
 from ebbflow.live.checkpoints import Checkpoints
+from ebbflow.live.engine import LiveEngine, Over, Piece, Sizes, by_policy
 from ebbflow.live.faults import ScriptedFaults
+from ebbflow.live.group import Lost
 from ebbflow.live.journal import Journal, Status
+from ebbflow.live.member import Gone, Member, Place
 from ebbflow.live.settings import Settings
 from ebbflow.live.state import FleetState, Stateful, job_of
-from ebbflow.loop import Flow, OpenStep
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.plan.growing import Growing
 from ebbflow.plan.growth import Growth
 from ebbflow.plan.policies import make_policy
 from ebbflow.record import End, Header, StepRow, ValidationRow
-from ebbflow.signals import StopSignal
+from ebbflow.run.checkpoint import weights_digest
+from ebbflow.run.flow import Flow, OpenStep
 
 __all__ = ["Fleet", "OnEpoch", "Step"]
 

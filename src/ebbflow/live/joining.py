@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ebbflow.engines.live.engine import Sizes
 from ebbflow.engines.pieces import Loss, Precision
 from ebbflow.errors import ConfigError
+from ebbflow.live.engine import Sizes
 from ebbflow.live.fleet import Fleet, OnEpoch
 from ebbflow.live.settings import Settings
 from ebbflow.live.state import Stateful

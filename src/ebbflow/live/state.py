@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 
 from ebbflow._version import __version__
-from ebbflow.checkpoint import load_model
 from ebbflow.data.ledger import Ledger
-from ebbflow.engines.live.agreement import strangeness
-from ebbflow.engines.live.engine import LiveEngine
 from ebbflow.errors import CheckpointError
+from ebbflow.live.agreement import strangeness
 from ebbflow.live.checkpoints import Checkpoints
-from ebbflow.loop import Flow
+from ebbflow.live.engine import LiveEngine
+from ebbflow.run.checkpoint import load_model
+from ebbflow.run.flow import Flow
 
 __all__ = ["FleetState", "Stateful", "job_of"]
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from ebbflow import workloads
-from ebbflow.config import load_plugins
+from ebbflow.core.memory import keep_freed_memory
 from ebbflow.errors import EbbflowError
 from ebbflow.live.fleet import Fleet
 from ebbflow.live.joining import join
-from ebbflow.memory import keep_freed_memory
 from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.run.config import load_plugins
 
 __all__ = ["join_workload", "main"]
 

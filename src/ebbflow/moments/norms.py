@@ -12,8 +12,8 @@ __all__ = ["LOW_PRECISION", "at_least_float32", "norms", "on_arrival", "squared_
 
 # How wrong a float32 `dot` is depends on the length and on the kernel that the CPU gets: at 2^20 numbers by 2e-7 to
 # 6e-6, at 4 * 10^7 by 2e-4. (linalg.vector_norm is wrong by 4e-4 at 4 * 10^6 and by 7e-3 at 4 * 10^7.) Tensors above
-# _ONE_DOT are therefore summed in rows of _ROW, all rows by one batched product, and the rows are added in float64: wrong
-# by less than 1e-7 with every kernel, and as fast as one `dot` (0.37 ms for 3 * 10^6 numbers on one core).
+# _ONE_DOT are therefore summed in rows of _ROW, all rows by one batched product, and the rows are added in float64:
+# wrong by less than 1e-7 with every kernel, and as fast as one `dot` (0.37 ms for 3 * 10^6 numbers on one core).
 _ONE_DOT = 1 << 17
 _ROW = 1 << 14
 LOW_PRECISION = (torch.float16, torch.bfloat16)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from ebbflow.core.spec import Registry
 from ebbflow.errors import MissingExtra, SpecError
-from ebbflow.spec import Registry
 
 __all__ = ["OPTIMIZERS", "Choice", "build_optimizer", "norms_and_biases"]
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from ebbflow.core.spec import nearest
 from ebbflow.data.sampler import ElasticSampler, Piece
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.moments.estimate import Averages, Measurement, Moments
@@ -21,7 +22,6 @@ from ebbflow.optim.update import Update
 from ebbflow.rules.base import Rule, StepContext
 from ebbflow.rules.damping import scale_damped
 from ebbflow.rules.registry import make_rule
-from ebbflow.spec import nearest
 
 __all__ = ["ElasticOptimizer", "OnNonfinite", "Update"]
 

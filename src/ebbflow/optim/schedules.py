@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+from ebbflow.core.spec import Registry, bind, param, parse_calls
+from ebbflow.core.units import Span
 from ebbflow.errors import ConfigError, SpecError
-from ebbflow.spec import Registry, bind, param, parse_calls
-from ebbflow.units import Span
 
 __all__ = ["SCHEDULES", "Progress", "Schedule", "make_schedule"]
 

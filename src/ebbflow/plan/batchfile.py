@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.files import read_text
 from ebbflow.errors import PlanError
-from ebbflow.files import read_text
 from ebbflow.traces.formats import Source
 
 __all__ = ["read_batches"]

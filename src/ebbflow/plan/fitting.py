@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from ebbflow.core.units import Seconds
 from ebbflow.errors import PlanError
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.plan.policies import Policy, make_policy
 from ebbflow.plan.steptime import ConstantStepTime, StepTimeLike
 from ebbflow.plan.stretches import begun, steps_of, stretches_of
 from ebbflow.traces import Trace
-from ebbflow.units import Seconds
 
 __all__ = ["fit_step_time", "longest_step", "plan_for"]
 

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.spec import param, render
+from ebbflow.core.units import Span
 from ebbflow.errors import PlanError
 from ebbflow.plan.policies import POLICIES
-from ebbflow.spec import param, render
-from ebbflow.units import Span
 
 __all__ = ["Ada", "AdaNorm", "Geo", "Growing", "NoiseScale", "Observation", "Pada", "PolicyState", "Rada"]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ebbflow.core.units import Seconds
 from ebbflow.errors import CheckpointError
 from ebbflow.plan.epochs import cut_step
 from ebbflow.plan.fitting import longest_step
@@ -22,7 +23,6 @@ from ebbflow.plan.growing import Geo, Growing, Observation, PolicyState
 from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.plan.steptime import StepTimeLike
 from ebbflow.traces import Trace
-from ebbflow.units import Seconds
 
 __all__ = ["Growth", "GrowingPlan", "allow", "fit_growing", "foresee", "plan_growing", "workers_for"]
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.units import Seconds, format_seconds
 from ebbflow.errors import PlanError
 from ebbflow.plan import timeline
 from ebbflow.plan.batchfile import read_batches
@@ -20,7 +21,6 @@ from ebbflow.plan.policies import Policy, make_policy
 from ebbflow.plan.steptime import ConstantStepTime, StepTimeLike, make_step_time
 from ebbflow.plan.stretches import begun, steps_of, stretches_of
 from ebbflow.traces import Trace, load
-from ebbflow.units import Seconds, format_seconds
 
 __all__ = ["BatchPlan", "PlanRun", "PlanSummary", "StepSize", "cut_step"]
 

@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.spec import Call, Registry, bind, param, parse_call, render
 from ebbflow.errors import PlanError, SpecError
-from ebbflow.spec import Call, Registry, bind, param, parse_call, render
 
 __all__ = ["POLICIES", "Capped", "FixedTotal", "Follow", "Policy", "make_policy"]
 

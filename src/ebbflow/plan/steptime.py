@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.units import Seconds, parse_seconds
 from ebbflow.errors import PlanError
-from ebbflow.units import Seconds, parse_seconds
 
 __all__ = ["ConstantStepTime", "FunctionStepTime", "StepTime", "StepTimeLike", "TableStepTime", "make_step_time"]
 

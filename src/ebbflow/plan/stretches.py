@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from ebbflow.core.units import Seconds
 from ebbflow.errors import PlanError
 from ebbflow.plan import timeline
 from ebbflow.plan.policies import Policy
 from ebbflow.plan.steptime import StepTime
 from ebbflow.traces import Trace
-from ebbflow.units import Seconds
 
 __all__ = ["begun", "steps_of", "stretches_of"]
 

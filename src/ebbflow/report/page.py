@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
+from ebbflow.core.units import format_seconds, plural
 from ebbflow.report.export import caption, losses_text, published_text
 from ebbflow.report.results import ArmResult, Results
 from ebbflow.report.style import PALETTE, slugs
 from ebbflow.report.tables import Cell, Scale, Summary, outcome, run_value
 from ebbflow.report.takeaway import takeaways
-from ebbflow.units import format_seconds, plural
 
 __all__ = ["page_content"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.units import format_seconds
 from ebbflow.report.html import VARIABLES, embedded, replacing
 from ebbflow.report.style import BAND, INK, MUTED, PALETTE, Drawing, RuleStyle, drawing_style, legend, panels, save
 from ebbflow.report.templates import render
-from ebbflow.sim.search import pareto, to_the_cent
-from ebbflow.sim.simulate import BREAKDOWN, Simulation
-from ebbflow.units import format_seconds
+from ebbflow.simulate.search import pareto, to_the_cent
+from ebbflow.simulate.simulate import BREAKDOWN, Simulation
 
 __all__ = ["simulation_figures", "write_simulations"]
 

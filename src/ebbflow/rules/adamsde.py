@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ebbflow.core.spec import param
 from ebbflow.rules.base import Rule, Scaling, State, StepContext
 from ebbflow.rules.registry import register
-from ebbflow.spec import param
 
 __all__ = ["AdamSde"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ebbflow.core.spec import param
 from ebbflow.rules.base import Rule, Scaling, State, StepContext
 from ebbflow.rules.gain import noise_stats, whole_gain
 from ebbflow.rules.registry import register
-from ebbflow.spec import param
 
 __all__ = ["AdaScale"]
 

@@ -6,10 +6,10 @@ import functools
 from abc import abstractmethod
 from dataclasses import dataclass
 
+from ebbflow.core.spec import param
+from ebbflow.core.units import Span
 from ebbflow.rules.base import Rule, Scaling, State, StepContext
 from ebbflow.rules.registry import make_rule, register
-from ebbflow.spec import param
-from ebbflow.units import Span
 
 __all__ = ["Alias", "Dynamic", "Lsw"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ebbflow.core.spec import param
 from ebbflow.errors import SpecError
 from ebbflow.rules.base import Modifier, Scaling, State, StepContext
 from ebbflow.rules.registry import register_modifier
-from ebbflow.spec import param
 
 __all__ = ["Cap"]
 

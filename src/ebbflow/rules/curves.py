@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ebbflow.core.spec import Entry, parse_calls
 from ebbflow.moments.estimate import Moments
 from ebbflow.rules.base import Modifier, Rule, Scaling, StepContext
 from ebbflow.rules.describe import describe
 from ebbflow.rules.registry import make_rule
-from ebbflow.spec import Entry, parse_calls
 
 __all__ = ["Curves", "curves"]
 

@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ebbflow.core.spec import Entry
 from ebbflow.rules.base import Modifier, Rule
-from ebbflow.spec import Entry
 
 __all__ = ["NEEDS", "Description", "describe"]
 

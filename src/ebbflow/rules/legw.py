@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ebbflow.core.spec import param
+from ebbflow.core.units import Span
 from ebbflow.rules.base import Rule, Scaling, State, StepContext
 from ebbflow.rules.registry import register
-from ebbflow.spec import param
-from ebbflow.units import Span
 
 __all__ = ["Legw"]
 

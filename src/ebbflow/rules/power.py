@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ebbflow.core.spec import param
 from ebbflow.errors import SpecError
 from ebbflow.rules.base import Rule, Scaling, State, StepContext
 from ebbflow.rules.registry import register
-from ebbflow.spec import param
 
 __all__ = ["Power"]
 

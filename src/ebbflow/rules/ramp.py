@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ebbflow.core.spec import param
 from ebbflow.errors import SpecError
 from ebbflow.plan.epochs import cut_step
 from ebbflow.rules.base import Modifier, Scaling, State, StepContext, spread
 from ebbflow.rules.registry import register_modifier
-from ebbflow.spec import param
 
 __all__ = ["Ramp"]
 

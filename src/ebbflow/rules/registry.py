@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ebbflow import rules as _package
+from ebbflow.core.spec import Entry, Registry, bind, parse_calls
 from ebbflow.errors import SpecError
 from ebbflow.rules.base import Chain, Modifier, Rule
-from ebbflow.spec import Entry, Registry, bind, parse_calls
 
 __all__ = ["RULES", "make_rule", "register", "register_modifier", "table"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ebbflow.core.spec import param
 from ebbflow.errors import ConfigError, SpecError
 from ebbflow.rules.base import Modifier, Scaling, State, StepContext, spread
 from ebbflow.rules.registry import register_modifier
-from ebbflow.spec import param
 
 __all__ = ["StateWarmup"]
 

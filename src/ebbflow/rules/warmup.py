@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ebbflow.core.spec import param
+from ebbflow.core.units import Span
 from ebbflow.errors import SpecError
 from ebbflow.rules.base import Modifier, Scaling, State, StepContext
 from ebbflow.rules.registry import register_modifier
-from ebbflow.spec import param
-from ebbflow.units import Span
 
 __all__ = ["Warmup"]
 

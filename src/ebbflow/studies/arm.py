@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.memory import keep_freed_memory
+from ebbflow.core.signals import StopSignal
 from ebbflow.errors import EbbflowError
-from ebbflow.memory import keep_freed_memory
 from ebbflow.record import End, Header, RecordWriter, StepRow, read_record
-from ebbflow.signals import StopSignal
 from ebbflow.studies.study import Arm
 
 __all__ = ["KEPT", "killed", "record_failure", "run_arm"]
@@ -70,7 +70,7 @@ def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) ->
     folder = out / "arms" / arm.id
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the study, which then terminates its arms
     keep_freed_memory()
-    from ebbflow.training import Callbacks, train
+    from ebbflow.run.training import Callbacks, train
     from ebbflow.workloads.kept import kept_in
 
     told = 0.0

@@ -26,8 +26,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
+from ebbflow.core.files import write_whole
 from ebbflow.errors import ConfigError, OutputError, RecordError
-from ebbflow.files import write_whole
 from ebbflow.record import read_record
 from ebbflow.studies.arm import KEPT, killed, record_failure, run_arm
 from ebbflow.studies.forecast import Board, Timed
@@ -86,7 +86,7 @@ def run_study(
     """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs is {jobs}; expected the number of arms to run at once, 1 or more")
-    from ebbflow import torchrun  # imports torch, which describing a study does not need
+    from ebbflow.run import torchrun  # imports torch, which describing a study does not need
 
     if torchrun.place(os.environ) is not None:
         raise ConfigError("a study starts the processes of its arms itself; run it without torchrun")
@@ -229,7 +229,7 @@ def _start_server(context: ForkServerContext) -> None:
     It would become so by itself, but only after the imports, and until then answer Ctrl-C with a traceback.
     """
     # torch imports the second one, which takes longer than the rest, when the first optimizer is made.
-    context.set_forkserver_preload(["ebbflow.training", "torch._dynamo"])
+    context.set_forkserver_preload(["ebbflow.run.training", "torch._dynamo"])
     if threading.current_thread() is not threading.main_thread():  # handlers are the main thread's
         forkserver.ensure_running()
         return

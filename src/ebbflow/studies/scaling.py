@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ebbflow.config import load_plugins
+from ebbflow.core.spec import Call, Registry, parse_call, parse_calls
+from ebbflow.core.units import Span, parse_seconds, parse_span
 from ebbflow.errors import ConfigError, UnitError
 from ebbflow.plan.policies import POLICIES
-from ebbflow.spec import Call, Registry, parse_call, parse_calls
+from ebbflow.run.config import load_plugins
 from ebbflow.studies.study import Study
-from ebbflow.units import Span, parse_seconds, parse_span
 
 __all__ = ["scaled"]
 

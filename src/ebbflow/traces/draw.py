@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ebbflow.core.files import write_whole
+from ebbflow.core.units import Seconds
 from ebbflow.errors import TraceError
-from ebbflow.files import write_whole
 from ebbflow.traces.trace import Trace
-from ebbflow.units import Seconds
 
 __all__ = ["chart", "figure"]
 

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from ebbflow.core.files import read_text, write_whole
+from ebbflow.core.spec import nearest
+from ebbflow.core.units import Seconds
 from ebbflow.errors import InputError, TraceError
-from ebbflow.files import read_text, write_whole
-from ebbflow.spec import nearest
 from ebbflow.traces.trace import Trace
-from ebbflow.units import Seconds
 
 __all__ = ["FORMATS", "Format", "Source", "read", "write"]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.spec import Registry, nearest, parse_call
+from ebbflow.core.units import Seconds
 from ebbflow.errors import SpecError, TraceError
-from ebbflow.spec import Registry, nearest, parse_call
 from ebbflow.traces import formats
 from ebbflow.traces.trace import Trace
-from ebbflow.units import Seconds
 
 __all__ = ["GENERATORS", "load"]
 

@@ -11,8 +11,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.units import Seconds, format_seconds, parse_seconds
 from ebbflow.errors import TraceError, UnitError
-from ebbflow.units import Seconds, format_seconds, parse_seconds
 
 __all__ = ["Trace", "TraceStats"]
 

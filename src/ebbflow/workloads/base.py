@@ -39,8 +39,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ebbflow.core.spec import Call, Registry, parse_calls
 from ebbflow.errors import ConfigError, SpecError
-from ebbflow.spec import Call, Registry, parse_calls
 
 __all__ = [
     "WORKLOADS",

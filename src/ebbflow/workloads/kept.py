@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbflow.files import write_whole
+from ebbflow.core.files import write_whole
 
 __all__ = ["kept", "kept_in"]
 

@@ -15,9 +15,9 @@ from distributed.actor import ProxyRPC
 from distributed.protocol.serialize import to_serialize
 
 from ebbflow._version import __version__
+from ebbflow.core.units import format_seconds
 from ebbflow.engines.dask.service import HANDLER, Failure
 from ebbflow.errors import ConfigError
-from ebbflow.units import format_seconds
 
 __all__ = ["Cluster", "Message", "connect"]
 

@@ -16,6 +16,8 @@ import torch
 from distributed import Client
 from distributed.protocol.pickle import dumps
 
+from ebbflow.core.spec import nearest
+from ebbflow.core.units import format_seconds
 from ebbflow.data.ledger import Assignment, shares
 from ebbflow.engines.base import Engine, Faults, Gradients
 from ebbflow.engines.dask.carry import AmongWorkers, Carry, ThroughDriver
@@ -27,8 +29,6 @@ from ebbflow.plan.growing import Growing
 from ebbflow.plan.growth import workers_for
 from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.plan.policies import Policy, make_policy
-from ebbflow.spec import nearest
-from ebbflow.units import format_seconds
 
 __all__ = ["CARRIES", "CarryName", "DaskEngine"]
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ebbflow.core.spec import nearest
 from ebbflow.data.ledger import Assignment, Ledger, Share, shares
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.base import Engine, Faults, Gradients
@@ -27,7 +28,6 @@ from ebbflow.engines.pieces import Fetch, Loss, Precision, autocast, generators,
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.moments.choose import AnyMeter, meter_for
 from ebbflow.plan.plan import BatchPlan, StepSize
-from ebbflow.spec import nearest
 
 __all__ = ["BatchNorm", "EmulatedEngine"]
 

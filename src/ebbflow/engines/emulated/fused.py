@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ebbflow.core.spec import nearest
 from ebbflow.data.ledger import Assignment, Share
 from ebbflow.engines.base import Faults
 from ebbflow.engines.emulated.base import EmulatedEngine, same_step
@@ -33,7 +34,6 @@ from ebbflow.moments.flat import FlatSums
 from ebbflow.moments.norms import squared_norms
 from ebbflow.moments.sums import Sums
 from ebbflow.plan.plan import BatchPlan, StepSize
-from ebbflow.spec import nearest
 
 __all__ = ["DEFAULT_CHUNK", "FusedEngine"]
 

@@ -1,0 +1,1 @@
+"""What every package uses: units, the text form of names, files, signals. Nothing here imports torch."""

@@ -1,0 +1,323 @@
+"""The text form that everything chosen by name shares: rules, policies, traces, schedules, optimizers.
+
+    linear+warmup(5ep)          two calls, joined by +
+    multistep(30ep, 60ep, factor=0.1)
+    gcp-a100-like(seed=3)
+
+A *registry* maps a name to a frozen dataclass (or a function); `bind` turns the text of a call into an instance, each
+argument read according to the annotation of its field. The registries are the single source for the command line, the
+documentation, the report legend and the tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ebbflow.core.units import Seconds, Span, parse_seconds, parse_span
+from ebbflow.errors import SpecError, UnitError
+
+__all__ = ["Call", "Entry", "Registry", "bind", "nearest", "param", "parse_call", "parse_calls", "render"]
+
+T = TypeVar("T")
+_NAME = re.compile(r"\s*([A-Za-z][A-Za-z0-9_.-]*)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One name with its arguments, still text."""
+
+    name: str
+    args: tuple[str, ...] = ()
+    kwargs: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        inner = ", ".join([*self.args, *(f"{key}={value}" for key, value in self.kwargs)])
+        return f"{self.name}({inner})" if inner else self.name
+
+
+def param(default: Any = dataclasses.MISSING, *, doc: str) -> Any:
+    """A dataclass field that documents itself: the text is shown by `ebbflow rules show` and in the docs."""
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split at the separators that stand outside parentheses; a + that belongs to a number (1e+3) stays."""
+    parts, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        in_number = char == "+" and i and text[i - 1] in "eE" and i >= 2 and text[i - 2].isdigit()
+        if char == separator and depth == 0 and not in_number:
+            parts.append(text[start:i])
+            start = i + 1
+    parts.append(text[start:])
+    return parts
+
+
+def parse_calls(text: str) -> tuple[Call, ...]:
+    """The calls of a text, in order.
+
+    >>> parse_calls("linear+warmup(5ep, start=0)")
+    (Call(name='linear', args=(), kwargs=()), Call(name='warmup', args=('5ep',), kwargs=(('start', '0'),)))
+    """
+    if not text.strip():
+        raise SpecError("the text is empty; write a name such as linear, or linear+warmup(5ep)")
+    if text.count("(") != text.count(")"):
+        raise SpecError(f"{text!r} has {text.count('(')} opening and {text.count(')')} closing parentheses")
+    return tuple(_parse_one(part, text) for part in _split(text, "+"))
+
+
+def parse_call(text: str) -> Call:
+    """One call, where several would make no sense."""
+    calls = parse_calls(text)
+    if len(calls) > 1:
+        raise SpecError(f"{text!r} joins {len(calls)} parts with +; one was expected, such as {calls[0]}")
+    return calls[0]
+
+
+def _parse_one(part: str, whole: str) -> Call:
+    match = _NAME.match(part)
+    if match is None:
+        raise SpecError(
+            f"a name was expected in {whole!r}, found {part.strip()!r}; write for example linear+warmup(5ep)"
+        )
+    rest = part[match.end() :].strip()
+    if not rest:
+        return Call(match[1])
+    if not (rest.startswith("(") and rest.endswith(")")):
+        raise SpecError(f"{part.strip()!r} in {whole!r} is not of the form name or name(arguments)")
+    args: list[str] = []
+    kwargs: list[tuple[str, str]] = []
+    inner = rest[1:-1].strip()
+    for piece in _split(inner, ",") if inner else []:
+        key, equals, value = piece.partition("=")
+        if not piece.strip() or (equals and not value.strip()):
+            raise SpecError(f"{part.strip()!r} has an empty argument")
+        if equals:
+            kwargs.append((key.strip(), value.strip()))
+        elif kwargs:
+            raise SpecError(f"{part.strip()!r}: {piece.strip()!r} follows a named argument; put it first or name it")
+        else:
+            args.append(piece.strip())
+    return Call(match[1], tuple(args), tuple(kwargs))
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """The end of an 'unknown name' message: the nearest known names, or all of them.
+
+    >>> nearest("lineer", ["constant", "linear"])
+    "did you mean 'linear'? Known: constant, linear"
+    """
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known: {', '.join(sorted(known))}"
+
+
+def _convert(text: str, annotation: Any, where: str) -> Any:
+    """One argument's text as a value of the annotated type."""
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        options = [option for option in typing.get_args(annotation) if option is not type(None)]
+        if text.lower() == "none" and len(options) < len(typing.get_args(annotation)):
+            return None
+        return _convert(text, options[0], where)
+    if origin is typing.Literal:
+        choices = [str(choice) for choice in typing.get_args(annotation)]
+        if text not in choices:
+            raise SpecError(f"{where} is {text!r}; {nearest(text, choices)}")
+        return text
+    try:
+        if annotation is Span:
+            return parse_span(text)
+        if annotation is Seconds:
+            return parse_seconds(text)
+    except UnitError as error:
+        raise UnitError(f"{where}: {error}") from None
+    if annotation is bool:
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if text.lower() not in words:
+            raise SpecError(f"{where} is {text!r}; expected true or false")
+        return words[text.lower()]
+    if annotation is str:
+        return text.strip("'\"")
+    if annotation in (int, float):
+        try:
+            number = float(text)
+        except ValueError:
+            raise SpecError(f"{where} is {text!r}; expected a number") from None
+        if not math.isfinite(number):
+            raise SpecError(f"{where} is {text!r}; expected a finite number")
+        if annotation is float:
+            return number
+        if number != int(number):
+            raise SpecError(f"{where} is {text!r}; expected a whole number")
+        return int(number)
+    raise SpecError(f"{where} cannot be given as text")  # a registered class with an unsupported field type
+
+
+def bind(call: Call, target: Callable[..., T]) -> T:
+    """Call the target with the arguments of the text, each converted by the annotation of its parameter.
+
+    A parameter annotated `tuple[X, ...]` takes all positional arguments.
+    """
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    if dataclasses.is_dataclass(target):
+        hints = typing.get_type_hints(target)
+    parameters = [p for p in inspect.signature(target).parameters.values() if p.name in hints]
+    names = [p.name for p in parameters]
+    usage = f"{call.name}({', '.join(_usage(p, hints[p.name]) for p in parameters)})"
+    values: dict[str, Any] = {}
+    rest = list(call.args)
+    for parameter in parameters:
+        hint = hints[parameter.name]
+        if typing.get_origin(hint) is tuple:
+            of = typing.get_args(hint)[0]
+            if rest or not any(key == parameter.name for key, _ in call.kwargs):
+                values[parameter.name] = tuple(_convert(text, of, f"{call.name}: {parameter.name}") for text in rest)
+            rest = []
+        elif rest and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            values[parameter.name] = _convert(rest.pop(0), hint, f"{call.name}: {parameter.name}")
+    if rest:
+        raise SpecError(f"{call} has too many arguments: {', '.join(rest)}; the form is {usage}")
+    for key, text in call.kwargs:
+        if key not in names:
+            raise SpecError(f"{call} has the unknown argument {key!r}; the form is {usage}")
+        if values.get(key, ()) != ():
+            raise SpecError(f"{call} gives {key!r} twice; the form is {usage}")
+        values[key] = _convert(text, hints[key], f"{call.name}: {key}")
+    missing = [p.name for p in parameters if p.default is inspect.Parameter.empty and values.get(p.name, ()) == ()]
+    if missing:
+        raise SpecError(f"{call} lacks {', '.join(missing)}; the form is {usage}")
+    return target(**values)
+
+
+def _usage(parameter: inspect.Parameter, hint: Any) -> str:
+    if typing.get_origin(hint) is tuple:
+        return f"{parameter.name}, ..."
+    if parameter.default is inspect.Parameter.empty:
+        return parameter.name
+    return f"{parameter.name}={_text(parameter.default, hint)}"
+
+
+def _text(value: Any, hint: Any = None) -> str:
+    """A value as text that `_convert` reads back; a duration, which is a plain float at run time, gets its unit."""
+    if isinstance(value, float):
+        unit = "s" if hint is Seconds or Seconds in typing.get_args(hint) else ""
+        return repr(value).removesuffix(".0") + unit
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def render(name: str, instance: Any) -> str:
+    """The shortest text that `bind` reads back as an equal instance: defaults are left out."""
+    parts = []
+    hints = typing.get_type_hints(type(instance))
+    fields = sorted(dataclasses.fields(instance), key=lambda field: bool(field.kw_only))  # as the signature
+    for field in fields:
+        value = getattr(instance, field.name)
+        if not field.init or value == field.default:
+            continue
+        if isinstance(value, tuple):
+            parts += [_text(item, hints[field.name]) for item in value]
+        else:
+            positional = len(parts) == 0 and field is fields[0] and not field.kw_only
+            text = _text(value, hints[field.name])
+            parts.append(text if positional else f"{field.name}={text}")
+    return f"{name}({', '.join(parts)})" if parts else name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry(Generic[T]):
+    """What a registry knows about one name."""
+
+    name: str
+    kind: str
+    make: Callable[..., T]
+    cite: str = ""
+    needs: frozenset[str] = frozenset()
+    exempt: typing.Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Law that this entry need not pass -> why."""
+
+    @property
+    def summary(self) -> str:
+        """The first line of the docstring."""
+        return (inspect.getdoc(self.make) or "").partition("\n")[0]
+
+    @property
+    def parameters(self) -> list[tuple[str, str, str]]:
+        """(name, default as text or '', documentation) of each argument of the text form."""
+        docs: dict[str, str] = {}
+        if dataclasses.is_dataclass(self.make):
+            docs = {f.name: str(f.metadata.get("doc", "")) for f in dataclasses.fields(self.make)}
+        hints = typing.get_type_hints(self.make)
+        result = []
+        for p in inspect.signature(self.make).parameters.values():
+            default = "" if p.default is inspect.Parameter.empty else _text(p.default, hints.get(p.name))
+            result.append((p.name, default, docs.get(p.name, "")))
+        return result
+
+
+class Registry(Generic[T]):
+    """Names to things of one kind. A duplicate name is an error; so is an unknown one, with the nearest suggested."""
+
+    def __init__(self, noun: str) -> None:
+        self.noun = noun
+        self._entries: dict[str, Entry[T]] = {}
+
+    def register(
+        self,
+        name: str,
+        *,
+        kind: str = "",
+        cite: str = "",
+        needs: typing.Iterable[str] = (),
+        exempt: typing.Mapping[str, str] | None = None,
+    ) -> Callable[[Any], Any]:
+        """A decorator that adds a class or function under the name."""
+
+        def add(make: Any) -> Any:
+            if name in self._entries:
+                taken = self._entries[name].make
+                raise SpecError(
+                    f"the {self.noun} {name!r} is registered already, by {taken.__module__}.{taken.__qualname__}; "
+                    f"choose another name"
+                )
+            self._entries[name] = Entry(
+                name=name,
+                kind=kind or self.noun,
+                make=make,
+                cite=cite,
+                needs=frozenset(needs),
+                exempt=dict(exempt or {}),
+            )
+            return make
+
+        return add
+
+    def __iter__(self) -> Iterator[Entry[T]]:
+        return iter(self._entries[name] for name in sorted(self._entries))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def names(self, kind: str | None = None) -> list[str]:
+        """All names, or those of one kind, sorted."""
+        return [entry.name for entry in self if kind is None or entry.kind == kind]
+
+    def entry(self, name: str) -> Entry[T]:
+        """The entry of a name."""
+        if name not in self._entries:
+            raise SpecError(f"unknown {self.noun} {name!r}; {nearest(name, self.names())}")
+        return self._entries[name]
+
+    def make(self, text: str | Call) -> T:
+        """An instance from its text form."""
+        call = parse_call(text) if isinstance(text, str) else text
+        return bind(call, self.entry(call.name).make)

@@ -1,0 +1,41 @@
+"""scikit-learn estimators whose batch, and cluster, grow while they fit.
+
+    from ebbflow.sklearn import EbbflowClassifier
+
+    model = EbbflowClassifier(batch_size="geo(delay=5ep, factor=2)", rule="constant", max_epochs=20)
+    model.fit(X, y).score(X_test, y_test)
+
+Built on skorch, which the extra `dask` installs. Importing this package does not import torch or skorch yet; the
+first use of a name does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ebbflow.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from ebbflow.estimators.classifier import EbbflowClassifier as EbbflowClassifier
+    from ebbflow.estimators.regressor import EbbflowRegressor as EbbflowRegressor
+
+__all__ = ["EbbflowClassifier", "EbbflowRegressor"]
+
+_HOME = {"EbbflowClassifier": "ebbflow.estimators.classifier", "EbbflowRegressor": "ebbflow.estimators.regressor"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ebbflow.sklearn' has no attribute {name!r}; it has {', '.join(__all__)}")
+    try:
+        importlib.import_module("skorch")
+    except ImportError:
+        raise MissingExtra("skorch", extra="dask", needed_for=f"ebbflow.sklearn.{name}") from None
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

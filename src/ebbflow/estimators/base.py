@@ -1,0 +1,330 @@
+"""What both estimators share: a net of skorch whose epochs are run by the flow."""
+# ruff: noqa: N803, N806, because X is scikit-learn's name for it
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_array, check_random_state
+from skorch import NeuralNet
+from skorch.callbacks import EpochTimer, PassthroughScoring, PrintLog
+from skorch.dataset import Dataset
+from skorch.utils import is_dataset
+from torch.utils.data import DataLoader
+
+from ebbflow.errors import ConfigError, DataError
+from ebbflow.estimators.blocks import Blocks, check_blocks, is_dask
+from ebbflow.estimators.inputs import Slices, as_tensor, check_arrays, check_dataset
+from ebbflow.estimators.modules import MLP, ModelLoss
+from ebbflow.estimators.progress import ProgressBar
+from ebbflow.estimators.settings import whole_number, with_settings
+from ebbflow.estimators.training import Training
+from ebbflow.optim.build import build_optimizer
+
+__all__ = ["EbbflowNet"]
+
+EVALUATION_BATCH = 1024
+"""Samples of a forward pass without training, unless `iterator_valid__batch_size` says otherwise."""
+
+_SETTLED = ("batch_size", "engine")
+"""Parts that are made anew for every fit, from parameters that hold from then on."""
+_OWN = (*_SETTLED, "callbacks", "optimizer")
+"""Parameters that skorch takes for parts of a module once the net is initialized."""
+
+
+class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
+    """A net of skorch that is trained by Ebbflow: the batch may grow, the rate follows it, every sample counts once.
+
+    Guarantees: each sample is used exactly once an epoch, in an order that depends on `random_state` and the epoch
+    alone; a step's gradient is the mean over its samples, however many workers share it; an estimator goes on after
+    `partial_fit`, a warm start or a pickle as if nothing had happened; random numbers of the caller are left alone.
+    Limits: the criterion must be a mean over samples; there are no sample weights. docs/estimators.md explains the
+    parameters.
+    """
+
+    # skorch finds these out while it initializes; known from the start, parameters may be modules, and nothing but
+    # parameters is set in the constructor, as scikit-learn asks.
+    prefixes_: ClassVar[list[str]] = [
+        *NeuralNet.prefixes_, "module", "criterion", "optimizer", "batch_size", "engine",
+    ]  # fmt: skip
+    cuda_dependent_attributes_: ClassVar[list[str]] = ["module_", "criterion_", "optimizer_"]
+    _modules: ClassVar[list[str]] = ["module"]
+    _criteria: ClassVar[list[str]] = ["criterion"]
+    _optimizers: ClassVar[list[str]] = ["optimizer"]
+    history_ = None
+    initialized_ = False
+    virtual_params_: Any = MappingProxyType({})
+    _fitting = False
+
+    def __init__(
+        self,
+        module: Any = None,
+        criterion: Any = None,
+        optimizer: Any = "adam",
+        lr: float = 0.01,
+        max_epochs: int = 20,
+        batch_size: Any = 32,
+        rule: Any = "constant",
+        schedule: Any = None,
+        base_batch: int | None = None,
+        local_batch: int | None = None,
+        max_workers: int | None = None,
+        engine: str = "auto",
+        random_state: Any = None,
+        record: Any = None,
+        dtype: str | None = "float32",
+        train_split: Any = None,
+        callbacks: Any = None,
+        warm_start: bool = False,
+        verbose: int = 0,
+        device: str = "cpu",
+        iterator_valid: Any = DataLoader,
+        dataset: Any = Dataset,
+        predict_nonlinearity: Any = "auto",
+        compile: bool = False,
+        use_caching: Any = "auto",
+        torch_load_kwargs: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            module,
+            criterion,
+            optimizer=optimizer,
+            lr=lr,
+            max_epochs=max_epochs,
+            batch_size=batch_size,
+            train_split=train_split,
+            callbacks=callbacks,
+            warm_start=warm_start,
+            verbose=verbose,
+            device=device,
+            iterator_valid=iterator_valid,
+            dataset=dataset,
+            predict_nonlinearity=predict_nonlinearity,
+            compile=compile,
+            use_caching=use_caching,
+            torch_load_kwargs=torch_load_kwargs,
+            **kwargs,
+        )
+        for name in ("history_", "initialized_", "virtual_params_"):
+            self.__dict__.pop(name)  # the class has them
+        self.rule = rule
+        self.schedule = schedule
+        self.base_batch = base_batch
+        self.local_batch = local_batch
+        self.max_workers = max_workers
+        self.engine = engine
+        self.random_state = random_state
+        self.record = record
+        self.dtype = dtype
+
+    __repr__ = BaseEstimator.__repr__  # skorch's shows the layers, which a grid search prints for every candidate
+
+    # -- parameters ------------------------------------------------------------------------------------------------
+
+    def _get_param_names(self) -> list[str]:
+        """Those of the constructor, and settings of parts (`module__hidden`) that were given."""
+        named = [
+            name for name, p in inspect.signature(type(self).__init__).parameters.items()
+            if name != "self" and p.kind is not inspect.Parameter.VAR_KEYWORD
+        ]  # fmt: skip
+        return [*named, *(name for name in vars(self) if "__" in name and not name.startswith("_"))]
+
+    def _get_params_callbacks(self, deep: bool = True) -> dict[str, Any]:
+        """None: callbacks change while they are at work, and a parameter must not. Settings can be set all the same."""
+        return {}
+
+    def set_params(self, **kwargs: Any) -> Self:
+        """As in skorch; settings of the batch policy and of the engine hold from the next fit on."""
+        ours = [name for name in kwargs if name in _OWN or name.startswith(tuple(f"{part}__" for part in _SETTLED))]
+        for name in ours:
+            setattr(self, name, kwargs.pop(name))
+        super().set_params(**kwargs)
+        if self.initialized_ and "callbacks" in ours:
+            self._initialize_callbacks()
+        if self.initialized_ and "optimizer" in ours:
+            self._initialize_optimizer()
+        return self
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _default_callbacks(self) -> list[tuple[str, Any]]:
+        """Times and losses in the history; a bar with `verbose=1`, a line an epoch as well with `verbose=2`."""
+        return [
+            ("epoch_timer", EpochTimer()),
+            ("train_loss", PassthroughScoring(name="train_loss", on_train=True)),
+            ("valid_loss", PassthroughScoring(name="valid_loss")),
+            ("progress_bar", ProgressBar()),
+            *([("print_log", PrintLog())] if self.verbose and self.verbose > 1 else []),
+        ]
+
+    def initialize_module(self) -> Self:
+        """The module that was given, or an `MLP` sized by the data."""
+        if self.module is not None:
+            super().initialize_module()
+            return self
+        if not hasattr(self, "n_inputs_"):
+            raise ConfigError("module=None stands for layers sized by the data, which are not known yet; call fit")
+        settings = {"features": self.n_inputs_, "outputs": self._outputs(), **self.get_params_for("module")}
+        self.module_ = MLP(**settings)
+        kind = getattr(torch, np.dtype(self.dtype).name, None) if self.dtype is not None else None
+        if kind is not None and kind.is_floating_point:
+            self.module_.to(kind)  # the module of a user is the user's
+        return self
+
+    def initialize_criterion(self) -> Self:
+        """The criterion that was given, or the usual one."""
+        settings = self.get_params_for("criterion")
+        self.criterion_ = self.initialized_instance(self.criterion or self._default_criterion, settings)
+        return self
+
+    def initialize_optimizer(self, triggered_directly: bool | None = None) -> Self:
+        """The optimizer class that was given, or the one with this name: "sgd(momentum=0.9)"."""
+        if not isinstance(self.optimizer, str):
+            super().initialize_optimizer()
+            return self
+        settings = self.get_params_for("optimizer")
+        lr = settings.pop("lr", self.lr)
+        self.optimizer_ = build_optimizer(str(with_settings(self.optimizer, settings)), self.module_, lr=lr)
+        return self
+
+    def _outputs(self) -> int:
+        """Columns that the default module returns."""
+        raise NotImplementedError
+
+    _default_criterion: type[torch.nn.Module]
+
+    def get_loss(self, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The criterion's loss, the same in training and validation; see `ModelLoss`."""
+        return ModelLoss(self.criterion_).of(y_pred, torch.as_tensor(y_true, device=self.device))
+
+    _usual_loss = get_loss
+
+    def get_iterator(self, dataset: Any, training: bool = False) -> Any:
+        """As in skorch, for prediction and validation; the batches of training come from the flow."""
+        settings = {"batch_size": EVALUATION_BATCH, **self.get_params_for("iterator_valid")}
+        if self.iterator_valid is DataLoader and [*settings] == ["batch_size"] and Slices.can(dataset):
+            return Slices(dataset, settings["batch_size"])
+        return self.iterator_valid(dataset, **settings)
+
+    # -- fitting ---------------------------------------------------------------------------------------------------
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Train from the beginning, or go on if `warm_start` is set, for `max_epochs` epochs."""
+        going_on = self.warm_start and self.initialized_
+        X, y = self._check_training(X, y, reset=not going_on)
+        if not going_on:
+            self._start()
+        return self._train(X, y, epochs=whole_number("max_epochs", self.max_epochs))
+
+    def partial_fit(self, X: Any, y: Any = None, classes: Any = None) -> Self:
+        """Train one epoch over these samples, going on where training was; rule and batch policy go on, too."""
+        first = not self.initialized_
+        X, y = self._check_training(X, y, reset=first, **({} if classes is None else {"classes": classes}))
+        if first:
+            self._start()
+        return self._train(X, y, epochs=1)
+
+    def _check_training(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
+        """Inputs as tensors (or a Dataset) and targets as the module's loss takes them."""
+        raise NotImplementedError
+
+    def _check_inputs(self, X: Any, y: Any, *, reset: bool, **checks: Any) -> tuple[Any, Any]:
+        """What both estimators check; y comes back as an array, or None for a Dataset."""
+        if y is None and not is_dataset(X):
+            raise DataError(
+                f"{type(self).__name__} requires y to be passed, but the target y is None; only a Dataset brings "
+                f"its own"
+            )
+        if is_dask(X):
+            X, y = check_blocks(self, X, y, reset=reset)
+            if reset:
+                self.n_inputs_ = math.prod(X.shape[1:])
+            return X.astype(self.dtype or X.dtype), y
+        if is_dataset(X):
+            inputs = check_dataset(self, X, y, reset=reset)
+            if reset:
+                self.n_inputs_ = inputs
+            return X, None
+        X, y = check_arrays(self, X, y, reset=reset, dtype=self.dtype, **checks)
+        if reset:
+            self.n_inputs_ = math.prod(X.shape[1:])
+        return as_tensor(X), y
+
+    def _start(self) -> None:
+        """Forget what an earlier fit left; a new seed, new weights."""
+        seeded = isinstance(self.random_state, int | np.integer)
+        self.seed_ = int(self.random_state if seeded else check_random_state(self.random_state).randint(2**31 - 1))
+        self.flow_state_: dict[str, Any] = {}
+        self.n_epochs_ = self.n_updates_ = 0
+        with self._own_random_numbers():
+            torch.manual_seed(self.seed_)
+            self.initialize()
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """The caller's random numbers go on afterwards as if nothing had happened."""
+        device = torch.device(self.device)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+
+    def _train(self, X: Any, y: Any, *, epochs: int) -> Self:
+        with self._own_random_numbers():
+            self.notify("on_train_begin", X=X, y=y)
+            self._fitting = True
+            try:
+                self.fit_loop(X, y, epochs)
+            except KeyboardInterrupt:
+                pass  # as in skorch: what was learned so far is kept
+            finally:
+                self.__dict__.pop("_fitting")
+                self.notify("on_train_end", X=X, y=y)
+        return self
+
+    def fit_loop(self, X: Any, y: Any = None, epochs: int | None = None, **_: Any) -> Self:
+        """The epochs: steps by the flow, validation and callbacks by skorch."""
+        self.check_training_readiness()
+        train, valid = self._split(X, y)
+        epochs = whole_number("max_epochs", self.max_epochs) if epochs is None else epochs
+        Training(self, train, valid, epochs=epochs).run()
+        return self
+
+    def _split(self, X: Any, y: Any) -> tuple[Any, Any]:
+        if not is_dask(X):
+            train, valid = self.get_split_datasets(X, y)
+            return train, valid
+        if self.train_split:
+            raise ConfigError("train_split cannot split a Dask array; split it yourself, or leave train_split out")
+        return Blocks(X, y), None
+
+    # -- predicting ------------------------------------------------------------------------------------------------
+
+    def _for_blocks(self) -> Self:
+        """What a worker needs to predict: callbacks, history and optimizer may be large, or not travel at all."""
+        slim: Self = object.__new__(type(self))
+        left_out = ("callbacks", "callbacks_", "history_", "optimizer_", "flow_state_")
+        slim.__dict__.update({name: value for name, value in vars(self).items() if name not in left_out})
+        return slim
+
+    def _answers(self, X: Any, *, block: bool = False) -> npt.NDArray[Any]:
+        """What the module says to these inputs, after the nonlinearity that belongs to its criterion.
+
+        Inputs are compared with those of the fit, unless they are a block of an array that was, or of a callback.
+        """
+        self.check_is_fitted()
+        if block:
+            X = as_tensor(check_array(X, dtype=self.dtype or "numeric", allow_nd=True))
+        elif not (is_dataset(X) or self._fitting):
+            X = as_tensor(check_arrays(self, X, reset=False, dtype=self.dtype))
+        answers: npt.NDArray[Any] = NeuralNet.predict_proba(self, X)
+        return answers

@@ -1,0 +1,373 @@
+"""The engine contract on real replicas: each computes its share, one message adds up everything.
+
+    members     meet the others (wait while nobody is there); whoever needs the state gets it now
+    gradients   backward over this replica's pieces; gradient, statistics, loss and batch norm in one all-reduce
+    commit      True where the message arrived, and then all have the same numbers, bit for bit
+
+A replica that dies in the middle may leave some that have the sum and some that do not. Those that have it commit; the
+others do not, and get the state from one of the former when they meet again (`agreement.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ebbflow.data.ledger import Assignment, Share, shares
+from ebbflow.data.permutation import Permutation
+from ebbflow.engines.allreduce import AllReduce
+from ebbflow.engines.base import Engine, Gradients
+from ebbflow.engines.batchnorm import LocalBatchNorm
+from ebbflow.engines.pieces import Fetch, Loss, Precision, autocast, generators, piece_seed
+from ebbflow.errors import ConfigError
+from ebbflow.live.agreement import Standing, extend
+from ebbflow.live.group import Fault, Lost, no_fault
+from ebbflow.live.member import Circle, Member
+from ebbflow.moments.choose import meter_for
+from ebbflow.plan.plan import StepSize
+from ebbflow.plan.policies import Policy
+
+__all__ = ["Carrier", "LiveEngine", "Over", "Piece", "Sizes", "by_policy"]
+
+Sizes = Callable[[int, int], tuple[int, int]]
+"""(step, replicas) -> (workers, samples of the step). The replica of rank w mod replicas computes worker w."""
+
+_LOSS, _LEAVING, _RETURNING, _NUMBERS = 0, 1, 2, 3  # places of the riders before those of batch norm
+
+
+class Over(Exception):
+    """There is no next step: the state that this replica has, or just got, is that of a finished job."""
+
+
+class Carrier(Protocol):
+    """The complete state of a replica, of which the engine knows only that it can be carried to another one."""
+
+    def pack(self) -> memoryview:
+        """Everything at the last committed step; reading it executes nothing."""
+
+    def unpack(self, data: memoryview) -> int:
+        """Become what `pack` described; the number of committed steps."""
+
+    def refresh(self) -> int | None:
+        """Become what a disk remembers, if that is further; the number of committed steps, None if it is not."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to train."""
+
+
+def by_policy(policy: Policy) -> Sizes:
+    """Every replica is a worker, and the policy says how many samples they take.
+
+    >>> from ebbflow.plan.policies import Follow
+    >>> by_policy(Follow(32))(0, 3)
+    (3, 96)
+    """
+
+    def sizes(step: int, replicas: int) -> tuple[int, int]:
+        workers, samples = policy.sizes(np.array([replicas]))
+        return int(workers[0]), int(samples[0])
+
+    return sizes
+
+
+class Piece(NamedTuple):
+    """Samples of one backward pass."""
+
+    inputs: Any
+    targets: Any
+    share: Share
+    weight: float
+    """Of this piece's mean loss in the mean over this replica's samples."""
+
+
+class LiveEngine(Engine):
+    """Trains with the replicas that are there.
+
+    Guarantees: after `commit` gave True, gradient, measurement, loss and batch-norm statistics have the same bits on
+    every replica that committed; after False the model is what it was. Pieces, seeds and order are those of the
+    emulated engines, so an emulated run with the same members in each step computes the same to rounding.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        fetch: Fetch,
+        member: Member,
+        sizes: Sizes,
+        carrier: Carrier,
+        *,
+        samples: int,
+        lineage: int,
+        loss: Loss | None = None,
+        seed: int = 0,
+        piece: int | None = None,
+        needs: Collection[str] = (),
+        parameters: Iterable[torch.nn.Parameter] | None = None,
+        precision: Precision = "fp32",
+        leaving: Callable[[], bool] = lambda: False,
+        on_event: Callable[[str, str], None] = lambda what, text: None,
+        fault: Fault = no_fault,
+    ) -> None:
+        """`samples`: size of an epoch. `lineage`: of the state that the model has now. `loss`: None, if whoever uses
+        the engine does the backward passes (`open`, `pieces`, `add_up`). `piece`: at most so many samples together.
+        """
+        if precision == "fp16":
+            raise ConfigError("precision is 'fp16', whose loss scale a fleet does not share; use bf16")
+        self.model = model
+        self.fetch = fetch
+        self.member = member
+        self.sizes = sizes
+        self.carrier = carrier
+        self.samples = samples
+        self.loss = loss
+        self.seed = seed
+        self.piece = piece
+        self.precision = precision
+        self.lineage = lineage
+        self.parent = lineage
+        """The lineage before the last committed step."""
+        self.established = False
+        self.left = False
+        """Whether this replica has left the fleet: nothing more comes."""
+        self.last_of_all = False
+        """Whether everybody left in the last step, and this replica is the first of them: nobody else has the state."""
+        trained = [*(parameters if parameters is not None else (p for p in model.parameters() if p.requires_grad))]
+        wanted = not {"moments", "layers"}.isdisjoint(needs)
+        self.meter = meter_for(trained, layers="layers" in needs) if wanted else None
+        self._batch_norm = LocalBatchNorm(model)
+        width = _NUMBERS + self._batch_norm.width
+        self._combine = AllReduce(trained, meter=self.meter, riders=width, reduce=self._add_up)
+        self._generators = generators(model)
+        self._device_type = trained[0].device.type
+        self._leaving = leaving
+        self._on_event = on_event
+        self._fault = fault
+        self._began = time.monotonic()
+        self._order: tuple[int, Permutation] | None = None
+        self._circle: Circle | None = None
+        self._size: StepSize | None = None
+        self._assignment: Assignment | None = None
+        self._loss_sum: torch.Tensor | float = 0.0
+        self._done = 0  # samples of this step that a backward pass was over
+        self._arrived = False
+        self._says_leaving = False
+        self._leavers: frozenset[int] = frozenset()
+
+    # The three verbs --------------------------------------------------------------------------------------------
+
+    def members(self, step: int) -> StepSize:
+        """Meet the others for the next step. Afterwards this replica has the state that counts, perhaps a later one.
+
+        Waits while the lighthouse has nobody to offer. Raises `Gone` if this replica is told to leave meanwhile, and
+        `Over` if the others, or a disk, turn out to have finished.
+        """
+        complaint = ""
+        while True:
+            try:
+                circle = self.member.meet(Standing(step=step, lineage=self.lineage, established=self.established))
+                if circle.new:
+                    if not circle.settlement.live and (further := self.carrier.refresh()) is not None:
+                        step = further
+                        raise Lost("a checkpoint is further than all replicas")
+                    step = self._transfer(circle, step)
+                    self._on_event("members", " ".join(circle.names))
+            except Lost as reason:
+                if str(reason) != complaint:  # a lighthouse that is away for hours is one event
+                    self._on_event("lost", complaint := str(reason))
+                self.member.failed()
+                continue
+            break
+        self._circle = circle
+        if self.carrier.finished:
+            raise Over
+        self._fault("quorum")
+        workers, samples = self.sizes(step, len(circle.names))
+        now = time.monotonic() - self._began
+        self._size = StepSize(workers=workers, samples=samples, time_s=now, duration_s=0.0)
+        return self._size
+
+    def measure(self, on: bool) -> None:
+        """Measure the coming steps or not: the same on all replicas, who decide it from the state they share."""
+        if self.meter is not None:
+            self.meter.on = on
+
+    def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:
+        """Forward and backward passes over this replica's pieces, then everybody's sum."""
+        if self.loss is None:
+            raise ConfigError("this engine was made without a loss: do the backward passes over `pieces` yourself")
+        self.open(assignment, size)
+        for piece in self.pieces():
+            with self.autocast():
+                loss = self.loss(self.model, piece.inputs, piece.targets)
+            self.backward(loss, piece)
+        return self.add_up()
+
+    def commit(self) -> bool:
+        """Whether the sum arrived here."""
+        assert self._circle is not None and self._assignment is not None, "commit follows gradients"
+        if not self._arrived:
+            self._batch_norm.rollback()
+            self.model.zero_grad(set_to_none=True)
+            self.member.failed()
+            return False
+        self._batch_norm.commit()
+        self.member.committed()
+        self.parent, self.lineage = self.lineage, extend(self.lineage, self._assignment, self._circle.key)
+        self.established = True
+        self._fault("commit")
+        if self._leavers:
+            self._part(self._circle)
+        return True
+
+    # The backward passes ----------------------------------------------------------------------------------------
+
+    def open(self, assignment: Assignment, size: StepSize) -> None:
+        """Begin a step, or begin it again: nothing of an earlier attempt is left."""
+        self.model.train()
+        self.model.zero_grad(set_to_none=True)
+        self._batch_norm.begin()
+        if self.meter is not None:
+            self.meter.discard()
+        self._assignment, self._size, self._arrived = assignment, size, False
+        self._loss_sum, self._done = 0.0, 0
+
+    def own_shares(self) -> tuple[Share, ...]:
+        """This replica's pieces of the open step; none at the tail of an epoch, or where the policy idles it."""
+        assert self._circle is not None
+        replicas = len(self._circle.names)
+        return tuple(share for share in self._all_shares() if share.worker % replicas == self._circle.rank)
+
+    def _all_shares(self) -> tuple[Share, ...]:
+        assert self._assignment is not None and self._size is not None
+        largest = -(-self._size.samples // self._size.workers)
+        return shares(self._assignment, workers=self._size.workers, piece=min(largest, self.piece or largest))
+
+    def pieces(self) -> Iterator[Piece]:
+        """This replica's pieces of the open step; the forward pass of each belongs before the next one is taken."""
+        own = self.own_shares()
+        total = sum(share.size for share in own)
+        assert self._assignment is not None
+        for share in own:
+            seed = piece_seed(self.seed, self._assignment.epoch, share.start)
+            for generator in self._generators:
+                generator.manual_seed(seed)
+            inputs, targets = self.fetch(self._indices(share))
+            with self._batch_norm.piece(share.size / self._assignment.batch):
+                yield Piece(inputs, targets, share, share.size / total)
+            self._fault("backward")
+
+    def backward(self, loss: torch.Tensor, piece: Piece) -> None:
+        """Add a piece's gradient; `loss` is the mean over its samples."""
+        weighted = loss * piece.weight
+        weighted.backward()  # type: ignore[no-untyped-call]
+        if self.meter is not None:
+            self.meter.close_piece(piece.share.size, piece.weight)
+        self._loss_sum = self._loss_sum + weighted.detach()
+        self._done += piece.share.size
+
+    def _indices(self, share: Share) -> npt.NDArray[np.int64]:
+        assert self._assignment is not None
+        epoch = self._assignment.epoch
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, Permutation(self.samples, self.seed, epoch))
+        return self._order[1].indices(share.start, share.stop)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The model computes in the engine's precision inside."""
+        return autocast(self.precision, self._device_type)
+
+    # The sum ----------------------------------------------------------------------------------------------------
+
+    def add_up(self) -> Gradients:
+        """Everybody's gradient, statistics and loss, weighted with the samples they are made of."""
+        assert self._assignment is not None
+        batch = self._assignment.batch
+        own = self.own_shares()
+        samples = sum(share.size for share in own)
+        if self._done != samples:
+            raise ConfigError(
+                f"this replica's part of the step has {samples} samples, but backward() was called for {self._done}; "
+                f"call it once for each piece, with the mean loss over its samples"
+            )
+        riders = self._combine.riders
+        riders[_LOSS] = self._loss_sum * (samples / batch)
+        self._says_leaving = self._leaving()
+        riders[_LEAVING] = float(self._says_leaving)
+        riders[_RETURNING] = float(self.member.wants_lighthouse)
+        riders[_NUMBERS:].copy_(self._batch_norm.pack())
+        try:
+            measurement = self._combine(samples=samples, batch=batch)
+            riders = self._combine.riders
+            loss, leaving, returning = riders[:_NUMBERS].tolist()
+            self._leavers = self._who_leaves() if leaving else frozenset()
+            self._fault("sum")
+        except Lost as reason:
+            self._on_event("lost", str(reason))
+            self._combine.renew()
+            return Gradients(loss=float("nan"), pieces=len(own))
+        self._batch_norm.unpack(riders[_NUMBERS:])
+        if returning:
+            self.member.return_to_lighthouse()
+        self._arrived = True
+        return Gradients(loss=loss, pieces=len(self._all_shares()), measurement=measurement)
+
+    def _add_up(self, tensor: torch.Tensor) -> None:
+        assert self._circle is not None
+        self._circle.group.add_up(tensor)
+
+    # Coming and going -------------------------------------------------------------------------------------------
+
+    def _transfer(self, circle: Circle, step: int) -> int:
+        """Send the state to those who need it, or get it; the step at which this replica is then."""
+        transfers = circle.settlement.transfers
+        source = transfers.get(circle.rank)
+        if source is not None:
+            data = circle.group.receive(source)
+            step = self.carrier.unpack(data)
+            self.established = False
+            self._on_event("received", f"{len(data)} bytes from {circle.names[source]}")
+            return step
+        needy = [rank for rank, donor in transfers.items() if donor == circle.rank]
+        if needy:
+            data = self.carrier.pack()
+            for rank in needy:
+                circle.group.send(data, rank)
+        return step
+
+    @property
+    def first(self) -> bool:
+        """Whether this replica is the first of its circle: the one that writes what is to be written once."""
+        return self._circle is not None and self._circle.rank == 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the replicas in the last step."""
+        return self._circle.names if self._circle is not None else ()
+
+    def _who_leaves(self) -> frozenset[int]:
+        """One more, tiny message: which of us said that they leave. In the rare step where somebody does."""
+        assert self._circle is not None
+        said = torch.zeros(len(self._circle.names), device=self._combine.riders.device)
+        said[self._circle.rank] = float(self._says_leaving)
+        self._add_up(said)
+        return frozenset(rank for rank, leaves in enumerate(said.tolist()) if leaves)
+
+    def _part(self, circle: Circle) -> None:
+        """After the last step with some of us: go, or go on without them."""
+        leavers, self._leavers = self._leavers, frozenset()
+        if circle.rank in leavers:
+            self.left = True
+            self.last_of_all = len(leavers) == len(circle.names) and circle.rank == 0
+            return
+        try:
+            self._on_event("members", " ".join(self.member.go_on_without(leavers)))
+        except Lost as reason:
+            self._on_event("lost", str(reason))
+            self.member.failed()
