@@ -1,10 +1,9 @@
 """What statistics cost over the same all-reduce without them: two processes, gloo over loopback, 10.5M parameters.
 
-Each process computes its gradient in two pieces of a few samples, so that the exchange weighs as much as it can; then
-`AllReduce` combines the gradients, with and without a meter. They alternate in the same processes; the ratio is the
-median over turns of four steps. Printed for the whole step and for the exchange alone, as it ships (in the long run
-one step in four is measured here) and with every step measured, as in the first 1000 reference steps of a run.
-"""
+Each process computes its gradient in two micro-batches of a few samples, so that the exchange weighs as much as it can;
+then `AllReduce` combines the gradients, with and without a meter. They alternate in the same processes; the ratio is
+the median over turns of four steps. Printed for the whole step and for the exchange alone, as it ships (in the long run
+one step in four is measured here) and with every step measured, as in the first 1000 reference steps of a run."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ class Trainer:
         for _ in range(PIECES):
             (F.cross_entropy(self.model(x), y) / PIECES).backward()
             if self.meter is not None:
-                self.meter.close_piece(SIZE, 1 / PIECES)
+                self.meter.close_micro_batch(SIZE, 1 / PIECES)
         dist.barrier()  # the exchange is timed from when both have their gradients
         computed = time.perf_counter()
         self.combine(samples=PIECES * SIZE, batch=WORLD * PIECES * SIZE)
@@ -76,7 +75,7 @@ def rank(number: int, store: str, turns: int) -> None:
     turns_of = [turn(trainers, x, y) for _ in range(turns + 1)][1:]
     if number == 0:
         size = sum(parameter.numel() for parameter in trainers["without"].model.parameters())
-        print(f"{WORLD} gloo processes, {size / 1e6:.1f}M parameters, {PIECES} pieces of {SIZE} each")
+        print(f"{WORLD} gloo processes, {size / 1e6:.1f}M parameters, {PIECES} micro-batches of {SIZE} each")
         print(f"{'ms':24}" + "".join(f"{name:>14}{'ratio':>8}" for name in trainers))
         for part, title in enumerate(("step", "all-reduce alone")):
             line = f"{title:24}"

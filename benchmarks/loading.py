@@ -82,7 +82,7 @@ def epoch(engine: FusedEngine) -> float:
 def by_source(data: Jpegs, width: int, processes: int) -> float:
     source = DatasetSource(data, workers=processes)
     engine = make_engine(lambda indices: source.batch(indices, train=True), width)
-    source.follow(engine.coming)
+    source.follow(engine.upcoming)
     seconds = epoch(engine)
     source.close()
     return seconds

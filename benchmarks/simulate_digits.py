@@ -59,11 +59,11 @@ def compare(workload: str, trace: str, epochs: int) -> list[tuple[float, float]]
         )
     )  # fmt: skip
     found = []
-    before, piece = measure(workload)
+    before, micro_batch = measure(workload)
     for _ in range(ROUNDS):
         measured = train(workload, trace, epochs)
         after, _ = measure(workload)
-        fit = fit_steps([*before, *after], serial=True, piece=piece)
+        fit = fit_steps([*before, *after], serial=True, micro_batch=micro_batch)
         seconds = fit.model.parts(plan.stretches.workers[plan.runs.legs], plan.runs.sizes).total
         found.append((float((plan.runs.counts * seconds).sum()), measured))
         before = after

@@ -1,13 +1,14 @@
-"""What gradient statistics and AdaScale cost over plain accumulation of the same pieces, beside fairscale and adaptdl.
+"""What gradient statistics and AdaScale cost over plain accumulation of the same micro-batches, beside fairscale and
+adaptdl.
 
-A step is four pieces, each one forward and backward pass, and one step of SGD with momentum. Ours adds the squared
-norms of the pieces and of their mean, the averages and the gain: `ours` as it ships, which in the long run measures
-one step in four here, `ours_at_every_step` as it is in the first 1000 reference steps or with measure_every=1. The
-methods take turns of a few steps, so that a busy machine disturbs all of them alike; the ratio is the median over the
-turns of the time against that of plain accumulation in the same turn.
+A step is four micro-batches, each one forward and backward pass, and one step of SGD with momentum. Ours adds the
+squared norms of the micro-batches and of their mean, the averages and the gain: `ours` as it ships, which in the long
+run measures one step in four here, `ours_at_every_step` as it is in the first 1000 reference steps or with
+measure_every=1. The methods take turns of a few steps, so that a busy machine disturbs all of them alike; the ratio is
+the median over the turns of the time against that of plain accumulation in the same turn.
 
     python benchmarks/statistics_overhead.py                  one CPU thread
-    python benchmarks/statistics_overhead.py --device cuda    ResNet-18 on 32x32 images, pieces of 512, bfloat16
+    python benchmarks/statistics_overhead.py --device cuda    ResNet-18 on 32x32 images, micro-batches of 512, bfloat16
 """
 
 from __future__ import annotations
@@ -38,31 +39,33 @@ Step = Callable[[], None]
 Pieces = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def backward(model: nn.Module, pieces: Pieces) -> None:
-    for x, y in pieces:
+def backward(model: nn.Module, micro_batches: Pieces) -> None:
+    for x, y in micro_batches:
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=x.is_cuda):
             loss = F.cross_entropy(model(x), y) / PIECES
         loss.backward()
 
 
-def plain(model: nn.Module, pieces: Pieces) -> Step:
+def plain(model: nn.Module, micro_batches: Pieces) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def step() -> None:
-        backward(model, pieces)
+        backward(model, micro_batches)
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def ours(model: nn.Module, pieces: Pieces, *, layers: bool = False, hooks: bool = False, every: int = SPAN) -> Step:
+def ours(
+    model: nn.Module, micro_batches: Pieces, *, layers: bool = False, hooks: bool = False, every: int = SPAN
+) -> Step:
     """As an engine has it: without hooks on a GPU and for small models."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     parameters = [*model.parameters()]
     meter = Meter(parameters, layers=layers) if hooks else meter_for(parameters, layers=layers)
     rule = make_rule("adascale")
-    size = len(pieces[0][0])
+    size = len(micro_batches[0][0])
     memory = 1000.0 * size
     width = meter.width
     averages = Averages(1.0, (1.0,) * width, (1.0,) * width)  # old ones
@@ -71,9 +74,9 @@ def ours(model: nn.Module, pieces: Pieces, *, layers: bool = False, hooks: bool 
         nonlocal averages
         meter.on = averages.due(PIECES * size, memory=memory, every=every)
         meter.discard()
-        for piece in pieces:
-            backward(model, [piece])
-            meter.close_piece(size, 1 / PIECES)
+        for micro_batch in micro_batches:
+            backward(model, [micro_batch])
+            meter.close_micro_batch(size, 1 / PIECES)
         if meter.on:
             averages = averages.updated(meter.finish(PIECES * size), memory=memory)
         else:
@@ -89,34 +92,34 @@ def ours(model: nn.Module, pieces: Pieces, *, layers: bool = False, hooks: bool 
     return step
 
 
-def ours_at_every_step(model: nn.Module, pieces: Pieces) -> Step:
-    return ours(model, pieces, every=1)
+def ours_at_every_step(model: nn.Module, micro_batches: Pieces) -> Step:
+    return ours(model, micro_batches, every=1)
 
 
-def ours_by_layer(model: nn.Module, pieces: Pieces) -> Step:
-    return ours(model, pieces, layers=True)
+def ours_by_layer(model: nn.Module, micro_batches: Pieces) -> Step:
+    return ours(model, micro_batches, layers=True)
 
 
-def ours_by_hooks(model: nn.Module, pieces: Pieces) -> Step:
+def ours_by_hooks(model: nn.Module, micro_batches: Pieces) -> Step:
     """As in a user's own loop."""
-    return ours(model, pieces, hooks=True)
+    return ours(model, micro_batches, hooks=True)
 
 
-def fairscale(model: nn.Module, pieces: Pieces) -> Step:
+def fairscale(model: nn.Module, micro_batches: Pieces) -> Step:
     from fairscale.optim import AdaScale
 
     inner = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     optimizer = AdaScale(inner, world_size=1, num_gradients_to_accumulate=PIECES)
 
     def step() -> None:
-        backward(model, pieces)
+        backward(model, micro_batches)
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def adaptdl(model: nn.Module, pieces: Pieces) -> Step:
+def adaptdl(model: nn.Module, micro_batches: Pieces) -> Step:
     sys.modules.setdefault("pkg_resources", types.ModuleType("pkg_resources"))  # imported, but not used here
     from adaptdl.torch.gradient_noise_scale import GradientNoiseScale
 
@@ -126,9 +129,9 @@ def adaptdl(model: nn.Module, pieces: Pieces) -> Step:
     noise = GradientNoiseScale(wrapped, optimizer, num_replicas=1, accum_scale=1.0)
 
     def step() -> None:
-        for number, piece in enumerate(pieces):
+        for number, micro_batch in enumerate(micro_batches):
             wrapped.require_backward_grad_sync = number == PIECES - 1
-            backward(model, [piece])
+            backward(model, [micro_batch])
         optimizer.param_groups[0]["lr"] = 1e-3 * noise.gain(PIECES)
         optimizer.step()
         optimizer.param_groups[0]["lr"] = 1e-3
@@ -187,7 +190,9 @@ def compare(
     device: str,
 ) -> None:
     """Print a table: milliseconds a step and the ratio to plain accumulation."""
-    pieces = [(torch.randn(*shape, device=device), torch.randint(10, shape[:1], device=device)) for _ in range(PIECES)]
+    micro_batches = [
+        (torch.randn(*shape, device=device), torch.randint(10, shape[:1], device=device)) for _ in range(PIECES)
+    ]
     methods: dict[str, Step] = {}
     extra = () if isinstance(meter_for([*make().to(device).parameters()], layers=False), Meter) else (ours_by_hooks,)
     for method in (plain, ours, ours_at_every_step, ours_by_layer, *extra, fairscale, adaptdl):
@@ -195,9 +200,9 @@ def compare(
         model = make().to(device)
         if device == "cuda":
             model = model.to(memory_format=torch.channels_last)
-            pieces = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in pieces]
+            micro_batches = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in micro_batches]
         try:
-            methods[method.__name__] = method(model, pieces)
+            methods[method.__name__] = method(model, micro_batches)
         except ImportError as error:
             print(f"{method.__name__}: not measured, {error}")
     clock = time.perf_counter if device == "cuda" else time.process_time  # one thread: what others run does not count
@@ -218,7 +223,7 @@ def compare(
             for method, seconds in taken.items():
                 times[method].append(seconds / steps)
     size = sum(parameter.numel() for parameter in make().parameters())
-    print(f"\n{name}: {size / 1e6:.2f}M parameters, {PIECES} pieces of {shape[0]}, {device}")
+    print(f"\n{name}: {size / 1e6:.2f}M parameters, {PIECES} micro-batches of {shape[0]}, {device}")
     print(f"{'':24}{'ms a step':>12}{'over plain':>12}")
     for method, own in times.items():
         ratio = statistics.median(a / b for a, b in zip(own, times["plain"], strict=True))

@@ -205,11 +205,11 @@ def expected_run(
 
 
 def _measured(moments: Moments, batch: int) -> Measurement:
-    """The expected measurement of a step of two pieces: A = S + 2V/B, N = S + V/B."""
+    """The expected measurement of a step of two micro-batches: A = S + 2V/B, N = S + V/B."""
     noise, signal = (moments.layer_noise or (moments.noise,)), (moments.layer_signal or (moments.signal,))
     return Measurement(
         batch=batch,
-        pieces=2,
+        micro_batches=2,
         mean_sq=tuple(s + 2 * v / batch for v, s in zip(noise, signal, strict=True)),
         sq_mean=tuple(s + v / batch for v, s in zip(noise, signal, strict=True)),
     )

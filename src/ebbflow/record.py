@@ -89,8 +89,8 @@ class StepRow:
     """Samples committed since the start of the run, this step included."""
     workers: int
     batch: int
-    pieces: int
-    """Gradient pieces the step was made of."""
+    micro_batches: int
+    """Gradient micro-batches the step was made of."""
     lr_base: float
     """The rate of the schedule, at the reference batch."""
     lr: float
@@ -136,7 +136,8 @@ def layers_due(row: StepRow, *, total_samples: int, rows: int = LAYER_ROWS) -> b
     A function of the position alone, so that a resumed run writes what an uninterrupted one writes. The first step is
     always among them; a run that goes on beyond its samples keeps the distance.
 
-    >>> row = StepRow(step=0, time_s=0, wall_s=0, epoch=0, samples=32, workers=1, batch=32, pieces=1, lr_base=0.1,
+    >>> row = StepRow(step=0, time_s=0, wall_s=0, epoch=0, samples=32, workers=1, batch=32, micro_batches=1,
+    ...       lr_base=0.1,
     ...               lr=0.1, multiplier=1.0, loss=1.0)
     >>> layers_due(row, total_samples=100_000)
     True
@@ -193,6 +194,8 @@ class End:
 Row = Header | StepRow | LayersRow | ValidationRow | Event | End
 _KINDS: dict[str, type[Row]] = {row.kind: row for row in (Header, StepRow, LayersRow, ValidationRow, Event, End)}
 _FIELDS = {kind: tuple(f.name for f in dataclasses.fields(row)) for kind, row in _KINDS.items()}
+_KEYS = {"micro_batches": "pieces"}
+"""Fields whose key in the file is another one: the files are older than the names."""
 
 
 def _finite(value: Any) -> Any:
@@ -208,7 +211,7 @@ def _finite(value: Any) -> Any:
 
 def encode(row: Row) -> str:
     """One line, without its line end."""
-    body = {"kind": row.kind, **{name: _finite(getattr(row, name)) for name in _FIELDS[row.kind]}}
+    body = {"kind": row.kind, **{_KEYS.get(name, name): _finite(getattr(row, name)) for name in _FIELDS[row.kind]}}
     return json.dumps(body, separators=(",", ":"), allow_nan=False)
 
 
@@ -218,8 +221,8 @@ def decode(line: str) -> Row:
     if not isinstance(body, dict) or body.get("kind") not in _KINDS:
         raise ValueError(f"not a row: {line[:60]!r}")
     kind = _KINDS[body["kind"]]
-    names = _FIELDS[kind.kind]
-    return kind(**{name: body[name] for name in names if name in body})
+    keys = ((name, _KEYS.get(name, name)) for name in _FIELDS[kind.kind])
+    return kind(**{name: body[key] for name, key in keys if key in body})
 
 
 class RecordWriter:

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torchft", reason="the live extra is not installed")
 
 from ebbflow.cli.main import main
-from fleet.fakes import FAKE, alive, processes_with, until
+from live.fakes import FAKE, alive, processes_with, until
 
 
 class Shell:

@@ -1,4 +1,4 @@
-"""Every sample exactly once an epoch: the ledger, and how a step is cut into pieces."""
+"""Every sample exactly once an epoch: the ledger, and how a step is cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.data.ledger import Assignment, Ledger, pieces, shares
+from ebbflow.data.ledger import Assignment, Ledger, micro_batch_sizes, split_step
 from ebbflow.errors import CheckpointError, DataError, LedgerError
 
 # The invariant ------------------------------------------------------------------------------------------------------
 
 
 attempts = st.lists(st.tuples(st.integers(1, 70), st.sampled_from(["commit", "lose", "resume"])), max_size=300)
-"""Attempts at steps: so many samples are wanted; then the step commits, is lost, or the run is saved and resumed."""
+"""Attempts at steps: so many samples are requested; then the step commits, is lost, or the run is saved and resumed."""
 
 
 @given(samples=st.one_of(st.integers(1, 60), st.sampled_from([97, 199, 997])), events=attempts)
 def test_any_history_commits_every_sample_exactly_once_an_epoch(samples: int, events: list[tuple[int, str]]) -> None:
     ledger = Ledger(samples=samples)
     committed: Counter[tuple[int, int]] = Counter()
-    for wanted, event in events:
-        step = ledger.assign(wanted)
+    for requested, event in events:
+        step = ledger.assign(requested)
         if event == "commit":
             ledger = ledger.commit(step)
             committed.update((step.epoch, i) for i in range(step.start, step.stop))
@@ -35,11 +35,11 @@ def test_any_history_commits_every_sample_exactly_once_an_epoch(samples: int, ev
     assert ledger.total == committed.total()
 
 
-@given(samples=st.integers(2, 300), wanted=st.lists(st.integers(2, 40), min_size=1))
-def test_no_step_is_one_lone_sample_unless_asked_for(samples: int, wanted: list[int]) -> None:
+@given(samples=st.integers(2, 300), requested=st.lists(st.integers(2, 40), min_size=1))
+def test_no_step_is_one_lone_sample_unless_asked_for(samples: int, requested: list[int]) -> None:
     ledger, i = Ledger(samples=samples), 0
     while ledger.epoch == 0:
-        step = ledger.assign(wanted[i % len(wanted)])
+        step = ledger.assign(requested[i % len(requested)])
         assert step.batch >= 2
         ledger, i = ledger.commit(step), i + 1
 
@@ -100,10 +100,10 @@ def test_a_place_outside_of_the_epoch_is_refused(place: dict[str, int]) -> None:
         Ledger(samples=10, **place)
 
 
-@pytest.mark.parametrize("wanted", [0, -1])
-def test_a_step_without_samples_is_refused(wanted: int) -> None:
-    with pytest.raises(LedgerError, match=f"a step of {wanted} samples"):
-        Ledger(samples=10).assign(wanted)
+@pytest.mark.parametrize("requested", [0, -1])
+def test_a_step_without_samples_is_refused(requested: int) -> None:
+    with pytest.raises(LedgerError, match=f"a step of {requested} samples"):
+        Ledger(samples=10).assign(requested)
 
 
 @pytest.mark.parametrize(
@@ -121,60 +121,61 @@ def test_a_damaged_state_is_refused(state: dict[str, object], message: str) -> N
         Ledger.restore(state)
 
 
-# Pieces -------------------------------------------------------------------------------------------------------------
+# Micro-batches
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("batch", "piece", "expected"),
+    ("batch", "largest", "expected"),
     [
         (32, 32, (32,)),
-        (33, 32, (17, 16)),  # two pieces are needed: 33 = 17 + 16, not 32 and a lone one
+        (33, 32, (17, 16)),  # two micro-batches are needed: 33 = 17 + 16, not 32 and a lone one
         (100, 32, (25, 25, 25, 25)),
-        (3, 2, (3,)),  # two pieces would leave a lone one: one piece above the limit
+        (3, 2, (3,)),  # two micro-batches would leave a lone one: one micro-batch above the limit
         (5, 2, (3, 2)),  # three would: two
         (3, 1, (1, 1, 1)),  # asked for
         (1, 8, (1,)),  # nothing else is there
         (7, 3, (3, 2, 2)),
-        (8, 3, (3, 3, 2)),  # ceil(8 / 3) = 3 pieces; four of two would be even, too, but one more than needed
+        (8, 3, (3, 3, 2)),  # ceil(8 / 3) = 3 micro-batches; four of two would be even, too, but one more than needed
     ],
 )
-def test_a_step_is_cut_into_even_pieces(batch: int, piece: int, expected: tuple[int, ...]) -> None:
-    assert pieces(batch, piece=piece) == expected
+def test_a_step_is_cut_into_even_pieces(batch: int, largest: int, expected: tuple[int, ...]) -> None:
+    assert micro_batch_sizes(batch, largest=largest) == expected
 
 
-@given(batch=st.integers(1, 5000), piece=st.integers(1, 300))
-def test_pieces_add_up_and_are_even_and_never_lone(batch: int, piece: int) -> None:
-    sizes = pieces(batch, piece=piece)
+@given(batch=st.integers(1, 5000), largest=st.integers(1, 300))
+def test_pieces_add_up_and_are_even_and_never_lone(batch: int, largest: int) -> None:
+    sizes = micro_batch_sizes(batch, largest=largest)
     assert sum(sizes) == batch
     assert list(sizes) == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
-    assert sizes[0] <= piece + 1
-    if sizes[0] > piece:  # only where the piece would be alone otherwise
-        assert piece == 2
-    if piece > 1 and batch > 1:
+    assert sizes[0] <= largest + 1
+    if sizes[0] > largest:  # only where the micro-batch would be alone otherwise
+        assert largest == 2
+    if largest > 1 and batch > 1:
         assert sizes[-1] >= 2
 
 
-@given(start=st.integers(0, 1000), batch=st.integers(1, 600), workers=st.integers(1, 9), piece=st.integers(1, 64))
+@given(start=st.integers(0, 1000), batch=st.integers(1, 600), workers=st.integers(1, 9), largest=st.integers(1, 64))
 def test_shares_cover_the_assignment_once_and_go_round_the_workers(
-    start: int, batch: int, workers: int, piece: int
+    start: int, batch: int, workers: int, largest: int
 ) -> None:
-    parts = shares(Assignment(0, start, start + batch), workers=workers, piece=piece)
+    parts = split_step(Assignment(0, start, start + batch), workers=workers, largest=largest)
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(start, start + batch))
     assert [part.worker for part in parts] == [i % workers for i in range(len(parts))]
 
 
 def test_at_the_tail_some_workers_have_nothing() -> None:
-    parts = shares(Assignment(0, 90, 97), workers=4, piece=4)
+    parts = split_step(Assignment(0, 90, 97), workers=4, largest=4)
     assert [(part.worker, part.start, part.stop) for part in parts] == [(0, 90, 94), (1, 94, 97)]
 
 
-@pytest.mark.parametrize(("batch", "piece"), [(0, 4), (4, 0), (-1, 4)])
-def test_impossible_pieces_are_refused(batch: int, piece: int) -> None:
-    with pytest.raises(LedgerError, match=f"{batch} samples cannot be cut into pieces of {piece}"):
-        pieces(batch, piece=piece)
+@pytest.mark.parametrize(("batch", "largest"), [(0, 4), (4, 0), (-1, 4)])
+def test_impossible_pieces_are_refused(batch: int, largest: int) -> None:
+    with pytest.raises(LedgerError, match=f"{batch} samples cannot be cut into micro-batches of {largest}"):
+        micro_batch_sizes(batch, largest=largest)
 
 
 def test_nobody_to_share_with_is_refused() -> None:
     with pytest.raises(LedgerError, match="shared by 0 workers"):
-        shares(Assignment(0, 0, 4), workers=0, piece=2)
+        split_step(Assignment(0, 0, 4), workers=0, largest=2)

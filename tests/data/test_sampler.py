@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from ebbflow.data.ledger import Ledger, pieces
-from ebbflow.data.sampler import ElasticSampler, Piece
+from ebbflow.data.ledger import Ledger, micro_batch_sizes
+from ebbflow.data.sampler import ElasticSampler, SamplerMicroBatch
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.traces.trace import Trace
@@ -43,21 +43,23 @@ def make(samples: int, plan: Any, **options: Any) -> ElasticSampler:
     return ElasticSampler(samples, plan.plan() if isinstance(plan, Fleet) else plan, **options)
 
 
-def train(sampler: ElasticSampler, pieces: int, *, ahead: int = 0) -> Iterator[tuple[Piece, list[int]]]:
-    """Train on pieces, epoch after epoch, while the reader is `ahead` pieces before the training."""
+def train(
+    sampler: ElasticSampler, micro_batches: int, *, ahead: int = 0
+) -> Iterator[tuple[SamplerMicroBatch, list[int]]]:
+    """Train on micro-batches, epoch after epoch, while the reader is `ahead` micro-batches before the training."""
     trained = 0
-    while trained < pieces:
+    while trained < micro_batches:
         assert len(sampler) or not trained, "an empty epoch after a full one"
         reader = iter(sampler)
         read = list(islice(reader, ahead))
         while batch := [*read, *islice(reader, 1)]:
-            if trained == pieces:
+            if trained == micro_batches:
                 return
             read = batch[1:]
-            piece = sampler.consume()
+            micro_batch = sampler.consume()
             trained += 1
-            assert piece.size == len(batch[0])
-            yield piece, batch[0]
+            assert micro_batch.size == len(batch[0])
+            yield micro_batch, batch[0]
 
 
 def epoch_of(sampler: ElasticSampler) -> list[int]:
@@ -69,23 +71,23 @@ def epoch_of(sampler: ElasticSampler) -> list[int]:
 
 def test_steps_follow_the_trace_and_the_last_one_is_smaller() -> None:
     # 2 workers for 20 s and 4 workers then, 10 s a step, 3 samples a worker: steps of 6, 6, 12, 12, ... On 41 samples
-    # 6 + 6 + 12 + 12 leave 5, which a share of 3 cuts into pieces of 3 and 2.
+    # 6 + 6 + 12 + 12 leave 5, which a share of 3 cuts into micro-batches of 3 and 2.
     plan = BatchPlan.from_trace(Trace.parse("0s:2 20s:4 200s"), "follow(3)", "10s")
-    pieces = [piece for piece, _ in train(ElasticSampler(41, plan), 14)]
-    assert [piece.size for piece in pieces] == [3] * 12 + [3, 2]
-    assert [piece.step for piece in pieces] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4]
-    assert [piece.batch for piece in pieces] == [6] * 4 + [12] * 8 + [5] * 2
-    assert [piece.workers for piece in pieces] == [2] * 4 + [4] * 10
-    assert [piece.time_s for piece in pieces][::2] == [0.0, 10.0, 20.0, 20.0, 30.0, 30.0, 40.0]
+    micro_batches = [micro_batch for micro_batch, _ in train(ElasticSampler(41, plan), 14)]
+    assert [micro_batch.size for micro_batch in micro_batches] == [3] * 12 + [3, 2]
+    assert [micro_batch.step for micro_batch in micro_batches] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4]
+    assert [micro_batch.batch for micro_batch in micro_batches] == [6] * 4 + [12] * 8 + [5] * 2
+    assert [micro_batch.workers for micro_batch in micro_batches] == [2] * 4 + [4] * 10
+    assert [micro_batch.time_s for micro_batch in micro_batches][::2] == [0.0, 10.0, 20.0, 20.0, 30.0, 30.0, 40.0]
 
 
 def test_a_piece_tells_its_place_in_the_step() -> None:
     sampler = ElasticSampler(33, 1, local_batch=33, shuffle=False)
     assert sampler.peek() == sampler.peek()  # looking changes nothing
-    assert sampler.consume() == Piece(
+    assert sampler.consume() == SamplerMicroBatch(
         step=0, size=33, batch=33, workers=1, index=0, count=1, epoch=0, start=0, time_s=0.0, next_size=None
     )
-    # The largest piece is 16: 33 = 11 + 11 + 11.
+    # The largest micro-batch is 16: 33 = 11 + 11 + 11.
     sampler = make(33, Fleet((1,), 33), local_batch=16)
     first, middle, last = (sampler.consume() for _ in range(3))
     assert (first.size, first.start, first.next_size, first.first, first.last) == (11, 0, 11, True, False)
@@ -110,7 +112,8 @@ def test_the_order_depends_on_seed_and_epoch_and_not_on_the_workers() -> None:
 
 
 def test_orders_longer_than_a_block_are_read_without_a_seam() -> None:
-    # 100,003 is a prime above six blocks of 2^14; pieces of 37 straddle their edges, pieces of 20,000 are longer.
+    # 100,003 is a prime above six blocks of 2^14; micro-batches of 37 straddle their edges, micro-batches of 20,000 are
+    # longer.
     for local_batch in (37, 20_000):
         sampler = ElasticSampler(100_003, 3, local_batch=local_batch)
         assert sorted(epoch_of(sampler)) == list(range(100_003))
@@ -131,7 +134,7 @@ lives = st.lists(
         {
             "fleet": fleets,
             "local_batch": st.none() | st.integers(1, 6),
-            "pieces": st.integers(0, 60),
+            "micro_batches": st.integers(0, 60),
             "saved_after": st.integers(0, 60),
             "ahead": st.integers(0, 9),
         }
@@ -154,9 +157,9 @@ def test_any_history_of_workers_kills_and_resumes_trains_every_sample_once_an_ep
         complete, pending = list(kept), []
         if life["saved_after"] == 0:
             state = sampler.state_dict()
-        for i, (piece, batch) in enumerate(train(sampler, life["pieces"], ahead=life["ahead"]), start=1):
-            pending += [(piece.epoch, sample) for sample in batch]
-            if piece.last:
+        for i, (micro_batch, batch) in enumerate(train(sampler, life["micro_batches"], ahead=life["ahead"]), start=1):
+            pending += [(micro_batch.epoch, sample) for sample in batch]
+            if micro_batch.last:
                 complete, pending = complete + pending, []
             if i == life["saved_after"]:
                 state, kept = sampler.state_dict(), complete
@@ -164,8 +167,8 @@ def test_any_history_of_workers_kills_and_resumes_trains_every_sample_once_an_ep
     sampler = make(samples, Fleet((2,), 4), seed=seed)
     sampler.load_state_dict(state)
     epoch = sampler.epoch
-    for piece, batch in train(sampler, len(sampler), ahead=3):
-        kept = kept + [(piece.epoch, sample) for sample in batch]
+    for micro_batch, batch in train(sampler, len(sampler), ahead=3):
+        kept = kept + [(micro_batch.epoch, sample) for sample in batch]
     assert sampler.epoch == epoch + 1
     assert Counter(kept) == Counter((e, i) for e in range(epoch + 1) for i in range(samples))
 
@@ -214,7 +217,7 @@ def test_a_loader_that_reads_ahead_is_stopped_and_resumed_exactly() -> None:
     seen: list[int] = []
     pending: list[int] = []
     for number, (batch,) in enumerate(loader_of(first)):
-        if number == 11:  # by now the two worker processes have asked for four pieces more
+        if number == 11:  # by now the two worker processes have asked for four micro-batches more
             break
         pending += batch.tolist()
         if first.consume().last:
@@ -233,7 +236,7 @@ def test_a_second_loop_in_the_same_process_goes_on_after_the_last_piece_trained_
     sampler = make(50, Fleet((2,), 4))
     whole = list(sampler)
     first = [sampler.consume() and batch for batch in islice(sampler, 5)]
-    assert first + list(sampler) == whole  # five pieces are two and a half steps
+    assert first + list(sampler) == whole  # five micro-batches are two and a half steps
     assert len(sampler) == len(whole) - 5
 
 
@@ -292,7 +295,7 @@ def test_without_consuming_the_same_epoch_comes_again() -> None:
 
 
 def test_a_rank_without_a_piece_at_the_tail_goes_on_with_the_next_epoch() -> None:
-    # 10 samples in steps of 2 x 2: 4, 4, 2; the last step has one piece, of rank 0.
+    # 10 samples in steps of 2 x 2: 4, 4, 2; the last step has one micro-batch, of rank 0.
     rank_1 = ElasticSampler(10, 2, local_batch=2, shuffle=False, rank=1, world_size=2)
     assert [batch for _, batch in train(rank_1, 2)] == [[2, 3], [6, 7]]
     assert [batch for _, batch in train(rank_1, 1)] == [[2, 3]]
@@ -302,7 +305,7 @@ def test_a_rank_without_a_piece_at_the_tail_goes_on_with_the_next_epoch() -> Non
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_rank_resumed_at_a_tail_without_it_has_one_empty_epoch(epoch: int) -> None:
     saved = ElasticSampler(10, 2, local_batch=2, shuffle=False)
-    for _ in range(5 * epoch + 4):  # five pieces an epoch
+    for _ in range(5 * epoch + 4):  # five micro-batches an epoch
         saved.consume()
     rank_1 = ElasticSampler(10, 2, local_batch=2, shuffle=False, rank=1, world_size=2)
     assert list(rank_1) == [[2, 3], [6, 7]]  # what it looked at before does not count
@@ -314,7 +317,7 @@ def test_a_rank_resumed_at_a_tail_without_it_has_one_empty_epoch(epoch: int) -> 
 
 
 def test_a_rank_that_skipped_a_step_goes_on_inside_the_next_one() -> None:
-    # Steps of 2, 1 and 4 pieces; rank 1 of 2 has 1, 0 and 2 of them.
+    # Steps of 2, 1 and 4 micro-batches; rank 1 of 2 has 1, 0 and 2 of them.
     rank_1 = make(14, Fleet((2, 1, 4), 2), shuffle=False, rank=1, world_size=2)
     assert list(rank_1) == [[2, 3], [8, 9], [12, 13]]
     assert [rank_1.consume().step for _ in range(2)] == [0, 2]
@@ -326,7 +329,7 @@ def test_a_rank_that_skipped_a_step_goes_on_inside_the_next_one() -> None:
 def test_a_rank_that_never_has_a_piece_is_told_so() -> None:
     rank_2 = ElasticSampler(10, 2, local_batch=2, rank=2, world_size=3)
     assert list(rank_2) == []
-    with pytest.raises(ConfigError, match="rank 2 of 3 has no piece up to the end of epoch 1"):
+    with pytest.raises(ConfigError, match="rank 2 of 3 has no micro-batch up to the end of epoch 1"):
         rank_2.peek()
 
 
@@ -378,7 +381,7 @@ def test_lengths_and_epochs_are_those_of_a_walk_over_the_steps(
         size = plan.at(step)
         assignment = ledger.assign(size.samples)
         most = min(-(-size.samples // size.workers), local_batch or samples)
-        count = len(range(sampler.rank, len(pieces(assignment.batch, piece=most)), world))
+        count = len(range(sampler.rank, len(micro_batch_sizes(assignment.batch, largest=most)), world))
         left.append((ledger, step, count))
         ledger, step = ledger.commit(assignment), step + 1
         if not ledger.position:

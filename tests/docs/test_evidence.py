@@ -157,35 +157,35 @@ def convert(source: Path, target: Path, *options: str) -> None:
 
 
 def test_the_defect_reads_noise_and_signal_as_code_that_keeps_the_last_sum_does() -> None:
-    """Re-enacted: a piece is the difference to the sum before it, which is not cleared when a step begins."""
+    """Re-enacted: a micro-batch is the difference to the sum before it, which is not cleared when a step begins."""
     random = np.random.default_rng(0)
-    pieces, width, steps = 6, 40, 20_000
+    micro_batches, width, steps = 6, 40, 20_000
     mean = np.full(width, 0.5)  # mu2 = 10
     deviation = 0.6  # s2 = 40 x 0.36 = 14.4
     last = np.zeros(width)
     found = []
     for _ in range(steps):
-        gradients = mean + deviation * random.standard_normal((pieces, width))
+        gradients = mean + deviation * random.standard_normal((micro_batches, width))
         total = 0.0
         summed = np.zeros(width)
         for gradient in gradients:
             summed = summed + gradient
             total += float(np.square(summed - last).sum())
             last = summed
-        mean_sq = float(np.square(summed / pieces).sum())
-        noise = (total - pieces * mean_sq) / (pieces - 1)
-        found.append((noise, mean_sq - noise / pieces))
+        mean_sq = float(np.square(summed / micro_batches).sum())
+        noise = (total - micro_batches * mean_sq) / (micro_batches - 1)
+        found.append((noise, mean_sq - noise / micro_batches))
     s2, mu2 = 14.4, 10.0
-    wrong_noise = s2 + pieces * ((pieces - 2) * mu2 + s2) / (pieces - 1)
-    wrong_signal = (mu2 - s2) / (pieces - 1)
+    wrong_noise = s2 + micro_batches * ((micro_batches - 2) * mu2 + s2) / (micro_batches - 1)
+    wrong_signal = (mu2 - s2) / (micro_batches - 1)
     averages, errors = np.mean(found[1:], axis=0), np.std(found[1:], axis=0) / np.sqrt(steps)
     assert abs(averages[0] - wrong_noise) < 4 * errors[0]
     assert abs(averages[1] - wrong_signal) < 4 * errors[1]
 
 
 def test_the_gain_as_published(published: Rule) -> None:
-    # Four pieces of the reference batch of 8, V = 8 so that s2 = 1, mu2 = 2. Read: 1 + 4 (2 x 2 + 1)/3 = 23/3 and
-    # (2 - 1)/3 = 1/3, so the gain is 8/(23/12 + 4/12) = 32/9 of 4, where 3/(1/4 + 2) = 4/3 is right.
+    # Four micro-batches of the reference batch of 8, V = 8 so that s2 = 1, mu2 = 2. Read: 1 + 4 (2 x 2 + 1)/3 = 23/3
+    # and (2 - 1)/3 = 1/3, so the gain is 8/(23/12 + 4/12) = 32/9 of 4, where 3/(1/4 + 2) = 4/3 is right.
     moments = Moments(noise=8.0, signal=2.0)
     context = StepContext(step=0, batch=32, ref_batch=8, samples=0, workers=4, moments=moments)
     first, state = published.scale(context, published.init())

@@ -15,7 +15,8 @@ from ebbflow.engines.allreduce import AllReduce
 from ebbflow.moments.measure import Meter
 
 STEPS = ((5, 3, 4, 2), (6,), (2, 2, 3), (1, 7))
-"""Sizes of the pieces of each step; piece i is for rank i mod world, so in the second step only one rank works."""
+"""Sizes of the micro-batches of each step; micro-batch i is for rank i mod world, so in the second step only one rank
+works."""
 
 
 def train(rank: int, world: int, *, layers: bool) -> dict[str, Any]:
@@ -28,13 +29,15 @@ def train(rank: int, world: int, *, layers: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     measured = []
     for sizes in STEPS:
-        pieces = [(torch.randn(n, 6, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes]
-        own = [piece for i, piece in enumerate(pieces) if i % world == rank]
+        micro_batches = [
+            (torch.randn(n, 6, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes
+        ]
+        own = [micro_batch for i, micro_batch in enumerate(micro_batches) if i % world == rank]
         samples = sum(len(x) for x, _ in own)
         optimizer.zero_grad()
         for x, y in own:
             (F.cross_entropy(model(x), y) * len(x) / samples).backward()
-            meter.close_piece(len(x), scale=len(x) / samples)
+            meter.close_micro_batch(len(x), scale=len(x) / samples)
         measurement = combine(samples=samples, batch=sum(sizes))
         assert measurement is not None
         measured.append(asdict(measurement))

@@ -73,7 +73,7 @@ if "test-ranks" not in workloads.WORKLOADS.names():
     )(small)  # fmt: skip
 
 RUNS: dict[str, dict[str, Any]] = {
-    "loop-adascale": {"engine": "loop", "rule": "adascale", "piece": 2},
+    "loop-adascale": {"engine": "loop", "rule": "adascale", "micro_batch": 2},
     "loop-lena-dropout": {"engine": "loop", "rule": "lena+statewarmup(0.5)", "workload": "test-ranks(dropout=0.3)"},
     "fused-adascale": {"engine": "fused", "rule": "adascale", "chunk": 8},
     "fused-lena-dropout": {"engine": "fused", "rule": "lena", "chunk": 8, "workload": "test-ranks(dropout=0.3)"},

@@ -33,7 +33,7 @@ def test_any_number_of_ranks_agrees_with_one_process(world: int, tmp_path: Path)
             result = torch.load(tmp_path / f"{rank}.pt")[layers]
             assert result["weights"] == pytest.approx(reference["weights"], rel=1e-6, abs=1e-7)
             for sizes, got, expected in zip(STEPS, result["measured"], reference["measured"], strict=True):
-                assert (got["batch"], got["pieces"]) == (sum(sizes), len(sizes))
+                assert (got["batch"], got["micro_batches"]) == (sum(sizes), len(sizes))
                 assert len(got["mean_sq"]) == (4 if layers else 1)
                 for key in ("mean_sq", "sq_mean"):
                     assert got[key] == pytest.approx(expected[key], rel=1e-6, abs=1e-9), (rank, sizes, key)
@@ -45,10 +45,10 @@ def test_the_only_rank_measures_what_the_meter_alone_does() -> None:
     combine = AllReduce([w], meter=meter)
     for x in (3.0, 1.0):  # A = (9 + 1)/2 * 2 numbers = 10, N = 4 * 2 = 8
         (w * x / 2).sum().backward()
-        meter.close_piece(1, scale=0.5)
+        meter.close_micro_batch(1, scale=0.5)
     measured = combine(samples=2, batch=2)
     assert measured is not None
-    assert (measured.mean_sq, measured.sq_mean, measured.pieces) == ((10.0,), (8.0,), 2)
+    assert (measured.mean_sq, measured.sq_mean, measured.micro_batches) == ((10.0,), (8.0,), 2)
     assert w.grad is not None
     assert w.grad.tolist() == [2.0, 2.0]
 
@@ -93,7 +93,7 @@ def test_half_precision_gradients_are_added_in_float32() -> None:
     meter = Meter([w], layers=False)
     combine = AllReduce([w], meter=meter)
     w.sum().backward()
-    meter.close_piece(4)
+    meter.close_micro_batch(4)
     measured = combine(samples=4, batch=4)
     assert measured is not None
     assert measured.sq_mean == (2.0,)
@@ -118,9 +118,9 @@ def test_a_change_between_pieces_and_reduction_is_refused() -> None:
     meter = Meter([w], layers=False)
     combine = AllReduce([w], meter=meter)
     w.sum().backward()
-    meter.close_piece(1)
+    meter.close_micro_batch(1)
     nn.utils.clip_grad_norm_([w], 0.1)
-    with pytest.raises(ConfigError, match="not the mean of the step's pieces"):
+    with pytest.raises(ConfigError, match="not the mean of the step's micro-batches"):
         combine(samples=1, batch=1)
 
 
@@ -134,8 +134,8 @@ def test_bad_input_is_refused() -> None:
         AllReduce([w])(samples=9, batch=8)
     meter = Meter([w], layers=False)
     w.sum().backward()
-    meter.close_piece(3)
-    with pytest.raises(ConfigError, match="closed pieces of 3 samples, but says that it has 4"):
+    meter.close_micro_batch(3)
+    with pytest.raises(ConfigError, match="closed micro-batches of 3 samples, but says that it has 4"):
         AllReduce([w], meter=meter)(samples=4, batch=8)
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()

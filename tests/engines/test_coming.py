@@ -1,4 +1,4 @@
-"""What an engine says is coming is what it then asks for, unless something happens that nobody could know."""
+"""What an engine says is upcoming is what it then asks for, unless something happens that nobody could know."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ SAMPLES = 211  # a prime: every epoch has an uneven tail
 PLAN = BatchPlan.from_trace(Trace.parse("0s:4 2s:2 4s:7 6s:3 8s:1 10s:5 12s:6 14s:2 16s").repeat(3), Follow(6), "1s")
 KINDS: list[tuple[type[EmulatedEngine], dict[str, Any]]] = [(LoopEngine, {}), (FusedEngine, {"chunk": 13})]
 
-Piece = tuple[int, tuple[int, ...]]
+SamplerMicroBatch = tuple[int, tuple[int, ...]]
 
 
 class Witness:
-    """Answers an engine's requests, and notes with each one what the engine says is coming."""
+    """Answers an engine's requests, and notes with each one what the engine says is upcoming."""
 
-    def __init__(self, kind: type[EmulatedEngine], *, looks_ahead: bool = False, **settings: Any) -> None:
+    def __init__(self, kind: type[EmulatedEngine], *, prefetches: bool = False, **settings: Any) -> None:
         model = nn.Linear(2, 3)
         self.engine = kind(model, self.fetch, cross_entropy, PLAN, samples=SAMPLES, seed=3, **settings)
         if isinstance(self.engine, FusedEngine):
-            self.engine.looks_ahead = looks_ahead
-        self.asked: list[Piece] = []
-        self.told: list[list[Piece]] = []
+            self.engine.prefetches = prefetches
+        self.asked: list[SamplerMicroBatch] = []
+        self.told: list[list[SamplerMicroBatch]] = []
 
     def fetch(self, indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
         self.asked.append((torch.initial_seed(), tuple(indices.tolist())))
-        coming = ((seed, tuple(samples.tolist())) for seed, samples in self.engine.coming())
-        self.told.append([piece for piece, _ in zip(coming, range(12), strict=False)])
+        upcoming = ((seed, tuple(samples.tolist())) for seed, samples in self.engine.upcoming())
+        self.told.append([micro_batch for micro_batch, _ in zip(upcoming, range(12), strict=False)])
         return torch.zeros(len(indices), 2), torch.zeros(len(indices), dtype=torch.int64)
 
-    def run(self, steps: int, *, wanted: list[int] | None = None) -> None:
-        """`wanted`: the batch that a growing policy wants in each step."""
+    def run(self, steps: int, *, requested: list[int] | None = None) -> None:
+        """`requested`: the batch that a growing policy wants in each step."""
         ledger, step = Ledger(samples=SAMPLES), 0
         while step < steps:
             size = self.engine.members(step)
-            size = size if wanted is None else allow(size, wanted[step])
+            size = size if requested is None else allow(size, requested[step])
             assignment = ledger.assign(size.samples)
             self.engine.gradients(assignment, size)
             if self.engine.commit():
@@ -60,16 +60,16 @@ class Witness:
         return sum(told != [asked] for told, asked in zip(before, self.asked[1:], strict=True))
 
 
-@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("prefetches", [False, True])
 @pytest.mark.parametrize(("kind", "settings"), KINDS)
-def test_a_run_that_goes_as_planned_is_foretold_piece_by_piece_to_the_end_of_the_plan(kind, settings, looks_ahead):
-    witness = Witness(kind, looks_ahead=looks_ahead, **settings)
+def test_a_run_that_goes_as_planned_is_foretold_piece_by_piece_to_the_end_of_the_plan(kind, settings, prefetches):
+    witness = Witness(kind, prefetches=prefetches, **settings)
     steps = PLAN.steps
     assert steps == 48
     witness.run(steps)
     for i, told in enumerate(witness.told):
         assert told == witness.asked[i : i + 12]
-    assert len({seed for seed, _ in witness.asked}) == len(witness.asked)  # each piece has its own
+    assert len({seed for seed, _ in witness.asked}) == len(witness.asked)  # each micro-batch has its own
 
 
 @pytest.mark.parametrize(("kind", "settings"), KINDS)
@@ -82,20 +82,21 @@ def test_a_lost_step_surprises_and_the_next_one_is_not_guessed_before_things_go_
     assert witness.surprises() == 2
 
 
-@pytest.mark.parametrize("looks_ahead", [False, True])
-def test_a_batch_that_stays_below_the_plan_is_expected_to_stay_there(looks_ahead):
-    witness = Witness(FusedEngine, chunk=13, looks_ahead=looks_ahead)
-    witness.run(16, wanted=[5] * 8 + [4] * 8)
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_a_batch_that_stays_below_the_plan_is_expected_to_stay_there(prefetches):
+    witness = Witness(FusedEngine, chunk=13, prefetches=prefetches)
+    witness.run(16, requested=[5] * 8 + [4] * 8)
     # Four workers of six could take 24, as two steps of the plan have it, and the policy wants 5 from the first step
     # on, which is not a surprise yet. Step 8 is one; that guessing begins again after it looks like another.
     assert witness.surprises() == 2
 
 
 def test_a_batch_that_is_another_one_in_every_step_is_not_guessed_in_vain():
-    witness = Witness(FusedEngine, chunk=13, looks_ahead=True)
-    witness.run(16, wanted=list(range(2, 18)))
+    witness = Witness(FusedEngine, chunk=13, prefetches=True)
+    witness.run(16, requested=list(range(2, 18)))
     samples = sum(len(indices) for _, indices in witness.asked)
-    # 2 + 3 + ... + 17 as wanted, less where the plan's one and two workers allow 6 and 12; wrong guesses: two at most.
+    # 2 + 3 + ... + 17 as requested, less where the plan's one and two workers allow 6 and 12; wrong guesses: two at
+    # most.
     assert samples <= sum(range(2, 18)) + 2 * 6
 
 

@@ -86,13 +86,14 @@ class Plain:
 
 
 def reference(
-    steps: int, plan: BatchPlan, *, seed: int, piece: int | None = None, **settings: Any
+    steps: int, plan: BatchPlan, *, seed: int, micro_batch: int | None = None, **settings: Any
 ) -> list[torch.Tensor]:
     """The weights after each step, computed by the reference engine in this process."""
     model = make_model(seed)
     optimizer = make_optimizer(model, **settings)
     engine = LoopEngine(
-        model, Plain(), cross_entropy, plan, samples=SAMPLES, seed=seed, piece=piece, needs=optimizer.rule.needs,
+        model, Plain(), cross_entropy, plan, samples=SAMPLES, seed=seed, micro_batch=micro_batch,
+        needs=optimizer.rule.needs,
         parameters=optimizer.layers,
     )  # fmt: skip
     flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
@@ -107,11 +108,12 @@ def reference(
 @pytest.mark.parametrize("workers", [1, 2])
 def test_weights_equal_those_of_one_process_at_every_step(two_workers: Client, carry: Any, workers: int) -> None:
     plan = BatchPlan.constant(3, 24)  # three workers of the plan on one or two real ones; 101 = 4 * 24 + 5
-    expected = reference(12, plan, seed=3, piece=5, rule="adascale", clip=0.5)
+    expected = reference(12, plan, seed=3, micro_batch=5, rule="adascale", clip=0.5)
     model = make_model(3)
     optimizer = make_optimizer(model, rule="adascale", clip=0.5)
     with DaskEngine(
-        model, Plain(), cross_entropy, plan, client=two_workers, optimizer=optimizer, samples=SAMPLES, seed=3, piece=5,
+        model, Plain(), cross_entropy, plan, client=two_workers, optimizer=optimizer, samples=SAMPLES, seed=3,
+        micro_batch=5,
         carry=carry, min_workers=workers, max_workers=workers, needs={"moments"}, parameters=optimizer.layers,
     ) as engine:  # fmt: skip
         flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
@@ -196,7 +198,7 @@ def pids(client: Client) -> dict[str, int]:
 def test_every_sample_counts_once_while_the_cluster_scales_and_a_worker_is_killed(
     growing_cluster: Client, carry: Any, tmp_path: Path
 ) -> None:
-    """1 -> 4 -> 2 workers, and kill -9: the number of workers follows the wanted batch of 4 samples a worker."""
+    """1 -> 4 -> 2 workers, and kill -9: the number of workers follows the requested batch of 4 samples a worker."""
     client = growing_cluster
     model = make_model()
     optimizer = make_optimizer(model)
@@ -373,7 +375,7 @@ def test_the_batch_and_the_cluster_grow_together(growing_cluster: Client) -> Non
     last = [row for row in rows if row is not None and row.epoch == 2]
     assert {row.workers for row in last} == {2}
     assert [row.batch for row in last] == [16] * 6 + [5]
-    # 32 were wanted, and max_batch is 16: the rate pays, as it does in the last step, which the epoch's end has cut.
+    # 32 were requested, and max_batch is 16: the rate pays, as it does in the last step, which the epoch's end has cut.
     assert {row.lr for row in last} == {0.05}
 
 
@@ -500,7 +502,7 @@ def test_a_replica_that_skips_a_step_leaves_batch_norm_alone(value: float) -> No
     inputs = torch.arange(16.0).view(8, 2) * value
     alone = SimpleNamespace(add_up=lambda buffer: None)
     replica = Replica(blueprint, lambda i: (inputs[i], torch.zeros(len(i), dtype=torch.int64)), group=alone)
-    replica.step(None, Work(attempt=0, epoch=0, batch=4, pieces=((0, 2), (2, 4))))
+    replica.step(None, Work(attempt=0, epoch=0, batch=4, micro_batches=((0, 2), (2, 4))))
     context = StepContext(step=0, batch=4, ref_batch=4, samples=0)
     replica.settle(Settle(attempt=0, context=context, groups=({},), momenta=(0.1,)))
     assert model[0].num_batches_tracked == (1 if value == 1.0 else 0)

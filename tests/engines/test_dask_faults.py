@@ -129,7 +129,7 @@ def test_repeated_steps_are_measured_where_they_were(two: Client, monkeypatch: p
     monkeypatch.setattr(cluster, "_RETRY_AFTER_S", 0.0)
     found = []
     for losses in (0, 1):
-        flow = run_of(two, rule="adascale", optimizer={"memory_steps": 128}, piece=4)
+        flow = run_of(two, rule="adascale", optimizer={"memory_steps": 128}, micro_batch=4)
         struck = []
 
         def change(what: str, messages: Mapping[str, Any]) -> dict[str, Any] | None:

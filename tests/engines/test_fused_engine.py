@@ -133,7 +133,7 @@ def test_it_ends_with_the_weights_and_buffers_of_the_reference(
     theirs = train(engine_on(LoopEngine, loop, needs=needs))
     assert_same_state(fused, loop)
     assert [g.loss for g in ours] == pytest.approx([g.loss for g in theirs], rel=1e-7)
-    assert sum(g.pieces for g in ours) < sum(g.pieces for g in theirs), "workers were fused"
+    assert sum(g.micro_batches for g in ours) < sum(g.micro_batches for g in theirs), "workers were fused"
 
 
 @pytest.mark.parametrize("make", [flat, images, no_norm])
@@ -205,12 +205,12 @@ def test_noise_and_signal_equal_the_references_on_average(layers: bool) -> None:
 
 
 def test_a_step_has_two_pieces_where_a_rule_needs_them_and_workers_allow() -> None:
-    for workers, pieces in ((1, 1), (2, 2), (5, 2)):
+    for workers, micro_batches in ((1, 1), (2, 2), (5, 2)):
         model = no_norm()
         engine = engine_on(FusedEngine, model, BatchPlan.constant(workers, 6 * workers), needs=("moments",))
-        assert [g.pieces for g in train(engine, steps=3)] == [pieces] * 3
+        assert [g.micro_batches for g in train(engine, steps=3)] == [micro_batches] * 3
         engine = engine_on(FusedEngine, model, BatchPlan.constant(workers, 6 * workers))
-        assert [g.pieces for g in train(engine, steps=3)] == [1] * 3
+        assert [g.micro_batches for g in train(engine, steps=3)] == [1] * 3
 
 
 @pytest.mark.parametrize("kind", [FusedEngine, LoopEngine])
@@ -339,7 +339,7 @@ def test_what_does_not_fit_into_the_memory_is_halved_and_the_step_repeated() -> 
     seen = train(engine, steps=4)
     # 48 = 24 + 24 do not fit, nor would 24; 12 samples, two workers, do: four chunks, and so from then on.
     assert small.sizes[0] == 24 and set(small.sizes[1:]) == {12}
-    assert [g.pieces for g in seen] == [4] * 4
+    assert [g.micro_batches for g in seen] == [4] * 4
     assert events == [("out of memory", "24 samples did not fit; from now on at most 12 at a time")]
     train(engine_on(LoopEngine, loop, plan, needs=("moments",)), steps=4)
     assert_same_state(fused, loop)
@@ -361,7 +361,7 @@ def test_samples_fetched_ahead_for_a_chunk_that_no_longer_fits_are_fetched_again
     plan = BatchPlan.constant(4, 24)
     engine = engine_on(FusedEngine, fused, plan)
     assert isinstance(engine, FusedEngine)
-    engine.looks_ahead = True
+    engine.prefetches = True
     small = Small(fits=24)
 
     def fills_up(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -379,7 +379,7 @@ def test_samples_fetched_ahead_for_a_chunk_that_no_longer_fits_are_fetched_again
 def test_a_workers_batch_that_does_not_fit_is_an_error_that_says_what_to_do() -> None:
     engine = engine_on(FusedEngine, images(), BatchPlan.constant(4, 24))
     engine.loss = Small(fits=5)
-    with pytest.raises(ConfigError, match=r"one worker's 6 samples do not fit .* smaller local batch or piece"):
+    with pytest.raises(ConfigError, match=r"one worker's 6 samples do not fit .* smaller local batch or micro-batch"):
         train(engine, steps=1)
     engine = engine_on(FusedEngine, images(), BatchPlan.constant(4, 24), batch_norm="sync")
     engine.loss = Small(fits=5)
@@ -446,7 +446,7 @@ def patched() -> nn.Module:
         (patched, {}, "layer 0 is a BatchNorm2d, a batch norm with a forward of its own: .* use the loop"),
         (no_norm, {"batch_norm": "globall"}, "batch_norm is 'globall'; .*local"),
         (no_norm, {"precision": "fp8"}, "precision is 'fp8'"),
-        (images, {"batch_norm": "sync", "needs": ("moments",)}, "synchronised batch norm makes a step one piece"),
+        (images, {"batch_norm": "sync", "needs": ("moments",)}, "synchronised batch norm makes a step one micro-batch"),
         (odd_norms, {"batch_norm": "frozen"}, "keeps no running statistics"),
         (lambda: nn.Sequential(Activated(3)), {}, "layer 0 is a Activated, .* use the loop"),
     ],
@@ -529,7 +529,7 @@ def test_a_run_takes_the_engine_it_asks_for(tmp_path: Path) -> None:
         ({"chunk": 0}, "chunk is 0; expected a number above 0"),
         ({"engine": "loop", "chunk": 64}, "chunk is a setting of the fused engine, but this run takes the loop"),
         ({"engine": "loop", "precision": "fp16"}, "precision is 'fp16'"),
-        ({"rule": "adascale", "batch_norm": "sync"}, "synchronised batch norm makes a step one piece"),
+        ({"rule": "adascale", "batch_norm": "sync"}, "synchronised batch norm makes a step one micro-batch"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(settings: Any, message: str, tmp_path: Path) -> None:
@@ -557,12 +557,12 @@ def test_samples_that_were_fetched_ahead_are_those_that_would_have_been(
         return nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(48, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
 
     runs = []
-    for looks_ahead in (False, True):
+    for prefetches in (False, True):
         model, _ = twins(noisy)
         faults = Faults().lose(worker=1, step=5).rejoin(worker=1, step=9) if lost else None
         engine = engine_on(FusedEngine, model, chunk=13, faults=faults)
         assert isinstance(engine, FusedEngine)
-        engine.looks_ahead = looks_ahead
+        engine.prefetches = prefetches
         monkeypatch.setattr(engine, "members", drawing(engine.members))
         fetch, fetched = engine.fetch, []
 

@@ -11,7 +11,7 @@ from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.engines.emulated.ranks import Ranks
-from ebbflow.engines.pieces import piece_seed
+from ebbflow.engines.micro_batches import micro_batch_seed
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan
@@ -59,7 +59,7 @@ def test_without_momentum_running_statistics_are_the_mean_of_all_steps() -> None
     ledger = Ledger(samples=SAMPLES)
     for number in range(3):
         _, ledger = step(engine, ledger, number)
-    # 36 samples in nine equal pieces: the mean over all of them
+    # 36 samples in nine equal micro-batches: the mean over all of them
     seen = engine.fetch(engine._order(0).indices(0, 36))[0]
     torch.testing.assert_close(model[0].running_mean, seen.mean(0))
     assert model[0].momentum is None
@@ -92,8 +92,8 @@ def test_pieces_smaller_than_a_workers_share_give_the_same_gradient() -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(5, 3))
     parts = copy.deepcopy(whole)
-    for model, piece in ((whole, None), (parts, 3)):
-        step(engine_on(model, workers=2, local=8, piece=piece), Ledger(samples=SAMPLES))
+    for model, micro_batch in ((whole, None), (parts, 3)):
+        step(engine_on(model, workers=2, local=8, micro_batch=micro_batch), Ledger(samples=SAMPLES))
     torch.testing.assert_close(whole[0].weight.grad, parts[0].weight.grad)
 
 
@@ -108,7 +108,7 @@ def test_dropout_does_not_depend_on_what_happened_before() -> None:
 
 
 def test_piece_seeds_differ_and_fit_torch() -> None:
-    seeds = {piece_seed(seed, epoch, start) for seed in range(5) for epoch in range(20) for start in range(50)}
+    seeds = {micro_batch_seed(seed, epoch, start) for seed in range(5) for epoch in range(20) for start in range(50)}
     assert len(seeds) == 5 * 20 * 50
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -136,7 +136,7 @@ def test_it_measures_the_pieces_when_a_rule_needs_it(needs: set[str]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     engine = engine_on(model, workers=3, local=4, needs=frozenset(needs))
-    ledger = Ledger(samples=SAMPLES, position=30)  # ten samples are left: pieces of 4, 3 and 3
+    ledger = Ledger(samples=SAMPLES, position=30)  # ten samples are left: micro-batches of 4, 3 and 3
     size = engine.members(0)
     measured = engine.gradients(ledger.assign(size.samples), size).measurement
     assert measured is not None
@@ -148,7 +148,7 @@ def test_it_measures_the_pieces_when_a_rule_needs_it(needs: set[str]) -> None:
         squares += torch.stack([part.square().sum() for part in parts]) * (stop - start) / 10
     mean = [p.grad.square().sum().item() for p in model.parameters() if p.grad is not None]
     layers = "layers" in needs
-    assert (measured.batch, measured.pieces) == (10, 3)
+    assert (measured.batch, measured.micro_batches) == (10, 3)
     assert measured.mean_sq == pytest.approx(squares.tolist() if layers else [squares.sum().item()], rel=1e-5)
     assert measured.sq_mean == pytest.approx(mean if layers else [sum(mean)], rel=1e-5)
 
@@ -162,12 +162,12 @@ def test_it_measures_nothing_unless_a_rule_needs_it() -> None:
 
 
 def test_one_worker_is_one_piece_unless_pieces_are_smaller() -> None:
-    for piece, count in ((None, 1), (3, 2)):
-        engine = engine_on(nn.Linear(5, 3), workers=1, local=6, piece=piece, needs={"moments"})
+    for micro_batch, count in ((None, 1), (3, 2)):
+        engine = engine_on(nn.Linear(5, 3), workers=1, local=6, micro_batch=micro_batch, needs={"moments"})
         size = engine.members(0)
         measured = engine.gradients(Ledger(samples=SAMPLES).assign(6), size).measurement
         assert measured is not None
-        assert measured.pieces == count
+        assert measured.micro_batches == count
 
 
 def test_a_lost_step_leaves_no_trace_in_the_measurements() -> None:

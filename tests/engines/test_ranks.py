@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from ebbflow.data.ledger import Assignment, Share
+from ebbflow.data.ledger import Assignment, MicroBatch
 from ebbflow.engines.emulated import FusedEngine
 from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.engines.emulated.step import Step
@@ -97,7 +97,7 @@ def test_any_number_of_ranks_trains_the_run_of_one_process(name: str, several: P
     assert_same_run(run, reference, rel=1e-7)  # in double precision
     assert run.header.config["emulation"]["ranks"] in (2, 3)
     if "linear" not in RUNS[name]["rule"] and "sqrt" not in RUNS[name]["rule"]:
-        assert [row.pieces for row in run.steps] == [row.pieces for row in reference.steps]
+        assert [row.micro_batches for row in run.steps] == [row.micro_batches for row in reference.steps]
         assert any(row.stats for row in run.steps), "something was measured"
     if name == "skipped-steps":
         assert any("skipped" in row.stats for row in run.steps)
@@ -204,7 +204,7 @@ def test_an_error_on_a_rank_ends_all_with_one_message(fails: str, message: str, 
 
 
 def test_a_worker_belongs_to_the_rank_of_its_number_modulo_the_ranks() -> None:
-    workers = [0, 1, 2, 3, 4, 0, 1]  # seven pieces of five workers
+    workers = [0, 1, 2, 3, 4, 0, 1]  # seven micro-batches of five workers
     parts = [Ranks(rank, 3).own(range(7), workers) for rank in range(3)]
     assert parts == [[0, 3, 5], [1, 4, 6], [2]]
     with pytest.raises(ConfigError, match="rank 3 of 3"):
@@ -215,7 +215,7 @@ def test_a_ranks_part_of_a_step_has_no_gaps_and_keeps_the_seeds_of_its_places() 
     # Positions 10 to 19 of an epoch; this rank has 12 to 14 and 17 to 19, which it counts as 10 to 15.
     assignment, indices = Assignment(1, 10, 20), torch.arange(100, 110).numpy()
     size = StepSize(workers=4, samples=10, time_s=0.0, duration_s=1.0)
-    step = Step(assignment, indices, [[Share(1, 12, 15)], [Share(3, 17, 20)]], number=2, size=size)
+    step = Step(assignment, indices, [[MicroBatch(1, 12, 15)], [MicroBatch(3, 17, 20)]], number=2, size=size)
     assert step.indices.tolist() == [102, 103, 104, 107, 108, 109]
     assert [(group.start, group.stop) for group in step.groups] == [(10, 13), (13, 16)]
     assert (step.batch, step.place(10), step.place(13)) == (6, 12, 17)
@@ -234,7 +234,7 @@ def test_a_rank_whose_memory_is_smaller_still_has_its_own_part_of_a_step(needs: 
         if rank == 1:
             engine.chunk = 4  # what is left after the memory did not suffice for 8
         steps.append(engine._build_step(0, Assignment(0, 0, 36), plan.at(0)))
-        assert sum(engine._pieces(steps[-1])) == steps[-1].batch
+        assert sum(engine._micro_batches(steps[-1])) == steps[-1].batch
     assert [step.batch for step in steps] == [20, 16]  # chunks of 8, 8, 8, 8 and 4, by turns
     assert sorted(index for step in steps for index in step.indices) == sorted(
         engine._order(0).indices(0, 36)  # those of the whole step

@@ -53,7 +53,7 @@ def run(kind: type[LoopEngine] | type[FusedEngine], **settings: Any) -> tuple[An
     optimizer = make_optimizer(model, **every)
     engine = kind(
         model, lambda i: (x[i], y[i]), cross_entropy, changing_plan(), samples=SAMPLES, seed=7,
-        needs=optimizer.rule.needs, piece=2, **settings,
+        needs=optimizer.rule.needs, micro_batch=2, **settings,
     )  # fmt: skip
     flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
     rows = []
@@ -95,7 +95,7 @@ def test_one_measures_every_step() -> None:
 
 def test_the_fused_engine_skips_the_same_steps() -> None:
     reference, _, _ = run(LoopEngine)
-    fused, _, _ = run(FusedEngine, chunk=2)  # pieces of two samples in both
+    fused, _, _ = run(FusedEngine, chunk=2)  # micro-batches of two samples in both
     assert_same(reference, fused)
 
 
@@ -108,7 +108,7 @@ def test_dask_skips_the_same_steps(carry: str, tmp_path: Any) -> None:
         local_client(2) as client,
         DaskEngine(
             model, Witnessed(*make_data(), tmp_path), cross_entropy, changing_plan(), client=client, carry=carry,
-            optimizer=optimizer, samples=SAMPLES, seed=7, piece=2, min_workers=2, needs=optimizer.rule.needs,
+            optimizer=optimizer, samples=SAMPLES, seed=7, micro_batch=2, min_workers=2, needs=optimizer.rule.needs,
         ) as engine,
     ):  # fmt: skip
         flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
@@ -127,7 +127,7 @@ def test_a_checkpoint_between_two_measurements_goes_on_with_the_same_steps() -> 
     def flow_of(optimizer: ElasticOptimizer, ledger: Ledger, step: int) -> Flow:
         engine = LoopEngine(
             model, lambda i: (x[i], y[i]), cross_entropy, changing_plan(), samples=SAMPLES, seed=7,
-            needs=optimizer.rule.needs, piece=2,
+            needs=optimizer.rule.needs, micro_batch=2,
         )  # fmt: skip
         return Flow(engine, optimizer, ledger, step=step)
 

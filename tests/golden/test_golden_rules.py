@@ -174,13 +174,13 @@ def test_a_model_of_one_tensor_has_one_multiplier() -> None:
 
 
 def test_lena_is_the_papers_ratio_of_averages() -> None:
-    """Eq. 4 and 8: EMA(mean |g_i|^2)/EMA(|mean g_i|^2), with four equal pieces of the reference batch."""
+    """Eq. 4 and 8: EMA(mean |g_i|^2)/EMA(|mean g_i|^2), with four equal micro-batches of the reference batch."""
     # A and N of two layers in three steps; |mean g|^2 is never above the mean of |g_i|^2.
     seen = [((5.0, 9.0), (4.0, 3.0)), ((6.0, 8.0), (2.0, 2.5)), ((4.0, 7.0), (3.0, 2.0))]
     averages, top, bottom, memory = Averages(), [0.0, 0.0], [0.0, 0.0], 1000.0
     keep = math.exp(-400 / memory)
     for mean_sq, sq_mean in seen:
-        measured = Measurement(batch=400, pieces=4, mean_sq=mean_sq, sq_mean=sq_mean)
+        measured = Measurement(batch=400, micro_batches=4, mean_sq=mean_sq, sq_mean=sq_mean)
         averages = averages.updated(measured, memory=memory)
         top = [keep * old + (1 - keep) * new for old, new in zip(top, mean_sq, strict=True)]
         bottom = [keep * old + (1 - keep) * new for old, new in zip(bottom, sq_mean, strict=True)]
@@ -189,9 +189,11 @@ def test_lena_is_the_papers_ratio_of_averages() -> None:
 
 
 def test_lena_is_right_at_once_when_the_batch_changes() -> None:
-    # Four pieces: A = 5, N = 4. V = 400 (5 - 4)/3, in piece units V/100 = 4/3, mu2 = 4 - 1/3 = 11/3.
+    # Four micro-batches: A = 5, N = 4. V = 400 (5 - 4)/3, in micro-batch units V/100 = 4/3, mu2 = 4 - 1/3 = 11/3.
     # With 8 workers the denominator is 11/3 + 4/3/8 = 23/6, the numerator still 5: 30/23.
-    averages = Averages().updated(Measurement(batch=400, pieces=4, mean_sq=(5.0, 5.0), sq_mean=(4.0, 4.0)), memory=1e5)
+    averages = Averages().updated(
+        Measurement(batch=400, micro_batches=4, mean_sq=(5.0, 5.0), sq_mean=(4.0, 4.0)), memory=1e5
+    )
     assert first("lena(eps=0)", 400, moments=averages.moments()).lr == pytest.approx((5 / 4,) * 2, rel=1e-9)
     assert first("lena(eps=0)", 800, moments=averages.moments()).lr == pytest.approx((30 / 23,) * 2, rel=1e-9)
 

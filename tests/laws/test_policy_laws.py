@@ -37,23 +37,23 @@ def policy_of(name: str, **limits: int) -> Growing:
 def replay(policy: Growing, history: list[dict[str, Any]], *, through_json: bool = False) -> list[int]:
     """What the policy wants before each step of a history, and after it."""
     seen = Observation(step=0, samples=0, epoch_samples=EPOCH, ref_batch=REF_BATCH)
-    state, wanted = policy.init(), []
+    state, requested = policy.init(), []
     for shown in [*history, None]:
         state = json.loads(json.dumps(state)) if through_json else state
-        batch, state = policy.wanted(seen, state)
-        wanted.append(batch)
+        batch, state = policy.requested(seen, state)
+        requested.append(batch)
         if shown is not None:
             seen = replace(seen, step=seen.step + 1, samples=seen.samples + shown["batch"], **shown)
-    return wanted
+    return requested
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=30)
 @given(history=histories)
 def test_every_batch_is_a_whole_number_and_none_is_below_the_first(name: str, history: list[dict[str, Any]]) -> None:
-    wanted = replay(policy_of(name), history)
-    assert all(type(batch) is int and batch >= REF_BATCH for batch in wanted)
-    assert wanted[0] == REF_BATCH
+    requested = replay(policy_of(name), history)
+    assert all(type(batch) is int and batch >= REF_BATCH for batch in requested)
+    assert requested[0] == REF_BATCH
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,7 +72,7 @@ def test_asking_does_not_change_the_state_that_was_given(name: str, history: lis
     seen = Observation(step=0, samples=0, epoch_samples=EPOCH, ref_batch=REF_BATCH)
     for shown in history:
         before = json.dumps(state)
-        _, following = policy.wanted(seen, state)
+        _, following = policy.requested(seen, state)
         assert json.dumps(state) == before
         state = following
         seen = replace(seen, step=seen.step + 1, samples=seen.samples + shown["batch"], **shown)
@@ -84,9 +84,9 @@ def test_asking_does_not_change_the_state_that_was_given(name: str, history: lis
 def test_a_passive_policy_looks_at_the_position_only_and_never_shrinks(
     name: str, history: list[dict[str, Any]]
 ) -> None:
-    wanted = replay(policy_of(name), history)
+    requested = replay(policy_of(name), history)
     silent = [{"batch": shown["batch"], "loss": None} for shown in history]
-    assert wanted == sorted(wanted) == replay(policy_of(name), silent)
+    assert requested == sorted(requested) == replay(policy_of(name), silent)
 
 
 @pytest.mark.parametrize("name", POLICIES.names("adaptive"))
@@ -104,10 +104,10 @@ def test_no_step_exceeds_the_limit_or_the_workers(
     there = StepSize(workers=workers, samples=8 * workers, time_s=0.0, duration_s=1.0)
     for shown in history:
         size = growth.allow(there)
-        assert 1 <= size.samples <= min(limit, there.samples, growth.wanted)
+        assert 1 <= size.samples <= min(limit, there.samples, growth.requested)
         assert 1 <= size.workers <= workers
         assert size.samples <= 8 * size.workers, "nobody takes more than a local batch"
-        assert size.shortfall == size.samples / growth.wanted
+        assert size.shortfall == size.samples / growth.requested
         growth.observe(**{key: value for key, value in shown.items() if value is not None})
 
 
@@ -118,11 +118,11 @@ def test_a_run_that_goes_on_from_a_checkpoint_wants_the_same(
     name: str, history: list[dict[str, Any]], data: st.DataObject
 ) -> None:
     def run(begin: Growth, part: list[dict[str, Any]]) -> list[int]:
-        wanted = []
+        requested = []
         for shown in part:
             begin.observe(**{key: value for key, value in shown.items() if value is not None})
-            wanted.append(begin.wanted)
-        return wanted
+            requested.append(begin.requested)
+        return requested
 
     cut = data.draw(st.integers(0, len(history)))
     first, second, whole = (Growth(policy_of(name), ref_batch=REF_BATCH, epoch_samples=EPOCH) for _ in range(3))
@@ -140,8 +140,8 @@ def test_every_policy_reads_its_own_text(name: str) -> None:
 
 
 @settings(max_examples=30)
-@given(wanted=st.integers(1, 10_000), workers=st.integers(1, 60), local=st.integers(1, 100))
-def test_the_smaller_of_wanted_and_allowed_wins(wanted: int, workers: int, local: int) -> None:
-    size = allow(StepSize(workers=workers, samples=workers * local, time_s=0.0, duration_s=1.0), wanted)
-    assert size.samples == min(wanted, workers * local)
-    assert (size.wanted is None) == (wanted <= workers * local)
+@given(requested=st.integers(1, 10_000), workers=st.integers(1, 60), local=st.integers(1, 100))
+def test_the_smaller_of_wanted_and_allowed_wins(requested: int, workers: int, local: int) -> None:
+    size = allow(StepSize(workers=workers, samples=workers * local, time_s=0.0, duration_s=1.0), requested)
+    assert size.samples == min(requested, workers * local)
+    assert (size.requested is None) == (requested <= workers * local)

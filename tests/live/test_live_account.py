@@ -18,7 +18,8 @@ SAMPLES = 23
 
 def row(step: int, stop: int, batch: int, lineage: int, parent: int, *, epoch: int = 0) -> StepRow:
     return StepRow(
-        step=step, time_s=0.0, wall_s=0.0, epoch=epoch, samples=epoch * 10 + stop, workers=1, batch=batch, pieces=1,
+        step=step, time_s=0.0, wall_s=0.0, epoch=epoch, samples=epoch * 10 + stop, workers=1, batch=batch,
+        micro_batches=1,
         lr_base=0.1, lr=0.1, multiplier=1.0, loss=0.0, stats={"lineage": lineage, "parent": parent},
     )  # fmt: skip
 
@@ -56,7 +57,7 @@ def test_missing_rows_are_a_mistake() -> None:
 
 def test_a_record_of_no_fleet_is_refused() -> None:
     other = StepRow(
-        step=0, time_s=0, wall_s=0, epoch=0, samples=4, workers=1, batch=4, pieces=1, lr_base=0.1, lr=0.1,
+        step=0, time_s=0, wall_s=0, epoch=0, samples=4, workers=1, batch=4, micro_batches=1, lr_base=0.1, lr=0.1,
         multiplier=1.0, loss=0.0,
     )  # fmt: skip
     with pytest.raises(RecordError, match="no lineage"):
@@ -77,7 +78,7 @@ def test_any_history_of_restores_is_told_right(history: list[tuple[int, int]], s
         rows.append(
             StepRow(
                 step=step, time_s=0, wall_s=0, epoch=assignment.epoch, samples=after.total, workers=1,
-                batch=assignment.batch, pieces=1, lr_base=0.1, lr=0.1, multiplier=1.0, loss=0.0,
+                batch=assignment.batch, micro_batches=1, lr_base=0.1, lr=0.1, multiplier=1.0, loss=0.0,
                 stats={"lineage": number, "parent": lineage},
             )
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A user's own script: the loop over steps and pieces, what it refuses, and the example."""
+"""A user's own script: the loop over steps and micro-batches, what it refuses, and the example."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def script(tmp_path: Path) -> Iterator[Any]:
 
 def test_a_script_trains_in_its_own_loop(script: Any, tmp_path: Path) -> None:
     rows: list[Any] = []
-    model, fleet = script(piece=3, on_commit=rows.append, on_epoch=lambda epoch: {"epoch": float(epoch)})
+    model, fleet = script(micro_batch=3, on_commit=rows.append, on_epoch=lambda epoch: {"epoch": float(epoch)})
     sizes: list[int] = []
     with fleet:
         for step in fleet:
@@ -64,7 +64,7 @@ def test_a_script_trains_in_its_own_loop(script: Any, tmp_path: Path) -> None:
 
 
 def test_half_precision_by_autocast_in_the_script(script: Any, tmp_path: Path) -> None:
-    model, fleet = script(model=make_model(batch_norm=True).float(), rule="adascale", piece=4)
+    model, fleet = script(model=make_model(batch_norm=True).float(), rule="adascale", micro_batch=4)
     with fleet:
         for step in fleet:
             for x, y in step:
@@ -125,7 +125,7 @@ def test_a_forgotten_or_repeated_backward_is_refused(script: Any, mistake: str) 
             if mistake == "outside":
                 step.backward(loss)
 
-    with fleet, pytest.raises(ConfigError, match="once for each piece"):
+    with fleet, pytest.raises(ConfigError, match="once for each micro-batch"):
         train()
 
 

@@ -18,27 +18,27 @@ from ebbflow.moments.estimate import Averages, Moments
 from ebbflow.moments.measure import Meter
 
 BASE = 32
-"""Samples of a piece; also the reference batch."""
+"""Samples of a micro-batch; also the reference batch."""
 PIECES = 4
 
 
 def gradients(step: int) -> list[torch.Tensor]:
-    """Pieces' gradients with more signal than noise, so that nobody's limits bind in a single step."""
+    """Micro-batches' gradients with more signal than noise, so that nobody's limits bind in a single step."""
     generator = torch.Generator().manual_seed(step)
     signal = torch.linspace(0.5, 1.5, 50)
     return [signal + 0.5 * torch.randn(50, generator=generator) for _ in range(PIECES)]
 
 
 def backward(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """A loss whose gradient is the given one, as a share of a step of several pieces."""
+    """A loss whose gradient is the given one, as a share of a step of several micro-batches."""
     ((parameter * gradient).sum() / PIECES).backward()
 
 
-def measure(meter: Meter, parameter: nn.Parameter, pieces: list[torch.Tensor], averages: Averages) -> Averages:
+def measure(meter: Meter, parameter: nn.Parameter, micro_batches: list[torch.Tensor], averages: Averages) -> Averages:
     parameter.grad = None
-    for gradient in pieces:
+    for gradient in micro_batches:
         backward(parameter, gradient)
-        meter.close_piece(BASE, scale=1 / PIECES)
+        meter.close_micro_batch(BASE, scale=1 / PIECES)
     return averages.updated(meter.finish(PIECES * BASE), memory=1000 * BASE)
 
 
@@ -70,22 +70,22 @@ def test_fairscale_finds_the_same_gain_at_a_fixed_scale() -> None:
         assert gain(averages.moments(), PIECES) == pytest.approx(peer.gain(), rel=1e-5)
     moments = averages.moments()
     assert moments is not None
-    # noise of one sample: 32 times the variance of a piece, 0.25 * 50; signal |linspace|^2 = 54.3
+    # noise of one sample: 32 times the variance of a micro-batch, 0.25 * 50; signal |linspace|^2 = 54.3
     assert moments.noise / BASE == pytest.approx(12.5, rel=0.1)
     assert peer.gain() == pytest.approx((12.5 + 54.3) / (12.5 / 4 + 54.3), rel=0.01)
 
 
 def test_when_the_workers_change_fairscale_reads_a_third_of_the_gain() -> None:
-    # G = (sqrt 97, 0, 0) and four pieces G + e_i with e_i = +-sqrt 288 along two axes: N = 97, A = 97 + 288, so
+    # G = (sqrt 97, 0, 0) and four micro-batches G + e_i with e_i = +-sqrt 288 along two axes: N = 97, A = 97 + 288, so
     # V/b0 = 4 (385 - 97)/3 = 384 and S = 97 - 384/4 = 1. The gain of 4 is 385/97 = 3.97, of 64 it is 385/7 = 55.
     x = math.sqrt(288.0)
-    pieces = [torch.tensor([math.sqrt(97.0), a, b]) for a, b in ((x, 0.0), (-x, 0.0), (0.0, x), (0.0, -x))]
+    micro_batches = [torch.tensor([math.sqrt(97.0), a, b]) for a, b in ((x, 0.0), (-x, 0.0), (0.0, x), (0.0, -x))]
     ours, theirs = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
     meter, averages, peer = Meter([ours], layers=False), Averages(), fairscale_adascale(theirs)
     for _ in range(5):
-        averages = measure(meter, ours, pieces, averages)
+        averages = measure(meter, ours, micro_batches, averages)
         theirs.grad = None
-        for gradient in pieces:
+        for gradient in micro_batches:
             backward(theirs, gradient)
     assert gain(averages.moments(), 4) == pytest.approx(385 / 97, rel=1e-4)
     assert peer.gain() == pytest.approx(385 / 97, rel=1e-3)
@@ -126,7 +126,7 @@ def test_adaptdl_finds_the_same_noise_and_signal(adaptdl_noise_scale: Any) -> No
         peer.reset_accumulation()
         for number, gradient in enumerate(gradients(step)):
             wrapped.require_backward_grad_sync = number == PIECES - 1
-            (theirs * gradient).sum().backward()  # it divides by the number of pieces itself
+            (theirs * gradient).sum().backward()  # it divides by the number of micro-batches itself
         moments = averages.moments()
         assert moments is not None
         assert moments.signal == pytest.approx(peer.sqr_avg(), rel=1e-5)

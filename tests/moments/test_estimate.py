@@ -14,21 +14,24 @@ from ebbflow.moments.estimate import Averages, Measurement, Moments, decay
 
 
 def measurement(sizes: np.ndarray, gradients: np.ndarray) -> Measurement:
-    """Of the whole model, from the pieces' sizes and their mean gradients, one a row."""
+    """Of the whole model, from the micro-batches' sizes and their mean gradients, one a row."""
     batch = sizes.sum()
-    shares = sizes / batch
+    weights = sizes / batch
     return Measurement(
         batch=int(batch),
-        pieces=len(sizes),
-        mean_sq=(float(shares @ np.square(gradients).sum(1)),),
-        sq_mean=(float(np.square(shares @ gradients).sum()),),
+        micro_batches=len(sizes),
+        mean_sq=(float(weights @ np.square(gradients).sum(1)),),
+        sq_mean=(float(np.square(weights @ gradients).sum()),),
     )
 
 
-def of(noise: float, signal: float, *, batch: int, pieces: int) -> Measurement:
+def of(noise: float, signal: float, *, batch: int, micro_batches: int) -> Measurement:
     """The measurement whose estimate is exactly this noise and signal: A = S + K V/B, N = S + V/B."""
     return Measurement(
-        batch=batch, pieces=pieces, mean_sq=(signal + pieces * noise / batch,), sq_mean=(signal + noise / batch,)
+        batch=batch,
+        micro_batches=micro_batches,
+        mean_sq=(signal + micro_batches * noise / batch,),
+        sq_mean=(signal + noise / batch,),
     )
 
 
@@ -38,8 +41,8 @@ def gain(moments: Moments, *, base: int, batch: int) -> float:
 
 
 def test_two_uneven_pieces_by_hand() -> None:
-    # One number; pieces of 3 and 1 samples with gradients 2 and 6: A = 3/4*4 + 1/4*36 = 12, mean 3/4*2 + 1/4*6 = 3,
-    # N = 9; V = 4*(12 - 9)/1 = 12, S = 9 - 12/4 = 6.
+    # One number; micro-batches of 3 and 1 samples with gradients 2 and 6: A = 3/4*4 + 1/4*36 = 12, mean 3/4*2 + 1/4*6 =
+    # 3, N = 9; V = 4*(12 - 9)/1 = 12, S = 9 - 12/4 = 6.
     measured = measurement(np.array([3, 1]), np.array([[2.0], [6.0]]))
     assert measured.estimate() == ((12.0,), (6.0,))
 
@@ -52,13 +55,13 @@ def test_ten_thousand_steps_with_uneven_pieces_are_unbiased() -> None:
     estimates, naive = [], []
     for step in range(10_000):
         sizes = patterns[step % len(patterns)]
-        pieces = true + spread * rng.standard_normal((len(sizes), 5)) / np.sqrt(sizes)[:, None]
-        measured = measurement(sizes, pieces)
+        micro_batches = true + spread * rng.standard_normal((len(sizes), 5)) / np.sqrt(sizes)[:, None]
+        measured = measurement(sizes, micro_batches)
         (v,), (s,) = measured.estimate()
         estimates.append((v, s))
-        # What equal weights would give: the mean of the pieces' squares, whatever their sizes.
-        equal = np.square(pieces).sum(1).mean()
-        naive.append(measured.batch * (equal - measured.sq_mean[0]) / (measured.pieces - 1))
+        # What equal weights would give: the mean of the micro-batches' squares, whatever their sizes.
+        equal = np.square(micro_batches).sum(1).mean()
+        naive.append(measured.batch * (equal - measured.sq_mean[0]) / (measured.micro_batches - 1))
     mean, error = np.mean(estimates, axis=0), np.std(estimates, axis=0) / math.sqrt(len(estimates))
     assert np.all(np.abs(mean - [noise, signal]) < 3 * error), (mean, error)
     assert error[0] < 0.02 * noise, "too few steps to say anything"
@@ -69,9 +72,9 @@ def test_ten_thousand_steps_with_uneven_pieces_are_unbiased() -> None:
     st.lists(st.tuples(st.integers(1, 50), st.floats(-3, 3), st.floats(-3, 3)), min_size=2, max_size=6),
     st.floats(0.1, 10),
 )
-def test_properties_of_one_estimate(pieces: list[tuple[int, float, float]], factor: float) -> None:
-    sizes = np.array([n for n, _, _ in pieces])
-    gradients = np.array([(x, y) for _, x, y in pieces])
+def test_properties_of_one_estimate(micro_batches: list[tuple[int, float, float]], factor: float) -> None:
+    sizes = np.array([n for n, _, _ in micro_batches])
+    gradients = np.array([(x, y) for _, x, y in micro_batches])
     measured = measurement(sizes, gradients)
     (v,), (s,) = measured.estimate()
     assert v >= -1e-9, "the mean of squares is never below the square of the mean"
@@ -83,20 +86,20 @@ def test_properties_of_one_estimate(pieces: list[tuple[int, float, float]], fact
 
 
 def test_one_piece_gives_no_estimate_and_averages_are_held() -> None:
-    single = Measurement(batch=8, pieces=1, mean_sq=(4.0,), sq_mean=(4.0,))
+    single = Measurement(batch=8, micro_batches=1, mean_sq=(4.0,), sq_mean=(4.0,))
     with pytest.raises(ConfigError, match="at least two are needed"):
         single.estimate()
-    before = Averages().updated(of(2, 3, batch=8, pieces=2), memory=100)
+    before = Averages().updated(of(2, 3, batch=8, micro_batches=2), memory=100)
     assert before.updated(single, memory=100) is before
     assert Averages().updated(single, memory=100).moments() is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_an_infinite_gradient_leaves_the_averages_untouched(bad: float) -> None:
-    before = Averages().updated(of(2, 3, batch=8, pieces=2), memory=100)
+    before = Averages().updated(of(2, 3, batch=8, micro_batches=2), memory=100)
     for measured in (
-        Measurement(batch=8, pieces=2, mean_sq=(bad,), sq_mean=(1.0,)),
-        Measurement(batch=8, pieces=2, mean_sq=(1.0,), sq_mean=(bad,)),
+        Measurement(batch=8, micro_batches=2, mean_sq=(bad,), sq_mean=(1.0,)),
+        Measurement(batch=8, micro_batches=2, mean_sq=(1.0,), sq_mean=(bad,)),
     ):
         assert not measured.finite
         assert before.updated(measured, memory=100) is before
@@ -108,11 +111,11 @@ def test_after_4_to_64_workers_the_gain_is_right_at_once() -> None:
     base, noise, signal = 32, 384.0 * 32, 1.0
     averages = Averages()
     for _ in range(50):
-        averages = averages.updated(of(noise, signal, batch=4 * base, pieces=4), memory=1000 * base)
+        averages = averages.updated(of(noise, signal, batch=4 * base, micro_batches=4), memory=1000 * base)
     moments = averages.moments()
     assert moments is not None
     assert gain(moments, base=base, batch=64 * base) == pytest.approx(55.0, rel=1e-9)
-    averages = averages.updated(of(noise, signal, batch=64 * base, pieces=64), memory=1000 * base)
+    averages = averages.updated(of(noise, signal, batch=64 * base, micro_batches=64), memory=1000 * base)
     moments = averages.moments()
     assert moments is not None
     assert gain(moments, base=base, batch=64 * base) == pytest.approx(55.0, rel=1e-9)
@@ -122,7 +125,7 @@ def test_after_4_to_64_workers_the_gain_is_right_at_once() -> None:
 def test_averages_lie_between_their_observations_and_survive_json(steps: list[tuple[float, float, int]]) -> None:
     averages = Averages()
     for noise, signal, batch in steps:
-        averages = averages.updated(of(noise, signal, batch=batch, pieces=2), memory=200)
+        averages = averages.updated(of(noise, signal, batch=batch, micro_batches=2), memory=200)
     moments = averages.moments()
     assert moments is not None
     low, high = min(v for v, _, _ in steps), max(v for v, _, _ in steps)
@@ -135,11 +138,11 @@ def test_averages_lie_between_their_observations_and_survive_json(steps: list[tu
 def test_the_memory_is_counted_in_samples() -> None:
     # Two steps of 50 samples fade the past as much as one of 100.
     assert decay(50, 1000) ** 2 == pytest.approx(decay(100, 1000))
-    old = Averages().updated(of(5, 5, batch=100, pieces=2), memory=1000)
-    once = old.updated(of(1, 2, batch=100, pieces=2), memory=1000)
+    old = Averages().updated(of(5, 5, batch=100, micro_batches=2), memory=1000)
+    once = old.updated(of(1, 2, batch=100, micro_batches=2), memory=1000)
     twice = old
     for _ in range(2):
-        twice = twice.updated(of(1, 2, batch=50, pieces=2), memory=1000)
+        twice = twice.updated(of(1, 2, batch=50, micro_batches=2), memory=1000)
     first, second = once.moments(), twice.moments()
     assert first is not None
     assert second is not None
@@ -148,15 +151,15 @@ def test_the_memory_is_counted_in_samples() -> None:
 
 def test_an_observation_stands_for_the_steps_before_it_that_were_not_measured() -> None:
     # Three steps of 10 samples that pass and a measured one of 10 fade the past like a measured step of 40.
-    before = Averages().updated(of(2, 3, batch=8, pieces=2), memory=100)
-    skipping = before.passed(10).passed(10).passed(10).updated(of(5, 1, batch=10, pieces=2), memory=100)
-    assert skipping == before.updated(of(5, 1, batch=40, pieces=2), memory=100)
+    before = Averages().updated(of(2, 3, batch=8, micro_batches=2), memory=100)
+    skipping = before.passed(10).passed(10).passed(10).updated(of(5, 1, batch=10, micro_batches=2), memory=100)
+    assert skipping == before.updated(of(5, 1, batch=40, micro_batches=2), memory=100)
 
 
 def test_an_observation_of_few_samples_does_not_get_the_weight_of_the_large_steps_before_it() -> None:
     # Three steps of 10 pass, then one of 2 is measured: 32 samples of time, and 4 x 2 of weight.
-    before = Averages().updated(of(2, 3, batch=8, pieces=2), memory=100)
-    after = before.passed(10).passed(10).passed(10).updated(of(5, 1, batch=2, pieces=2), memory=100)
+    before = Averages().updated(of(2, 3, batch=8, micro_batches=2), memory=100)
+    after = before.passed(10).passed(10).passed(10).updated(of(5, 1, batch=2, micro_batches=2), memory=100)
     keep, share = math.exp(-0.32), 1 - math.exp(-0.08)
     old = keep * (1 - math.exp(-0.08))
     assert after.weight == pytest.approx(old + share)
@@ -167,16 +170,16 @@ def test_an_observation_of_few_samples_does_not_get_the_weight_of_the_large_step
 
 
 def test_the_tails_of_epochs_do_not_drown_the_signal_where_steps_are_sampled() -> None:
-    # Epochs of 50 steps of 512 samples and a tail of 2; V = 2000, S = 0.2. The estimate of S scatters by about V/B in
-    # a step of two pieces: 4 in a step of 512, 1000 in a tail. Weighed by samples a memory of 500 steps scatters by
-    # about 4/sqrt(2 x 125) = 0.25 where a quarter is measured; a tail at the weight of 4 steps adds 8 on its own.
+    # Epochs of 50 steps of 512 samples and a tail of 2; V = 2000, S = 0.2. The estimate of S scatters by about V/B in a
+    # step of two micro-batches: 4 in a step of 512, 1000 in a tail. Weighed by samples a memory of 500 steps scatters
+    # by about 4/sqrt(2 x 125) = 0.25 where a quarter is measured; a tail at the weight of 4 steps adds 8 on its own.
     random, memory = np.random.default_rng(3), 500 * 512
     averages, found = Averages(), []
     for step in range(6000):
         batch = 2 if step % 51 == 50 else 512
         if averages.due(batch, memory=memory, every=4):
             signal = 0.2 + 2000 / batch * random.standard_normal()
-            averages = averages.updated(of(2000, signal, batch=batch, pieces=2), memory=memory)
+            averages = averages.updated(of(2000, signal, batch=batch, micro_batches=2), memory=memory)
         else:
             averages = averages.passed(batch)
         moments = averages.moments()
@@ -189,7 +192,7 @@ def measured_steps(batches: list[int], *, memory: float, every: int) -> list[int
     averages, found = Averages(), []
     for step, batch in enumerate(batches):
         if averages.due(batch, memory=memory, every=every):
-            averages = averages.updated(of(2, 3, batch=batch, pieces=2), memory=memory)
+            averages = averages.updated(of(2, 3, batch=batch, micro_batches=2), memory=memory)
             found.append(step)
         else:
             averages = averages.passed(batch)
@@ -229,7 +232,7 @@ def test_averages_of_sampled_steps_are_as_good_as_they_should_be(every: int) -> 
     averages = Averages()
     for _ in range(20_000):
         if averages.due(32, memory=32_000, every=every):
-            averages = averages.updated(of(random.exponential(2.0), 1, batch=32, pieces=2), memory=32_000)
+            averages = averages.updated(of(random.exponential(2.0), 1, batch=32, micro_batches=2), memory=32_000)
         else:
             averages = averages.passed(32)
     moments = averages.moments()
@@ -238,8 +241,8 @@ def test_averages_of_sampled_steps_are_as_good_as_they_should_be(every: int) -> 
 
 
 def test_layers_add_up_to_the_whole() -> None:
-    layered = Measurement(batch=8, pieces=2, mean_sq=(5.0, 3.0), sq_mean=(4.0, 1.0))
-    whole = Measurement(batch=8, pieces=2, mean_sq=(8.0,), sq_mean=(5.0,))
+    layered = Measurement(batch=8, micro_batches=2, mean_sq=(5.0, 3.0), sq_mean=(4.0, 1.0))
+    whole = Measurement(batch=8, micro_batches=2, mean_sq=(8.0,), sq_mean=(5.0,))
     by_layer, total = (Averages().updated(m, memory=100).moments() for m in (layered, whole))
     assert by_layer is not None
     assert total is not None
@@ -249,9 +252,9 @@ def test_layers_add_up_to_the_whole() -> None:
 
 
 def test_averages_of_other_layers_are_refused() -> None:
-    averages = Averages().updated(of(2, 3, batch=8, pieces=2), memory=100)
+    averages = Averages().updated(of(2, 3, batch=8, micro_batches=2), memory=100)
     with pytest.raises(ConfigError, match="over 1 layers, but 2 were measured"):
-        averages.updated(Measurement(batch=8, pieces=2, mean_sq=(1.0, 2.0), sq_mean=(1.0, 1.0)), memory=100)
+        averages.updated(Measurement(batch=8, micro_batches=2, mean_sq=(1.0, 2.0), sq_mean=(1.0, 1.0)), memory=100)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +277,7 @@ def test_a_damaged_state_is_refused(state: dict[str, object]) -> None:
 
 def test_a_memory_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot remember 0 samples"):
-        Averages().updated(of(2, 3, batch=8, pieces=2), memory=0)
+        Averages().updated(of(2, 3, batch=8, micro_batches=2), memory=0)
 
 
 def test_the_noise_scale_is_infinite_without_signal() -> None:

@@ -33,26 +33,26 @@ def make_pieces(step: int = 0, sizes: Sequence[int] = SIZES) -> list[tuple[torch
     ]  # fmt: skip
 
 
-def truth(model: nn.Module, pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[float], list[float]]:
-    """A and N of each parameter, from one separate backward pass a piece."""
+def truth(model: nn.Module, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[float], list[float]]:
+    """A and N of each parameter, from one separate backward pass a micro-batch."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    batch = sum(len(x) for x, _ in pieces)
-    gradients = [torch.autograd.grad(F.cross_entropy(model(x), y), parameters) for x, y in pieces]
-    shares = [len(x) / batch for x, _ in pieces]
+    batch = sum(len(x) for x, _ in micro_batches)
+    gradients = [torch.autograd.grad(F.cross_entropy(model(x), y), parameters) for x, y in micro_batches]
+    weights = [len(x) / batch for x, _ in micro_batches]
     a, n = [], []
     for column in zip(*gradients, strict=True):
-        a.append(sum(w * g.double().square().sum().item() for w, g in zip(shares, column, strict=True)))
-        n.append(sum(w * g.double() for w, g in zip(shares, column, strict=True)).square().sum().item())
+        a.append(sum(w * g.double().square().sum().item() for w, g in zip(weights, column, strict=True)))
+        n.append(sum(w * g.double() for w, g in zip(weights, column, strict=True)).square().sum().item())
     return a, n
 
 
-def run_step(model: nn.Module, meter: AnyMeter, pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> Measurement:
+def run_step(model: nn.Module, meter: AnyMeter, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> Measurement:
     """Accumulate the sample-weighted mean, as engines do."""
     model.zero_grad()
-    batch = sum(len(x) for x, _ in pieces)
-    for x, y in pieces:
+    batch = sum(len(x) for x, _ in micro_batches)
+    for x, y in micro_batches:
         (F.cross_entropy(model(x), y) * len(x) / batch).backward()
-        meter.close_piece(len(x), scale=len(x) / batch)
+        meter.close_micro_batch(len(x), scale=len(x) / batch)
     return meter.finish(batch)
 
 
@@ -63,33 +63,35 @@ def test_it_measures_what_separate_backward_passes_find(layers: bool, kind: Any)
     meter = kind(model.parameters(), layers=layers)
     a, n = truth(model, make_pieces())
     measured = run_step(model, meter, make_pieces())
-    assert (measured.batch, measured.pieces) == (12, 3)
+    assert (measured.batch, measured.micro_batches) == (12, 3)
     assert measured.mean_sq == pytest.approx(a if layers else [sum(a)], rel=1e-6)
     assert measured.sq_mean == pytest.approx(n if layers else [sum(n)], rel=1e-6)
 
 
 def test_no_step_remembers_the_one_before() -> None:
-    """Code that takes a piece as the difference to the last sum, and keeps that sum, reads 7.98 where 3.76 is true."""
+    """Code that takes a micro-batch as the difference to the last sum, and keeps that sum, reads 7.98 where 3.76 is
+    true."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     meter = Meter(model.parameters(), layers=False)
     for step in range(4):
-        pieces = make_pieces(step, sizes=(4, 2, 7, 1)[: 2 + step % 3])
-        a, n = truth(model, pieces)
-        measured = run_step(model, meter, pieces)
+        micro_batches = make_pieces(step, sizes=(4, 2, 7, 1)[: 2 + step % 3])
+        a, n = truth(model, micro_batches)
+        measured = run_step(model, meter, micro_batches)
         assert measured.mean_sq == pytest.approx([sum(a)], rel=1e-6)
         assert measured.sq_mean == pytest.approx([sum(n)], rel=1e-6)
         optimizer.step()
 
 
 def test_pieces_may_be_weighted_afterwards() -> None:
-    """As in a user's own loop: each loss is the mean over its piece, the sum is brought to the mean at the end."""
+    """As in a user's own loop: each loss is the mean over its micro-batch, the sum is brought to the mean at the
+    end."""
     model = make_model()
     meter = Meter(model.parameters(), layers=False)
     a, n = truth(model, make_pieces(sizes=(4, 4)))
     for x, y in make_pieces(sizes=(4, 4)):
         F.cross_entropy(model(x), y).backward()
-        meter.close_piece(4)
+        meter.close_micro_batch(4)
     measured = meter.finish(8, scale=2.0)  # .grad holds the sum of two means
     assert (measured.mean_sq[0], measured.sq_mean[0]) == pytest.approx((sum(a), sum(n)), rel=1e-6)
 
@@ -99,8 +101,8 @@ def test_a_shared_parameter_counts_once_with_its_whole_gradient() -> None:
     meter = Meter([w], layers=False)
     for factor in (1.0, 3.0):  # d/dw (w f + 4 w) = f + 4: 5 and 7
         ((w * factor + w * 4).sum() / 2).backward()
-        meter.close_piece(1, scale=0.5)
-    assert meter.finish(2) == Measurement(batch=2, pieces=2, mean_sq=(37.0,), sq_mean=(36.0,))
+        meter.close_micro_batch(1, scale=0.5)
+    assert meter.finish(2) == Measurement(batch=2, micro_batches=2, mean_sq=(37.0,), sq_mean=(36.0,))
 
 
 def test_frozen_parameters_count_as_zero_until_they_are_unfrozen() -> None:
@@ -121,14 +123,14 @@ def test_a_parameter_without_a_gradient_in_some_pieces_counts_as_zero_there() ->
     used, rare = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     meter = Meter([used, rare], layers=True)
     (used.sum() * 3 / 2).backward()
-    meter.close_piece(1, scale=0.5)
+    meter.close_micro_batch(1, scale=0.5)
     ((used.sum() + rare.sum() * 4) / 2).backward()
-    meter.close_piece(1, scale=0.5)
+    meter.close_micro_batch(1, scale=0.5)
     # used: 3 and 1: A = 5, N = 4; rare: 0 and 4: A = 8, N = 4
-    assert meter.finish(2) == Measurement(batch=2, pieces=2, mean_sq=(5.0, 8.0), sq_mean=(4.0, 4.0))
+    assert meter.finish(2) == Measurement(batch=2, micro_batches=2, mean_sq=(5.0, 8.0), sq_mean=(4.0, 4.0))
     used.grad = rare.grad = None
     used.sum().backward()
-    meter.close_piece(1)
+    meter.close_micro_batch(1)
     assert meter.finish(1).sq_mean == (1.0, 0.0)
 
 
@@ -141,7 +143,7 @@ def test_sparse_gradients_equal_dense_ones() -> None:
         meter = Meter([*table.parameters(), *head.parameters()], layers=True)
         for rows in ([1, 1, 3], [3, 0]):
             (head(table(torch.tensor(rows))).square().sum() / 5).backward()
-            meter.close_piece(len(rows), scale=len(rows) / 5)
+            meter.close_micro_batch(len(rows), scale=len(rows) / 5)
         measured.append(meter.finish(5))
     assert measured[0].mean_sq == pytest.approx(measured[1].mean_sq, rel=1e-6)
     assert measured[0].sq_mean == pytest.approx(measured[1].sq_mean, rel=1e-6)
@@ -154,9 +156,9 @@ def test_other_precisions_are_summed_in_float32_at_least(dtype: torch.dtype) -> 
     meter = Meter([w], layers=False)
     for factor in (1.0, 3.0):
         (w * factor).sum().backward()
-        meter.close_piece(1)
+        meter.close_micro_batch(1)
     measured = meter.finish(2, scale=2.0)
-    assert measured == Measurement(batch=2, pieces=2, mean_sq=(4096 * 5.0,), sq_mean=(4096 * 4.0,))
+    assert measured == Measurement(batch=2, micro_batches=2, mean_sq=(4096 * 5.0,), sq_mean=(4096 * 4.0,))
 
 
 @pytest.mark.parametrize("count", [(1 << 17) + 1, 1 << 20, 3_000_001])
@@ -173,11 +175,11 @@ def test_gradients_that_do_not_lie_flat_in_memory_are_measured() -> None:
     w = nn.Parameter(torch.ones(3, 4))
     meter = Meter([w], layers=False)
     w.t()[:2].sum().backward()  # the transpose of a part
-    meter.close_piece(1)
+    meter.close_micro_batch(1)
     assert meter.finish(1).mean_sq == pytest.approx((6.0,), rel=1e-6)
     w.grad = None
     w.sum().backward()  # one number, expanded
-    meter.close_piece(1)
+    meter.close_micro_batch(1)
     assert meter.finish(1).mean_sq == pytest.approx((12.0,), rel=1e-6)
 
 
@@ -187,7 +189,7 @@ def test_a_graph_of_the_gradient_is_left_alone() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of the cycle that create_graph makes
         w.pow(3).sum().backward(create_graph=True)
-    meter.close_piece(1)
+    meter.close_micro_batch(1)
     assert w.grad is not None
     assert w.grad.requires_grad
     measured = meter.finish(1)  # 3 w^2 = 27, 3, 12
@@ -196,12 +198,12 @@ def test_a_graph_of_the_gradient_is_left_alone() -> None:
 
 
 def test_gradients_that_are_not_accumulated_are_not_measured() -> None:
-    """A gradient penalty takes gradients of the parameters by autograd.grad, within the same piece."""
+    """A gradient penalty takes gradients of the parameters by autograd.grad, within the same micro-batch."""
     w = nn.Parameter(torch.tensor([3.0]))
     meter = Meter([w], layers=False)
     (first,) = torch.autograd.grad(w.square().sum(), w, create_graph=True)  # 2w
     (w.sum() + first.square().sum()).backward()  # w + 4 w^2: 1 + 8 w = 25
-    meter.close_piece(1)
+    meter.close_micro_batch(1)
     assert meter.finish(1).mean_sq == (625.0,)
 
 
@@ -210,7 +212,7 @@ def test_the_users_own_hooks_come_first() -> None:
     meter = Meter([w], layers=False)
     w.register_hook(lambda gradient: gradient.clamp(max=2.0))  # type: ignore[no-untyped-call]
     (5 * w).sum().backward()
-    meter.close_piece(1)
+    meter.close_micro_batch(1)
     assert meter.finish(1).mean_sq == (4.0,)
 
 
@@ -219,10 +221,10 @@ def test_a_second_backward_within_a_piece_is_refused() -> None:
     meter = Meter(model.parameters(), layers=False)
     (x, y), *_ = make_pieces()
     F.cross_entropy(model(x), y).backward()
-    with pytest.raises(ConfigError, match=r"shape \(.*\) got a second gradient within one piece"):
+    with pytest.raises(ConfigError, match=r"shape \(.*\) got a second gradient within one micro-batch"):
         F.cross_entropy(model(x), y).backward()
     meter.discard()
-    assert run_step(model, meter, make_pieces()).pieces == 3
+    assert run_step(model, meter, make_pieces()).micro_batches == 3
 
 
 # Loss scaling and steps that do not count --------------------------------------------------------------------------
@@ -235,15 +237,15 @@ def test_under_a_grad_scaler_norms_are_unscaled_and_a_skipped_step_leaves_no_tra
     meter = Meter(model.parameters(), layers=False)
     averages = Averages()
     for step, overflow in enumerate((False, True, False)):
-        pieces = make_pieces(step)
-        a, n = truth(model, pieces)
+        micro_batches = make_pieces(step)
+        a, n = truth(model, micro_batches)
         before = averages
         factor = scaler.get_scale()
-        for x, y in pieces:
+        for x, y in micro_batches:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
                 loss = F.cross_entropy(model(x), y) * len(x) / 12
             scaler.scale(loss * (float("inf") if overflow else 1.0)).backward()
-            meter.close_piece(len(x), scale=factor * len(x) / 12)
+            meter.close_micro_batch(len(x), scale=factor * len(x) / 12)
         measured = meter.finish(12, scale=factor)
         averages = averages.updated(measured, memory=100)
         scaler.step(optimizer)
@@ -265,7 +267,7 @@ def test_after_unscale_the_mean_has_another_scale_than_the_pieces() -> None:
     a, n = truth(model, make_pieces())
     for x, y in make_pieces():
         scaler.scale(F.cross_entropy(model(x), y) * len(x) / 12).backward()
-        meter.close_piece(len(x), scale=256.0 * len(x) / 12)
+        meter.close_micro_batch(len(x), scale=256.0 * len(x) / 12)
     scaler.unscale_(optimizer)
     measured = meter.finish(12)
     assert (measured.mean_sq[0], measured.sq_mean[0]) == pytest.approx((sum(a), sum(n)), rel=1e-5)
@@ -279,7 +281,7 @@ def test_autocast_in_bfloat16_is_close_to_float32() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = F.cross_entropy(model(x), y) * len(x) / 12
         loss.backward()
-        meter.close_piece(len(x), scale=len(x) / 12)
+        meter.close_micro_batch(len(x), scale=len(x) / 12)
     measured = meter.finish(12)
     assert (measured.mean_sq[0], measured.sq_mean[0]) == pytest.approx((sum(a), sum(n)), rel=0.03)
 
@@ -289,8 +291,8 @@ def test_a_discarded_step_leaves_no_trace() -> None:
     meter = Meter(model.parameters(), layers=True)
     (x, y), *_ = make_pieces(1)
     F.cross_entropy(model(x), y).backward()
-    meter.close_piece(len(x))
-    F.cross_entropy(model(x), y).backward()  # and a worker dies within the next piece
+    meter.close_micro_batch(len(x))
+    F.cross_entropy(model(x), y).backward()  # and a worker dies within the next micro-batch
     meter.discard()
     assert run_step(model, meter, make_pieces()).mean_sq == pytest.approx(truth(model, make_pieces())[0], rel=1e-6)
 
@@ -299,19 +301,20 @@ def test_a_discarded_step_leaves_no_trace() -> None:
 def test_a_bad_gradient_is_reported_and_not_hidden(bad: float) -> None:
     model = make_model()
     meter = Meter(model.parameters(), layers=True)
-    pieces = make_pieces()
-    pieces[1][0][0, 0] = bad
-    assert not run_step(model, meter, pieces).finite
+    micro_batches = make_pieces()
+    micro_batches[1][0][0, 0] = bad
+    assert not run_step(model, meter, micro_batches).finite
     assert run_step(model, meter, make_pieces()).finite
 
 
-# .grad must be the mean of the pieces ------------------------------------------------------------------------------
+# .grad must be the mean of the micro-batches
+# ------------------------------------------------------------------------------
 
 
 def accumulate(model: nn.Module, meter: Meter) -> None:
     for x, y in make_pieces():
         (F.cross_entropy(model(x), y) * len(x) / 12).backward()
-        meter.close_piece(len(x), scale=len(x) / 12)
+        meter.close_micro_batch(len(x), scale=len(x) / 12)
 
 
 def test_gradients_clipped_before_they_are_measured_are_refused() -> None:
@@ -372,7 +375,7 @@ def test_pieces_that_cancel_are_no_error() -> None:
     g = torch.randn(16, generator=torch.Generator().manual_seed(0))
     for factor in (0.1, 0.2, -0.3):
         (w * g * factor / 3).sum().backward()
-        meter.close_piece(1, scale=1 / 3)
+        meter.close_micro_batch(1, scale=1 / 3)
     assert meter.finish(3).sq_mean[0] < 1e-12
 
 
@@ -402,12 +405,12 @@ def test_a_piece_without_a_gradient_and_a_step_with_other_samples_are_refused() 
     model = make_model()
     meter = Meter(model.parameters(), layers=False)
     with pytest.raises(ConfigError, match="no gradient arrived"):
-        meter.close_piece(4)
+        meter.close_micro_batch(4)
     accumulate(model, meter)
-    with pytest.raises(ConfigError, match="a step of 16 samples was finished, but its pieces have 12"):
+    with pytest.raises(ConfigError, match="a step of 16 samples was finished, but its micro-batches have 12"):
         meter.finish(16)
-    with pytest.raises(ConfigError, match="a piece of 0 samples"):
-        meter.close_piece(0)
+    with pytest.raises(ConfigError, match="a micro-batch of 0 samples"):
+        meter.close_micro_batch(0)
 
 
 def test_a_model_cast_after_the_meter_was_made_is_noticed() -> None:
@@ -416,18 +419,18 @@ def test_a_model_cast_after_the_meter_was_made_is_noticed() -> None:
     model.double()
     model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
     with pytest.raises(ConfigError, match="moved to a device or cast"):
-        meter.close_piece(2)
+        meter.close_micro_batch(2)
 
 
 def test_hooks_go_with_the_meter() -> None:
     model = make_model()
     with Meter(model.parameters(), layers=False) as meter:
-        assert run_step(model, meter, make_pieces()).pieces == 3
+        assert run_step(model, meter, make_pieces()).micro_batches == 3
     forgotten = Meter(model.parameters(), layers=False)
     keeper = Meter(model.parameters(), layers=False)
     del forgotten
     gc.collect()
-    for _ in range(2):  # a forgotten meter would complain about the second piece that nobody closed
+    for _ in range(2):  # a forgotten meter would complain about the second micro-batch that nobody closed
         run_step(model, keeper, make_pieces())
     with pytest.raises(ConfigError, match="no gradient arrived"):
-        meter.close_piece(1)
+        meter.close_micro_batch(1)

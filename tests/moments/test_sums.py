@@ -1,4 +1,4 @@
-"""Sums and FlatSums: the meters that add up the pieces themselves, one for GPUs and one for small models."""
+"""Sums and FlatSums: the meters that add up the micro-batches themselves, one for GPUs and one for small models."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_several_backward_passes_may_make_one_piece(kind: Kind) -> None:
     sums = kind([w])
     (2 * w).sum().backward()
     (3 * w).sum().backward()
-    sums.close_piece(1)
+    sums.close_micro_batch(1)
     assert w.grad is None
     w.sum().backward()
-    sums.close_piece(1)  # 5 and 1: A = (25 + 1)/2 = 13; their sum, twice the mean, is 6: N = 9
-    assert sums.finish(2, scale=2.0) == Measurement(batch=2, pieces=2, mean_sq=(13.0,), sq_mean=(9.0,))
+    sums.close_micro_batch(1)  # 5 and 1: A = (25 + 1)/2 = 13; their sum, twice the mean, is 6: N = 9
+    assert sums.finish(2, scale=2.0) == Measurement(batch=2, micro_batches=2, mean_sq=(13.0,), sq_mean=(9.0,))
     assert w.grad == torch.tensor([6.0])
 
 
@@ -53,22 +53,22 @@ def test_a_discarded_step_is_forgotten(kind: Kind) -> None:
     assert run_step(model, sums, make_pieces()).mean_sq == pytest.approx(truth(model, make_pieces())[0], rel=1e-6)
     model.zero_grad()
     with pytest.raises(ConfigError, match="no gradient arrived"):
-        sums.close_piece(1)
+        sums.close_micro_batch(1)
 
 
 @KINDS
 def test_a_scale_is_taken_out_of_the_pieces(kind: Kind) -> None:
-    # Pieces of 1 and 3 samples with gradients 2 and 1, weighted 1/4 and 3/4, in a loss scaled by 8.
+    # Micro-batches of 1 and 3 samples with gradients 2 and 1, weighted 1/4 and 3/4, in a loss scaled by 8.
     w = nn.Parameter(torch.tensor([1.0]))
     sums = kind([w])
     for samples, slope in ((1, 2.0), (3, 1.0)):
         (8 * samples / 4 * slope * w).sum().backward()
-        sums.close_piece(samples, scale=8 * samples / 4)
+        sums.close_micro_batch(samples, scale=8 * samples / 4)
     sums.put_back()
     assert w.grad is not None
     w.grad.div_(8)
     # A = (1*4 + 3*1)/4 = 1.75; the mean gradient is 1.25, its square 1.5625.
-    assert sums.finish(4) == Measurement(batch=4, pieces=2, mean_sq=(1.75,), sq_mean=(1.5625,))
+    assert sums.finish(4) == Measurement(batch=4, micro_batches=2, mean_sq=(1.75,), sq_mean=(1.5625,))
 
 
 @KINDS
@@ -76,8 +76,8 @@ def test_parameters_without_a_gradient_stay_without_one(kind: Kind) -> None:
     used, unused = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(1))
     sums = kind([used, unused], layers=True)
     used.sum().backward()
-    sums.close_piece(2)
-    assert sums.finish(2) == Measurement(batch=2, pieces=1, mean_sq=(4.0, 0.0), sq_mean=(4.0, 0.0))
+    sums.close_micro_batch(2)
+    assert sums.finish(2) == Measurement(batch=2, micro_batches=1, mean_sq=(4.0, 0.0), sq_mean=(4.0, 0.0))
     assert unused.grad is None
 
 
@@ -91,7 +91,7 @@ def test_sparse_and_dense_gradients_are_measured_alike(kind: Kind) -> None:
         for rows, factor in (([1, 1, 3], 0.0), ([3, 0], 1.0)):
             loss = table(torch.tensor(rows)).square().sum() / 5
             (loss + rare.sum() if factor else loss).backward()
-            meter.close_piece(len(rows), scale=len(rows) / 5)
+            meter.close_micro_batch(len(rows), scale=len(rows) / 5)
         measured.append(meter.finish(5))
     assert measured[0].mean_sq == pytest.approx(measured[1].mean_sq, rel=1e-6)
     assert measured[0].sq_mean == pytest.approx(measured[1].sq_mean, rel=1e-6)
@@ -102,7 +102,7 @@ def test_without_measuring_it_only_adds_up() -> None:
     sums = Sums(model.parameters(), measured=False)
     for x, y in make_pieces():
         nn.functional.cross_entropy(model(x), y).backward()
-        sums.close_piece(len(x))
+        sums.close_micro_batch(len(x))
         nn.functional.cross_entropy(reference(x), y).backward()
     sums.put_back()
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
@@ -113,8 +113,8 @@ def test_a_step_of_another_size_than_its_pieces_is_refused(kind: Kind) -> None:
     w = nn.Parameter(torch.tensor([1.0]))
     sums = kind([w])
     w.sum().backward()
-    sums.close_piece(3)
-    with pytest.raises(ConfigError, match=r"a step of 4 samples .* pieces have 3"):
+    sums.close_micro_batch(3)
+    with pytest.raises(ConfigError, match=r"a step of 4 samples .* micro-batches have 3"):
         sums.finish(4)
 
 
@@ -141,7 +141,7 @@ def test_one_that_is_off_leaves_the_gradients_to_autograd_and_goes_on_as_if_noth
             for x, y in make_pieces(2):
                 nn.functional.cross_entropy(net(x), y, reduction="sum").backward()
                 if net is model:
-                    meter.close_piece(len(x), scale=len(x))
+                    meter.close_micro_batch(len(x), scale=len(x))
         if on:
             batch = sum(len(x) for x, _ in make_pieces(2))
             measured = meter.finish(batch, scale=batch)

@@ -16,7 +16,7 @@ from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.rules.base import StepContext
 
-SAMPLES = 109  # prime, and a tail of 109 - 4 * 24 = 13 samples, in uneven pieces of 7 and 6
+SAMPLES = 109  # prime, and a tail of 109 - 4 * 24 = 13 samples, in uneven micro-batches of 7 and 6
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,8 +34,10 @@ def weights(net: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
-def train_elastic(net: nn.Module, optimizer: ElasticOptimizer, sampler: ElasticSampler, *, pieces: int = 10**9) -> int:
-    """The user's loop; stops after so many pieces."""
+def train_elastic(
+    net: nn.Module, optimizer: ElasticOptimizer, sampler: ElasticSampler, *, micro_batches: int = 10**9
+) -> int:
+    """The user's loop; stops after so many micro-batches."""
     x, y = data()
     done = 0
     for indices in sampler:
@@ -43,7 +45,7 @@ def train_elastic(net: nn.Module, optimizer: ElasticOptimizer, sampler: ElasticS
         optimizer.step()
         optimizer.zero_grad()
         done += 1
-        if done == pieces:
+        if done == micro_batches:
             break
     return done
 
@@ -55,7 +57,8 @@ def elastic(net: nn.Module, **settings: Any) -> tuple[ElasticOptimizer, ElasticS
 
 
 def test_pieces_of_any_sizes_equal_one_large_batch() -> None:
-    """Steps of 24 (and a tail of 13, in pieces of 7 and 6) equal plain SGD on whole batches, at the scaled rate."""
+    """Steps of 24 (and a tail of 13, in micro-batches of 7 and 6) equal plain SGD on whole batches, at the scaled
+    rate."""
     net = model()
     optimizer, sampler = elastic(net)
     train_elastic(net, optimizer, sampler)
@@ -63,7 +66,7 @@ def test_pieces_of_any_sizes_equal_one_large_batch() -> None:
     plain = model()
     reference = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
     x, y = data()
-    order = [i for piece in ElasticSampler(SAMPLES, 3, local_batch=8) for i in piece]
+    order = [i for micro_batch in ElasticSampler(SAMPLES, 3, local_batch=8) for i in micro_batch]
     for start in range(0, SAMPLES, 24):
         batch = order[start : start + 24]
         reference.param_groups[0]["lr"] = 0.05 * len(batch) / 16
@@ -100,9 +103,9 @@ def test_the_rate_is_put_back_when_the_inner_step_raises() -> None:
 def test_zero_grad_keeps_the_gradients_of_a_step_under_way() -> None:
     net = model()
     optimizer, sampler = elastic(net)
-    train_elastic(net, optimizer, sampler, pieces=1)
+    train_elastic(net, optimizer, sampler, micro_batches=1)
     assert net[0].weight.grad is not None  # type: ignore[union-attr, index]
-    train_elastic(net, optimizer, sampler, pieces=2)  # the step's other two pieces
+    train_elastic(net, optimizer, sampler, micro_batches=2)  # the step's other two micro-batches
     assert net[0].weight.grad is None  # type: ignore[union-attr, index]
 
 
@@ -112,7 +115,7 @@ def test_it_is_an_optimizer_of_torch_with_hooks_and_defaults_of_its_own() -> Non
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    train_elastic(net, optimizer, sampler, pieces=1)
+    train_elastic(net, optimizer, sampler, micro_batches=1)
     assert calls == ["before", "after"]
     assert optimizer.defaults["momentum"] == 0.9
     assert optimizer.param_groups is optimizer.inner.param_groups
@@ -155,8 +158,8 @@ def test_at_the_reference_batch_every_optimizer_is_itself_bit_for_bit(name: str)
     assert torch.equal(weights(nets[0]), weights(nets[1]))
 
 
-@pytest.mark.parametrize("pieces", [1, 3, 4, 13, 14, 20])
-def test_a_resumed_run_equals_an_uninterrupted_one(pieces: int) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 3, 4, 13, 14, 20])
+def test_a_resumed_run_equals_an_uninterrupted_one(micro_batches: int) -> None:
     """Also when the checkpoint is taken in the middle of a step: the step is then repeated as a whole."""
     whole = model()
     optimizer, sampler = elastic(whole, rule="linear+warmup(1ep)", schedule="cosine", epochs=2)
@@ -165,9 +168,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(pieces: int) -> None:
 
     first = model()
     optimizer, sampler = elastic(first, rule="linear+warmup(1ep)", schedule="cosine", epochs=2)
-    left = pieces
+    left = micro_batches
     while left:
-        left -= train_elastic(first, optimizer, sampler, pieces=left)
+        left -= train_elastic(first, optimizer, sampler, micro_batches=left)
     file = io.BytesIO()
     torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, file)
 

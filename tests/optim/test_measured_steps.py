@@ -62,28 +62,28 @@ def elastic(net: nn.Module, rule: Any, **settings: Any) -> tuple[ElasticOptimize
     return ElasticOptimizer(inner, rule, **{"base_batch": 8, "sampler": sampler} | settings), sampler
 
 
-def train(net: nn.Module, optimizer: ElasticOptimizer, sampler: ElasticSampler, *, pieces: int = 10**9) -> int:
+def train(net: nn.Module, optimizer: ElasticOptimizer, sampler: ElasticSampler, *, micro_batches: int = 10**9) -> int:
     x, y = data()
     for done, indices in enumerate(sampler, start=1):
         nn.functional.mse_loss(net(x[indices]), y[indices]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if done == pieces:
+        if done == micro_batches:
             break
     return done
 
 
 def by_hand(net: nn.Module, indices: list[list[int]]) -> tuple[float, float]:
-    """A and N of one step: the weighted mean of the pieces' squared norms, and the squared norm of the mean."""
+    """A and N of one step: the weighted mean of the micro-batches' squared norms, and the squared norm of the mean."""
     x, y = data()
     batch = sum(map(len, indices))
     mean, mean_sq = torch.zeros_like(weights(net)), 0.0
-    for piece in indices:
+    for micro_batch in indices:
         net.zero_grad()
-        nn.functional.mse_loss(net(x[piece]), y[piece]).backward()
+        nn.functional.mse_loss(net(x[micro_batch]), y[micro_batch]).backward()
         gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
-        mean += gradient * len(piece) / batch
-        mean_sq += float(gradient @ gradient) * len(piece) / batch
+        mean += gradient * len(micro_batch) / batch
+        mean_sq += float(gradient @ gradient) * len(micro_batch) / batch
     net.zero_grad()
     return mean_sq, float(mean @ mean)
 
@@ -91,10 +91,10 @@ def by_hand(net: nn.Module, indices: list[list[int]]) -> tuple[float, float]:
 def test_adascale_in_a_plain_loop_has_the_gain_of_its_pieces() -> None:
     net = model()
     optimizer, sampler = elastic(net, "adascale")
-    pieces = list(sampler)[:3]
-    a, n = by_hand(copy.deepcopy(net), pieces)
-    train(net, optimizer, sampler, pieces=3)
-    # Three pieces of 4: V = 12 (A - N)/2, S = N - V/12; s2 = V/8, kappa = 12/8.
+    micro_batches = list(sampler)[:3]
+    a, n = by_hand(copy.deepcopy(net), micro_batches)
+    train(net, optimizer, sampler, micro_batches=3)
+    # Three micro-batches of 4: V = 12 (A - N)/2, S = N - V/12; s2 = V/8, kappa = 12/8.
     noise, signal = 6 * (a - n), n - (a - n) / 2
     gain = (max(noise, 0) / 8 + max(signal, 0)) / (max(noise, 0) / 8 / 1.5 + max(signal, 0))
     assert optimizer.last is not None
@@ -107,11 +107,11 @@ def test_a_layer_that_is_unfrozen_later_is_measured_and_clipped_with_the_others(
     net = model()
     net[0].requires_grad_(False)
     optimizer, sampler = elastic(net, "adascale", clip=1e-3)
-    train(net, optimizer, sampler, pieces=3)
+    train(net, optimizer, sampler, micro_batches=3)
     net[0].requires_grad_(True)
-    pieces = list(sampler)[:3]
-    _, n = by_hand(copy.deepcopy(net), pieces)
-    train(net, optimizer, sampler, pieces=3)
+    micro_batches = list(sampler)[:3]
+    _, n = by_hand(copy.deepcopy(net), micro_batches)
+    train(net, optimizer, sampler, micro_batches=3)
     assert optimizer.last is not None
     assert optimizer.last.stats["gradient_norm"] == pytest.approx(math.sqrt(n), rel=1e-9)
     assert optimizer.last.stats["clipped"] == 1.0
@@ -121,11 +121,11 @@ def test_a_layer_that_is_unfrozen_later_is_refused_by_a_rule_for_each_layer() ->
     net = model()
     net[0].requires_grad_(False)
     optimizer, sampler = elastic(net, "lena")
-    train(net, optimizer, sampler, pieces=3)
+    train(net, optimizer, sampler, micro_batches=3)
     before = weights(net)
     net[0].requires_grad_(True)
     with pytest.raises(ConfigError, match="trained that was frozen when the optimizer was made; make a new optimizer"):
-        train(net, optimizer, sampler, pieces=3)
+        train(net, optimizer, sampler, micro_batches=3)
     assert torch.equal(weights(net), before)
 
 
@@ -133,7 +133,7 @@ def test_frozen_parameters_that_cannot_be_measured_are_left_out() -> None:
     net = model()
     net.register_parameter("table", nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False))
     optimizer, sampler = elastic(net, "adascale")
-    train(net, optimizer, sampler, pieces=3)
+    train(net, optimizer, sampler, micro_batches=3)
     assert optimizer.last is not None
     assert optimizer.last.stats["noise"] > 0
 
@@ -149,8 +149,8 @@ def test_lena_gives_each_tensor_its_own_rate() -> None:
 
 
 @pytest.mark.parametrize("rule", ["adascale", "lena+statewarmup(0.5)", "linear+ramp", "adascale(progress=gain)+ramp"])
-@pytest.mark.parametrize("pieces", [3, 5, 20, 41])
-def test_resuming_in_the_middle_of_averages_warm_up_and_ramp(rule: str, pieces: int) -> None:
+@pytest.mark.parametrize("micro_batches", [3, 5, 20, 41])
+def test_resuming_in_the_middle_of_averages_warm_up_and_ramp(rule: str, micro_batches: int) -> None:
     def fresh() -> tuple[nn.Module, ElasticOptimizer, ElasticSampler]:
         net = model()
         return net, *elastic(net, rule, schedule="cosine", epochs=3)
@@ -160,9 +160,9 @@ def test_resuming_in_the_middle_of_averages_warm_up_and_ramp(rule: str, pieces: 
         train(whole, optimizer, sampler)
 
     first, optimizer, sampler = fresh()
-    left = pieces
+    left = micro_batches
     while left:
-        left -= train(first, optimizer, sampler, pieces=left)
+        left -= train(first, optimizer, sampler, micro_batches=left)
     file = io.BytesIO()
     torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
@@ -189,9 +189,9 @@ def test_resuming_between_two_measurements() -> None:
     optimizer.inner.register_step_post_hook(lambda *_: noises.append(optimizer._averages.passed_steps))
     train(whole, optimizer, sampler)
     assert {0, 1, 2, 3} == set(noises), "up to three steps pass between two measurements"
-    for pieces in (3, 8, 9, 10, 15):
+    for micro_batches in (3, 8, 9, 10, 15):
         first, optimizer, sampler = fresh()
-        train(first, optimizer, sampler, pieces=pieces)
+        train(first, optimizer, sampler, micro_batches=micro_batches)
         state = optimizer.state_dict()
         second, optimizer, sampler = fresh()
         second.load_state_dict(first.state_dict())
@@ -209,7 +209,7 @@ def test_an_old_state_is_refused() -> None:
 def test_a_rule_that_measures_needs_a_sampler_in_a_plain_loop() -> None:
     net = model()
     optimizer = ElasticOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), "adascale", base_batch=8)
-    with pytest.raises(ConfigError, match="measures the pieces that a step is made of; pass sampler="):
+    with pytest.raises(ConfigError, match="measures the micro-batches that a step is made of; pass sampler="):
         optimizer.step(samples=16)
 
 
@@ -232,7 +232,7 @@ def test_groups_are_not_added_to_a_layer_wise_rule_that_has_begun() -> None:
     optimizer, sampler = elastic(net, "lena")
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))]})
     assert len(optimizer.layers) == 5
-    train(net, optimizer, sampler, pieces=3)
+    train(net, optimizer, sampler, micro_batches=3)
     with pytest.raises(ConfigError, match="before the first step"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
@@ -259,7 +259,7 @@ def test_a_grad_scaler_changes_nothing_but_the_scale(rule: str) -> None:
     optimizer, sampler = elastic(scaled, rule, scaler=scaler)
     train_scaled(scaled, optimizer, sampler, scaler)
     torch.testing.assert_close(weights(scaled), weights(plain), rtol=1e-9, atol=1e-12)
-    assert scaler.get_scale() == 1024.0 * 2 ** (optimizer._steps // 4)  # it grows after steps, not after pieces
+    assert scaler.get_scale() == 1024.0 * 2 ** (optimizer._steps // 4)  # it grows after steps, not after micro-batches
 
 
 def test_a_step_with_an_infinite_piece_is_skipped_once_and_leaves_no_trace() -> None:
@@ -274,7 +274,7 @@ def test_a_step_with_an_infinite_piece_is_skipped_once_and_leaves_no_trace() -> 
         return move(context, update)
 
     optimizer._move = watched  # type: ignore[method-assign]
-    train_scaled(net, optimizer, sampler, scaler, spoil=4)  # the second of the second step's three pieces
+    train_scaled(net, optimizer, sampler, scaler, spoil=4)  # the second of the second step's three micro-batches
     applied, averages, values = zip(*updates, strict=True)
     assert [number for number, was in enumerate(applied) if not was] == [1]
     assert averages[1] == averages[0]
@@ -307,7 +307,7 @@ def one_parameter(rule: Any = "constant", **settings: Any) -> tuple[nn.Parameter
 def test_clipping_limits_the_norm_of_the_mean_gradient_and_says_so(measured: bool) -> None:
     p, optimizer = one_parameter(clip=1.0)
     context = StepContext(step=0, batch=4, ref_batch=4, samples=0)
-    measurement = Measurement(batch=4, pieces=2, mean_sq=(30.0,), sq_mean=(25.0,)) if measured else None
+    measurement = Measurement(batch=4, micro_batches=2, mean_sq=(30.0,), sq_mean=(25.0,)) if measured else None
     p.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)  # norm 5
     update = optimizer.update(context, measurement)
     assert p.tolist() == pytest.approx([-0.6, -0.8])
@@ -321,7 +321,7 @@ def test_clipping_limits_the_norm_of_the_mean_gradient_and_says_so(measured: boo
 @pytest.mark.parametrize("measured", [False, True])
 def test_a_gradient_that_is_not_finite_is_skipped_or_stops(value: float, measured: bool) -> None:
     context = StepContext(step=7, batch=4, ref_batch=4, samples=40)
-    bad = Measurement(batch=4, pieces=2, mean_sq=(value,), sq_mean=(value,)) if measured else None
+    bad = Measurement(batch=4, micro_batches=2, mean_sq=(value,), sq_mean=(value,)) if measured else None
     p, optimizer = one_parameter(on_nonfinite="skip")
     p.grad = torch.tensor([1.0, value], dtype=torch.float64)
     update = optimizer.update(context, bad)
@@ -338,7 +338,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_or_stops(value: float, measure
 def test_a_skipped_step_leaves_rule_and_averages_alone() -> None:
     net = model()
     optimizer, sampler = elastic(net, "adascale+ramp", on_nonfinite="skip")
-    train(net, optimizer, sampler, pieces=8)
+    train(net, optimizer, sampler, micro_batches=8)
     before = copy.deepcopy(optimizer.state_dict())
     x, y = data()
     spoilt = 0

@@ -14,7 +14,7 @@ def step(model: nn.Module, optimizer: ElasticOptimizer, number: int) -> None:
     model.zero_grad()
     model(torch.ones(1, 3)).sum().backward()
     context = StepContext(step=number, batch=16, ref_batch=8, samples=16 * number, epoch_samples=64, total_samples=128)
-    optimizer.update(context, Measurement(batch=16, pieces=2, mean_sq=(5.0,), sq_mean=(4.0,)))
+    optimizer.update(context, Measurement(batch=16, micro_batches=2, mean_sq=(5.0,), sq_mean=(4.0,)))
 
 
 def test_model_and_optimizer_go_on_together_after_a_pickle() -> None:

@@ -13,7 +13,7 @@ from ebbflow.traces.trace import Trace
 
 
 @pytest.mark.parametrize(
-    ("wanted", "remaining", "taken"),
+    ("requested", "remaining", "taken"),
     [
         (8, 100, 8),
         (8, 8, 8),
@@ -27,8 +27,8 @@ from ebbflow.traces.trace import Trace
         (1, 1, 1),
     ],
 )
-def test_a_step_at_the_end_of_an_epoch(wanted: int, remaining: int, taken: int) -> None:
-    assert cut_step(wanted, remaining) == taken
+def test_a_step_at_the_end_of_an_epoch(requested: int, remaining: int, taken: int) -> None:
+    assert cut_step(requested, remaining) == taken
 
 
 @given(st.lists(st.integers(2, 9), min_size=1, max_size=6), st.integers(2, 200))

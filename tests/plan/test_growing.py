@@ -38,61 +38,61 @@ def policy_of(text: str) -> Growing:
     return policy
 
 
-def wanted(text: str, *steps: dict[str, Any], ref_batch: int = 100) -> list[int]:
+def requested(text: str, *steps: dict[str, Any], ref_batch: int = 100) -> list[int]:
     """What a policy wants in the first step and after each of the given ones."""
     growth = Growth(policy_of(text), ref_batch=ref_batch, epoch_samples=1000)
-    found = [growth.wanted]
+    found = [growth.requested]
     for step in steps:
         growth.observe(**{"batch": 100, **step})
-        found.append(growth.wanted)
+        found.append(growth.requested)
     return found
 
 
 def test_geo_by_hand() -> None:
     # Epochs of 1000 samples, steps of 500: after 2 epochs x3, after 4 x9.
-    assert wanted("geo(2ep, factor=3)", *[{"batch": 500}] * 8) == [100, 100, 100, 100, 300, 300, 300, 300, 900]
+    assert requested("geo(2ep, factor=3)", *[{"batch": 500}] * 8) == [100, 100, 100, 100, 300, 300, 300, 300, 900]
     # Ten reference steps of 100 are 1000 samples; 64 x 1.5 = 96, x 1.5 = 144.
-    assert wanted("geo(10steps, factor=1.5, initial=64)", *[{"batch": 1000}] * 2) == [64, 96, 144]
-    assert wanted("geo", *[{"batch": 1000}] * 5) == [100] * 5 + [200]  # the default: 2 every 5 epochs
+    assert requested("geo(10steps, factor=1.5, initial=64)", *[{"batch": 1000}] * 2) == [64, 96, 144]
+    assert requested("geo", *[{"batch": 1000}] * 5) == [100] * 5 + [200]  # the default: 2 every 5 epochs
 
 
 def test_pada_by_hand() -> None:
     # 100 + 0.5 k, rounded up.
-    assert wanted("pada(rate=0.5)", *[{}] * 4) == [100, 101, 101, 102, 102]
+    assert requested("pada(rate=0.5)", *[{}] * 4) == [100, 101, 101, 102, 102]
 
 
 def test_ada_by_hand() -> None:
     # Windows of two steps; the first mean is (4 + 2)/2 = 3 = F0. The second, (2 + 1)/2 = 1.5, doubles the batch; the
     # third, (1.5 + 0.5)/2 = 1, gives x3. With F* = 1: F0 - F* = 2 over 0.5 gives x4, and over 0 nothing can be told.
     losses = [{"loss": x} for x in (4.0, 2.0, 2.0, 1.0, 1.5, 0.5)]
-    assert wanted("ada(dwell=2, wait=0)", *losses) == [100, 100, 100, 100, 200, 200, 300]
-    assert wanted("ada(dwell=2, wait=0, best=1)", *losses) == [100, 100, 100, 100, 400, 400, 400]
-    assert wanted("ada(dwell=2, wait=5)", *losses) == [100] * 6 + [300]
+    assert requested("ada(dwell=2, wait=0)", *losses) == [100, 100, 100, 100, 200, 200, 300]
+    assert requested("ada(dwell=2, wait=0, best=1)", *losses) == [100, 100, 100, 100, 400, 400, 400]
+    assert requested("ada(dwell=2, wait=5)", *losses) == [100] * 6 + [300]
     # A loss above the first is no reason for a batch below the first.
-    assert wanted("ada(dwell=1, wait=0)", {"loss": 1.0}, {"loss": 2.0}) == [100, 100, 100]
+    assert requested("ada(dwell=1, wait=0)", {"loss": 1.0}, {"loss": 2.0}) == [100, 100, 100]
 
 
 def test_ada_norm_by_hand() -> None:
     # The first signal is 8, then 2: x4. Below zero there is no telling: as before.
     shown = [{"signal": 8.0}, {"signal": 2.0}, {"signal": -1.0}]
-    assert wanted("ada-norm(dwell=1, wait=0)", *shown) == [100, 100, 400, 400]
+    assert requested("ada-norm(dwell=1, wait=0)", *shown) == [100, 100, 400, 400]
 
 
 def test_rada_by_hand() -> None:
     # Windows of two; least loss and least squared norm: (2, 8), then (1, 2). Smoothed with rho = 0.5: (1.5, 5).
     # Mean of 1.5/2 and 5/8 is 0.6875, so D = ceil(100/0.6875) = ceil(145.45) = 146.
     shown = [{"loss": a, "norm_sq": b} for a, b in ((4.0, 8.0), (2.0, 9.0), (1.0, 3.0), (3.0, 2.0))]
-    assert wanted("rada(dwell=2, wait=0, rho=0.5)", *shown) == [100, 100, 100, 100, 146]
+    assert requested("rada(dwell=2, wait=0, rho=0.5)", *shown) == [100, 100, 100, 100, 146]
 
 
 def test_the_noise_policy_by_hand() -> None:
     # V/S = 900/3 = 300 after one step, whatever its weight; half of it is 150.
-    assert wanted("noise(dwell=1, wait=0)", {"noise": 900.0, "signal": 3.0}) == [100, 300]
-    assert wanted("noise(part=0.5, dwell=1, wait=0)", {"noise": 900.0, "signal": 3.0}) == [100, 150]
+    assert requested("noise(dwell=1, wait=0)", {"noise": 900.0, "signal": 3.0}) == [100, 300]
+    assert requested("noise(part=0.5, dwell=1, wait=0)", {"noise": 900.0, "signal": 3.0}) == [100, 150]
     # The first step enters with weight 1/2 and is halved once: (900/4 + 300/2)/(3/4 + 3/2) = 375/2.25 = 166.7.
     memory = 100 / 0.6931471805599453
     text = f"noise(dwell=1, wait=0, memory={memory!r}samples)"
-    assert wanted(text, {"noise": 900.0, "signal": 3.0}, {"noise": 300.0, "signal": 3.0}) == [100, 300, 167]
+    assert requested(text, {"noise": 900.0, "signal": 3.0}, {"noise": 300.0, "signal": 3.0}) == [100, 300, 167]
 
 
 def test_no_worker_gets_one_lone_sample_of_a_small_wish() -> None:
@@ -107,15 +107,15 @@ def test_no_worker_gets_one_lone_sample_of_a_small_wish() -> None:
 @pytest.mark.parametrize(
     ("rule", "exponent", "multiplier", "damping"),
     [
-        ("constant", 1.0, 0.25, 0.25),  # a quarter of what was wanted: a quarter of the rate
+        ("constant", 1.0, 0.25, 0.25),  # a quarter of what was requested: a quarter of the rate
         ("constant", 0.5, 0.5, 0.5),  # optimizers that normalise: its root
         ("linear", 1.0, 2.0, 1.0),  # 2 at a batch of twice the reference: the rule has paid, 8 x 1/4 = 2
         ("linear", 0.5, 2.0, 1.0),  # 8 x 1/2 = 4 would be a reward, which nobody gets
-        ("sqrt", 1.0, 8**0.5 / 4, 0.5),  # sqrt says 8^(1/2) of the wanted batch, 2^(1/2) of the step
+        ("sqrt", 1.0, 8**0.5 / 4, 0.5),  # sqrt says 8^(1/2) of the requested batch, 2^(1/2) of the step
     ],
 )
 def test_the_rate_pays_for_what_the_rule_has_not(rule: str, exponent: float, multiplier: float, damping: float) -> None:
-    # The reference batch is 32, the step has 64, and 256 were wanted.
+    # The reference batch is 32, the step has 64, and 256 were requested.
     context = StepContext(step=0, batch=64, ref_batch=32, samples=0, shortfall=0.25)
     made = make_rule(rule)
     scaling, _ = scale_damped(made, context, made.init(), exponent=exponent)
@@ -149,7 +149,7 @@ def test_the_optimizer_decides_by_which_power(kind: type[torch.optim.Optimizer],
 
 def test_foreseen_steps_by_hand() -> None:
     # Eight workers of 4: 32 samples at most. Epochs of 100: 8 samples (12 x 8 + 4), then 24 (4 x 24 + 4), then 72 are
-    # wanted and 32 taken (3 x 32 + 4).
+    # requested and 32 taken (3 x 32 + 4).
     trace = Trace.parse("0s:8 100s")
     policy = policy_of("geo(1ep, factor=3, initial=8, local_batch=4)")
     plan = plan_growing(trace, policy, 1.0, samples=100, epochs=3, ref_batch=8)
@@ -194,13 +194,13 @@ def test_foreseen_steps_are_those_of_a_policy_that_is_asked_for_each(
 def test_a_long_run_is_foreseen_without_a_look_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     # 30 epochs each of 5,004 x 256 + 143, of 1,251 x 1,024 + 143 and of 312 x 4,096 + 3,215 samples.
     asked: list[int] = []
-    wanted = Geo.wanted
+    requested = Geo.requested
 
     def counting(self: Geo, seen: Observation, state: Any) -> tuple[int, Any]:
         asked.append(seen.step)
-        return wanted(self, seen, state)
+        return requested(self, seen, state)
 
-    monkeypatch.setattr(Geo, "wanted", counting)
+    monkeypatch.setattr(Geo, "requested", counting)
     policy, capacity = policy_of("geo(30ep, factor=4)"), BatchPlan.constant(8, 8192)
     plan = foresee(policy, capacity, samples=1_281_167, epochs=90, ref_batch=256)
     assert plan.steps == 30 * (5_005 + 1_252 + 313)
@@ -287,13 +287,13 @@ def test_a_growing_run_has_the_batches_and_rates_of_its_policy(tmp_path: Path) -
     run = train(CONFIG, tmp_path)
     batches = {epoch: max(row.batch for row in run.steps if row.epoch == epoch) for epoch in range(3)}
     assert batches == {0: 32, 1: 64, 2: 64}
-    # In the third epoch 128 are wanted and 64 allowed.
+    # In the third epoch 128 are requested and 64 allowed.
     assert {round(row.multiplier, 9) for row in run.steps if row.epoch == 2} == {0.5}
     assert {row.workers for row in run.steps if row.epoch == 0} == {1}
 
 
 class Scripted(Engine):
-    """Four workers of 8, whose steps are of one piece each, from which noise and signal cannot be told apart."""
+    """Four workers of 8, whose steps are of one micro-batch each, from which noise and signal cannot be told apart."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         self.weight = weight
@@ -311,15 +311,15 @@ class Scripted(Engine):
 
     def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:
         self.weight.grad = torch.ones(3)
-        measured = Measurement(batch=assignment.batch, pieces=1, mean_sq=(3.0,), sq_mean=(3.0,))
-        return Gradients(loss=1.0, pieces=1, measurement=measured)
+        measured = Measurement(batch=assignment.batch, micro_batches=1, mean_sq=(3.0,), sq_mean=(3.0,))
+        return Gradients(loss=1.0, micro_batches=1, measurement=measured)
 
     def commit(self) -> bool:
         return True
 
 
 def test_the_engine_is_told_before_each_step_what_the_policy_could_use() -> None:
-    # Epochs of 24: three steps of 8. Then 24 are wanted, of which 20 are allowed: 20 and the 4 that are left.
+    # Epochs of 24: three steps of 8. Then 24 are requested, of which 20 are allowed: 20 and the 4 that are left.
     weight = torch.nn.Parameter(torch.ones(3))
     engine = Scripted(weight)
     policy = policy_of("geo(1ep, factor=3, initial=8, max_batch=20, local_batch=8)")
@@ -395,7 +395,7 @@ def test_the_state_of_another_policy_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"is 'geo\(6ep\)', this run's is geo"):
         ours.load_state_dict(theirs.state_dict())
     with pytest.raises(CheckpointError, match="damaged"):
-        ours.load_state_dict({**ours.state_dict(), "wanted": "many"})
+        ours.load_state_dict({**ours.state_dict(), "requested": "many"})
 
 
 def test_nothing_is_known_of_the_workers_without_a_local_batch() -> None:
@@ -405,4 +405,4 @@ def test_nothing_is_known_of_the_workers_without_a_local_batch() -> None:
 
 def test_an_observation_says_where_training_is() -> None:
     seen = Observation(step=28_200, samples=6_000_000, epoch_samples=50_000, ref_batch=128)
-    assert policy_of("geo(60ep, factor=5)").wanted(seen, None) == (3200, None)
+    assert policy_of("geo(60ep, factor=5)").requested(seen, None) == (3200, None)

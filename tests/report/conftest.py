@@ -91,7 +91,7 @@ def write_record(
                 loss = 2.3 * math.exp(-0.5 * progress) + 0.05 + 0.02 * math.sin(3.7 * step + seed)
                 row = StepRow(
                     step=step, time_s=time, wall_s=0.01 * (step + 1), epoch=epoch, samples=samples, workers=workers,
-                    batch=batch, pieces=workers, lr_base=rate, lr=rate * multiplier, multiplier=multiplier,
+                    batch=batch, micro_batches=workers, lr_base=rate, lr=rate * multiplier, multiplier=multiplier,
                     loss=None if status == "diverged" and epoch == until - 1 else loss, stats=stats(progress),
                 )  # fmt: skip
                 record.write(row)

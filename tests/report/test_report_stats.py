@@ -112,7 +112,8 @@ def with_layers(path: Path, *, names: list[str] | None, layers: int = 3) -> Run:
         record.write(Header(config=config | ({} if names is None else {"layers": names})))
         for number in range(4):
             row = StepRow(
-                step=number, time_s=0, wall_s=0, epoch=0, samples=16 * (number + 1), workers=2, batch=16, pieces=2,
+                step=number, time_s=0, wall_s=0, epoch=0, samples=16 * (number + 1), workers=2, batch=16,
+                micro_batches=2,
                 lr_base=0.1, lr=0.1, multiplier=1.5, loss=1.0, stats={"gain": 1.5},
             )  # fmt: skip
             record.write(row)

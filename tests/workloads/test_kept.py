@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbflow.workloads.kept import kept, kept_in
+from ebbflow.workloads.disk_cache import disk_cached_in, kept
 
 SOURCE = np.arange(10, dtype=np.uint8)
 
@@ -24,7 +24,7 @@ class Maker:
 
 def test_it_is_made_once_and_found_again(tmp_path: Path) -> None:
     make = Maker()
-    with kept_in(tmp_path / "there"):
+    with disk_cached_in(tmp_path / "there"):
         first, second = (kept("x", [SOURCE], make) for _ in range(2))
         other = kept("x", [SOURCE + 1], make)
     assert make.made == 2, "another content is another file"
@@ -32,14 +32,14 @@ def test_it_is_made_once_and_found_again(tmp_path: Path) -> None:
         assert array.tolist() == np.arange(12).reshape(3, 4).tolist()
     second[0, 0] = 99  # one's own copy of the page
     assert first[0, 0] == 0
-    with kept_in(tmp_path / "there"):
+    with disk_cached_in(tmp_path / "there"):
         assert kept("x", [SOURCE], make)[0, 0] == 0
     assert make.made == 2
 
 
 def test_outside_nothing_is_kept(tmp_path: Path) -> None:
     make = Maker()
-    with kept_in(tmp_path):
+    with disk_cached_in(tmp_path):
         pass
     kept("x", [SOURCE], make)
     kept("x", [SOURCE], make)
@@ -48,7 +48,7 @@ def test_outside_nothing_is_kept(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
     make = Maker()
-    with kept_in(tmp_path):
+    with disk_cached_in(tmp_path):
         kept("x", [SOURCE], make)
         (file,) = tmp_path.glob("*.npy")
         file.write_bytes(file.read_bytes()[:100])
@@ -58,7 +58,7 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with kept_in(tmp_path / "file" / "folder"):
+    with disk_cached_in(tmp_path / "file" / "folder"):
         assert kept("x", [SOURCE], Maker()).shape == (3, 4)
 
 
@@ -66,7 +66,7 @@ def test_an_error_in_the_making_is_the_callers(tmp_path: Path) -> None:
     def fails() -> np.ndarray:
         raise KeyError("no")
 
-    with kept_in(tmp_path), pytest.raises(KeyError):
+    with disk_cached_in(tmp_path), pytest.raises(KeyError):
         kept("x", [SOURCE], fails)
     assert not list(tmp_path.glob("*.npy"))
 
@@ -77,7 +77,7 @@ def _ask(folder: Path) -> None:
             file.write("x")
         return np.zeros(1000)
 
-    with kept_in(folder):
+    with disk_cached_in(folder):
         kept("x", [SOURCE], make)
 
 

@@ -153,7 +153,7 @@ def flow_on(model: NoisyQuadratic, rule: str, optimizer: str, *, schedule: str =
         plan,
         samples=samples,
         seed=seed,
-        piece=4,  # two pieces or more in every step, so that noise can be told from signal
+        micro_batch=4,  # two micro-batches or more in every step, so that noise can be told from signal
         needs=elastic.rule.needs,
         parameters=elastic.layers,  # type: ignore[arg-type]
     )
@@ -257,15 +257,15 @@ def test_measured_noise_and_signal_are_the_true_ones() -> None:
     torch.manual_seed(0)
     estimates = []
     for _ in range(1500):
-        pieces = []
+        micro_batches = []
         for size in (2, 5, 9):  # uneven on purpose
             loss = task.loss(task.model, *task.train.batch(np.arange(size), train=True))
             (gradient,) = torch.autograd.grad(loss, list(task.model.parameters()))
-            pieces.append((size, gradient))
-        mean = sum(size / 16 * gradient for size, gradient in pieces)
+            micro_batches.append((size, gradient))
+        mean = sum(size / 16 * gradient for size, gradient in micro_batches)
         assert isinstance(mean, torch.Tensor)
-        a = sum(size / 16 * float(gradient @ gradient) for size, gradient in pieces)
-        measured = Measurement(batch=16, pieces=3, mean_sq=(a,), sq_mean=(float(mean @ mean),))
+        a = sum(size / 16 * float(gradient @ gradient) for size, gradient in micro_batches)
+        measured = Measurement(batch=16, micro_batches=3, mean_sq=(a,), sq_mean=(float(mean @ mean),))
         noise, signal = measured.estimate()
         estimates.append((noise[0], signal[0]))
     found = np.array(estimates)

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads import DatasetSource
-from ebbflow.workloads.ahead import Reader
+from ebbflow.workloads.prefetch import Reader
 from ebbflow.workloads.requests import SLICE, Request, seeded
 from workloads.drawing import SAMPLES, Broken, Drawing, Ragged, Watched
 
@@ -166,11 +166,11 @@ def test_what_is_coming_is_read_by_other_processes_before_it_is_asked_for(tmp_pa
     requests = [request([*range(start, start + 10)]) for start in range(0, 200, 10)]
     asked = []
 
-    def coming() -> Iterator[Request]:
+    def upcoming() -> Iterator[Request]:
         asked.append(1)
         return iter(requests)
 
-    reader.follow(coming)
+    reader.follow(upcoming)
     reader.read(requests[0])
     wait_until(lambda: len(data.read()) >= 50)
     # Two processes with two slices of up to 32 samples each under way, here of 10 samples, and the one that was taken.
@@ -195,10 +195,10 @@ def test_requests_that_nobody_foretold_are_read_all_the_same_and_nothing_else_is
 
 def test_tensors_in_memory_are_not_read_by_other_processes_unless_the_source_says_so():
     data = TensorDataset(torch.zeros(4, 1), torch.zeros(4))
-    assert DatasetSource(data).staffed(3).workers is None
-    assert DatasetSource(data, workers=1).staffed(3).workers == 1
-    assert DatasetSource(Drawing()).staffed(3).workers == 3
-    assert DatasetSource(Drawing(), workers=0).staffed(3).workers == 0
+    assert DatasetSource(data).with_loader_workers(3).workers is None
+    assert DatasetSource(data, workers=1).with_loader_workers(3).workers == 1
+    assert DatasetSource(Drawing()).with_loader_workers(3).workers == 3
+    assert DatasetSource(Drawing(), workers=0).with_loader_workers(3).workers == 0
 
 
 @pytest.mark.parametrize("wrong", [{"workers": -1}, {"ahead": 0}])
@@ -251,20 +251,20 @@ class Slow(Drawing):
 def test_a_killed_process_is_an_error_and_no_hang_and_reading_can_go_on(slow, tmp_path):
     data = Slow() if slow else Watched(tmp_path)
     reader = Reader(data, workers=2, ahead=64)
-    coming = [request([i]) for i in range(100)]
+    upcoming = [request([i]) for i in range(100)]
     handler = signal.getsignal(signal.SIGCHLD)
-    reader.follow(lambda: iter(coming))
-    read_all(reader, coming[:10])
+    reader.follow(lambda: iter(upcoming))
+    read_all(reader, upcoming[:10])
     assert signal.getsignal(signal.SIGCHLD) == handler
     if isinstance(data, Watched):
         wait_until(lambda: len(data.read()) == 14)  # two processes with two samples each
         time.sleep(0.2)  # until they are on their way
     children()[1].kill()  # the other one lives, and must end all the same
     with pytest.raises(DataError, match=r"reading samples of \w+ ahead failed: .*loader_workers") as failed:
-        read_all(reader, coming[10:])  # some may have come
+        read_all(reader, upcoming[10:])  # some may have come
     assert children() == [], failed.value
     reader.follow(lambda: iter(()))
-    assert joined(reader.read(coming[3]))[0][0, 0] == 3
+    assert joined(reader.read(upcoming[3]))[0][0, 0] == 3
     reader.close()
 
 

@@ -24,7 +24,7 @@ from ebbflow.live.account import read_account
 from ebbflow.record import Run, read_record
 from ebbflow.run.config import RunConfig
 from ebbflow.simulate.efficiency import record_file
-from ebbflow.simulate.fit import Fit, Measured, emulated_piece, fit_steps, measured_steps
+from ebbflow.simulate.fit import Fit, Measured, emulated_micro_batch, fit_steps, measured_steps
 from ebbflow.simulate.recovery import PerStep
 
 __all__ = ["live_records", "live_recovery", "measure_workload", "profile"]
@@ -77,8 +77,10 @@ def profile(
             "threads": threads,
         }
         fleets = [1] if workers is None else numbers(workers, what="--workers")
-        measured, piece = measure_workload(config, numbers(local_batch, what="--local-batch"), fleets, steps=steps)
-        found = fit_steps(measured, serial=workers is not None, piece=piece)
+        measured, micro_batch = measure_workload(
+            config, numbers(local_batch, what="--local-batch"), fleets, steps=steps
+        )
+        found = fit_steps(measured, serial=workers is not None, micro_batch=micro_batch)
     answer = {**found.as_json(), "recovery": None if recovery is None else str(recovery)}
     if out_file is not None:
         write_whole(out_file, (json_format.dumps(answer, indent=2) + "\n").encode())
@@ -98,10 +100,10 @@ def measure_workload(
     """The steps at each local batch and number of emulated workers, in short trainings on this machine.
 
     The smaller last steps of epochs are among them where there were several. Also the samples of a pass
-    (`emulated_piece`).
+    (`emulated_micro_batch`).
     """
     found: list[Measured] = []
-    piece = None
+    micro_batch = None
     shapes = list(itertools.product(fleets, sizes))
     for workers, size in track(shapes, description="measuring", console=err, transient=True):
         shape: dict[str, Any] = {
@@ -111,12 +113,12 @@ def measure_workload(
             "repeat": True,
         }
         run = _short_run(RunConfig(**config, **shape), steps)
-        piece = emulated_piece(run)
+        micro_batch = emulated_micro_batch(run)
         kinds = measured_steps(run)
         if workers * size > max(one.samples for one in kinds):
             raise ConfigError(f"the data set is too small for steps of {workers * size} samples; leave this one out")
         found += [one for one in kinds if one.samples == workers * size or one.steps >= _SEVERAL]
-    return found, piece
+    return found, micro_batch
 
 
 def _short_run(config: RunConfig, steps: int) -> Run:
@@ -151,7 +153,9 @@ def _fit_run(path: Path, emulated: bool | None) -> tuple[Fit, PerStep | None]:
     runs = [run for run in runs if len(run.steps) > 1] or runs
     serial = runs[0].header.config.get("engine") in EMULATED if emulated is None else emulated
     measured = [one for run in runs for one in measured_steps(run)]
-    return fit_steps(measured, serial=serial, piece=emulated_piece(runs[0])), live_recovery(path) if records else None
+    return fit_steps(measured, serial=serial, micro_batch=emulated_micro_batch(runs[0])), live_recovery(
+        path
+    ) if records else None
 
 
 def live_records(folder: Path) -> list[Path]:

@@ -71,7 +71,9 @@ class ScenarioOptions:
     ] = None
     overlap: Annotated[float, _option(STEP, "Share of the computing that hides the network, 0 to 1.")] = 0.0
     loading: Annotated[str, _option(STEP, "Reading a sample, in the background.")] = "0s"
-    piece: Annotated[int | None, _option(STEP, "Samples that fit into a worker at once; more are accumulated.")] = None
+    micro_batch: Annotated[
+        int | None, _option(STEP, "Samples that fit into a worker at once; more are accumulated.")
+    ] = None
     emulated: Annotated[bool, _option(STEP, "One machine computes for all workers.", "--emulated")] = False
     stragglers: Annotated[
         str | None, _option(STEP, f"{', '.join(STRAGGLERS.names())}: lognormal(0.1), rare(0.01, factor=3).")
@@ -142,7 +144,7 @@ class ScenarioOptions:
                 "--network": self.network is not None,
                 "--overlap": self.overlap != 0,
                 "--loading": self.loading != "0s",
-                "--piece": self.piece is not None,
+                "--micro-batch": self.micro_batch is not None,
                 "--emulated": self.emulated,
             }
             if any(parts_of_it.values()):
@@ -163,7 +165,7 @@ class ScenarioOptions:
             network=base.network if self.network is None else NETWORKS.make(self.network),
             overlap=self.overlap,
             loading=parse_seconds(self.loading),
-            piece=base.piece if self.piece is None else self.piece,
+            micro_batch=base.micro_batch if self.micro_batch is None else self.micro_batch,
             serial=base.serial or self.emulated,
         )
 

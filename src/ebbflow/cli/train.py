@@ -50,7 +50,7 @@ def train(
     offset: Annotated[str, typer.Option(help="Begin at this time of the trace, such as 30min.")] = "0s",
     on_change: Annotated[str, typer.Option(help="A step that a change cuts: finish or lose.")] = "finish",
     repeat: Annotated[bool, typer.Option("--repeat", help="Play the trace again when it ends too early.")] = False,
-    piece: Annotated[
+    micro_batch: Annotated[
         int | None, typer.Option(help="At most so many samples of a worker together; default: all.")
     ] = None,
     engine: Annotated[
@@ -94,7 +94,7 @@ def train(
     config = RunConfig(
         workload=workload, rule=rule, trace=trace, plan=plan, seed=seed, epochs=epochs, lr=lr, ref_batch=ref_batch,
         local_batch=local_batch, optimizer=optimizer, schedule=schedule, policy=policy, step_time=step_time,
-        offset=offset, on_change=on_change, repeat=repeat, piece=piece, engine=engine, chunk=chunk,
+        offset=offset, on_change=on_change, repeat=repeat, micro_batch=micro_batch, engine=engine, chunk=chunk,
         precision=precision, batch_norm=batch_norm, compile=compile, memory_steps=memory_steps,
         measure_every=measure_every, clip=clip, on_nonfinite=on_nonfinite, ema=ema,
         bn_follows_batch=bn_follows_batch, validate_every=validate_every, data=data,

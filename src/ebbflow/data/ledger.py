@@ -18,9 +18,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ebbflow.errors import CheckpointError, DataError, LedgerError
-from ebbflow.plan.plan import cut_step
+from ebbflow.plan.plan import StepSize, cut_step
 
-__all__ = ["Assignment", "Ledger", "Share", "pieces", "shares"]
+__all__ = [
+    "Assignment",
+    "Ledger",
+    "MicroBatch",
+    "largest_micro_batch",
+    "micro_batch_sizes",
+    "micro_batches_of",
+    "split_step",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +77,10 @@ class Ledger:
         """Samples of this epoch that are not yet committed; at least one."""
         return self.samples - self.position
 
-    def assign(self, wanted: int) -> Assignment:
-        """The next range of the epoch's order, about `wanted` samples long; asking changes nothing.
+    def assign(self, requested: int) -> Assignment:
+        """The next range of the epoch's order, about `requested` samples long; asking changes nothing.
 
-        A step ends where its epoch ends. It may be one sample shorter or longer than wanted, where the epoch's last
+        A step ends where its epoch ends. It may be one sample shorter or longer than requested, where the epoch's last
         step would otherwise hold one lone sample (see `cut_step`).
 
         >>> Ledger(samples=10, position=8).assign(4)
@@ -80,9 +88,9 @@ class Ledger:
         >>> Ledger(samples=10, position=5).assign(4)        # not 4, which would leave one
         Assignment(epoch=0, start=5, stop=8)
         """
-        if wanted < 1:
-            raise LedgerError(f"a step of {wanted} samples was asked for; expected at least one")
-        return Assignment(self.epoch, self.position, self.position + cut_step(wanted, self.remaining))
+        if requested < 1:
+            raise LedgerError(f"a step of {requested} samples was asked for; expected at least one")
+        return Assignment(self.epoch, self.position, self.position + cut_step(requested, self.remaining))
 
     def commit(self, assignment: Assignment) -> Ledger:
         """The ledger after the step.
@@ -139,8 +147,8 @@ counts once, in order
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One piece of a step: positions start to stop - 1, computed by one worker in one backward pass."""
+class MicroBatch:
+    """The samples of one backward pass of one worker: positions start to stop - 1 of the epoch's order."""
 
     worker: int
     start: int
@@ -148,41 +156,60 @@ class Share:
 
     @property
     def size(self) -> int:
-        """Samples in the piece."""
+        """Samples in the micro-batch."""
         return self.stop - self.start
 
 
-def pieces(batch: int, *, piece: int) -> tuple[int, ...]:
-    """Sizes of the pieces that a step is cut into: ceil(batch / piece) of them, as even as can be, larger ones first.
+def largest_micro_batch(*, workers: int, samples: int, limit: int | None = None) -> int:
+    """The most samples of a micro-batch in a step: what falls to one worker, and no more than `limit`.
 
-    Unless pieces of one are asked for, no piece is one lone sample (batch norm cannot train on it); where that leaves
-    no other way, pieces are one larger than `piece`.
+    >>> largest_micro_batch(workers=3, samples=100), largest_micro_batch(workers=3, samples=100, limit=16)
+    (34, 16)
+    """
+    worker_batch = -(-samples // workers)
+    return worker_batch if limit is None else min(worker_batch, limit)
 
-    >>> pieces(64, piece=32), pieces(33, piece=32), pieces(5, piece=2)
+
+def micro_batch_sizes(batch: int, *, largest: int) -> tuple[int, ...]:
+    """Sizes of the micro-batches of a step: ceil(batch / largest) of them, as even as can be, larger ones first.
+
+    Unless micro-batches of one sample are asked for, none has a single sample, which batch norm cannot train on; where
+    that leaves no other way, they are one sample larger than `largest`.
+
+    >>> micro_batch_sizes(64, largest=32), micro_batch_sizes(33, largest=32), micro_batch_sizes(5, largest=2)
     ((32, 32), (17, 16), (3, 2))
     """
-    if batch < 1 or piece < 1:
-        raise LedgerError(f"{batch} samples cannot be cut into pieces of {piece}; expected at least one of each")
-    count = -(-batch // piece)
-    if piece > 1 and batch // count < 2:
+    if batch < 1 or largest < 1:
+        raise LedgerError(f"{batch} samples cannot be cut into micro-batches of {largest}; expected at least 1 of each")
+    count = -(-batch // largest)
+    if largest > 1 and batch // count < 2:
         count = max(1, batch // 2)
     size, larger = divmod(batch, count)
     return (size + 1,) * larger + (size,) * (count - larger)
 
 
-def shares(assignment: Assignment, *, workers: int, piece: int) -> tuple[Share, ...]:
-    """Who computes what: contiguous pieces that cover the assignment, piece i for worker i mod workers.
+def split_step(assignment: Assignment, *, workers: int, largest: int) -> tuple[MicroBatch, ...]:
+    """Who computes what: contiguous micro-batches that cover the assignment, number i for worker i mod `workers`.
 
-    A worker gets several pieces where its part of the step exceeds `piece`, and none at the tail of an epoch where
-    there are fewer pieces than workers.
+    A worker gets several of them where its worker batch exceeds `largest`, and none at the end of an epoch where there
+    are fewer micro-batches than workers.
 
-    >>> [(s.worker, s.size) for s in shares(Assignment(0, 100, 165), workers=2, piece=32)]
+    >>> [(m.worker, m.size) for m in split_step(Assignment(0, 100, 165), workers=2, largest=32)]
     [(0, 22), (1, 22), (0, 21)]
     """
     if workers < 1:
         raise LedgerError(f"a step cannot be shared by {workers} workers; expected at least one")
     result, start = [], assignment.start
-    for i, size in enumerate(pieces(assignment.batch, piece=piece)):
-        result.append(Share(i % workers, start, start + size))
+    for i, size in enumerate(micro_batch_sizes(assignment.batch, largest=largest)):
+        result.append(MicroBatch(i % workers, start, start + size))
         start += size
     return tuple(result)
+
+
+def micro_batches_of(assignment: Assignment, size: StepSize, *, limit: int | None = None) -> tuple[MicroBatch, ...]:
+    """The micro-batches of a step as the fleet's `size` wants it; at the end of an epoch the assignment is smaller.
+
+    `limit`: the most samples of a micro-batch, if that is less than a worker batch.
+    """
+    largest = largest_micro_batch(workers=size.workers, samples=size.samples, limit=limit)
+    return split_step(assignment, workers=size.workers, largest=largest)

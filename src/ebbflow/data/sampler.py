@@ -1,4 +1,5 @@
-"""`ElasticSampler`: the plan's step sizes and the epoch's order, dealt out to a torch DataLoader piece by piece."""
+"""`ElasticSampler`: the plan's step sizes and the epoch's order, dealt out to a torch DataLoader micro-batch by
+micro-batch."""
 
 from __future__ import annotations
 
@@ -9,41 +10,41 @@ from typing import Any, SupportsIndex
 
 from torch.utils.data import Sampler
 
-from ebbflow.data.ledger import Assignment, Ledger, Share, pieces, shares
+from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, largest_micro_batch, micro_batch_sizes, split_step
 from ebbflow.data.permutation import Permutation
 from ebbflow.errors import CheckpointError, ConfigError, PlanError
 from ebbflow.plan.plan import BatchPlan, StepSize
 
-__all__ = ["ElasticSampler", "Piece"]
+__all__ = ["ElasticSampler", "SamplerMicroBatch"]
 
 STATE_VERSION = 1
-# Indices computed at once: a call for each small piece would cost hundreds of times more an index. Blocks of 2^15
-# would save another tenth, and double the time to the first piece, which is 0.3 ms.
+# Indices computed at once: a call for each small micro-batch would cost hundreds of times more an index. Blocks of 2^15
+# would save another tenth, and double the time to the first micro-batch, which is 0.3 ms.
 _BLOCK = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class SamplerMicroBatch:
     """One local batch of one (virtual) worker, as this rank trains on it."""
 
     step: int
     size: int
-    """Samples in this piece."""
+    """Samples in this micro-batch."""
     batch: int
     """Samples in the whole step, of all ranks."""
     workers: int
     """Workers that the plan gives the step."""
     index: int
-    """Number of this piece among this rank's pieces of the step."""
+    """Number of this micro-batch among this rank's micro-batches of the step."""
     count: int
-    """This rank's pieces in the step."""
+    """This rank's micro-batches in the step."""
     epoch: int
     start: int
     """Position of its first sample in the epoch's order."""
     time_s: float
     """When the step begins on the plan's clock."""
     next_size: int | None
-    """Size of this rank's next piece in the same step; None after the last."""
+    """Size of this rank's next micro-batch in the same step; None after the last."""
 
     @property
     def first(self) -> bool:
@@ -71,8 +72,8 @@ class _Step:
     place: _Place
     size: StepSize
     assignment: Assignment
-    piece: int
-    """Most samples in a piece."""
+    largest: int
+    """Most samples in a micro-batch."""
 
     @property
     def after(self) -> _Place:
@@ -85,22 +86,22 @@ class ElasticSampler(Sampler[list[int]]):
         sampler = ElasticSampler(len(data), plan, local_batch=32)
         loader = DataLoader(data, batch_sampler=sampler, num_workers=4)
 
-    Each item is the list of indices of one *piece*: the local batch of one virtual worker. A step of the plan is cut
-    into even pieces, each at most what the plan gives a worker and at most `local_batch`; the last step of an epoch is
-    smaller; no piece is one lone sample, unless `local_batch` is 1. One iteration runs from the sampler's position to
-    the end of the epoch; the plan's steps run on across epochs.
+    Each item is the list of indices of one *micro-batch*: the local batch of one virtual worker. A step of the plan is
+    cut into even micro-batches, each at most what the plan gives a worker and at most `local_batch`; the last step of
+    an epoch is smaller; no micro-batch is one lone sample, unless `local_batch` is 1. One iteration runs from the
+    sampler's position to the end of the epoch; the plan's steps run on across epochs.
 
     *The position* is where training has come, not where reading has: a DataLoader's worker processes read ahead. Only
-    `consume()`, called once for each piece trained on (`ElasticOptimizer` does it), and `set_epoch()` move it;
+    `consume()`, called once for each micro-batch trained on (`ElasticOptimizer` does it), and `set_epoch()` move it;
     iterating is looking, and a new iteration starts at the position again. `state_dict()` is the position after the
     last *complete* step, so a resumed run repeats nothing and loses nothing, whatever had been read ahead. Where nobody
     calls `consume()`, the position stays at the start of the epoch that was set: a resumed run repeats the epoch it was
     in, and without `set_epoch()` the same epoch comes again, as with torch's DistributedSampler.
 
-    *Ranks.* Piece i of a step belongs to rank i mod `world_size`, so each step uses the same samples for any number of
-    ranks. A rank without a piece in a step skips it; one that has none left in an epoch gets one empty iteration at
-    most, and then the next epoch. Rank 0 has a piece in every step: save its state, and load that on all ranks, as many
-    as there are then.
+    *Ranks.* Micro-batch i of a step belongs to rank i mod `world_size`, so each step uses the same samples for any
+    number of ranks. A rank without a micro-batch in a step skips it; one that has none left in an epoch gets one empty
+    iteration at most, and then the next epoch. Rank 0 has a micro-batch in every step: save its state, and load that on
+    all ranks, as many as there are then.
 
     The order depends on seed and epoch only, never on the workers. Start and resume take constant time and memory.
 
@@ -108,8 +109,8 @@ class ElasticSampler(Sampler[list[int]]):
     >>> list(sampler)
     [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     >>> for _ in range(3):
-    ...     piece = sampler.consume()
-    >>> piece.step, piece.batch, piece.last
+    ...     micro_batch = sampler.consume()
+    >>> micro_batch.step, micro_batch.batch, micro_batch.last
     (1, 4, False)
     >>> list(sampler), sampler.state_dict()["position"]                 # the state: one whole step, of 4 samples
     ([[6, 7], [8, 9]], 4)
@@ -157,7 +158,7 @@ class ElasticSampler(Sampler[list[int]]):
         return self._deal(self._place, self._done)
 
     def _deal(self, place: _Place, done: int) -> Iterator[list[int]]:
-        """The pieces of this rank from a place to the end of its epoch, without the first `done`."""
+        """The micro-batches of this rank from a place to the end of its epoch, without the first `done`."""
         order = self._order(place.ledger.epoch)
         base, block = 0, order.indices(0, 0)
         for step in self._rest(place):
@@ -171,7 +172,7 @@ class ElasticSampler(Sampler[list[int]]):
                 done = 0
 
     def __len__(self) -> int:
-        """Pieces that an iteration would yield now; costs as much as the plan has runs, not steps."""
+        """Micro-batches that an iteration would yield now; costs as much as the plan has runs, not steps."""
         return self._left(self._place) - self._done
 
     def _order(self, epoch: int) -> Permutation:
@@ -186,13 +187,13 @@ class ElasticSampler(Sampler[list[int]]):
             place = step.after
 
     def _left(self, place: _Place) -> int:
-        """This rank's pieces from a place to the end of its epoch."""
+        """This rank's micro-batches from a place to the end of its epoch."""
         tail = self._tail(place)
         whole = (
             steps * self._count(samples, self._most(workers, samples))
             for workers, samples, steps in self.plan.kinds(place.step, tail.step)
         )
-        return sum(whole) + sum(self._count(step.assignment.batch, step.piece) for step in self._rest(tail))
+        return sum(whole) + sum(self._count(step.assignment.batch, step.largest) for step in self._rest(tail))
 
     def _tail(self, place: _Place) -> _Place:
         """The place before the last steps of an epoch, which its end may cut; all before them are as planned."""
@@ -213,36 +214,35 @@ class ElasticSampler(Sampler[list[int]]):
         return _Step(place, size, assignment, self._most(size.workers, size.samples))
 
     def _most(self, workers: int, samples: int) -> int:
-        """Samples in a piece, at most."""
-        share = -(-samples // workers)
-        return min(share, self.local_batch or share)
+        """Samples in a micro-batch, at most."""
+        return largest_micro_batch(workers=workers, samples=samples, limit=self.local_batch)
 
-    def _mine(self, step: _Step) -> tuple[Share, ...]:
-        """This rank's pieces of a step; none where the step has fewer pieces than there are ranks."""
-        every = shares(step.assignment, workers=self.world_size, piece=step.piece)
+    def _mine(self, step: _Step) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches of a step; none where the step has fewer micro-batches than there are ranks."""
+        every = split_step(step.assignment, workers=self.world_size, largest=step.largest)
         return every[self.rank :: self.world_size]
 
-    def _count(self, batch: int, piece: int) -> int:
-        """How many pieces of a step are this rank's."""
-        return len(range(self.rank, len(pieces(batch, piece=piece)), self.world_size))
+    def _count(self, batch: int, largest: int) -> int:
+        """How many micro-batches of a step are this rank's."""
+        return len(range(self.rank, len(micro_batch_sizes(batch, largest=largest)), self.world_size))
 
     # The position -----------------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
-        """The epoch that training is in; the one after it as soon as its last piece is consumed."""
+        """The epoch that training is in; the one after it as soon as its last micro-batch is consumed."""
         return self._place.ledger.epoch
 
     def _move(self, place: _Place) -> None:
         self._place = place
-        self._done = 0  # consumed pieces of the step that comes next on this rank
-        self._ahead: tuple[_Step, tuple[Share, ...]] | None = None  # that step, once looked up
+        self._done = 0  # consumed micro-batches of the step that comes next on this rank
+        self._ahead: tuple[_Step, tuple[MicroBatch, ...]] | None = None  # that step, once looked up
 
-    def peek(self) -> Piece:
-        """The next piece to be consumed; at the end of an epoch, the first one of the next. Changes nothing."""
-        step, mine = self._coming()
+    def peek(self) -> SamplerMicroBatch:
+        """The next micro-batch to be consumed; at the end of an epoch, the first one of the next. Changes nothing."""
+        step, mine = self._upcoming()
         last = self._done == len(mine) - 1
-        return Piece(
+        return SamplerMicroBatch(
             step=step.place.step,
             size=mine[self._done].size,
             batch=step.assignment.batch,
@@ -255,12 +255,12 @@ class ElasticSampler(Sampler[list[int]]):
             next_size=None if last else mine[self._done + 1].size,
         )
 
-    def _coming(self) -> tuple[_Step, tuple[Share, ...]]:
-        """The next step in which this rank has pieces, and these."""
+    def _upcoming(self) -> tuple[_Step, tuple[MicroBatch, ...]]:
+        """The next step in which this rank has micro-batches, and these."""
         self._ahead = self._ahead or self._look_ahead()
         return self._ahead
 
-    def _look_ahead(self) -> tuple[_Step, tuple[Share, ...]]:
+    def _look_ahead(self) -> tuple[_Step, tuple[MicroBatch, ...]]:
         place = self._place
         for _ in range(2):  # the rest of this epoch, then the next one
             for step in self._rest(place):
@@ -268,23 +268,23 @@ class ElasticSampler(Sampler[list[int]]):
                     return step, mine
                 place = step.after
         raise ConfigError(
-            f"rank {self.rank} of {self.world_size} has no piece up to the end of epoch {place.ledger.epoch - 1}: "
-            f"{self.samples} samples give the plan's steps fewer pieces than there are ranks; use fewer ranks or a "
-            f"smaller local_batch"
+            f"rank {self.rank} of {self.world_size} has no micro-batch up to the end of epoch "
+            f"{place.ledger.epoch - 1}: {self.samples} samples give the plan's steps fewer micro-batches than "
+            f"there are ranks; use fewer ranks or a smaller local_batch"
         )
 
-    def consume(self) -> Piece:
-        """Move the position past one piece, which has been trained on, and return it.
+    def consume(self) -> SamplerMicroBatch:
+        """Move the position past one micro-batch, which has been trained on, and return it.
 
-        The step is committed with this rank's last piece of it.
+        The step is committed with this rank's last micro-batch of it.
         """
-        piece = self.peek()
-        if piece.last:
-            step, _ = self._coming()
+        micro_batch = self.peek()
+        if micro_batch.last:
+            step, _ = self._upcoming()
             self._move(step.after)
         else:
             self._done += 1
-        return piece
+        return micro_batch
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next, as with DistributedSampler.

@@ -23,7 +23,7 @@ class AllReduce:
     """Combines the gradients of ranks; made once, on every rank with the same parameters in the same order.
 
         combine = AllReduce(model.parameters(), meter=meter)
-        ...                                                       # backward over this rank's pieces
+        ...                                                       # backward over this rank's micro_batches
         measurement = combine(samples=own, batch=all_of_them)     # .grad is now the mean over the whole step
 
     Guarantees: the sample-weighted mean, for any shares, also where a rank has no sample and no gradient; the same
@@ -107,9 +107,11 @@ class AllReduce:
     def _put_statistics(self, meter: AnyMeter, samples: int, batch: int) -> None:
         tally = meter.take()
         if tally.samples != samples:
-            raise ConfigError(f"this rank closed pieces of {tally.samples} samples, but says that it has {samples}")
+            raise ConfigError(
+                f"this rank closed micro-batches of {tally.samples} samples, but says that it has {samples}"
+            )
         self._extra[:-2].copy_(tally.squares).div_(batch)
-        self._extra[-2] = tally.pieces
+        self._extra[-2] = tally.micro_batches
         self._extra[-1:].copy_(tally.mismatch)
 
     @torch.no_grad()
@@ -156,9 +158,12 @@ class AllReduce:
             mean = squared_norms([place[id(parameter)] for parameter in meter.parameters])
         else:
             mean = squared_norms([self._flat])
-        *numbers, pieces, mismatch = torch.cat([mean.to(self._extra.dtype), self._extra]).tolist()
+        *numbers, micro_batches, mismatch = torch.cat([mean.to(self._extra.dtype), self._extra]).tolist()
         meter.check(mismatch)
         layers = len(numbers) // 2
         return Measurement(
-            batch=batch, pieces=round(pieces), mean_sq=tuple(numbers[layers:]), sq_mean=tuple(numbers[:layers])
+            batch=batch,
+            micro_batches=round(micro_batches),
+            mean_sq=tuple(numbers[layers:]),
+            sq_mean=tuple(numbers[:layers]),
         )

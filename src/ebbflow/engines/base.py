@@ -27,10 +27,10 @@ class Gradients:
 
     loss: float
     """Mean over the samples of the step."""
-    pieces: int
+    micro_batches: int
     """Backward passes the gradient was made of."""
     measurement: Measurement | None = None
-    """Squared norms of the pieces and of their mean; None where no rule needs them, or none this time."""
+    """Squared norms of the micro-batches and of their mean; None where no rule needs them, or none this time."""
     norm: float | None = None
     """Of the mean gradient, where replicas elsewhere have it and the optimizer looks at it without a measurement."""
 
@@ -56,7 +56,7 @@ class Engine(ABC):
         """
 
     def measure(self, on: bool) -> None:  # noqa: B027, measuring all the same costs time and nothing else
-        """Told before `gradients`: whether anybody will look at the measurement of the coming steps."""
+        """Told before `gradients`: whether anybody will look at the measurement of the upcoming steps."""
 
     @abstractmethod
     def members(self, step: int) -> StepSize:

@@ -12,9 +12,10 @@ __all__ = ["LocalBatchNorm"]
 
 
 class LocalBatchNorm:
-    """Running statistics of a step = the sample-weighted mean over its pieces, applied once, when the step commits.
+    """Running statistics of a step = the sample-weighted mean over its micro-batches, applied once, when the step
+    commits.
 
-    While a piece runs, the momentum of every layer is 1, so that the layer's buffers hold just this piece's
+    While a micro-batch runs, the momentum of every layer is 1, so that the layer's buffers hold just this micro-batch's
     statistics; they are collected, and the buffers of before the step are what the mean is blended into. Until
     `commit` nothing is lost: `rollback` restores the buffers. A layer that is called several times in one forward
     pass counts with its last call.
@@ -27,7 +28,7 @@ class LocalBatchNorm:
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        """Mean and variance of each layer, summed over the pieces so far; the same tensors in every step."""
+        """Mean and variance of each layer, summed over the micro-batches so far; the same tensors in every step."""
         return [tensor for pair in self._sums for tensor in pair]
 
     def begin(self) -> None:
@@ -40,8 +41,8 @@ class LocalBatchNorm:
             tensor.zero_()
 
     @contextmanager
-    def piece(self, weight: float) -> Iterator[None]:
-        """Run the forward pass of one piece inside; `weight` is its share of the step's samples."""
+    def micro_batch(self, weight: float) -> Iterator[None]:
+        """Run the forward pass of one micro-batch inside; `weight` is its share of the step's samples."""
         momenta = [layer.momentum for layer in self.layers]
         for layer in self.layers:
             layer.momentum = 1.0
@@ -56,7 +57,7 @@ class LocalBatchNorm:
                 var.add_(layer.running_var, alpha=weight)  # type: ignore[arg-type]
 
     def commit(self) -> None:
-        """Blend the mean of the pieces into the running statistics, as one update."""
+        """Blend the mean of the micro-batches into the running statistics, as one update."""
         for layer, (old_mean, old_var, count), (mean, var) in zip(self.layers, self._before, self._sums, strict=True):
             if not layer.training:
                 continue
@@ -73,7 +74,8 @@ class LocalBatchNorm:
             layer.num_batches_tracked.fill_(count)  # type: ignore[union-attr]
 
     def pack(self) -> torch.Tensor:
-        """The weighted sums over this process's pieces in one row, to be added up over the processes of a step."""
+        """The weighted sums over this process's micro-batches in one row, to be added up over the processes of a
+        step."""
         if not self._sums:
             return torch.zeros(0)
         return torch.cat([part.flatten() for pair in self._sums for part in pair])

@@ -43,8 +43,8 @@ class Batches:
         return self.policy if isinstance(self.policy, Growing) else None
 
     @property
-    def piece(self) -> int:
-        """Samples of a piece where noise is told from signal: that takes two, also where a worker is alone."""
+    def micro_batch(self) -> int:
+        """Samples of a micro-batch where noise is told from signal: that takes two, also where a worker is alone."""
         return max(1, self.local_batch // 2)
 
     def needs(self, optimizer: ElasticOptimizer) -> frozenset[str]:

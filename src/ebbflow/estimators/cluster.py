@@ -65,7 +65,7 @@ def on_cluster(engine: str, data: Any, settings: Mapping[str, Any]) -> bool:
 
 @dataclass
 class Evenly:
-    """A policy without limits: whoever is there shares the batch that is wanted."""
+    """A policy without limits: whoever is there shares the batch that is requested."""
 
     total: int
 
@@ -78,7 +78,7 @@ def _fleet(batches: Batches, settings: Mapping[str, Any], limited: bool) -> Poli
     """How the workers that are there share a step.
 
     Where the cluster is scaled, or a limit for a worker was given, a step is at most so many samples a worker, and the
-    rate pays for what a growing policy wants beyond; else everybody takes an equal part of whatever is wanted.
+    rate pays for what a growing policy wants beyond; else everybody takes an equal part of whatever is requested.
     """
     if batches.growing is None:
         return batches.policy
@@ -99,7 +99,7 @@ class OnCluster:
     """Blocks of Dask arrays stay on the workers as long as somebody holds them."""
 
     def want(self, samples: int) -> None:
-        """A step of so many samples is wanted."""
+        """A step of so many samples is requested."""
         if isinstance(self.fleet, Evenly):
             self.fleet.total = samples
 
@@ -139,7 +139,7 @@ def dask_engine(
         )
     fetch, held = hold(data, client) if isinstance(data, Blocks) else (fetcher(data, "cpu"), None)
     fleet, needs = _fleet(batches, settings, limited), batches.needs(optimizer)
-    measured = {"needs": needs, "parameters": optimizer.layers, "piece": batches.piece if needs else None}
+    measured = {"needs": needs, "parameters": optimizer.layers, "micro_batch": batches.micro_batch if needs else None}
     options = {"samples": len(data), "optimizer": optimizer, **measured, **options, **settings}
     try:
         engine = DaskEngine(model, fetch, loss, fleet, client=client, **options)

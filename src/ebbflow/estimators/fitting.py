@@ -28,43 +28,47 @@ class Watched:
 
     def __init__(self, net: Any) -> None:
         self.net = net
-        self._pieces: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        self._micro_batches: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss of a piece."""
+        """The loss of a micro-batch."""
         output = model(inputs)
         first = output[0] if isinstance(output, tuple) else output
-        self._pieces.append((inputs, targets, first.detach()))
+        self._micro_batches.append((inputs, targets, first.detach()))
         loss: torch.Tensor = self.net.get_loss(output, targets, X=inputs, training=True)
         return loss
 
     def take(self, batch: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """Inputs, targets and outputs of the last `batch` samples; what an attempt before them left is dropped."""
-        pieces: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        micro_batches: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         while batch > 0:
-            pieces.insert(0, self._pieces.pop())
-            batch -= len(pieces[0][1])
-        self._pieces.clear()
-        if len(pieces) == 1:
-            return pieces[0]
-        inputs, targets, outputs = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+            micro_batches.insert(0, self._micro_batches.pop())
+            batch -= len(micro_batches[0][1])
+        self._micro_batches.clear()
+        if len(micro_batches) == 1:
+            return micro_batches[0]
+        inputs, targets, outputs = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
         return inputs, targets, outputs
 
 
 class Announced(Engine):
-    """An engine that tells what is wanted of it, and when the gradient of a step is there and counts."""
+    """An engine that tells what is requested of it, and when the gradient of a step is there and counts."""
 
     def __init__(
-        self, engine: Engine, *, on_gradients: Callable[[], None], on_want: Callable[[int], None] = lambda samples: None
+        self,
+        engine: Engine,
+        *,
+        on_gradients: Callable[[], None],
+        on_request: Callable[[int], None] = lambda samples: None,
     ) -> None:
         self.engine = engine
         self.alone = engine.alone
         self.on_gradients = on_gradients
-        self.on_want = on_want
+        self.on_request = on_request
 
     def want(self, samples: int) -> None:
         """Told and passed on."""
-        self.on_want(samples)
+        self.on_request(samples)
         self.engine.want(samples)
 
     def measure(self, on: bool) -> None:
@@ -112,7 +116,7 @@ def emulated_engine(
         "seed": seed,
         "needs": needs,
         "parameters": optimizer.layers,
-        "piece": batches.piece if needs else None,
+        "micro_batch": batches.micro_batch if needs else None,
     }
     make = LoopEngine if unfusable(model) else FusedEngine
     return make(model, fetcher(data, device), loss, batches.plan, **shared)

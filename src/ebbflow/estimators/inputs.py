@@ -14,7 +14,7 @@ from sklearn.utils.validation import validate_data
 from skorch.dataset import Dataset as ArrayDataset
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from ebbflow.engines.pieces import Fetch
+from ebbflow.engines.micro_batches import Fetch
 from ebbflow.errors import DataError
 
 __all__ = [

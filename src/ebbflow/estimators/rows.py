@@ -1,9 +1,8 @@
-"""Rows of Dask arrays for the workers that train: blocks stay where they are, the rows of a piece travel.
+"""Rows of Dask arrays for the workers that train: blocks stay where they are, the rows of a micro-batch travel.
 
-Samples are dealt out in one random order over all blocks, so a piece has rows of many. A worker asks each of those that
-hold them, in one message, past the scheduler. A block that is lost with its worker is computed again by Dask, and found
-where it is then.
-"""
+Samples are dealt out in one random order over all blocks, so a micro-batch has rows of many. A worker asks each of
+those that hold them, in one message, past the scheduler. A block that is lost with its worker is computed again by
+Dask, and found where it is then."""
 
 from __future__ import annotations
 

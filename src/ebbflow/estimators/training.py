@@ -77,7 +77,7 @@ class Training:
                 seed=net.seed_, device=str(net.device), max_workers=net.max_workers, on_event=self._tell_event,
             )  # fmt: skip
             self._close = there.close
-            return Announced(there.engine, on_gradients=self._tell_gradients, on_want=there.want)
+            return Announced(there.engine, on_gradients=self._tell_gradients, on_request=there.want)
         self.watched = Watched(net)
         here = emulated_engine(net.module_, self.train, self.watched, *parts, seed=net.seed_, device=net.device)
         if isinstance(here.meter, Meter):

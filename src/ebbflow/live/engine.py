@@ -1,7 +1,7 @@
 """The engine contract on real replicas: each computes its share, one message adds up everything.
 
     members     meet the others (wait while nobody is there); whoever needs the state gets it now
-    gradients   backward over this replica's pieces; gradient, statistics, loss and batch norm in one all-reduce
+    gradients   backward over this replica's micro-batches; gradient, statistics, loss and batch norm in one all-reduce
     commit      True where the message arrived, and then all have the same numbers, bit for bit
 
 A replica that dies in the middle may leave some that have the sum and some that do not. Those that have it commit; the
@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ebbflow.data.ledger import Assignment, Share, shares
+from ebbflow.data.ledger import Assignment, MicroBatch, micro_batches_of
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.allreduce import AllReduce
 from ebbflow.engines.base import Engine, Gradients
 from ebbflow.engines.batchnorm import LocalBatchNorm
-from ebbflow.engines.pieces import Fetch, Loss, Precision, autocast, generators, piece_seed
+from ebbflow.engines.micro_batches import Fetch, Loss, Precision, autocast, generators, micro_batch_seed
 from ebbflow.errors import ConfigError
 from ebbflow.live.agreement import Standing, extend
 from ebbflow.live.group import Fault, Lost, no_fault
@@ -33,7 +33,7 @@ from ebbflow.moments.choose import meter_for
 from ebbflow.plan.plan import StepSize
 from ebbflow.plan.policies import Policy
 
-__all__ = ["Carrier", "LiveEngine", "Over", "Piece", "Sizes", "by_policy"]
+__all__ = ["Carrier", "LiveEngine", "Over", "LoadedMicroBatch", "Sizes", "by_policy"]
 
 Sizes = Callable[[int, int], tuple[int, int]]
 """(step, replicas) -> (workers, samples of the step). The replica of rank w mod replicas computes worker w."""
@@ -77,21 +77,21 @@ def by_policy(policy: Policy) -> Sizes:
     return sizes
 
 
-class Piece(NamedTuple):
+class LoadedMicroBatch(NamedTuple):
     """Samples of one backward pass."""
 
     inputs: Any
     targets: Any
-    share: Share
+    share: MicroBatch
     weight: float
-    """Of this piece's mean loss in the mean over this replica's samples."""
+    """Of this micro-batch's mean loss in the mean over this replica's samples."""
 
 
 class LiveEngine(Engine):
     """Trains with the replicas that are there.
 
     Guarantees: after `commit` gave True, gradient, measurement, loss and batch-norm statistics have the same bits on
-    every replica that committed; after False the model is what it was. Pieces, seeds and order are those of the
+    every replica that committed; after False the model is what it was. Micro-batches, seeds and order are those of the
     emulated engines, so an emulated run with the same members in each step computes the same to rounding.
     """
 
@@ -107,7 +107,7 @@ class LiveEngine(Engine):
         lineage: int,
         loss: Loss | None = None,
         seed: int = 0,
-        piece: int | None = None,
+        micro_batch: int | None = None,
         needs: Collection[str] = (),
         parameters: Iterable[torch.nn.Parameter] | None = None,
         precision: Precision = "fp32",
@@ -116,8 +116,8 @@ class LiveEngine(Engine):
         fault: Fault = no_fault,
     ) -> None:
         """`samples`: size of an epoch. `lineage`: of the state that the model has now. `loss`: None, if whoever uses
-        the engine does the backward passes (`open`, `pieces`, `add_up`). `piece`: at most so many samples together.
-        """
+        the engine does the backward passes (`open`, `micro_batches`, `add_up`). `micro_batch`: at most so many samples
+        together."""
         if precision == "fp16":
             raise ConfigError("precision is 'fp16', whose loss scale a fleet does not share; use bf16")
         self.model = model
@@ -128,7 +128,7 @@ class LiveEngine(Engine):
         self.samples = samples
         self.loss = loss
         self.seed = seed
-        self.piece = piece
+        self.micro_batch = micro_batch
         self.precision = precision
         self.lineage = lineage
         self.parent = lineage
@@ -194,19 +194,21 @@ class LiveEngine(Engine):
         return self._size
 
     def measure(self, on: bool) -> None:
-        """Measure the coming steps or not: the same on all replicas, who decide it from the state they share."""
+        """Measure the upcoming steps or not: the same on all replicas, who decide it from the state they share."""
         if self.meter is not None:
             self.meter.on = on
 
     def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:
-        """Forward and backward passes over this replica's pieces, then everybody's sum."""
+        """Forward and backward passes over this replica's micro-batches, then everybody's sum."""
         if self.loss is None:
-            raise ConfigError("this engine was made without a loss: do the backward passes over `pieces` yourself")
+            raise ConfigError(
+                "this engine was made without a loss: do the backward passes over `micro_batches` yourself"
+            )
         self.open(assignment, size)
-        for piece in self.pieces():
+        for micro_batch in self.micro_batches():
             with self.autocast():
-                loss = self.loss(self.model, piece.inputs, piece.targets)
-            self.backward(loss, piece)
+                loss = self.loss(self.model, micro_batch.inputs, micro_batch.targets)
+            self.backward(loss, micro_batch)
         return self.add_up()
 
     def commit(self) -> bool:
@@ -238,41 +240,41 @@ class LiveEngine(Engine):
         self._assignment, self._size, self._arrived = assignment, size, False
         self._loss_sum, self._done = 0.0, 0
 
-    def own_shares(self) -> tuple[Share, ...]:
-        """This replica's pieces of the open step; none at the tail of an epoch, or where the policy idles it."""
+    def own_micro_batches(self) -> tuple[MicroBatch, ...]:
+        """This replica's micro-batches of the open step; none at the tail of an epoch, or where the policy idles it."""
         assert self._circle is not None
         replicas = len(self._circle.names)
-        return tuple(share for share in self._all_shares() if share.worker % replicas == self._circle.rank)
+        return tuple(share for share in self._all_micro_batches() if share.worker % replicas == self._circle.rank)
 
-    def _all_shares(self) -> tuple[Share, ...]:
+    def _all_micro_batches(self) -> tuple[MicroBatch, ...]:
         assert self._assignment is not None and self._size is not None
-        largest = -(-self._size.samples // self._size.workers)
-        return shares(self._assignment, workers=self._size.workers, piece=min(largest, self.piece or largest))
+        return micro_batches_of(self._assignment, self._size, limit=self.micro_batch)
 
-    def pieces(self) -> Iterator[Piece]:
-        """This replica's pieces of the open step; the forward pass of each belongs before the next one is taken."""
-        own = self.own_shares()
+    def micro_batches(self) -> Iterator[LoadedMicroBatch]:
+        """This replica's micro-batches of the open step; the forward pass of each belongs before the next one is
+        taken."""
+        own = self.own_micro_batches()
         total = sum(share.size for share in own)
         assert self._assignment is not None
         for share in own:
-            seed = piece_seed(self.seed, self._assignment.epoch, share.start)
+            seed = micro_batch_seed(self.seed, self._assignment.epoch, share.start)
             for generator in self._generators:
                 generator.manual_seed(seed)
             inputs, targets = self.fetch(self._indices(share))
-            with self._batch_norm.piece(share.size / self._assignment.batch):
-                yield Piece(inputs, targets, share, share.size / total)
+            with self._batch_norm.micro_batch(share.size / self._assignment.batch):
+                yield LoadedMicroBatch(inputs, targets, share, share.size / total)
             self._fault("backward")
 
-    def backward(self, loss: torch.Tensor, piece: Piece) -> None:
-        """Add a piece's gradient; `loss` is the mean over its samples."""
-        weighted = loss * piece.weight
+    def backward(self, loss: torch.Tensor, micro_batch: LoadedMicroBatch) -> None:
+        """Add a micro-batch's gradient; `loss` is the mean over its samples."""
+        weighted = loss * micro_batch.weight
         weighted.backward()  # type: ignore[no-untyped-call]
         if self.meter is not None:
-            self.meter.close_piece(piece.share.size, piece.weight)
+            self.meter.close_micro_batch(micro_batch.share.size, micro_batch.weight)
         self._loss_sum = self._loss_sum + weighted.detach()
-        self._done += piece.share.size
+        self._done += micro_batch.share.size
 
-    def _indices(self, share: Share) -> npt.NDArray[np.int64]:
+    def _indices(self, share: MicroBatch) -> npt.NDArray[np.int64]:
         assert self._assignment is not None
         epoch = self._assignment.epoch
         if self._order is None or self._order[0] != epoch:
@@ -289,12 +291,12 @@ class LiveEngine(Engine):
         """Everybody's gradient, statistics and loss, weighted with the samples they are made of."""
         assert self._assignment is not None
         batch = self._assignment.batch
-        own = self.own_shares()
+        own = self.own_micro_batches()
         samples = sum(share.size for share in own)
         if self._done != samples:
             raise ConfigError(
                 f"this replica's part of the step has {samples} samples, but backward() was called for {self._done}; "
-                f"call it once for each piece, with the mean loss over its samples"
+                f"call it once for each micro-batch, with the mean loss over its samples"
             )
         riders = self._combine.riders
         riders[_LOSS] = self._loss_sum * (samples / batch)
@@ -311,18 +313,18 @@ class LiveEngine(Engine):
         except Lost as reason:
             self._on_event("lost", str(reason))
             self._combine.renew()
-            return Gradients(loss=float("nan"), pieces=len(own))
+            return Gradients(loss=float("nan"), micro_batches=len(own))
         self._batch_norm.unpack(riders[_NUMBERS:])
         if returning:
             self.member.return_to_lighthouse()
         self._arrived = True
-        return Gradients(loss=loss, pieces=len(self._all_shares()), measurement=measurement)
+        return Gradients(loss=loss, micro_batches=len(self._all_micro_batches()), measurement=measurement)
 
     def _add_up(self, tensor: torch.Tensor) -> None:
         assert self._circle is not None
         self._circle.group.add_up(tensor)
 
-    # Coming and going -------------------------------------------------------------------------------------------
+    # Upcoming and going -------------------------------------------------------------------------------------------
 
     def _transfer(self, circle: Circle, step: int) -> int:
         """Send the state to those who need it, or get it; the step at which this replica is then."""

@@ -1,10 +1,10 @@
 """Faults at named points of a step, for those who want to see what a fleet does: `EBBFLOW_FAULT=kill:allreduce@5`.
 
-    quorum      the members are known, nothing is computed           sum       the sum has arrived
-    backward    after a piece                                        commit    it counts, the weights are the old ones
-    allreduce   while the gradients are added up                     step      after a step, before it is recorded
-    announce    before a state is sent                               send      while it is sent
-    announced   before a state is received                           receive   while it is received
+    quorum      the members are known, nothing is computed           sum       the sum has arrived backward    after a
+    micro-batch                                        commit    it counts, the weights are the old ones allreduce
+    while the gradients are added up                     step      after a step, before it is recorded announce
+    before a state is sent                               send      while it is sent announced   before a state is
+    received                           receive   while it is received
 
 `kill` ends the process as kill -9 does, `stop` halts it as SIGSTOP does, `fail` loses what was just done, as a broken
 connection does. `@*` is the first time that the point is passed. Several faults are separated by commas; each strikes

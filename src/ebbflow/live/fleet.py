@@ -19,11 +19,11 @@ import torch
 from ebbflow._version import __version__
 from ebbflow.core.signals import StopSignal
 from ebbflow.data.ledger import Assignment, Ledger
-from ebbflow.engines.pieces import Fetch, Loss, Precision
+from ebbflow.engines.micro_batches import Fetch, Loss, Precision
 from ebbflow.errors import ConfigError, Diverged
 from ebbflow.live.agreement import root
 from ebbflow.live.checkpoints import Checkpoints
-from ebbflow.live.engine import LiveEngine, Over, Piece, Sizes, by_policy
+from ebbflow.live.engine import LiveEngine, LoadedMicroBatch, Over, Sizes, by_policy
 from ebbflow.live.faults import ScriptedFaults
 from ebbflow.live.group import Lost
 from ebbflow.live.journal import Journal, Status
@@ -45,7 +45,7 @@ OnEpoch = Callable[[int], Mapping[str, float] | None]
 
 
 class Step:
-    """One step of the fleet, as this replica sees it: its own pieces of the samples.
+    """One step of the fleet, as this replica sees it: its own micro-batches of the samples.
 
     The step is complete when the loop asks for the next one: then the gradients are added up, the rule sets the rate
     and the optimizer steps, on every replica alike. If a replica is lost meanwhile nothing has happened, and the next
@@ -54,24 +54,24 @@ class Step:
 
     def __init__(self, engine: LiveEngine, opened: OpenStep) -> None:
         self._engine = engine
-        self._piece: Piece | None = None
+        self._micro_batch: LoadedMicroBatch | None = None
         self.assignment: Assignment = opened.assignment
         """The samples of the whole step: epoch, and positions in the epoch's order."""
         self.workers = opened.size.workers
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """(inputs, targets) of each piece; call `backward` on its loss before the next one."""
-        for piece in self._engine.pieces():
-            self._piece = piece
-            yield piece.inputs, piece.targets
-        self._piece = None
+        """(inputs, targets) of each micro-batch; call `backward` on its loss before the next one."""
+        for micro_batch in self._engine.micro_batches():
+            self._micro_batch = micro_batch
+            yield micro_batch.inputs, micro_batch.targets
+        self._micro_batch = None
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Instead of `loss.backward()`: the mean loss over the piece, weighted as the step's mean needs it."""
-        if self._piece is None:
-            raise ConfigError("backward() was called outside of `for x, y in step`; call it once for each piece")
-        self._engine.backward(loss, self._piece)
-        self._piece = None
+        """Instead of `loss.backward()`: the mean loss over the micro-batch, weighted as the step's mean needs it."""
+        if self._micro_batch is None:
+            raise ConfigError("backward() was called outside of `for x, y in step`; call it once for each micro-batch")
+        self._engine.backward(loss, self._micro_batch)
+        self._micro_batch = None
 
 
 class Fleet:
@@ -96,7 +96,7 @@ class Fleet:
         local_batch: int | None,
         loss: Loss | None,
         seed: int,
-        piece: int | None,
+        micro_batch: int | None,
         precision: Precision,
         ema: float | None,
         extras: Mapping[str, Stateful],
@@ -135,7 +135,7 @@ class Fleet:
             base_batch=optimizer.base_batch,
             optimizer=type(optimizer.inner).__name__,
             policy=named,
-            piece=piece,
+            micro_batch=micro_batch,
             precision=precision,
         )
         self._checkpoints = Checkpoints(settings.folder / "checkpoints", on_event=self._event)
@@ -162,7 +162,7 @@ class Fleet:
             lineage=root(weights_digest(model)),
             loss=loss,
             seed=seed,
-            piece=piece,
+            micro_batch=micro_batch,
             needs=optimizer.rule.needs | (growing.needs if growing is not None else frozenset()),
             parameters=optimizer.layers,
             precision=precision,
@@ -206,7 +206,7 @@ class Fleet:
     def _event(self, what: str, text: str) -> None:
         self._journal.event(self.flow.step, what, text)
 
-    # Coming and going -------------------------------------------------------------------------------------------
+    # Upcoming and going -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         self.settings.own_folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ebbflow.engines.pieces import Loss, Precision
+from ebbflow.engines.micro_batches import Loss, Precision
 from ebbflow.errors import ConfigError
 from ebbflow.live.engine import Sizes
 from ebbflow.live.fleet import Fleet, OnEpoch
@@ -35,7 +35,7 @@ def join(
     policy: str | Sizes = "follow",
     loss: Loss | None = None,
     seed: int = 0,
-    piece: int | None = None,
+    micro_batch: int | None = None,
     precision: Precision = "fp32",
     ema: float | None = None,
     extras: Mapping[str, Stateful] | None = None,
@@ -54,13 +54,12 @@ def join(
 
     `optimizer`: an `ElasticOptimizer` without a sampler, or any optimizer of torch, whose rates were tuned at
     `base_batch` samples and follow the batch by `rule`. `data`: a map-style data set of (input, target) pairs, or a
-    source with `batch(indices, train=True)`. `local_batch`: samples of a replica in a step; `piece`: at most so many
-    in one backward pass; `policy`: how the batch follows the replicas, by name or as a function (step, replicas) ->
-    (workers, samples). `loss(model, x, y)`: for `fleet.run()`, which needs no loop. `extras`: whatever else belongs
+    source with `batch(indices, train=True)`. `local_batch`: samples of a replica in a step; `micro_batch`: at most so
+    many in one backward pass; `policy`: how the batch follows the replicas, by name or as a function (step, replicas)
+    -> (workers, samples). `loss(model, x, y)`: for `fleet.run()`, which needs no loop. `extras`: whatever else belongs
     to the state, by name, with `state_dict` and `load_state_dict`. `notice`: asked before every step whether this
     machine is about to be taken away. `on_epoch(epoch)`: called after every epoch on every replica; what it returns
-    goes into the record. The last five are what the environment says unless given.
-    """
+    goes into the record. The last five are what the environment says unless given."""
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
             "the model is wrapped in DistributedDataParallel; a fleet adds up the gradients: give model.module"
@@ -87,7 +86,7 @@ def join(
         local_batch=local_batch,
         loss=loss,
         seed=seed,
-        piece=piece,
+        micro_batch=micro_batch,
         precision=precision,
         ema=ema,
         extras=extras or {},

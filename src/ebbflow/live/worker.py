@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", default="digits-mlp", help="name or text form, such as digits-cnn(width=32)")
     parser.add_argument("--rule", default="linear", help="text form, such as adascale or linear+warmup(5ep)")
     parser.add_argument("--policy", default="follow", help="how the batch follows the replicas")
-    for name, kind in (("epochs", int), ("lr", float), ("ref-batch", int), ("local-batch", int), ("piece", int)):
+    for name, kind in (("epochs", int), ("lr", float), ("ref-batch", int), ("local-batch", int), ("micro_batch", int)):
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--optimizer")
     parser.add_argument("--schedule")

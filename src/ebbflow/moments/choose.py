@@ -13,7 +13,7 @@ from ebbflow.moments.sums import Sums
 __all__ = ["AnyMeter", "meter_for"]
 
 AnyMeter = Meter | Sums | FlatSums
-"""They share `on`, `close_piece`, `finish`, `take`, `check` and `discard`."""
+"""They share `on`, `close_micro_batch`, `finish`, `take`, `check` and `discard`."""
 
 
 def meter_for(parameters: Sequence[torch.nn.Parameter], *, layers: bool) -> AnyMeter:

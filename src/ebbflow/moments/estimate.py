@@ -1,21 +1,20 @@
-"""Noise and signal of the gradient, from the pieces it is made of. Arithmetic only, no torch.
+"""Noise and signal of the gradient, from the micro-batches it is made of. Arithmetic only, no torch.
 
-A step's gradient is the mean of K >= 2 pieces of n_i samples each, B in all. With
+A step's gradient is the mean of K >= 2 micro-batches of n_i samples each, B in all. With
 
-    A = sum (n_i/B) |g_i|^2      the sample-weighted mean of the pieces' squared norms
+    A = sum (n_i/B) |g_i|^2      the sample-weighted mean of the micro-batches' squared norms
     N = |sum (n_i/B) g_i|^2      the squared norm of the whole step's mean gradient
 
-E[A] = S + K V/B and E[N] = S + V/B, whatever the sizes of the pieces, where V is the *noise* (the trace of the
+E[A] = S + K V/B and E[N] = S + V/B, whatever the sizes of the micro-batches, where V is the *noise* (the trace of the
 covariance of one sample's gradient) and S the *signal* (the squared norm of the true gradient). Hence
 
     V = B (A - N)/(K - 1)        S = N - V/B
 
-both unbiased. With equal pieces of the reference batch these are AdaScale's estimators (Johnson et al. 2020, B.3).
-Noise and signal belong to the model, not to the fleet: they need no correction when the workers change.
+both unbiased. With equal micro-batches of the reference batch these are AdaScale's estimators (Johnson et al. 2020,
+B.3). Noise and signal belong to the model, not to the fleet: they need no correction when the workers change.
 
-Measuring costs a read of every piece's gradient. Averages that remember many steps lose little if some of them are not
-measured: `Averages.due` says which.
-"""
+Measuring costs a read of every micro-batch's gradient. Averages that remember many steps lose little if some of them
+are not measured: `Averages.due` says which."""
 
 from __future__ import annotations
 
@@ -38,10 +37,10 @@ class Measurement:
 
     batch: int
     """Samples in the step."""
-    pieces: int
-    """Gradient pieces: backward passes of different samples."""
+    micro_batches: int
+    """Gradient micro-batches: backward passes of different samples."""
     mean_sq: tuple[float, ...]
-    """A: sample-weighted mean of the pieces' squared norms."""
+    """A: sample-weighted mean of the micro-batches' squared norms."""
     sq_mean: tuple[float, ...]
     """N: squared norm of the mean gradient."""
 
@@ -53,17 +52,19 @@ class Measurement:
     def estimate(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(noise, signal) of each layer: unbiased, so either may come out below zero in a single step.
 
-        Two pieces of one sample with the gradients 3 and 1: A = 5, N = 4, so V = 2(5 - 4)/1 = 2 and S = 4 - 2/2 = 3.
+        Two micro-batches of one sample with the gradients 3 and 1: A = 5, N = 4, so V = 2(5 - 4)/1 = 2 and S = 4 - 2/2
+        = 3.
 
-        >>> Measurement(batch=2, pieces=2, mean_sq=(5.0,), sq_mean=(4.0,)).estimate()
+        >>> Measurement(batch=2, micro_batches=2, mean_sq=(5.0,), sq_mean=(4.0,)).estimate()
         ((2.0,), (3.0,))
         """
-        if self.pieces < 2:
+        if self.micro_batches < 2:
             raise ConfigError(
-                f"noise cannot be told from signal with {self.pieces} gradient piece; at least two are needed: "
-                f"more workers, or a smaller piece"
+                f"noise cannot be told from signal with {self.micro_batches} gradient micro-batch; at least two are "
+                "needed: "
+                f"more workers, or a smaller micro-batch"
             )
-        scale = self.batch / (self.pieces - 1)
+        scale = self.batch / (self.micro_batches - 1)
         noise = [scale * (a - n) for a, n in zip(self.mean_sq, self.sq_mean, strict=True)]
         signal = [n - v / self.batch for n, v in zip(self.sq_mean, noise, strict=True)]
         return tuple(noise), tuple(signal)
@@ -104,7 +105,7 @@ class Averages:
     """Bias-corrected moving averages of noise and signal: immutable; `updated` gives the next ones.
 
     Numerators and denominators are averaged separately and a ratio is taken last, since the ratio of single steps is
-    useless. A step with fewer than two pieces says nothing: the averages are held, as they are when the workers
+    useless. A step with fewer than two micro-batches says nothing: the averages are held, as they are when the workers
     change. Estimates are averaged as they are and not clipped one by one, which would bias a small signal upwards;
     whoever takes a ratio clips the averages.
 
@@ -142,7 +143,7 @@ class Averages:
 
     def updated(self, measured: Measurement, *, memory: float) -> Averages:
         """The averages after one more step, remembering about `memory` samples."""
-        if measured.pieces < 2 or not measured.finite:
+        if measured.micro_batches < 2 or not measured.finite:
             return self
         noise, signal = measured.estimate()
         keep = decay(self.passed_samples + measured.batch, memory)

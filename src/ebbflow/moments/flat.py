@@ -1,7 +1,7 @@
-"""`Sums` for small models on a CPU, where every call counts: the gradient of a piece is one vector.
+"""`Sums` for small models on a CPU, where every call counts: the gradient of a micro-batch is one vector.
 
-A few calls a piece and a cheap one a tensor (20 us for four tensors), where hooks cost a Python call for each. For
-large models it is the other way round: there a tensor is best measured when it arrives, while it is in the cache.
+A few calls a micro-batch and a cheap one a tensor (20 us for four tensors), where hooks cost a Python call for each.
+For large models it is the other way round: there a tensor is best measured when it arrives, while it is in the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LARGEST = 1 << 18
 
 
 class FlatSums:
-    """Adds up and measures the pieces of a step, without hooks; see `Sums`, whose guarantees it shares.
+    """Adds up and measures the micro-batches of a step, without hooks; see `Sums`, whose guarantees it shares.
 
     `suits` says for which parameters it is made: few numbers, of one type, on a CPU.
     """
@@ -33,15 +33,15 @@ class FlatSums:
         self.device = check_parameters(self.parameters)
         sizes = [parameter.numel() for parameter in self.parameters]
         dtype = self.parameters[0].dtype
-        self._sum, self._piece = (torch.zeros(sum(sizes), dtype=dtype) for _ in range(2))
-        self._parts = [(torch.split(vector, sizes), vector) for vector in (self._sum, self._piece)]
+        self._sum, self._micro_batch = (torch.zeros(sum(sizes), dtype=dtype) for _ in range(2))
+        self._parts = [(torch.split(vector, sizes), vector) for vector in (self._sum, self._micro_batch)]
         shapes = [parameter.shape for parameter in self.parameters]
         self._views = [part.view(shape) for part, shape in zip(self._parts[0][0], shapes, strict=True)]
         self._nothing = [torch.zeros(size, dtype=dtype) for size in sizes]
         self.touched: set[int] = set()
         self._squares = [0.0] * self.width
         self._samples = 0
-        self._pieces = 0
+        self._micro_batches = 0
 
     @staticmethod
     def suits(parameters: Iterable[torch.nn.Parameter]) -> bool:
@@ -62,14 +62,14 @@ class FlatSums:
         """Begin a step, or begin it again."""
         self.touched.clear()
         self._squares = [0.0] * self.width
-        self._samples = self._pieces = 0
+        self._samples = self._micro_batches = 0
 
-    def close_piece(self, samples: int, scale: float = 1.0) -> None:
+    def close_micro_batch(self, samples: int, scale: float = 1.0) -> None:
         """The gradient in `.grad` is `scale` times the mean over `samples` samples: add it and measure it."""
         if not self.on:
             return
         if samples < 1:
-            raise ConfigError(f"a piece of {samples} samples was closed; expected at least one")
+            raise ConfigError(f"a micro-batch of {samples} samples was closed; expected at least one")
         vectors, arrived = [], False
         for index, parameter in enumerate(self.parameters):
             gradient = parameter.grad
@@ -83,16 +83,16 @@ class FlatSums:
                 gradient = gradient.detach().to_dense()
             vectors.append(gradient.flatten())
         if not arrived:
-            raise ConfigError("a piece was closed, but no gradient arrived in it; call backward() first")
-        parts, vector = self._parts[self._pieces > 0]  # the first piece of a step begins the sum
+            raise ConfigError("a micro-batch was closed, but no gradient arrived in it; call backward() first")
+        parts, vector = self._parts[self._micro_batches > 0]  # the first micro-batch of a step begins the sum
         torch.cat(vectors, out=vector)
         factor = samples / scale**2
         for index, square in enumerate(self._measure(parts, vector)):
             self._squares[index] += factor * square
-        if self._pieces:
+        if self._micro_batches:
             self._sum.add_(vector)
         self._samples += samples
-        self._pieces += 1
+        self._micro_batches += 1
 
     def _measure(self, parts: Iterable[torch.Tensor], whole: torch.Tensor) -> list[float]:
         return [torch.dot(part, part).item() for part in (parts if self.layers else (whole,))]
@@ -108,14 +108,14 @@ class FlatSums:
         self.put_back()
         mean_sq = tuple([square / batch for square in self._squares])
         sq_mean = tuple([square / scale**2 for square in self._measure(*self._parts[0])])
-        return Measurement(batch=batch, pieces=self._pieces, mean_sq=mean_sq, sq_mean=sq_mean)
+        return Measurement(batch=batch, micro_batches=self._micro_batches, mean_sq=mean_sq, sq_mean=sq_mean)
 
     def take(self) -> Tally:
-        """What the pieces of the step come to; `.grad` holds their sum."""
+        """What the micro-batches of the step come to; `.grad` holds their sum."""
         self.put_back()
         squares = torch.tensor(self._squares, dtype=torch.float64)
         nothing = torch.zeros_like(squares[:1])
-        return Tally(samples=self._samples, pieces=self._pieces, squares=squares, mismatch=nothing)
+        return Tally(samples=self._samples, micro_batches=self._micro_batches, squares=squares, mismatch=nothing)
 
     def check(self, mismatch: float) -> None:
         """Nobody else has touched these gradients: there is nothing to refuse."""

@@ -1,7 +1,7 @@
 """Squared gradient norms, taken as the gradient is accumulated: the only autograd hooks in Ebbflow.
 
     meter = Meter(model.parameters(), layers=False)
-    for x, y in pieces:
+    for x, y in micro-batches:
         loss_fn(model(x), y).backward()
         meter.close_piece(len(x))
     ...                                        # .grad now holds the mean gradient of the step
@@ -10,7 +10,7 @@
 The hooks sit where autograd adds to `.grad`, so they see exactly what is added: the sum over all uses of a shared
 parameter, after the user's own tensor hooks, and nothing of `torch.autograd.grad`. On a CPU each gradient is measured
 at once, by a `dot` while it is in the cache; a second pass over all gradients costs several times more. On a GPU the
-gradients of a piece are kept until it is closed and measured by one fused kernel. Sums are in float32 at least.
+gradients of a micro-batch are kept until it is closed and measured by one fused kernel. Sums are in float32 at least.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ALWAYS_CHECKED = 16  # steps of which every one is checked; then one in as many
 
 @dataclass(slots=True)
 class _Closed:
-    """A closed piece."""
+    """A closed micro-batch."""
 
     weight: float
     """n_i, where the gradient that arrived is the mean; n_i over its scale otherwise."""
@@ -49,27 +49,31 @@ class _Closed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """What the pieces of a step come to; tensors on the device of the parameters, so that nothing waits for them."""
+    """What the micro-batches of a step come to; tensors on the device of the parameters, so that nothing waits for
+    them."""
 
     samples: int
-    pieces: int
+    micro_batches: int
     squares: torch.Tensor
     """Sum of n_i |g_i|^2, one entry a layer, or a single one."""
     mismatch: torch.Tensor
-    """Squared relative difference between `.grad` and the mean of the pieces, in the watched tensor; one entry."""
+    """Squared relative difference between `.grad` and the mean of the micro-batches, in the watched tensor; one
+    entry."""
 
 
 class Meter:
-    """Measures the pieces of a step and their mean, for the whole model or for each parameter tensor.
+    """Measures the micro-batches of a step and their mean, for the whole model or for each parameter tensor.
 
-    A *piece* is what arrived between two calls of `close_piece`: the gradient of one backward pass, over samples of its
-    own. Layers are the given parameters in the given order; a parameter that gets no gradient counts as zero. Freezing
-    and unfreezing given parameters at any time is fine. Optimizers of any kind (`foreach`, `fused`) are not involved.
+    A *micro-batch* is what arrived between two calls of `close_micro_batch`: the gradient of one backward pass, over
+    samples of its own. Layers are the given parameters in the given order; a parameter that gets no gradient counts as
+    zero. Freezing and unfreezing given parameters at any time is fine. Optimizers of any kind (`foreach`, `fused`) are
+    not involved.
 
-    *What it refuses*, with a ConfigError: a second gradient for the same parameter within a piece (the squared norm of
-    a sum is not the sum of squared norms); a `.grad` that is not the mean of the pieces when the step is finished
-    (clipped, unscaled or left over from an earlier step), since noise and signal would be wrong; complex parameters;
-    parameters on several devices; a piece without any gradient (hooks are lost when a model is moved or cast).
+    *What it refuses*, with a ConfigError: a second gradient for the same parameter within a micro-batch (the squared
+    norm of a sum is not the sum of squared norms); a `.grad` that is not the mean of the micro-batches when the step is
+    finished (clipped, unscaled or left over from an earlier step), since noise and signal would be wrong; complex
+    parameters; parameters on several devices; a micro-batch without any gradient (hooks are lost when a model is moved
+    or cast).
 
     *Clipping* therefore comes after `finish`. With an optimizer that finishes inside its own step, clip in a hook of
     the inner optimizer: `inner.register_step_pre_hook(lambda *_: clip_grad_norm_(model.parameters(), 1.0))`.
@@ -90,8 +94,10 @@ class Meter:
         self._on_cpu = self.device.type == "cpu"
         self._measures = [on_arrival(parameter) for parameter in self.parameters]
         self._watched = min(range(len(self.parameters)), key=lambda i: _suitability(self.parameters[i]))
-        self._arrived: dict[int, Any] = {}  # in the open piece: squared norms, or gradients that are measured later
-        self._seen: list[torch.Tensor] = []  # the watched parameter's gradient in the open piece
+        self._arrived: dict[
+            int, Any
+        ] = {}  # in the open micro-batch: squared norms, or gradients that are measured later
+        self._seen: list[torch.Tensor] = []  # the watched parameter's gradient in the open micro-batch
         self._closed: list[_Closed] = []
         self._samples = 0
         self._steps = 0
@@ -114,8 +120,10 @@ class Meter:
                 return
             if index in arrived:
                 raise ConfigError(
-                    f"parameter {index} of shape {shape} got a second gradient within one piece, whose squared norm "
-                    f"can no longer be told; add up the losses and call backward() once a piece, or close the piece "
+                    f"parameter {index} of shape {shape} got a second gradient within one micro-batch, whose squared "
+                    f"norm "
+                    f"can no longer be told; add up the losses and call backward() once a micro-batch, or close the "
+                    "micro-batch "
                     f"after each backward(). Where the step is given up, call discard()"
                 )
             if gradient.requires_grad:  # create_graph=True: statistics are no part of the graph
@@ -128,14 +136,15 @@ class Meter:
 
     @property
     def on(self) -> bool:
-        """Whether steps are measured; set before the first piece of a step. Off, closing a piece does nothing."""
+        """Whether steps are measured; set before the first micro-batch of a step. Off, closing a micro-batch does
+        nothing."""
         return not self._off
 
     @on.setter
     def on(self, on: bool) -> None:
         self._off[:] = () if on else (None,)
 
-    def close_piece(self, samples: int, scale: float = 1.0) -> None:
+    def close_micro_batch(self, samples: int, scale: float = 1.0) -> None:
         """The gradient that arrived since the last call was `scale` times the mean over `samples` samples.
 
         Does not wait for the device.
@@ -143,10 +152,11 @@ class Meter:
         if self._off:
             return
         if samples < 1:
-            raise ConfigError(f"a piece of {samples} samples was closed; expected at least one")
+            raise ConfigError(f"a micro-batch of {samples} samples was closed; expected at least one")
         if not self._arrived:
             raise ConfigError(
-                "a piece was closed, but no gradient arrived in it; call backward() first. If it was called: was the "
+                "a micro-batch was closed, but no gradient arrived in it; call backward() first. If it was called: "
+                "was the "
                 "model moved to a device or cast to another type after the Meter was made? Then make a new one"
             )
         squares = dict(self._arrived) if self._on_cpu else norms(self._arrived)
@@ -162,20 +172,20 @@ class Meter:
         check_complete(batch, self._samples)
         means, products = self._squares_of_grad(), self._products()
         known = self._read(means, products)
-        mismatch, totals, pieces = self._mismatch(known, scale), self._totals(), len(self._closed)
+        mismatch, totals, micro_batches = self._mismatch(known, scale), self._totals(), len(self._closed)
         self.discard()
         self.check(mismatch)
         mean_sq = [total / batch for total in totals]
         sq_mean = [means.get(i, 0.0) / scale**2 for i in range(len(totals))]
         if not self.layers:
             mean_sq, sq_mean = [sum(mean_sq)], [sum(sq_mean)]
-        return Measurement(batch=batch, pieces=pieces, mean_sq=tuple(mean_sq), sq_mean=tuple(sq_mean))
+        return Measurement(batch=batch, micro_batches=micro_batches, mean_sq=tuple(mean_sq), sq_mean=tuple(sq_mean))
 
     def take(self, *, scale: float = 1.0) -> Tally:
-        """What the pieces of the step come to, without waiting for the device; opens the next step.
+        """What the micro-batches of the step come to, without waiting for the device; opens the next step.
 
         For those who combine the gradients of several ranks; `.grad` must hold `scale` times the mean of this rank's
-        pieces. A rank without pieces has a tally of zeros.
+        micro-batches. A rank without micro-batches has a tally of zeros.
         """
         products = self._products()
         mismatch = self._mismatch([] if products is None else list(products.unbind()), scale)
@@ -184,14 +194,14 @@ class Meter:
         else:
             zero = torch.zeros((), device=self.device)
             squares = zero.expand(len(self.parameters)).clone()
-            for piece in self._closed:
-                own = torch.stack([piece.squares.get(i, zero) for i in range(len(self.parameters))])
-                squares.addcmul_(own, own, value=piece.weight / piece.scale)
+            for micro_batch in self._closed:
+                own = torch.stack([micro_batch.squares.get(i, zero) for i in range(len(self.parameters))])
+                squares.addcmul_(own, own, value=micro_batch.weight / micro_batch.scale)
         if not self.layers:
             squares = squares.sum(0, keepdim=True)
         tally = Tally(
             samples=self._samples,
-            pieces=len(self._closed),
+            micro_batches=len(self._closed),
             squares=squares,
             mismatch=torch.as_tensor(mismatch, dtype=squares.dtype, device=self.device).reshape(1),
         )
@@ -213,7 +223,7 @@ class Meter:
         """Turn the norms on a device into squared numbers, in place, and return the products; waits, once."""
         if self._on_cpu:
             return [] if products is None else products.tolist()
-        owners = [*(piece.squares for piece in self._closed), means]
+        owners = [*(micro_batch.squares for micro_batch in self._closed), means]
         tensors = [norm for squares in owners for norm in squares.values()]
         vectors = [torch.stack(tensors), *([] if products is None else [products])]
         position = iter(torch.cat(vectors).tolist())
@@ -225,50 +235,54 @@ class Meter:
     def _totals(self) -> list[float]:
         """By parameter, the sum of n_i |g_i|^2."""
         totals = [0.0] * len(self.parameters)
-        for piece in self._closed:
-            factor = piece.weight / piece.scale
-            for index, square in piece.squares.items():
+        for micro_batch in self._closed:
+            factor = micro_batch.weight / micro_batch.scale
+            for index, square in micro_batch.squares.items():
                 totals[index] += factor * square
         return totals
 
     def _products(self) -> torch.Tensor | None:
-        """In the watched tensor: the first piece's gradient times each piece's, and times `.grad`."""
+        """In the watched tensor: the first micro-batch's gradient times each micro-batch's, and times `.grad`."""
         self._steps += 1
         if self._steps > _ALWAYS_CHECKED and self._steps % _ALWAYS_CHECKED:
             return None
         gradient = self.parameters[self._watched].grad
-        parts = [piece.watched for piece in self._closed if piece.watched is not None]
+        parts = [micro_batch.watched for micro_batch in self._closed if micro_batch.watched is not None]
         if not parts or gradient is None or gradient.is_sparse:
             return None
         stacked = at_least_float32(torch.stack([*parts, gradient.detach()]).flatten(1))
         return stacked @ stacked[0]
 
     def _mismatch(self, products: Sequence[Any], scale: float) -> Any:
-        """(g_1 . (mean of the pieces - .grad))^2 over the mean of (g_1 . g_i)^2, in the watched tensor.
+        """(g_1 . (mean of the micro-batches - .grad))^2 over the mean of (g_1 . g_i)^2, in the watched tensor.
 
-        Seen along g_1, since the mean always has a part along it. Relative to the pieces and not to their mean, since
-        pieces may cancel and leave a mean that is smaller than its own rounding error. On floats and tensors alike.
-        """
+        Seen along g_1, since the mean always has a part along it. Relative to the micro-batches and not to their mean,
+        since micro-batches may cancel and leave a mean that is smaller than its own rounding error. On floats and
+        tensors alike."""
         if not products:
             return 0.0
-        parts = [piece for piece in self._closed if piece.watched is not None]
+        parts = [micro_batch for micro_batch in self._closed if micro_batch.watched is not None]
         *own, final = products
-        expected = sum(piece.weight * product for piece, product in zip(parts, own, strict=True))
-        size = sum(piece.weight / piece.scale * product**2 for piece, product in zip(parts, own, strict=True))
+        expected = sum(micro_batch.weight * product for micro_batch, product in zip(parts, own, strict=True))
+        size = sum(
+            micro_batch.weight / micro_batch.scale * product**2 for micro_batch, product in zip(parts, own, strict=True)
+        )
         return (expected - final * (self._samples / scale)) ** 2 / (size * self._samples + 1e-38)
 
     def check(self, mismatch: float) -> None:
-        """Refuse a step whose `.grad` was not the mean of its pieces; `mismatch` is a tally's, read from the device."""
+        """Refuse a step whose `.grad` was not the mean of its micro-batches; `mismatch` is a tally's, read from the
+        device."""
         tolerance = 5e-2 if self.parameters[self._watched].dtype in LOW_PRECISION else 1e-3
         if mismatch > tolerance**2:  # false for a NaN, which `Measurement.finite` reports
             raise ConfigError(
-                "the gradient in .grad is not the mean of the step's pieces, so noise and signal cannot be told. "
+                "the gradient in .grad is not the mean of the step's micro-batches, so noise and signal cannot be "
+                "told. "
                 "Clip gradients after they are measured (inner.register_step_pre_hook), clear them between steps "
                 "(zero_grad), and name the factor that a loss was multiplied with (scale)"
             )
 
     def discard(self) -> None:
-        """Forget the pieces since the last finished step: it was skipped or lost."""
+        """Forget the micro-batches since the last finished step: it was skipped or lost."""
         self._arrived.clear()
         self._seen.clear()
         self._closed = []
@@ -295,10 +309,11 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 
 
 def check_complete(batch: int, closed: int) -> None:
-    """Refuse to finish a step that is not the sum of its pieces."""
+    """Refuse to finish a step that is not the sum of its micro-batches."""
     if batch != closed:
         raise ConfigError(
-            f"a step of {batch} samples was finished, but its pieces have {closed}; close every piece with its own "
+            f"a step of {batch} samples was finished, but its micro-batches have {closed}; close every "
+            "micro-batch with its own "
             f"number of samples, and discard() steps that are given up"
         )
 

@@ -41,9 +41,8 @@ def norms(gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
 def on_arrival(parameter: torch.Tensor) -> Callable[[torch.Tensor], Any]:
     """What to do with this parameter's gradients when they arrive.
 
-    On a CPU: measure them while they are in the cache. On a device: keep an alias until the piece is closed; were the
-    gradient itself kept, autograd could not make it the first `.grad` of a step and would copy it.
-    """
+    On a CPU: measure them while they are in the cache. On a device: keep an alias until the micro-batch is closed; were
+    the gradient itself kept, autograd could not make it the first `.grad` of a step and would copy it."""
     if parameter.device.type != "cpu":
         return torch.Tensor.detach
     simple = parameter.numel() <= _ONE_DOT and parameter.dtype not in LOW_PRECISION

@@ -1,15 +1,15 @@
-"""The pieces of a step added up and measured without a hook: for loops that own their gradients and run on a GPU.
+"""The micro-batches of a step added up and measured without a hook: for loops that own their gradients and run on a
+GPU.
 
     sums = Sums(model.parameters(), layers=False)
     sums.discard()                             # a step begins
-    for x, y in pieces:
+    for x, y in micro-batches:
         loss_fn(model(x), y).backward()
         sums.close_piece(len(x))               # takes the gradient out of .grad
     measurement = sums.finish(batch)           # .grad holds the sum; the one host synchronisation of the step
 
-A Python hook for each tensor, as `measure.Meter` has it, costs more on a GPU than all the arithmetic. Here a piece is
-three calls of fused kernels, whatever the number of tensors, and they can be part of a CUDA graph.
-"""
+A Python hook for each tensor, as `measure.Meter` has it, costs more on a GPU than all the arithmetic. Here a
+micro-batch is three calls of fused kernels, whatever the number of tensors, and they can be part of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = ["Sums"]
 
 
 class Sums:
-    """Adds up the pieces of a step and, unless told otherwise, measures each; a `Meter` without hooks.
+    """Adds up the micro-batches of a step and, unless told otherwise, measures each; a `Meter` without hooks.
 
-    A *piece* is what is in `.grad` when it is closed, of one backward pass or several. `.grad` must be empty before a
-    step. Layers are the given parameters in the given order; a parameter that gets no gradient counts as zero, and its
-    `.grad` stays empty. The sums lie in buffers that stay where they are from step to step; they are the `.grad` of a
-    finished step until the next one begins. Costs the memory of one more gradient. Sparse gradients become dense ones.
-    """
+    A *micro-batch* is what is in `.grad` when it is closed, of one backward pass or several. `.grad` must be empty
+    before a step. Layers are the given parameters in the given order; a parameter that gets no gradient counts as zero,
+    and its `.grad` stays empty. The sums lie in buffers that stay where they are from step to step; they are the
+    `.grad` of a finished step until the next one begins. Costs the memory of one more gradient. Sparse gradients become
+    dense ones."""
 
     def __init__(
         self, parameters: Iterable[torch.nn.Parameter], *, layers: bool = False, measured: bool = True
@@ -42,20 +42,21 @@ class Sums:
         self.layers = layers
         self.measured = measured
         self.on = True
-        """Whether pieces are added up and measured; off, closing a piece leaves its gradient in `.grad`."""
+        """Whether micro-batches are added up and measured; off, closing a micro-batch leaves its gradient in
+        `.grad`."""
         self.device = check_parameters(self.parameters)
         double = any(p.dtype == torch.float64 for p in self.parameters)
         self._sums = [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
         self._norms = torch.zeros(
             len(self.parameters), device=self.device, dtype=torch.float64 if double else torch.float32
         )
-        """Of the latest piece."""
+        """Of the latest micro-batch."""
         self._squares = torch.zeros(len(self.parameters), device=self.device, dtype=torch.float64)
-        """Sum of n_i |g_i|^2 over the closed pieces."""
+        """Sum of n_i |g_i|^2 over the closed micro-batches."""
         self.touched: set[int] = set()
         """Parameters that had a gradient in this step."""
         self._samples = 0
-        self._pieces = 0
+        self._micro_batches = 0
 
     @property
     def width(self) -> int:
@@ -68,7 +69,7 @@ class Sums:
             torch._foreach_zero_(self._sums)
         self._squares.zero_()
         self.touched.clear()
-        self._samples = self._pieces = 0
+        self._samples = self._micro_batches = 0
 
     @torch.no_grad()
     def add(self) -> frozenset[int]:
@@ -79,7 +80,7 @@ class Sums:
                 arrived[index] = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
                 parameter.grad = None
         if not arrived:
-            raise ConfigError("a piece was closed, but no gradient arrived in it; call backward() first")
+            raise ConfigError("a micro-batch was closed, but no gradient arrived in it; call backward() first")
         if self.measured:
             found = norms(arrived)
             if len(found) == len(self.parameters):
@@ -94,14 +95,14 @@ class Sums:
     def weigh(self, samples: int, scale: float = 1.0) -> None:
         """What was added last was `scale` times the mean gradient over `samples` samples. Does not wait."""
         if samples < 1:
-            raise ConfigError(f"a piece of {samples} samples was closed; expected at least one")
+            raise ConfigError(f"a micro-batch of {samples} samples was closed; expected at least one")
         if self.measured:
             wide = self._norms.to(torch.float64)
             self._squares.addcmul_(wide, wide, value=samples / scale**2)
         self._samples += samples
-        self._pieces += 1
+        self._micro_batches += 1
 
-    def close_piece(self, samples: int, scale: float = 1.0) -> None:
+    def close_micro_batch(self, samples: int, scale: float = 1.0) -> None:
         """The gradient in `.grad` is `scale` times the mean over `samples` samples: add it and measure it."""
         if not self.on:
             return
@@ -124,14 +125,19 @@ class Sums:
         sq_mean = [number / scale**2 for number in numbers[len(self.parameters) :]]
         if not self.layers:
             mean_sq, sq_mean = [sum(mean_sq)], [sum(sq_mean)]
-        return Measurement(batch=batch, pieces=self._pieces, mean_sq=tuple(mean_sq), sq_mean=tuple(sq_mean))
+        return Measurement(
+            batch=batch, micro_batches=self._micro_batches, mean_sq=tuple(mean_sq), sq_mean=tuple(sq_mean)
+        )
 
     def take(self) -> Tally:
-        """What the pieces of the step come to, without waiting for the device; `.grad` holds their sum."""
+        """What the micro-batches of the step come to, without waiting for the device; `.grad` holds their sum."""
         self.put_back()
         squares = self._squares if self.layers else self._squares.sum(0, keepdim=True)
         return Tally(
-            samples=self._samples, pieces=self._pieces, squares=squares, mismatch=torch.zeros_like(squares[:1])
+            samples=self._samples,
+            micro_batches=self._micro_batches,
+            squares=squares,
+            mismatch=torch.zeros_like(squares[:1]),
         )
 
     def check(self, mismatch: float) -> None:

@@ -1,4 +1,4 @@
-"""What a GradScaler sees of a step that was accumulated from pieces."""
+"""What a GradScaler sees of a step that was accumulated from micro-batches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ __all__ = ["CompleteStep"]
 class CompleteStep:
     """Looks like an optimizer to a GradScaler, which unscales the gradients and calls `step` if all are finite.
 
-    So nothing but the scaler's public behaviour is relied on: the scale grows after steps and not after pieces, and an
-    infinite gradient lowers it once.
-    """
+    So nothing but the scaler's public behaviour is relied on: the scale grows after steps and not after micro-batches,
+    and an infinite gradient lowers it once."""
 
     def __init__(self, groups: list[dict[str, Any]], update: Callable[[], None]) -> None:
         self.param_groups = groups

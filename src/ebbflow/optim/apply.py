@@ -102,7 +102,7 @@ class Applier:
         self._copies: dict[int, torch.Tensor] = {}
 
     @property
-    def thawed(self) -> bool:
+    def unfrozen(self) -> bool:
         """Whether a tensor is trained that was frozen when the groups were looked at, and so is no layer."""
         return any(p.requires_grad for p in self._frozen)
 
@@ -133,7 +133,7 @@ class Applier:
         name = type(self.inner).__name__
         if isinstance(scaling.lr, tuple) or isinstance(scaling.gradient, tuple):
             self.check_layers(rule)
-            if self.thawed:
+            if self.unfrozen:
                 raise ConfigError(
                     f"the rule {rule} gives each layer a rate, and a tensor is trained that was frozen when the "
                     f"optimizer was made; make a new optimizer, or use a rule for the whole model, such as adascale"

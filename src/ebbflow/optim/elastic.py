@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ebbflow.core.spec import nearest
-from ebbflow.data.sampler import ElasticSampler, Piece
+from ebbflow.data.sampler import ElasticSampler, SamplerMicroBatch
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.moments.estimate import Averages, Measurement, Moments
 from ebbflow.moments.measure import Meter
@@ -33,21 +33,21 @@ OnNonfinite = Literal["ignore", "skip", "stop"]
 class ElasticOptimizer(torch.optim.Optimizer):
     """Any torch optimizer, with its rate following the batch by a rule.
 
-    In a plain training loop, with a sampler that deals out the pieces of each step:
+    In a plain training loop, with a sampler that deals out the micro-batches of each step:
 
         sampler   = ElasticSampler(len(data), plan, local_batch=32)      # batch_sampler of the DataLoader
         optimizer = ElasticOptimizer(SGD(...), rule="adascale", base_batch=256, sampler=sampler)
         for x, y in loader:
-            loss_fn(model(x), y).backward()      # the loss is the mean over the piece
-            optimizer.step()                     # accumulates, or updates when the step's last piece is in
-            optimizer.zero_grad()                # does nothing between the pieces of a step
+            loss_fn(model(x), y).backward()      # the loss is the mean over the micro-batch
+            optimizer.step()                     # accumulates, or updates when the step's last micro-batch is in
+            optimizer.zero_grad()                # does nothing between the micro-batches of a step
 
-    The gradient of a step is the mean over its *samples*: pieces of different sizes get the weight they deserve.
+    The gradient of a step is the mean over its *samples*: micro-batches of different sizes get the weight they deserve.
     Guarantees: the inner optimizer sees exactly one call a step; parameter groups hold the base rate before and after
     every call; a step that fails or is skipped leaves no trace in the rule and in the averages of noise and signal;
-    `state_dict` restores the inner optimizer, the rule, the averages, the position and the sampler at the last
-    complete step. Limits: the loss must be a mean over the samples of the piece; closures are not supported; gradients
-    are combined within one process only (a sampler for rank r of R is for loops that combine gradients themselves).
+    `state_dict` restores the inner optimizer, the rule, the averages, the position and the sampler at the last complete
+    step. Limits: the loss must be a mean over the samples of the micro-batch; closures are not supported; gradients are
+    combined within one process only (a sampler for rank r of R is for loops that combine gradients themselves).
 
     *Mixed precision.* Give the GradScaler to the constructor and leave its `step` and `update` out of the loop, since
     only a complete step may be unscaled:
@@ -55,9 +55,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         scaler.scale(loss_fn(model(x), y)).backward()
         optimizer.step()                         # unscales the complete step; skips it if a gradient is not finite
 
-    The samples of a skipped step are consumed. *Clipping* between `backward` and `step` would clip pieces; `clip`
-    limits the norm of the step's mean gradient, after it was measured.
-    """
+    The samples of a skipped step are consumed. *Clipping* between `backward` and `step` would clip micro-batches;
+    `clip` limits the norm of the step's mean gradient, after it was measured."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"base_batch is {base_batch}; expected the batch size at which the rate was tuned")
         if sampler is not None and sampler.world_size > 1:
             raise ConfigError(
-                f"the sampler deals out the pieces of rank {sampler.rank} of {sampler.world_size}, but "
+                f"the sampler deals out the micro-batches of rank {sampler.rank} of {sampler.world_size}, but "
                 f"ElasticOptimizer combines the gradients of one process; use a sampler with world_size=1"
             )
         for name, value in (("memory_steps", memory_steps), ("measure_every", measure_every), ("clip", clip)):
@@ -163,9 +162,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
         return self._applier.layers
 
     @property
-    def thawed(self) -> bool:
+    def unfrozen(self) -> bool:
         """Whether a tensor is trained that was frozen when the optimizer was made, and so is none of the layers."""
-        return self._applier.thawed
+        return self._applier.unfrozen
 
     @property
     def progress(self) -> float:
@@ -173,7 +172,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         return self._progress * self.base_batch if self.by_gain else float(self._samples)
 
     def due(self, batch: int) -> bool:
-        """Whether a coming step of so many samples is to be measured; see `Averages.due`."""
+        """Whether a upcoming step of so many samples is to be measured; see `Averages.due`."""
         return bool(self.rule.needs) and self._averages.due(batch, memory=self.memory, every=self.measure_every)
 
     @property
@@ -187,7 +186,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # a GradScaler then calls step() without unscaling, and step() can refuse it
 
     def step(self, closure: Callable[[], float] | None = None, *, samples: int | None = None) -> None:  # type: ignore[override]
-        """Take the gradient of one piece; update when it was the last one of its step.
+        """Take the gradient of one micro-batch; update when it was the last one of its step.
 
         Without a sampler every call is a whole step, of the given number of samples.
         """
@@ -195,7 +194,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
             raise ConfigError("ElasticOptimizer.step takes no closure: call backward() before step()")
         if hasattr(self, "grad_scale"):
             raise ConfigError(
-                "scaler.step(optimizer) would unscale every piece of a step; pass scaler= to ElasticOptimizer, call "
+                "scaler.step(optimizer) would unscale every micro-batch of a step; pass scaler= to ElasticOptimizer, "
+                "call "
                 "optimizer.step(), and leave scaler.step and scaler.update out of the loop"
             )
         if self.sampler is None:
@@ -203,33 +203,37 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 raise ConfigError(f"step(samples={samples}): pass the step's samples, or sampler= to ElasticOptimizer")
             if self.rule.needs:
                 raise ConfigError(
-                    f"the rule {self.rule} measures the pieces that a step is made of; pass sampler= to "
+                    f"the rule {self.rule} measures the micro-batches that a step is made of; pass sampler= to "
                     f"ElasticOptimizer, which deals them out"
                 )
             self._complete(batch=samples, workers=1)
             return
-        piece = self.sampler.consume()
-        if piece.first and self._scaler is not None and self._meter is not None:
+        micro_batch = self.sampler.consume()
+        if micro_batch.first and self._scaler is not None and self._meter is not None:
             self._scale = self._scaler.get_scale()
         if self._meter is not None:
-            self._meter.close_piece(piece.size, scale=self._scale)
-        self._accumulating = not piece.last
-        self._weigh(piece)
-        if piece.last:
-            self._complete(batch=piece.batch, workers=piece.workers)
+            self._meter.close_micro_batch(micro_batch.size, scale=self._scale)
+        self._accumulating = not micro_batch.last
+        self._weigh(micro_batch)
+        if micro_batch.last:
+            self._complete(batch=micro_batch.batch, workers=micro_batch.workers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, unless a step is still collecting its pieces."""
+        """Clear the gradients, unless a step is still collecting its micro-batches."""
         if not self._accumulating:
             self.inner.zero_grad(set_to_none=set_to_none)
 
-    def _weigh(self, piece: Piece) -> None:
-        """Keep sum(n_j g_j)/n_next in .grad, where n_next is the size of the piece to come, and the mean at the end.
+    def _weigh(self, micro_batch: SamplerMicroBatch) -> None:
+        """Keep sum(n_j g_j)/n_next in .grad, where n_next is the size of the micro-batch to come, and the mean at the
+        end.
 
-        Pieces of equal size need no work until the last one.
+        Micro-batches of equal size need no work until the last one.
         """
         parameters = self._applier.parameters
-        scale_gradients(parameters, piece.size / (piece.batch if piece.next_size is None else piece.next_size))
+        scale_gradients(
+            parameters,
+            micro_batch.size / (micro_batch.batch if micro_batch.next_size is None else micro_batch.next_size),
+        )
 
     def _complete(self, *, batch: int, workers: int) -> None:
         """Update with the position that this optimizer keeps itself."""
@@ -386,7 +390,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._samples = state_dict["samples"]
         self._progress = state_dict["progress"]
         self._accumulating = False
-        self.inner.zero_grad()  # pieces of a step that was under way belong to another position
+        self.inner.zero_grad()  # micro-batches of a step that was under way belong to another position
         if self._meter is not None:
             self._meter.discard()
             self._meter.on = state_dict["measuring"]

@@ -15,8 +15,8 @@ __all__ = ["SampleCount", "cut_step"]
 Ints = npt.NDArray[np.int64]
 
 
-def cut_step(wanted: int, remaining: int) -> int:
-    """Samples that a step takes when it wants `wanted` and the epoch has `remaining` left.
+def cut_step(requested: int, remaining: int) -> int:
+    """Samples that a step takes when it wants `requested` and the epoch has `remaining` left.
 
     Normally the smaller of the two, so that an epoch ends with a smaller step. One lone sample is never left for the
     last step, since it has no variance, which batch norm needs: a step of three or more takes one less, a step of two
@@ -25,9 +25,9 @@ def cut_step(wanted: int, remaining: int) -> int:
     >>> [cut_step(8, n) for n in (20, 8, 5, 9)], cut_step(2, 3), cut_step(1, 2)
     ([8, 8, 5, 7], 3, 1)
     """
-    if wanted == 1 or remaining - wanted != 1:
-        return min(wanted, remaining)
-    return wanted - 1 if wanted >= 3 else remaining
+    if requested == 1 or remaining - requested != 1:
+        return min(requested, remaining)
+    return requested - 1 if requested >= 3 else remaining
 
 
 @dataclass(frozen=True)

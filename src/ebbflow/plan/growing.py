@@ -1,6 +1,6 @@
 """Policies that grow the batch while training: what a step wants, by its position or by what was measured.
 
-A growing policy is a pure value, like a rule: `wanted(seen, state) -> (batch, state)`, asked once before each step,
+A growing policy is a pure value, like a rule: `requested(seen, state) -> (batch, state)`, asked once before each step,
 with what the step before showed; its state is JSON. What it wants knows no limits. Whoever asks takes the smallest of
 that, of `max_batch` and of what the workers can do, and the learning rate pays for the difference (`growth.py`).
 
@@ -31,7 +31,7 @@ PolicyState = Any
 """What a policy remembers: None, or a value that survives JSON."""
 
 _PAPER = "Holt and Sievert 2021"
-_MAX_WANTED = 2**53
+_MAX_REQUEST = 2**53
 """No policy wants more: beyond it a float no longer counts samples one by one."""
 _FOR_EVER = 2**53
 """Steps that no run has."""
@@ -55,9 +55,10 @@ class Observation:
     norm_sq: float | None = None
     """Squared norm of its mean gradient."""
     noise: float | None = None
-    """Trace of the covariance of one sample's gradient, as the step's pieces show it; takes two pieces."""
+    """Trace of the covariance of one sample's gradient, as the step's micro-batches show it; takes two
+    micro-batches."""
     signal: float | None = None
-    """Squared norm of the true gradient, without bias, so it may be below zero; takes two pieces."""
+    """Squared norm of the true gradient, without bias, so it may be below zero; takes two micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,8 @@ class Growing(ABC):
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """What an engine must measure for the policy: "moments", or nothing."""
-    two_pieces: ClassVar[bool] = False
-    """Whether steps of one piece tell it nothing: among them alone it never grows."""
+    needs_two_micro_batches: ClassVar[bool] = False
+    """Whether steps of one micro-batch tell it nothing: among them alone it never grows."""
     passive: ClassVar[bool] = False
     """Whether the position decides alone."""
 
@@ -90,7 +91,8 @@ class Growing(ABC):
             raise PlanError(f"{self}: {name} is {value:g}; expected {limit}")
 
     def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
-        """What the workers could do: all of them, local_batch samples each. A step takes less where less is wanted."""
+        """What the workers could do: all of them, local_batch samples each. A step takes less where less is
+        requested."""
         if self.local_batch is None:
             raise PlanError(
                 f"{self} does not say how many samples a worker takes at most; write local_batch=32, for example"
@@ -102,7 +104,7 @@ class Growing(ABC):
         return None
 
     @abstractmethod
-    def wanted(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
+    def requested(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
         """The batch that the next step wants, and the state for the question after it; called once a step."""
 
     def steady(self, seen: Observation, batch: int) -> int:
@@ -137,8 +139,8 @@ def _register(name: str, *, cite: str = _PAPER, needs: frozenset[str] = frozense
 
 def _whole(batch: float, least: int) -> int:
     """A batch from a formula's number: rounded up, not below `least`; 5.000000000001 is 5."""
-    if not batch < _MAX_WANTED:
-        return _MAX_WANTED
+    if not batch < _MAX_REQUEST:
+        return _MAX_REQUEST
     return max(least, math.ceil(batch - 1e-9 * abs(batch)))
 
 
@@ -151,7 +153,7 @@ class Geo(Growing):
     """b0 factor^floor(t/delay): the batch grows where a step schedule would cut the learning rate.
 
     >>> seen = Observation(step=28_200, samples=6_000_000, epoch_samples=50_000, ref_batch=128)
-    >>> Geo(Span(60, "ep"), 5).wanted(seen, None)
+    >>> Geo(Span(60, "ep"), 5).requested(seen, None)
     (3200, None)
     """
 
@@ -166,12 +168,12 @@ class Geo(Growing):
         if not self.delay.value > 0:
             raise PlanError(f"{self}: delay is {self.delay}; expected an amount of training above 0, such as 5ep")
 
-    def wanted(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
+    def requested(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
         """By the samples committed so far."""
         growths, _ = self._growths(seen)
         first = self.first(seen)
-        if growths * math.log(self.factor) > math.log(_MAX_WANTED):  # no overflow, however late it is
-            return _MAX_WANTED, state
+        if growths * math.log(self.factor) > math.log(_MAX_REQUEST):  # no overflow, however late it is
+            return _MAX_REQUEST, state
         return _whole(first * self.factor**growths, first), state
 
     def steady(self, seen: Observation, batch: int) -> int:
@@ -199,7 +201,7 @@ class Pada(Growing):
         super().__post_init__()
         self._check("rate")
 
-    def wanted(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
+    def requested(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
         """By the number of the step."""
         first = self.first(seen)
         return _whole(first + self.rate * seen.step, first), state
@@ -208,7 +210,7 @@ class Pada(Growing):
         """Until the whole number changes."""
         if self.rate == 0:
             return _FOR_EVER
-        last = (self.wanted(seen, None)[0] - self.first(seen)) / self.rate * (1 - 1e-9)  # step with the same number
+        last = (self.requested(seen, None)[0] - self.first(seen)) / self.rate * (1 - 1e-9)  # step with the same number
         return 1 + max(0, math.floor(last) - seen.step)
 
 
@@ -227,8 +229,8 @@ class _Watching(Growing):
         self._check("dwell", at_least=1)
         self._check("wait")
 
-    def wanted(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
-        """What was wanted at the last look, or a new number if it is time for one."""
+    def requested(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
+        """What was requested at the last look, or a new number if it is time for one."""
         memory: Mapping[str, Any] = self._watch(seen, state or {})
         first = self.first(seen)
         batch = int(memory.get("batch", first))
@@ -301,10 +303,10 @@ class AdaNorm(_AgainstTheStart):
     """b0 |grad F0|^2/|grad F|^2: the batch grows as the gradient shrinks.
 
     The squared norm is the signal: that of a mini-batch gradient would hold the noise too, which a larger batch makes
-    smaller, so that growth would feed itself. Steps take two pieces at least.
+    smaller, so that growth would feed itself. Steps take two micro-batches at least.
     """
 
-    two_pieces: ClassVar[bool] = True
+    needs_two_micro_batches: ClassVar[bool] = True
 
     def _value(self, seen: Observation) -> float | None:
         return seen.signal
@@ -350,13 +352,13 @@ class NoiseScale(_Watching):
     """part V/S: the batch follows the measured noise scale, up and down, but not below b0.
 
     At the noise scale noise and signal of a step's gradient are equal; a larger batch saves few steps, a smaller one
-    few samples. Both are averaged over about `memory` before the ratio is taken. Steps take two pieces at least.
+    few samples. Both are averaged over about `memory` before the ratio is taken. Steps take two micro-batches at least.
     """
 
     part: float = param(1.0, doc="of the noise scale that the batch should be")
     memory: Span = param(Span(200, "steps"), doc="what the averages of noise and signal remember")
 
-    two_pieces: ClassVar[bool] = True
+    needs_two_micro_batches: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -38,43 +38,42 @@ def workers_for(batch: int, local_batch: int) -> int:
     return -(-batch // local_batch)
 
 
-def allow(size: StepSize, wanted: int, max_batch: int | None = None) -> StepSize:
-    """The step: the smaller of what is wanted and of what can be done. Workers that it leaves without work idle.
+def allow(size: StepSize, requested: int, max_batch: int | None = None) -> StepSize:
+    """The step: the smaller of what is requested and of what can be done. Workers that it leaves without work idle.
 
-    `size` is what the workers can do. The result says what was wanted where that was more.
+    `size` is what the workers can do. The result says what was requested where that was more.
 
     >>> four = StepSize(workers=4, samples=128, time_s=0.0, duration_s=1.0)
     >>> small, large = allow(four, 40), allow(four, 512)
     >>> (small.workers, small.samples, small.shortfall), (large.workers, large.samples, large.shortfall)
     ((2, 40, 1.0), (4, 128, 0.25))
     """
-    batch = min(wanted, size.samples, max_batch if max_batch is not None else wanted)
+    batch = min(requested, size.samples, max_batch if max_batch is not None else requested)
     workers = min(size.workers, max(1, batch // 2), workers_for(batch * size.workers, size.samples))
-    return replace(size, workers=workers, samples=batch, wanted=wanted if wanted > batch else None)
+    return replace(size, workers=workers, samples=batch, requested=requested if requested > batch else None)
 
 
 class Growth:
-    """A growing policy and its state in one run: `wanted` is the wish for the next step.
+    """A growing policy and its state in one run: `requested` is the wish for the next step.
 
-    The policy is asked once for each committed step, so that a step that was lost and is repeated wants what it wanted
-    before, and a run that goes on from `state_dict` wants what an undisturbed one does.
-    """
+    The policy is asked once for each committed step, so that a step that was lost and is repeated wants what it
+    requested before, and a run that goes on from `state_dict` wants what an undisturbed one does."""
 
     def __init__(self, policy: Growing, *, ref_batch: int, epoch_samples: int) -> None:
         self.policy = policy
         self._start = Observation(step=0, samples=0, ref_batch=ref_batch, epoch_samples=epoch_samples)
         self._seen = self._start
         self._state: PolicyState = policy.init()
-        self.wanted, self._state = policy.wanted(self._seen, self._state)
+        self.requested, self._state = policy.requested(self._seen, self._state)
 
     @property
     def useful(self) -> int:
         """Samples that the next step could use, if the workers were there."""
-        return min(self.wanted, self.policy.max_batch or self.wanted)
+        return min(self.requested, self.policy.max_batch or self.requested)
 
     def allow(self, size: StepSize) -> StepSize:
         """What the next step takes, when the workers can do `size`."""
-        return allow(size, self.wanted, self.policy.max_batch)
+        return allow(size, self.requested, self.policy.max_batch)
 
     def observe(
         self,
@@ -96,13 +95,13 @@ class Growth:
             noise=noise,
             signal=signal,
         )
-        self.wanted, self._state = self.policy.wanted(self._seen, self._state)
+        self.requested, self._state = self.policy.requested(self._seen, self._state)
 
     def state_dict(self) -> dict[str, Any]:
         """The wish, the policy's state and the position, as JSON."""
         return {
             "policy": str(self.policy),
-            "wanted": self.wanted,
+            "requested": self.requested,
             "state": json.dumps(self._state),
             "step": self._seen.step,
             "samples": self._seen.samples,
@@ -113,7 +112,7 @@ class Growth:
         if state.get("policy") != str(self.policy):
             raise CheckpointError(f"the saved batch policy is {state.get('policy')!r}, this run's is {self.policy}")
         try:
-            self.wanted, self._state = int(state["wanted"]), json.loads(state["state"])
+            self.requested, self._state = int(state["requested"]), json.loads(state["state"])
             self._seen = replace(self._start, step=int(state["step"]), samples=int(state["samples"]))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the saved state of the batch policy {self.policy} is damaged: {error!r}") from None
@@ -132,8 +131,8 @@ def _steps(
     for run in plan.runs():
         here = StepSize(workers=run.workers, samples=run.samples, time_s=run.start_s, duration_s=run.step_s)
         while run.stop is None or seen.step < run.stop:
-            wanted, state = policy.wanted(seen, state)
-            size = allow(here, wanted, policy.max_batch)
+            requested, state = policy.requested(seen, state)
+            size = allow(here, requested, policy.max_batch)
             # As planned are the steps that leave two samples or more of the epoch; see `cut_step`.
             equal = min(policy.steady(seen, size.samples), (remaining - 2) // size.samples)
             equal = max(1, equal if run.stop is None else min(equal, run.stop - seen.step))

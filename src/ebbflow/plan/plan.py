@@ -39,13 +39,13 @@ class StepSize:
     time_s: float
     """When the step begins; training begins at 0 s."""
     duration_s: float
-    wanted: int | None = field(default=None, repr=False)
-    """What a growing policy wanted, where that was more than `samples`."""
+    requested: int | None = field(default=None, repr=False)
+    """What a growing policy requested, where that was more than `samples`."""
 
     @property
     def shortfall(self) -> float:
-        """The part of the wanted batch that the step has; the learning rate pays for the rest."""
-        return 1.0 if self.wanted is None else self.samples / self.wanted
+        """The part of the requested batch that the step has; the learning rate pays for the rest."""
+        return 1.0 if self.requested is None else self.samples / self.requested
 
 
 class PlanRun(NamedTuple):
@@ -69,7 +69,7 @@ class PlanSummary:
     samples: int
     """What training takes: epochs times the samples of an epoch."""
     batch_min: int
-    """Of the planned batches, as are the next two: a step that an epoch's end cuts counts with what it wanted."""
+    """Of the planned batches, as are the next two: a step that an epoch's end cuts counts with what it requested."""
     batch_mean: float
     batch_max: int
     changes: int

@@ -66,7 +66,7 @@ LAYER_FIGURES = (
         kind="layer-variance", title="Gradient variance of the layers", label="gradient variance",
         values=gradient_variance,
         caption="The gradient variance of each layer as Ko et al. (2022) define it, their Figure 3: from 1, where all "
-        "pieces agree, to B/B0, where they are all noise.",
+        "micro-batches agree, to B/B0, where they are all noise.",
     ),
     LayerFigure(
         kind="layer-multiplier", title="Multiplier of the layers", label="multiplier of the rate",

@@ -27,11 +27,12 @@ class AdaScale(Rule):
     progress=gain it follows the sum of the gains, as in the paper: a step counts as r reference steps, and the run ends
     when they add up to the reference run. Since r <= S, that takes more samples than the reference run, never fewer.
 
-    Before anything was measured (in a single gradient piece noise and signal cannot be told apart) r is 1, the paper's
-    r_0, and S below the reference batch. A step's own measurement counts: with two pieces the first step has a gain.
+    Before anything was measured (in a single gradient micro-batch noise and signal cannot be told apart) r is 1, the
+    paper's r_0, and S below the reference batch. A step's own measurement counts: with two micro-batches the first step
+    has a gain.
 
     Suits: SGD with momentum, where the noise of the model is not known: it is linear where noise rules and stops
-    growing where more samples no longer help. Needs two gradient pieces in most steps.
+    growing where more samples no longer help. Needs two gradient micro-batches in most steps.
     """
 
     progress: Literal["samples", "gain"] = param(

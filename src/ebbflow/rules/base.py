@@ -39,7 +39,7 @@ class StepContext:
     total_samples: int = 0
     """Samples in the whole run; 0 if it has no end."""
     shortfall: float = 1.0
-    """The part of the batch that a growing policy wanted; rules need not look at it, the optimizer does."""
+    """The part of the batch that a growing policy requested; rules need not look at it, the optimizer does."""
     moments: Moments | None = None
     """Averaged noise and signal, this step's included; None if no rule needs them or nothing was measured yet."""
 

@@ -16,7 +16,7 @@ from ebbflow.rules.base import Modifier, Rule
 __all__ = ["NEEDS", "Description", "describe"]
 
 NEEDS: Mapping[str, str] = {
-    "moments": "noise and signal of the gradient, measured from two or more pieces a step",
+    "moments": "noise and signal of the gradient, measured from two or more micro-batches a step",
     "layers": "the same of each layer",
 }
 """What may be measured for a rule, in words."""

@@ -19,10 +19,10 @@ class Lena(Rule):
     """m_l = (top_l + eps)/(bot_l + eps), at most B/B0: the gain of each layer, from its own gradients.
 
     A layer is a parameter tensor; top_l = mu2_l + V_l/B0 and bot_l = mu2_l + V_l/B are the squared norms to expect of
-    its gradient over a reference batch and over the whole step. With K = B/B0 equal pieces of the reference batch they
-    are the paper's averages, exactly: in each step V = B(A - N)/(K - 1) and mu2 = N - V/B, with A = mean |g_i|^2 and
-    N = |mean g_i|^2, so bot = N and top = N + V(1/B0 - 1/B) = N + V(K - 1)/B = A. A moving average is a weighted sum,
-    so the same holds for the averages, and top_l/bot_l is the paper's ratio (its eq. 4 and 8).
+    its gradient over a reference batch and over the whole step. With K = B/B0 equal micro-batches of the reference
+    batch they are the paper's averages, exactly: in each step V = B(A - N)/(K - 1) and mu2 = N - V/B, with A = mean
+    |g_i|^2 and N = |mean g_i|^2, so bot = N and top = N + V(1/B0 - 1/B) = N + V(K - 1)/B = A. A moving average is a
+    weighted sum, so the same holds for the averages, and top_l/bot_l is the paper's ratio (its eq. 4 and 8).
 
     When the batch changes, the paper's average of bot would have to be converted, because it holds N of the old batch.
     Here V_l and mu2_l are averaged, which belong to the layer, and bot_l is formed for the batch of the step: the

@@ -12,7 +12,7 @@ from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.emulated.base import EmulatedEngine
 from ebbflow.engines.emulated.grouped import BatchNormMode, unfusable
 from ebbflow.engines.emulated.ranks import Ranks
-from ebbflow.engines.pieces import Precision
+from ebbflow.engines.micro_batches import Precision
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan import BatchPlan
@@ -47,7 +47,7 @@ def make_engine(
     shared: dict[str, Any] = {
         "samples": len(task.train),
         "seed": config.seed,
-        "piece": config.piece,
+        "micro_batch": config.micro_batch,
         "needs": needs,
         "parameters": optimizer.layers,
         "precision": cast(Precision, config.precision),
@@ -81,7 +81,7 @@ def make_engine(
 def loader_workers(config: RunConfig) -> int:
     """Processes that read ahead for this one; torchrun says how many of its ranks share the machine."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    workers = config.staffed(cores=len(os.sched_getaffinity(0)), processes=ranks).loader_workers
+    workers = config.with_loader_workers(cores=len(os.sched_getaffinity(0)), processes=ranks).loader_workers
     assert workers is not None
     return workers
 

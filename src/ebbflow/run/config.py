@@ -29,6 +29,9 @@ _CHOICES = {
 }
 
 
+_RECORDED_AS = {"micro_batch": "piece"}
+"""Settings whose name in records, and so in the identity of an arm, is an older one."""
+
 _WHERE_AND_HOW = frozenset({"data", "plugins", "device", "compile", "loader_workers"})
 """Settings that say where things lie and who does the work, not what is computed."""
 
@@ -68,7 +71,7 @@ class RunConfig:
     """What becomes of a step that a change of workers cuts: finish or lose."""
     repeat: bool = False
     """Play the trace again when it ends before the run."""
-    piece: int | None = None
+    micro_batch: int | None = None
     """At most so many samples of a worker together; by default its share."""
     engine: str = "auto"
     """How workers are emulated: loop (one after another), fused (many at a time), or auto: fused where possible."""
@@ -105,7 +108,7 @@ class RunConfig:
     """Python files that register rules, workloads or traces of your own."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "lr", "ref_batch", "local_batch", "piece", "chunk", "memory_steps", "clip", "ema"):
+        for name in ("epochs", "lr", "ref_batch", "local_batch", "micro_batch", "chunk", "memory_steps", "clip", "ema"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:  # not NaN either
                 raise ConfigError(f"{name} is {value}; expected a number above 0 and below infinity")
@@ -134,15 +137,16 @@ class RunConfig:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for records."""
         return {
-            key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()
+            _RECORDED_AS.get(key, key): list(value) if isinstance(value, tuple) else value
+            for key, value in dataclasses.asdict(self).items()
         }
 
-    def staffed(self, *, cores: int, processes: int) -> RunConfig:
+    def with_loader_workers(self, *, cores: int, processes: int) -> RunConfig:
         """With the number of processes that read ahead, if it was left open: the cores left idle, four at most.
 
         The `cores` of the machine are shared by so many `processes` that train.
 
-        >>> [RunConfig(workload="mine").staffed(cores=n, processes=1).loader_workers for n in (1, 2, 4, 64)]
+        >>> [RunConfig(workload="mine").with_loader_workers(cores=n, processes=1).loader_workers for n in (1, 2, 4, 64)]
         [0, 1, 3, 4]
         """
         if self.loader_workers is not None:
@@ -206,7 +210,7 @@ class RunConfig:
         return {key: value for key, value in self.as_dict().items() if key not in other}
 
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(RunConfig)}
+_DEFAULTS = {_RECORDED_AS.get(field.name, field.name): field.default for field in dataclasses.fields(RunConfig)}
 
 
 _ACCEPTED: dict[str, tuple[tuple[type, ...], str]] = {

@@ -23,7 +23,7 @@ def enough_memory(device: str) -> Iterator[None]:
         reason = str(error).strip().partition("\n")[0][:200] or "out of memory"
         raise ConfigError(
             f"the memory of the device {device} does not suffice ({reason}): run fewer things on it at once (--jobs of "
-            f"a study), or use a smaller local batch, piece or model, or precision bf16"
+            f"a study), or use a smaller local batch, micro-batch or model, or precision bf16"
         ) from error
 
 

@@ -72,7 +72,7 @@ class Flow:
         """The first half of a step, up to the backward passes: for loops in which somebody else does those."""
         began = time.perf_counter()
         measures = bool(self.optimizer.rule.needs) or self.growth is not None
-        if self.optimizer.thawed and (measures or not self.engine.alone):
+        if self.optimizer.unfrozen and (measures or not self.engine.alone):
             raise ConfigError(
                 "a tensor is trained that was frozen when the optimizer was made; engines measure the gradients, and "
                 "add up those of several processes, of the tensors that were not: unfreeze it before, or go on with "
@@ -134,7 +134,7 @@ class Flow:
             samples=self.ledger.total,
             workers=size.workers,
             batch=context.batch,
-            pieces=gradients.pieces,
+            micro_batches=gradients.micro_batches,
             lr_base=update.lr_base,
             lr=update.lr,
             multiplier=update.multiplier,
@@ -149,7 +149,7 @@ def _shown(gradients: Gradients) -> dict[str, float]:
     measured = gradients.measurement
     if measured is not None:
         shown["norm_sq"] = math.fsum(measured.sq_mean)
-        if measured.pieces > 1:
+        if measured.micro_batches > 1:
             noise, signal = measured.estimate()
             shown |= {"noise": math.fsum(noise), "signal": math.fsum(signal)}
     return {name: value for name, value in shown.items() if math.isfinite(value)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ebbflow.core.units import parse_seconds
-from ebbflow.data.ledger import pieces
+from ebbflow.data.ledger import largest_micro_batch, micro_batch_sizes
 from ebbflow.errors import ConfigError
 from ebbflow.plan import (
     BatchPlan,
@@ -122,30 +122,31 @@ def make_growth(config: RunConfig, samples: int) -> Growth | None:
 
 
 def check_measurable(config: RunConfig, plan: BatchPlan, samples: int) -> None:
-    """Refuse a run whose rule or policy tells noise from signal, and none of whose steps has the two pieces it takes.
+    """Refuse a run whose rule or policy tells noise from signal, and none of whose steps has the two micro-batches it
+    takes.
 
     Of a growing policy `plan` is what the workers can do. Its steps are smaller, and are looked at where they can be
-    told: a policy that only two pieces make grow stays, without them, as it is foreseen.
+    told: a policy that only two micro-batches make grow stays, without them, as it is foreseen.
     """
     growth = make_growth(config, samples)
     policy = growth.policy if growth is not None else None
     if make_rule(config.rule).needs:
         who, others = f"the rule {config.rule}", "a rule that measures nothing, such as linear or sqrt"
-    elif policy is not None and policy.two_pieces:
+    elif policy is not None and policy.needs_two_micro_batches:
         who, others = f"the policy {config.policy}", "a policy that needs no noise, such as geo or ada"
     else:
         return
-    if policy is not None and (policy.passive or policy.two_pieces):
+    if policy is not None and (policy.passive or policy.needs_two_micro_batches):
         assert config.epochs and config.ref_batch
         plan = foresee(policy, plan, samples=samples, epochs=config.epochs, ref_batch=config.ref_batch)
     for run in plan.runs():
-        share = -(-run.samples // run.workers)
-        if len(pieces(run.samples, piece=min(share, config.piece or share))) > 1:
+        largest = largest_micro_batch(workers=run.workers, samples=run.samples, limit=config.micro_batch)
+        if len(micro_batch_sizes(run.samples, largest=largest)) > 1:
             return
     most = int(plan.samples.max())
     more = "more workers" if policy is None else "a larger initial batch"
     raise ConfigError(
-        f"{who} measures the noise of the gradient, which takes steps of two "
-        f"pieces or more, but the largest step has {most} samples in one: set piece to {max(1, most // 2)} or less "
-        f"(--piece), use {more}, or {others}"
+        f"{who} measures the noise of the gradient, which takes steps of two micro-batches or more, but the largest "
+        f"step has {most} samples in one: set micro_batch to {max(1, most // 2)} or less (--micro-batch), use {more}, "
+        f"or {others}"
     )

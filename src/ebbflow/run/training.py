@@ -119,8 +119,8 @@ class _Trainer:
             config, self.task, self.plan, optimizer, needs=needs, ranks=group.ranks,
             on_event=lambda what, text: self.record.write(Event(step=self.flow.step, what=what, text=text)),
         )  # fmt: skip
-        if isinstance(self.task.train, workloads.ReadsAhead):
-            self.task.train.follow(self.engine.coming)
+        if isinstance(self.task.train, workloads.PrefetchingSource):
+            self.task.train.follow(self.engine.upcoming)
         skips = config.on_nonfinite == "skip"
         self.flow = Flow(
             self.engine,

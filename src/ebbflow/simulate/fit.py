@@ -26,7 +26,7 @@ from ebbflow.record import Run
 from ebbflow.simulate.network import NETWORKS, Affine
 from ebbflow.simulate.stepmodel import ComputeAndNetwork, emulated_passes
 
-__all__ = ["Fit", "Measured", "emulated_piece", "fit_steps", "measured_steps", "read_profile"]
+__all__ = ["Fit", "Measured", "emulated_micro_batch", "fit_steps", "measured_steps", "read_profile"]
 
 Floats = npt.NDArray[np.float64]
 _ENOUGH = 5
@@ -66,7 +66,7 @@ class Fit:
             "per_step_s": float(model.per_step),
             "per_sample_s": float(model.per_sample),
             "network": None if model.network is None else str(model.network),
-            "piece": model.piece,
+            "piece": model.micro_batch,
             "serial": model.serial,
             "error": self.error,
             "measured": [
@@ -76,11 +76,11 @@ class Fit:
         }
 
 
-def fit_steps(measured: Sequence[Measured], *, serial: bool = False, piece: int | None = None) -> Fit:
+def fit_steps(measured: Sequence[Measured], *, serial: bool = False, micro_batch: int | None = None) -> Fit:
     """The model that fits best; what was not observed (one batch size, one number of workers) is left out.
 
     `serial`: one machine computed for all workers, so the time goes by the samples of the whole step, and what more
-    workers take longer is not an exchange but the work of emulating them; `piece`: in passes of so many samples.
+    workers take longer is not an exchange but the work of emulating them; `micro_batch`: in passes of so many samples.
     """
     if not measured:
         raise ConfigError("no step was measured; a step model needs at least one")
@@ -93,8 +93,8 @@ def fit_steps(measured: Sequence[Measured], *, serial: bool = False, piece: int 
     share = samples if serial else np.ceil(samples / workers)
     several = (workers > 1).astype(np.float64)
     passes = np.zeros_like(share)
-    if serial and piece is not None:
-        passes += emulated_passes(workers.astype(np.int64), samples.astype(np.int64), piece)
+    if serial and micro_batch is not None:
+        passes += emulated_passes(workers.astype(np.int64), samples.astype(np.int64), micro_batch)
     columns = np.stack([np.ones_like(share), share, passes, several, several * np.maximum(workers - 2, 0)], axis=1)
     weight = np.sqrt([min(one.steps, _ENOUGH) for one in measured])
     observed, expected = _observed(columns), seconds
@@ -109,7 +109,7 @@ def fit_steps(measured: Sequence[Measured], *, serial: bool = False, piece: int 
         per_update=Seconds(fixed if a_pass else 0.0),
         per_step=Seconds(a_pass or fixed),
         per_sample=Seconds(each),
-        piece=piece if a_pass else None,
+        micro_batch=micro_batch if a_pass else None,
         network=Affine(first=Seconds(first), more=Seconds(more)) if first or more else None,
         serial=serial,
     )
@@ -176,7 +176,7 @@ def measured_steps(run: Run) -> list[Measured]:
     ]
 
 
-def emulated_piece(run: Run) -> int | None:
+def emulated_micro_batch(run: Run) -> int | None:
     """Samples of a pass of the emulated engine that wrote a record; None where a step is one pass."""
     emulation = run.header.config.get("emulation", {})
     if emulation.get("engine") == "LoopEngine":
@@ -203,7 +203,7 @@ def read_profile(path: Path) -> ComputeAndNetwork:
             per_step=Seconds(float(body["per_step_s"])),
             per_sample=Seconds(float(body["per_sample_s"])),
             network=None if body["network"] is None else NETWORKS.make(body["network"]),
-            piece=None if body["piece"] is None else int(body["piece"]),
+            micro_batch=None if body["piece"] is None else int(body["piece"]),
             serial=bool(body["serial"]),
         )
     except EbbflowError:

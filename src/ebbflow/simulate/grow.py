@@ -25,13 +25,13 @@ _SMALLEST, _LARGEST = 16, 4096
 """Stretches that are made in one go: a phase may end long before the trace does."""
 
 
-def limited(workers: Ints, samples: Ints, wanted: int) -> tuple[Ints, Ints]:
-    """(workers, samples) of steps of at most `wanted` samples, where the workers could do so many: `growth.allow`.
+def limited(workers: Ints, samples: Ints, requested: int) -> tuple[Ints, Ints]:
+    """(workers, samples) of steps of at most `requested` samples, where the workers could do so many: `growth.allow`.
 
     >>> limited(np.array([0, 1, 4, 16]), np.array([0, 32, 128, 512]), 100)
     (array([0, 1, 4, 4]), array([  0,  32, 100, 100]))
     """
-    batch = np.minimum(samples, wanted)
+    batch = np.minimum(samples, requested)
     needed = -(-batch * workers // np.maximum(samples, 1))
     return np.minimum(np.minimum(workers, np.maximum(batch // 2, 1)), needed), batch
 
@@ -40,7 +40,7 @@ def limited(workers: Ints, samples: Ints, wanted: int) -> tuple[Ints, Ints]:
 class Phase:
     """Where the policy wants the same."""
 
-    wanted: int
+    requested: int
     until_steps: int
     """Another wish may come with this step, counted from 0."""
     until_samples: int
@@ -56,19 +56,19 @@ class Phases:
     epoch_samples: int
     most: int
 
-    def wanted(self, steps: int, samples: int) -> int:
+    def requested(self, steps: int, samples: int) -> int:
         """The wish after so many steps and samples."""
         seen = Observation(step=steps, samples=samples, epoch_samples=self.epoch_samples, ref_batch=self.ref_batch)
-        wanted, _ = self.policy.wanted(seen, self.policy.init())
-        return min(wanted, self.most, self.policy.max_batch or wanted)
+        requested, _ = self.policy.requested(seen, self.policy.init())
+        return min(requested, self.most, self.policy.max_batch or requested)
 
     def at(self, steps: int, samples: int) -> Phase:
         """The phase at a position; the wish grows with the steps or with the samples, and never falls."""
-        wanted = self.wanted(steps, samples)
+        requested = self.requested(steps, samples)
         return Phase(
-            wanted=wanted,
-            until_steps=_first(lambda later: self.wanted(later, samples) > wanted, steps),
-            until_samples=_first(lambda later: self.wanted(steps, later) > wanted, samples),
+            requested=requested,
+            until_steps=_first(lambda later: self.requested(later, samples) > requested, steps),
+            until_samples=_first(lambda later: self.requested(steps, later) > requested, samples),
         )
 
 
@@ -105,7 +105,7 @@ P = TypeVar("P", bound=Part)
 def walk_growing(
     phases: Phases, part_of: Callable[[int, int, int], P], count: int, work: Work
 ) -> tuple[Walk, list[tuple[P, int]]]:
-    """Follow `count` stretches; `part_of(wanted, first, stop)` makes some of them, as they are with a wish.
+    """Follow `count` stretches; `part_of(requested, first, stop)` makes some of them, as they are with a wish.
 
     Also the parts, in order, and how many stretches of each were walked: runs are numbered by these, all in a row.
     """
@@ -114,7 +114,7 @@ def walk_growing(
     while True:
         phase = phases.at(0, 0) if walker is None else phases.at(walker.steps, walker.samples)
         stop = min(begin + window, count)
-        part = part_of(phase.wanted, begin, stop)
+        part = part_of(phase.requested, begin, stop)
         walker = walker or Walker(part.legs, work)
         walker.enter(part.legs, until_steps=phase.until_steps, until_samples=phase.until_samples)
         walker.walk(begun=begun, mark=made)

@@ -178,8 +178,8 @@ def _most(legs: Legs, work: Work) -> float:
     return float((lengths / legs.seconds * work.worths(legs.samples)).sum())
 
 
-def _rounds(wanted: float) -> int:
-    return math.ceil(min(wanted, 1e18))
+def _rounds(requested: float) -> int:
+    return math.ceil(min(requested, 1e18))
 
 
 def _refuse_endless(times: int, base: Trace, each: float) -> None:

@@ -94,9 +94,9 @@ class ComputeAndNetwork:
     """
 
     per_update: Seconds = _NONE
-    """Once a step, however many pieces it has: the optimizer, the record."""
+    """Once a step, however many micro-batches it has: the optimizer, the record."""
     per_step: Seconds = _NONE
-    """Computing that does not depend on the samples, for each piece (see `piece`)."""
+    """Computing that does not depend on the samples, for each micro-batch (see `micro_batch`)."""
     per_sample: Seconds
     """Computing for each sample of a worker."""
     network: Network | None = None
@@ -104,9 +104,9 @@ class ComputeAndNetwork:
     """Share of the computing that can hide the exchange, between 0 and 1: gradients of late layers travel first."""
     loading: Seconds = _NONE
     """Time in which a worker reads one sample; it reads ahead, so only what takes longer than the step counts."""
-    piece: int | None = None
-    """Samples that fit into a worker's memory at once; a larger share is accumulated in so many pieces. Emulated: the
-    samples of one pass, see `emulated_passes`."""
+    micro_batch: int | None = None
+    """Samples that fit into a worker's memory at once; a larger share is accumulated in so many micro-batches.
+    Emulated: the samples of one pass, see `emulated_passes`."""
     serial: bool = False
     """The workers are emulated, one machine computes for all: the time goes by the samples of the whole step."""
 
@@ -124,19 +124,19 @@ class ComputeAndNetwork:
             raise ConfigError("a step would take no time; give a computing time a step, a sample, or both")
         if not 0 <= self.overlap <= 1:
             raise ConfigError(f"overlap is {self.overlap:g}; expected a share between 0 and 1")
-        if self.piece is not None and self.piece < 1:
-            raise ConfigError(f"piece is {self.piece}; expected at least 1 sample")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ConfigError(f"micro-batch is {self.micro_batch}; expected at least 1 sample")
 
     def parts(self, workers: Ints, samples: Ints) -> Parts:
         """The slowest worker, which has the largest share, sets the pace."""
         share = samples if self.serial else -(-samples // workers)
-        if self.piece is None:
-            pieces = np.ones(len(share), np.int64)
+        if self.micro_batch is None:
+            micro_batches = np.ones(len(share), np.int64)
         elif self.serial:
-            pieces = emulated_passes(workers, samples, self.piece)
+            micro_batches = emulated_passes(workers, samples, self.micro_batch)
         else:
-            pieces = np.maximum(-(-share // self.piece), 1)
-        compute = float(self.per_update) + pieces * float(self.per_step) + share * float(self.per_sample)
+            micro_batches = np.maximum(-(-share // self.micro_batch), 1)
+        compute = float(self.per_update) + micro_batches * float(self.per_step) + share * float(self.per_sample)
         exchange = np.zeros(len(share)) if self.network is None else self.network.seconds(workers)
         network = np.maximum(exchange - self.overlap * compute, 0.0)
         return Parts(
@@ -147,16 +147,19 @@ class ComputeAndNetwork:
 
     def __str__(self) -> str:
         said = [f"{self.per_update:.6g}s an update"] if self.per_update else []
-        said += [f"{self.per_step:.6g}s a {'piece' if self.per_update else 'step'}", f"{self.per_sample:.6g}s a sample"]
+        said += [
+            f"{self.per_step:.6g}s a {'micro-batch' if self.per_update else 'step'}",
+            f"{self.per_sample:.6g}s a sample",
+        ]
         said += [str(self.network)] if self.network is not None else []
         said += [f"overlap {self.overlap:g}"] if self.network is not None and self.overlap else []
         said += [f"loading {self.loading:.6g}s"] if self.loading else []
-        said += [f"pieces of {self.piece}"] if self.piece else []
+        said += [f"micro-batches of {self.micro_batch}"] if self.micro_batch else []
         return ", ".join(said + (["emulated"] if self.serial else []))
 
 
-def emulated_passes(workers: Ints, samples: Ints, piece: int) -> Ints:
-    """Passes in which an emulated step is computed: as many whole shares of one size in each as `piece` holds.
+def emulated_passes(workers: Ints, samples: Ints, micro_batch: int) -> Ints:
+    """Passes in which an emulated step is computed: as many whole shares of one size in each as `micro_batch` holds.
 
     Where the samples cannot be shared evenly there are shares of two sizes, which do not go into one pass: the last
     step of an epoch takes more passes than its samples alone would.
@@ -165,8 +168,8 @@ def emulated_passes(workers: Ints, samples: Ints, piece: int) -> Ints:
     array([4, 5, 1])
     """
     low, larger = np.divmod(samples, workers)
-    passes: Ints = -(-larger // np.maximum(piece // (low + 1), 1))
-    passes += np.where(low > 0, -(-(workers - larger) // np.maximum(piece // np.maximum(low, 1), 1)), 0)
+    passes: Ints = -(-larger // np.maximum(micro_batch // (low + 1), 1))
+    passes += np.where(low > 0, -(-(workers - larger) // np.maximum(micro_batch // np.maximum(low, 1), 1)), 0)
     return np.maximum(passes, 1, out=passes)
 
 

@@ -84,30 +84,33 @@ class GrowingStretches:
         self.ready = provisioned(paid, scenario.provisioning)
         self.count = len(self.ready.times)
 
-    def part(self, wanted: int, first: int, stop: int) -> Stretches:
-        """From one stretch up to but without another, in steps of at most `wanted` samples."""
+    def part(self, requested: int, first: int, stop: int) -> Stretches:
+        """From one stretch up to but without another, in steps of at most `requested` samples."""
         low, high = max(first - 1, 0), min(stop + 1, self.count)  # what a change costs is seen from both sides
         end = self.ready.end if high == self.count else float(self.ready.times[high])
         counts, times = self.ready.workers[low:high], self.ready.times[low:high]
-        return _stretches(self.scenario, counts, times, end, self.rng, wanted=wanted).part(first - low, stop - low)
+        return _stretches(self.scenario, counts, times, end, self.rng, requested=requested).part(
+            first - low, stop - low
+        )
 
 
 def _stretches(
     scenario: Scenario, counts: Ints, times: Floats, end: float, rng: np.random.Generator | None, *,
-    wanted: int | None = None,
+    requested: int | None = None,
 ) -> Stretches:  # fmt: skip
-    """Of so many workers from each of the times on. `wanted`: no step has more samples, and neighbours stay apart."""
+    """Of so many workers from each of the times on. `requested`: no step has more samples, and neighbours stay
+    apart."""
     levels, level = different(counts)  # a step is worked out once for each size of the fleet
     workers, samples = scenario.policy.sizes(levels)
-    if wanted is not None:
-        workers, samples = limited(workers, samples, wanted)
+    if requested is not None:
+        workers, samples = limited(workers, samples, requested)
     if int(samples.max()) > EXACT or int(samples.min()) < 0:  # beyond 2^63 a product of whole numbers turns negative
         raise ConfigError("a step has more than 2^53 samples; check the local batch and the number of workers")
     someone = np.maximum(workers, 1)
     whole, empty = scenario.model.parts(someone, samples), scenario.model.parts(someone, np.zeros_like(samples))
     if not (np.isfinite(whole.total).all() and (whole.total[samples > 0] > 0).all()):
         raise ConfigError("the step model gives a time that is zero or not finite; check its times")
-    if wanted is None:
+    if requested is None:
         same = (workers[level][1:] == workers[level][:-1]) & (samples[level][1:] == samples[level][:-1])
         kept = np.append(True, ~same)
         times, level = times[kept], level[kept]

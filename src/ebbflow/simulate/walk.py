@@ -2,7 +2,7 @@
 
 The time is not cut into steps: in a stretch of constant fleet all steps are equal, so the walk goes from event to event
 (a change of the fleet, the end of an epoch) and counts the steps between them. On a long trace it leaps over all that
-lies between the ends of two epochs (`leap.py`). `tests/sim` has the same rules written step by step, and compares.
+lies between the ends of two epochs (`leap.py`). `tests/simulate` has the same rules written step by step, and compares.
 """
 
 from __future__ import annotations

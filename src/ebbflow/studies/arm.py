@@ -18,9 +18,9 @@ from ebbflow.errors import EbbflowError
 from ebbflow.record import End, Header, RecordWriter, StepRow, read_record
 from ebbflow.studies.study import Arm
 
-__all__ = ["KEPT", "killed", "record_failure", "run_arm"]
+__all__ = ["DISK_CACHE", "killed", "record_failure", "run_arm"]
 
-KEPT = ".kept"
+DISK_CACHE = ".kept"
 """Folder of what the arms of a study share while it runs."""
 _REPORT_EVERY_S = 0.2
 
@@ -71,7 +71,7 @@ def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) ->
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the study, which then terminates its arms
     keep_freed_memory()
     from ebbflow.run.training import Callbacks, train
-    from ebbflow.workloads.kept import kept_in
+    from ebbflow.workloads.disk_cache import disk_cached_in
 
     told = 0.0
     total = 1
@@ -95,7 +95,7 @@ def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) ->
 
     def trained() -> tuple[str, str]:
         try:
-            with kept_in(out / KEPT), StopSignal(signal.SIGTERM) as stop:
+            with disk_cached_in(out / DISK_CACHE), StopSignal(signal.SIGTERM) as stop:
                 callbacks = Callbacks(on_start=on_start, on_step=on_step, should_stop=lambda: stop.requested)
                 run = train(arm.config, folder, callbacks=callbacks, **options)
             return run.status, run.end.text if run.end else ""

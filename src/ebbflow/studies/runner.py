@@ -3,7 +3,7 @@
 One process an arm: an arm that crashes, runs out of memory or is killed takes no other with it. The processes are
 forked from a server that has imported torch once, so starting one costs milliseconds. If the study itself is killed,
 its arms notice that they are orphans and stop; a lock on each arm's folder keeps a restarted study from running
-beside them. What takes long to read is read once for all arms (`workloads/kept.py`).
+beside them. What takes long to read is read once for all arms (`workloads/disk_cache.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, Literal
 from ebbflow.core.files import write_whole
 from ebbflow.errors import ConfigError, OutputError, RecordError
 from ebbflow.record import read_record
-from ebbflow.studies.arm import KEPT, killed, record_failure, run_arm
+from ebbflow.studies.arm import DISK_CACHE, killed, record_failure, run_arm
 from ebbflow.studies.forecast import Board, Timed
 from ebbflow.studies.study import Arm, Study, check_arms
 
@@ -104,7 +104,7 @@ def run_study(
                 waiting.append(arm)
         options = {"command": command, "checkpoint_every_s": checkpoint_every_s, "keep_weights": keep_weights}
         _run_arms(waiting, out, jobs, options, on_progress)
-        shutil.rmtree(out / KEPT, ignore_errors=True)
+        shutil.rmtree(out / DISK_CACHE, ignore_errors=True)
 
 
 def _cores() -> int:
@@ -191,8 +191,10 @@ def _run_arms(
                 arm = queue.pop(_next(queue, board))
                 board.start(arm.id)
                 ours, theirs = context.Pipe(duplex=False)
-                staffed = replace(arm, config=arm.config.staffed(cores=_cores(), processes=jobs))
-                child = context.Process(target=run_arm, args=(staffed, out, dict(options), theirs))
+                with_loader_workers = replace(
+                    arm, config=arm.config.with_loader_workers(cores=_cores(), processes=jobs)
+                )
+                child = context.Process(target=run_arm, args=(with_loader_workers, out, dict(options), theirs))
                 child.start()
                 theirs.close()
                 running[ours] = (arm, child)

@@ -10,7 +10,7 @@ from ebbflow.workloads import cifar, digits, fashion, folders, quadratic, shakes
 from ebbflow.workloads.base import (
     WORKLOADS,
     Indices,
-    ReadsAhead,
+    PrefetchingSource,
     Recipe,
     Source,
     Task,
@@ -26,7 +26,7 @@ __all__ = [
     "WORKLOADS",
     "DatasetSource",
     "Indices",
-    "ReadsAhead",
+    "PrefetchingSource",
     "Recipe",
     "Source",
     "Task",

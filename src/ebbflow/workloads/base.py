@@ -45,7 +45,7 @@ from ebbflow.errors import ConfigError, SpecError
 __all__ = [
     "WORKLOADS",
     "Indices",
-    "ReadsAhead",
+    "PrefetchingSource",
     "Recipe",
     "Source",
     "Task",
@@ -116,19 +116,20 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class ReadsAhead(Source, Protocol):
-    """A source that worker processes read ahead, if it is told what is coming."""
+class PrefetchingSource(Source, Protocol):
+    """A source that worker processes read ahead, if it is told what is upcoming."""
 
     def batches(self, many: Sequence[Indices]) -> Iterator[tuple[Tensor, Tensor]]:
         """What `batch` gives for validation, one batch after the other."""
 
-    def follow(self, coming: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
-        """Ask `coming` for the batches of training from the present one on: torch's seed before each, and its samples.
+    def follow(self, upcoming: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
+        """Ask `upcoming` for the batches of training from the present one on: torch's seed before each, and its
+        samples.
 
         It may be wrong about the future: that costs time, and changes no batch.
         """
 
-    def staffed(self, workers: int) -> Self:
+    def with_loader_workers(self, workers: int) -> Self:
         """The same samples, read by so many processes where the source has no number of its own."""
 
     def close(self) -> None:
@@ -159,7 +160,7 @@ class Task:
     valid: Source
     recipe: Recipe
     loss: Loss = cross_entropy
-    """`loss(model, x, y)`: the mean over the samples, so that pieces combine by their sizes."""
+    """`loss(model, x, y)`: the mean over the samples, so that micro-batches combine by their sizes."""
     scores: Scores | None = None
     """`scores(model, x, y)`: means over the samples, by name, the recipe's metric among them.
 
@@ -199,14 +200,14 @@ class Task:
 
     def _valid_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         every = torch.split(torch.arange(len(self.valid)), self.eval_batch)
-        if isinstance(self.valid, ReadsAhead):
+        if isinstance(self.valid, PrefetchingSource):
             return self.valid.batches(every)
         return (self.valid.batch(indices, train=False) for indices in every)
 
     def close(self) -> None:
         """End the processes that read ahead, if there are any."""
         for source in (self.train, self.valid):
-            if isinstance(source, ReadsAhead):
+            if isinstance(source, PrefetchingSource):
                 source.close()
 
     def _scores(self, model: nn.Module, x: Tensor, y: Tensor) -> Mapping[str, Tensor]:
@@ -265,8 +266,8 @@ class Workload:
             task = self.function(**wanted, **self.arguments)
         return Task(
             model=task.model.to(target),
-            train=_staffed(task.train.to(target), loader_workers),
-            valid=_staffed(task.valid.to(target), loader_workers),
+            train=_with_loader_workers(task.train.to(target), loader_workers),
+            valid=_with_loader_workers(task.valid.to(target), loader_workers),
             recipe=task.recipe,
             loss=task.loss,
             scores=task.scores,
@@ -274,8 +275,8 @@ class Workload:
         )
 
 
-def _staffed(source: Source, workers: int) -> Source:
-    return source.staffed(workers) if isinstance(source, ReadsAhead) else source
+def _with_loader_workers(source: Source, workers: int) -> Source:
+    return source.with_loader_workers(workers) if isinstance(source, PrefetchingSource) else source
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ebbflow.workloads.base import Recipe, Task, register
-from ebbflow.workloads.kept import kept
+from ebbflow.workloads.disk_cache import kept
 from ebbflow.workloads.models import MLP, SmallCNN
 from ebbflow.workloads.sources import TensorSource
 

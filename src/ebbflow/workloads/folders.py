@@ -3,7 +3,7 @@
     DIR/train/CLASS/*.jpg      any names; the classes are numbered in the order of their names
     DIR/val/CLASS/*.jpg
 
-Worker processes decode the images ahead (`ahead.py`). They deliver bytes, a fourth of what floats would take on the
+Worker processes decode the images ahead (`prefetch.py`). They deliver bytes, a fourth of what floats would take on the
 way, and the device standardises them.
 """
 

@@ -2,7 +2,7 @@
 
 A finite data set that is visited exactly once an epoch would be drawn *without* replacement, and its mini-batches would
 have less noise than the model's. So a sample here is a draw and not a row: each time it is fetched for training, its
-noise comes fresh from torch's global generator, which engines seed before every piece. The noise is therefore
+noise comes fresh from torch's global generator, which engines seed before every micro-batch. The noise is therefore
 independent from sample to sample and from epoch to epoch, and yet the same whenever the run is repeated.
 """
 

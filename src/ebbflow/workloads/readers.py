@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ebbflow.errors import DataError, MissingExtra
-from ebbflow.workloads.kept import kept
+from ebbflow.workloads.disk_cache import kept
 from ebbflow.workloads.pickles import PickledBytes, load_pickle
 
 __all__ = ["Images", "decode_jpegs", "read_cifar10", "read_cifar100", "read_idx", "read_mnist_folder", "read_text"]

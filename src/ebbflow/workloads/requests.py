@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from ebbflow.engines.pieces import piece_seed
+from ebbflow.engines.micro_batches import micro_batch_seed
 from ebbflow.errors import ConfigError, DataError
 
 __all__ = ["SLICE", "Failed", "Request", "collate", "read_slice", "seeded"]
@@ -43,7 +43,7 @@ class Request:
     def slices(self) -> list[Request]:
         """The same samples in parts that are read at once, each with a number of its own."""
         return [
-            Request(piece_seed(self.seed, 0, start), self.indices[start : start + SLICE])
+            Request(micro_batch_seed(self.seed, 0, start), self.indices[start : start + SLICE])
             for start in range(0, len(self.indices), SLICE)
         ]
 

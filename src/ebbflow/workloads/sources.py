@@ -1,7 +1,7 @@
 """Where samples come from: tensors in memory, any torch data set, a text; and the augmentation of images.
 
 Augmentation draws from torch's global generator of the device that holds the samples. An engine that seeds it before
-each piece of a step gets the same samples whatever happened before.
+each micro-batch of a step gets the same samples whatever happened before.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from ebbflow.errors import ConfigError
-from ebbflow.workloads.ahead import Reader
 from ebbflow.workloads.base import Indices
+from ebbflow.workloads.prefetch import Reader
 from ebbflow.workloads.requests import Request
 
 __all__ = ["DatasetSource", "TensorSource", "TokenSource", "crop_and_flip"]
@@ -98,8 +98,8 @@ class TensorSource:
 class DatasetSource:
     """Any map-style torch data set of (input, target) pairs, collated by torch's default.
 
-    Worker processes read the samples of coming batches ahead, so that decoding and transforms cost no time while they
-    take less of it than computing (`ahead.py`). The data set's own transforms run for training and validation alike:
+    Worker processes read the samples of upcoming batches ahead, so that decoding and transforms cost no time while they
+    take less of it than computing (`prefetch.py`). The data set's own transforms run for training and validation alike:
     give two data sets where they should differ. They may draw from the global generators of torch, numpy and Python:
     in training these are seeded from one number of torch's generator, in validation always the same, and so the samples
     do not depend on the number of processes, nor on what was read before.
@@ -139,14 +139,14 @@ class DatasetSource:
             for indices in many:
                 yield self.batch(indices, train=False)
 
-    def follow(self, coming: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
-        """Read ahead what an engine says is coming: the seed of torch's generator and the samples of each batch."""
+    def follow(self, upcoming: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
+        """Read ahead what an engine says is upcoming: the seed of torch's generator and the samples of each batch."""
         generator = torch.Generator()
         self._reader.follow(
-            lambda: (_request(indices, _draw(generator.manual_seed(seed))) for seed, indices in coming())
+            lambda: (_request(indices, _draw(generator.manual_seed(seed))) for seed, indices in upcoming())
         )
 
-    def staffed(self, workers: int) -> Self:
+    def with_loader_workers(self, workers: int) -> Self:
         """The same samples, read by so many processes, unless the source has its own number or holds tensors anyway."""
         if self.workers is not None or isinstance(self.dataset, TensorDataset):
             return self

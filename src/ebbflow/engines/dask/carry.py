@@ -97,7 +97,7 @@ class ThroughDriver(_Asking):
         """Weights to all who have samples, their rows back."""
         weights = self._state.read()
         answers = self.ask(
-            {a: ("gradients", {"weights": weights, "work": work}) for a, work in parts.items() if work.pieces}
+            {a: ("gradients", {"weights": weights, "work": work}) for a, work in parts.items() if work.micro_batches}
         )
         if answers is None:
             return None
@@ -107,8 +107,8 @@ class ThroughDriver(_Asking):
         measurement = self.combine(samples=0, batch=next(iter(parts.values())).batch)
         self._rows = ()
         self.batch_norm.unpack(self.combine.riders[RIDERS:])
-        loss, pieces = self.combine.riders[:RIDERS].tolist()
-        return Gradients(loss=loss, pieces=round(pieces), measurement=measurement)
+        loss, micro_batches = self.combine.riders[:RIDERS].tolist()
+        return Gradients(loss=loss, micro_batches=round(micro_batches), measurement=measurement)
 
     def commit(self) -> None:
         """Running statistics move."""
@@ -162,7 +162,9 @@ class AmongWorkers(_Asking):
             return None
         self._settle = None
         first: Report = answers[self._members[0]]
-        return Gradients(loss=first.loss, pieces=first.pieces, measurement=first.measurement, norm=first.norm)
+        return Gradients(
+            loss=first.loss, micro_batches=first.micro_batches, measurement=first.measurement, norm=first.norm
+        )
 
     def _step(self, parts: Parts, settle: Settle | None) -> dict[str, Any] | None:
         members, self._members = self._members, ()  # unless all goes well, whoever is left meets in a new group
@@ -230,10 +232,10 @@ class AmongWorkers(_Asking):
     def _deal(self, works: Sequence[Work]) -> dict[str, Work]:
         """The parts of a step that other members computed, for the present ones."""
         count = len(self._members)
-        pieces = [work.pieces for work in works]
-        dealt = [tuple(piece for own in pieces[i::count] for piece in own) for i in range(count)]
+        micro_batches = [work.micro_batches for work in works]
+        dealt = [tuple(micro_batch for own in micro_batches[i::count] for micro_batch in own) for i in range(count)]
         one = works[0]
-        return {address: replace(one, pieces=own) for address, own in zip(self._members, dealt, strict=True)}
+        return {address: replace(one, micro_batches=own) for address, own in zip(self._members, dealt, strict=True)}
 
     def sync(self) -> bool:
         """Take the state of a member; with it begins what would have to be repeated."""

@@ -18,12 +18,12 @@ from distributed.protocol.pickle import dumps
 
 from ebbflow.core.spec import nearest
 from ebbflow.core.units import format_seconds
-from ebbflow.data.ledger import Assignment, shares
+from ebbflow.data.ledger import Assignment, micro_batches_of
 from ebbflow.engines.base import Engine, Faults, Gradients
 from ebbflow.engines.dask.carry import AmongWorkers, Carry, ThroughDriver
 from ebbflow.engines.dask.cluster import Cluster
 from ebbflow.engines.dask.replica import Blueprint, Work
-from ebbflow.engines.pieces import Fetch, Loss, Precision, autocast
+from ebbflow.engines.micro_batches import Fetch, Loss, Precision, autocast
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.plan.growing import Growing
 from ebbflow.plan.growth import workers_for
@@ -77,7 +77,7 @@ class DaskEngine(Engine):
         min_workers: int = 1,
         max_workers: int | None = None,
         scale: bool = False,
-        piece: int | None = None,
+        micro_batch: int | None = None,
         needs: Collection[str] = (),
         parameters: Iterable[torch.nn.Parameter] | None = None,
         precision: Precision = "fp32",
@@ -93,7 +93,7 @@ class DaskEngine(Engine):
         `plan`: a batch plan, whose workers share the real ones; or a policy, which is told how many real ones there
         are. A growing policy is also given to the Flow. `optimizer`: the ElasticOptimizer of the Flow, for "allreduce".
         `samples`: size of an epoch. `min_workers`: steps wait for so many, at most `wait_s` seconds; `max_workers`: no
-        more take part. `scale`: ask the cluster for as many workers as the batch needs, between the two. `piece`,
+        more take part. `scale`: ask the cluster for as many workers as the batch needs, between the two. `micro_batch`,
         `needs`, `parameters`, `precision`: as for the emulated engines. `device`: of the workers' models. `patience_s`:
         how long replicas wait for each other. `direct`: whether this process reaches the workers; if not, messages go
         through the scheduler. `on_event`: told what happens to the fleet.
@@ -104,7 +104,7 @@ class DaskEngine(Engine):
             raise ConfigError("replicas make the steps themselves: give optimizer=, or carry='centralized'")
         if min_workers < 1 or (max_workers is not None and max_workers < min_workers):
             raise ConfigError(f"min_workers={min_workers}, max_workers={max_workers}; expected 1 <= min <= max")
-        self.model, self.samples, self.seed, self.piece = model, samples, seed, piece
+        self.model, self.samples, self.seed, self.micro_batch = model, samples, seed, micro_batch
         self.carry_name, self.precision, self.device = carry, precision, device
         self.min_workers, self.max_workers, self.scale = min_workers, max_workers, scale
         self.wait_s, self.on_event = wait_s, on_event
@@ -197,7 +197,7 @@ class DaskEngine(Engine):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def measure(self, on: bool) -> None:
-        """Have the workers measure the coming steps, or not."""
+        """Have the workers measure the upcoming steps, or not."""
         self._measuring = on
 
     def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:
@@ -205,20 +205,19 @@ class DaskEngine(Engine):
         self._attempts += 1
         answer = self.carry.gradients(self._parts(assignment, size))
         self._computed = answer is not None
-        return answer or Gradients(loss=math.nan, pieces=0)
+        return answer or Gradients(loss=math.nan, micro_batches=0)
 
     def _parts(self, assignment: Assignment, size: StepSize) -> dict[str, Work]:
         """What each member does: worker v of the step is member v mod members."""
-        share = -(-size.samples // size.workers)
         dealt: list[list[tuple[int, int]]] = [[] for _ in self._members]
-        for part in shares(assignment, workers=size.workers, piece=min(share, self.piece or share)):
+        for part in micro_batches_of(assignment, size, limit=self.micro_batch):
             dealt[part.worker % len(dealt)].append((part.start, part.stop))
         return {
             address: Work(
                 attempt=self._attempts,
                 epoch=assignment.epoch,
                 batch=assignment.batch,
-                pieces=tuple(own),
+                micro_batches=tuple(own),
                 measured=self._measuring,
             )
             for address, own in zip(self._members, dealt, strict=True)

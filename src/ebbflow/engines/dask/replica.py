@@ -22,7 +22,7 @@ from ebbflow.data.permutation import Permutation
 from ebbflow.engines.allreduce import AllReduce
 from ebbflow.engines.batchnorm import LocalBatchNorm
 from ebbflow.engines.dask.group import Group
-from ebbflow.engines.pieces import Fetch, Loss, Precision, autocast, generators, piece_seed
+from ebbflow.engines.micro_batches import Fetch, Loss, Precision, autocast, generators, micro_batch_seed
 from ebbflow.moments.choose import AnyMeter, meter_for
 from ebbflow.moments.estimate import Measurement
 from ebbflow.moments.norms import squared_norms
@@ -30,7 +30,7 @@ from ebbflow.moments.norms import squared_norms
 __all__ = ["RIDERS", "Blueprint", "FlatState", "Replica", "Report", "Settle", "Work", "load_flat"]
 
 RIDERS = 2
-"""Numbers that ride behind a gradient: the loss and the pieces; the sums of batch norm follow."""
+"""Numbers that ride behind a gradient: the loss and the micro-batches; the sums of batch norm follow."""
 
 _COMPUTING = threading.Lock()
 """Torch's random generators belong to the process: runs that share a worker take turns."""
@@ -72,7 +72,7 @@ class Work:
     epoch: int
     batch: int
     """Samples of the whole step."""
-    pieces: tuple[tuple[int, int], ...]
+    micro_batches: tuple[tuple[int, int], ...]
     """(start, stop) positions in the epoch's order; none: the member is idle in this step."""
     measured: bool = True
     """Whether the step is measured, where the rule needs that."""
@@ -80,7 +80,7 @@ class Work:
     @property
     def samples(self) -> int:
         """Samples of this member."""
-        return sum(stop - start for start, stop in self.pieces)
+        return sum(stop - start for start, stop in self.micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,7 @@ class Report:
     """What a member says of its part."""
 
     loss: float
-    pieces: int
+    micro_batches: int
     measurement: Measurement | None = None
     norm: float | None = None
     """Of the mean gradient, where the optimizer looks at it and the step is not measured."""
@@ -199,8 +199,8 @@ class Replica:
             self._norm = math.sqrt(float(squared_norms(gradients).sum()))
         self.batch_norm.unpack(self.combine.riders[RIDERS:])
         self._open = work.attempt
-        loss, pieces = self.combine.riders[:RIDERS].tolist()
-        return Report(loss=loss, pieces=round(pieces), measurement=self._measurement, norm=self._norm)
+        loss, micro_batches = self.combine.riders[:RIDERS].tolist()
+        return Report(loss=loss, micro_batches=round(micro_batches), measurement=self._measurement, norm=self._norm)
 
     def settle(self, settle: Settle | None) -> None:
         """Apply the open attempt if this is what `settle` says, and once only; forget it otherwise."""
@@ -221,7 +221,7 @@ class Replica:
         self._open = None
 
     def _compute(self, work: Work) -> Measurement | None:
-        """Backward passes over the member's pieces, and their combination."""
+        """Backward passes over the member's micro-batches, and their combination."""
         self.model.train()
         self.model.zero_grad(set_to_none=True)
         self.batch_norm.begin()
@@ -229,29 +229,29 @@ class Replica:
             self.meter.on = work.measured
             self.meter.discard()
         with _COMPUTING:
-            loss = sum((self._piece(work, start, stop) for start, stop in work.pieces), start=0.0)
+            loss = sum((self._micro_batch(work, start, stop) for start, stop in work.micro_batches), start=0.0)
         riders = self.combine.riders
-        riders[0], riders[1] = loss * work.samples / work.batch, len(work.pieces)
+        riders[0], riders[1] = loss * work.samples / work.batch, len(work.micro_batches)
         if self.batch_norm.width:
             riders[RIDERS:].copy_(self.batch_norm.pack())
-            self.batch_norm.rollback()  # the pieces left their own statistics in the buffers
+            self.batch_norm.rollback()  # the micro-batches left their own statistics in the buffers
         return self.combine(samples=work.samples, batch=work.batch)
 
-    def _piece(self, work: Work, start: int, stop: int) -> float | torch.Tensor:
-        seed = piece_seed(self.blueprint.seed, work.epoch, start)
+    def _micro_batch(self, work: Work, start: int, stop: int) -> float | torch.Tensor:
+        seed = micro_batch_seed(self.blueprint.seed, work.epoch, start)
         for generator in self._generators:
             generator.manual_seed(seed)
         inputs, targets = self.fetch(self._indices(work.epoch, start, stop))
         inputs, targets = (part.to(self.blueprint.device) for part in (inputs, targets))
         weight = (stop - start) / work.samples
         with (
-            self.batch_norm.piece((stop - start) / work.batch),
+            self.batch_norm.micro_batch((stop - start) / work.batch),
             autocast(self.blueprint.precision, torch.device(self.blueprint.device).type),
         ):
             loss = self.blueprint.loss(self.model, inputs, targets) * weight
         loss.backward()  # type: ignore[no-untyped-call]
         if self.meter is not None:
-            self.meter.close_piece(stop - start, weight)
+            self.meter.close_micro_batch(stop - start, weight)
         return loss.detach()
 
     def _indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:

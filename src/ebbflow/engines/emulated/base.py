@@ -19,12 +19,12 @@ import numpy.typing as npt
 import torch
 
 from ebbflow.core.spec import nearest
-from ebbflow.data.ledger import Assignment, Ledger, Share, shares
+from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, largest_micro_batch, split_step
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.base import Engine, Faults, Gradients
 from ebbflow.engines.emulated.ranks import Ranks, StepSum
 from ebbflow.engines.emulated.step import Step
-from ebbflow.engines.pieces import Fetch, Loss, Precision, autocast, generators, piece_seed
+from ebbflow.engines.micro_batches import Fetch, Loss, Precision, autocast, generators, micro_batch_seed
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.moments.choose import AnyMeter, meter_for
 from ebbflow.plan.plan import BatchPlan, StepSize
@@ -73,14 +73,14 @@ class EmulatedEngine(Engine):
         *,
         samples: int,
         seed: int = 0,
-        piece: int | None = None,
+        micro_batch: int | None = None,
         faults: Faults | None = None,
         needs: Collection[str] = (),
         parameters: Iterable[torch.nn.Parameter] | None = None,
         precision: Precision = "fp32",
         ranks: Ranks | None = None,
     ) -> None:
-        """`samples`: size of an epoch. `piece`: at most so many samples of a worker together; default: its share.
+        """`samples`: size of an epoch. `micro_batch`: at most so many samples of a worker together; default: its share.
 
         `needs`: what the rule needs, "moments" or "layers"; without either nothing is measured and nothing paid.
         `parameters`: what to measure, in the optimizer's order; default: all of the model that require a gradient.
@@ -94,7 +94,7 @@ class EmulatedEngine(Engine):
         self.plan = plan
         self.samples = samples
         self.seed = seed
-        self.piece = piece
+        self.micro_batch = micro_batch
         self.faults = faults or Faults()
         self.precision = precision
         self.meter: AnyMeter | None = None
@@ -117,26 +117,26 @@ class EmulatedEngine(Engine):
         self._latest: Step | None = None
         """The step that is computed; `_before`: the one before it."""
         self._fetched: tuple[Step, int] | None = None
-        """The piece that was fetched last: its step and its first position there."""
+        """The micro-batch that was fetched last: its step and its first position there."""
 
     @abstractmethod
     def _make_batch_norm(self) -> BatchNorm:
         """How this engine keeps the running statistics."""
 
     @abstractmethod
-    def _parts(self, groups: Sequence[Share]) -> tuple[list[Sequence[Share]], list[int]]:
+    def _parts(self, groups: Sequence[MicroBatch]) -> tuple[list[Sequence[MicroBatch]], list[int]]:
         """The groups of a whole step, as many together as are computed at once, and the worker that each part is for.
 
         Must not depend on the rank.
         """
 
     @abstractmethod
-    def _pieces(self, step: Step) -> list[int]:
-        """Samples of each piece that is fetched for a step, in order."""
+    def _micro_batches(self, step: Step) -> list[int]:
+        """Samples of each micro-batch that is fetched for a step, in order."""
 
     @abstractmethod
     def _backward(self, step: Step) -> tuple[torch.Tensor | float, int]:
-        """Leave the mean gradient in `.grad`, the pieces in the meter; (mean loss, backward passes)."""
+        """Leave the mean gradient in `.grad`, the micro-batches in the meter; (mean loss, backward passes)."""
 
     def members(self, step: int) -> StepSize:
         """What the plan says, less the workers that the script of faults took away."""
@@ -144,7 +144,7 @@ class EmulatedEngine(Engine):
         return self.faults.present(step, self.plan.at(step))
 
     def measure(self, on: bool) -> None:
-        """Measure the coming steps or not, where anything is measured at all."""
+        """Measure the upcoming steps or not, where anything is measured at all."""
         if self.meter is not None:
             self.meter.on = on
 
@@ -156,7 +156,7 @@ class EmulatedEngine(Engine):
         if self.step_sum is not None:
             return self.step_sum(total, passes, samples=step.batch, batch=assignment.batch)
         measurement = self.meter.finish(step.batch) if self.meter is not None and self.meter.on else None
-        return Gradients(loss=float(total), pieces=passes, measurement=measurement)
+        return Gradients(loss=float(total), micro_batches=passes, measurement=measurement)
 
     def _make_step(self, assignment: Assignment, size: StepSize) -> Step:
         """The step that is computed now."""
@@ -195,8 +195,8 @@ class EmulatedEngine(Engine):
         expected = self._expected_after(self._before)
         return expected is not None and same_step(expected, (self._latest.whole, self._latest.size))
 
-    def coming(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """The pieces from the one on that was fetched last: the seed before each, and its samples.
+    def upcoming(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """The micro-batches from the one on that was fetched last: the seed before each, and its samples.
 
         As far as can be told: where the latest step was not to be expected, neither is what comes after it. Ends where
         the plan does, and before a step in which other ranks compute everything.
@@ -205,7 +205,7 @@ class EmulatedEngine(Engine):
             return
         step, begin = self._fetched
         while step.batch:
-            stops = [*accumulate(self._pieces(step), initial=step.start)]
+            stops = [*accumulate(self._micro_batches(step), initial=step.start)]
             for start, stop in pairwise(stops):
                 if start >= begin:
                     yield self._seed_of(step, start), step.samples(start, stop)
@@ -214,9 +214,9 @@ class EmulatedEngine(Engine):
                 return
             step, begin = self._build_step(step.number + 1, *expected), 0
 
-    def _groups(self, assignment: Assignment, workers: int, samples: int) -> tuple[Share, ...]:
-        share = -(-samples // workers)
-        return shares(assignment, workers=workers, piece=min(share, self.piece or share))
+    def _groups(self, assignment: Assignment, workers: int, samples: int) -> tuple[MicroBatch, ...]:
+        largest = largest_micro_batch(workers=workers, samples=samples, limit=self.micro_batch)
+        return split_step(assignment, workers=workers, largest=largest)
 
     def most_parts(self) -> int:
         """Of all steps of the plan, the most parts that ranks can share."""
@@ -237,7 +237,7 @@ class EmulatedEngine(Engine):
             self.meter.discard()  # of a step that an exception cut short
 
     def _seed_of(self, step: Step, start: int) -> int:
-        return piece_seed(self.seed, step.epoch, step.place(start))
+        return micro_batch_seed(self.seed, step.epoch, step.place(start))
 
     def _fetch(self, step: Step, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         seed = self._seed_of(step, start)
@@ -259,7 +259,7 @@ class EmulatedEngine(Engine):
         }
 
     def state(self) -> dict[str, float]:
-        """What the steps so far have left in the engine and the coming ones depend on, for a checkpoint."""
+        """What the steps so far have left in the engine and the upcoming ones depend on, for a checkpoint."""
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:

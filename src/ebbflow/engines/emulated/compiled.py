@@ -11,7 +11,7 @@ import torch
 
 from ebbflow.engines.emulated.chunks import Chunk
 from ebbflow.engines.emulated.grouped import GroupedBatchNorm
-from ebbflow.engines.pieces import Loss
+from ebbflow.engines.micro_batches import Loss
 
 __all__ = ["Compiled", "Way"]
 

@@ -2,9 +2,9 @@
 
 A step of W workers of b samples is cut into a few *chunks* of many workers each. Samples do not see each other but in
 batch norm, which therefore works on groups of one worker's samples (`grouped.py`); everything else of a chunk is one
-large batch. The chunks are the pieces that noise and signal are measured from: the estimators hold for pieces of any
-size (`moments/estimate.py`), so fewer and larger ones give the same numbers on average, with more scatter in each step.
-"""
+large batch. The chunks are the micro-batches that noise and signal are measured from: the estimators hold for
+micro-batches of any size (`moments/estimate.py`), so fewer and larger ones give the same numbers on average, with more
+scatter in each step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ebbflow.core.spec import nearest
-from ebbflow.data.ledger import Assignment, Share
+from ebbflow.data.ledger import Assignment, MicroBatch
 from ebbflow.engines.base import Faults
 from ebbflow.engines.emulated.base import EmulatedEngine, same_step
 from ebbflow.engines.emulated.chunks import Chunk, cut
@@ -28,7 +28,7 @@ from ebbflow.engines.emulated.graphs import Graphs
 from ebbflow.engines.emulated.grouped import BatchNormMode, GroupedBatchNorm
 from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.engines.emulated.step import Step
-from ebbflow.engines.pieces import Fetch, Loss, Precision
+from ebbflow.engines.micro_batches import Fetch, Loss, Precision
 from ebbflow.errors import ConfigError
 from ebbflow.moments.flat import FlatSums
 from ebbflow.moments.norms import squared_norms
@@ -87,7 +87,7 @@ class FusedEngine(EmulatedEngine):
         *,
         samples: int,
         seed: int = 0,
-        piece: int | None = None,
+        micro_batch: int | None = None,
         faults: Faults | None = None,
         needs: Collection[str] = (),
         parameters: Iterable[torch.nn.Parameter] | None = None,
@@ -98,7 +98,7 @@ class FusedEngine(EmulatedEngine):
         on_event: Callable[[str, str], None] = lambda what, text: None,
         ranks: Ranks | None = None,
     ) -> None:
-        """`chunk`: samples of one backward pass; by default what is fastest on the device. `piece`: of one group.
+        """`chunk`: samples of one backward pass; by default what is fastest on the device. `micro_batch`: of one group.
 
         `compile`: half a minute or so at the first step, two to four times the speed after it on a GPU.
         `on_event(what, text)` is told of a chunk that was halved and of a model that cannot be compiled.
@@ -107,7 +107,8 @@ class FusedEngine(EmulatedEngine):
             raise ConfigError(f"batch_norm is {batch_norm!r}; {nearest(batch_norm, ['local', 'sync', 'frozen'])}")
         if batch_norm == "sync" and needs:
             raise ConfigError(
-                "synchronised batch norm makes a step one piece, and a rule that measures the noise of the gradient "
+                "synchronised batch norm makes a step one micro-batch, and a rule that measures the noise of the "
+                "gradient "
                 "needs two: use local or frozen batch norm, or a rule that measures nothing, such as linear or sqrt"
             )
         if batch_norm == "sync" and ranks is not None:
@@ -125,14 +126,14 @@ class FusedEngine(EmulatedEngine):
         self._scale = 2.0**16 if precision == "fp16" else 1.0
         self._since_overflow = 0
         super().__init__(
-            model, fetch, loss, plan, samples=samples, seed=seed, piece=piece, faults=faults, needs=needs,
+            model, fetch, loss, plan, samples=samples, seed=seed, micro_batch=micro_batch, faults=faults, needs=needs,
             parameters=parameters, precision=precision, ranks=ranks,
         )  # fmt: skip
         self._compiled = Compiled(model, loss, self._batch_norm, self._usual_chunk()) if compile else None
         self._sums = self.meter if isinstance(self.meter, Sums) else None
         self._graphs: Graphs | None = None
         self._trained: tuple[bool, ...] = ()
-        self.looks_ahead = device.type != "cpu"
+        self.prefetches = device.type != "cpu"
         """Whether the first samples of a step are fetched while the one before is computed."""
         self._ahead: _Ahead | None = None
         self._tried = False
@@ -158,7 +159,7 @@ class FusedEngine(EmulatedEngine):
         self._tried = bool(state.get("tried", True))
 
     def measure(self, on: bool) -> None:
-        """Measure the coming steps or not; captured chunks, which have the measuring in them, always do."""
+        """Measure the upcoming steps or not; captured chunks, which have the measuring in them, always do."""
         super().measure(on or self._graphs is not None)
 
     def _make_batch_norm(self) -> GroupedBatchNorm:
@@ -193,12 +194,11 @@ class FusedEngine(EmulatedEngine):
                     return total, len(chunks)
             self._begin()
 
-    def _parts(self, groups: Sequence[Share]) -> tuple[list[Sequence[Share]], list[int]]:
+    def _parts(self, groups: Sequence[MicroBatch]) -> tuple[list[Sequence[MicroBatch]], list[int]]:
         """A chunk a part, dealt out to the ranks as if it were a worker.
 
-        Where noise is measured, and pieces therefore count, they are what one process would have; otherwise there is
-        a chunk for every rank, if there are enough groups.
-        """
+        Where noise is measured, and micro-batches therefore count, they are what one process would have; otherwise
+        there is a chunk for every rank, if there are enough groups."""
         at_least = 2 if self.meter is not None else self.ranks.world if self.ranks is not None else 1
         sizes = [group.size for group in groups]
         chunks = cut(sizes, samples=self._asked, at_least=at_least) if self.mode != "sync" else [Chunk(len(sizes), 0)]
@@ -225,7 +225,7 @@ class FusedEngine(EmulatedEngine):
             return [Chunk(1, step.batch)]
         return [chunk for part in step.parts for chunk in cut([g.size for g in part], samples=self.chunk)]
 
-    def _pieces(self, step: Step) -> list[int]:
+    def _micro_batches(self, step: Step) -> list[int]:
         return [chunk.samples for chunk in self._cut(step)]
 
     def _build_step(self, number: int, assignment: Assignment, size: StepSize) -> Step:
@@ -243,13 +243,13 @@ class FusedEngine(EmulatedEngine):
         expected = self._expected_after(step) if self._foreseen else None
         if expected is None:
             return
-        coming = self._build_step(step.number + 1, *expected)
-        if not coming.batch:  # other ranks compute all of it
+        upcoming = self._build_step(step.number + 1, *expected)
+        if not upcoming.batch:  # other ranks compute all of it
             return
-        start, stop = coming.start, coming.start + self._pieces(coming)[0]
-        fetched = self._fetch(coming, start, stop)
+        start, stop = upcoming.start, upcoming.start + self._micro_batches(upcoming)[0]
+        fetched = self._fetch(upcoming, start, stop)
         states = [generator.get_state() for generator in self._generators]
-        self._ahead = _Ahead(coming, (start, stop), fetched, states)
+        self._ahead = _Ahead(upcoming, (start, stop), fetched, states)
 
     def _fetch(self, step: Step, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         ahead = self._ahead
@@ -273,7 +273,7 @@ class FusedEngine(EmulatedEngine):
         adder = self._sums or self.meter
         if isinstance(adder, (Sums, FlatSums)):
             adder.put_back()
-        if self.looks_ahead:
+        if self.prefetches:
             self._look_ahead(step)
         return total
 
@@ -297,7 +297,7 @@ class FusedEngine(EmulatedEngine):
             return loss
         loss = self._compute(inputs, targets, chunk, way, factor)
         if self.meter is not None:
-            self.meter.close_piece(chunk.samples, factor)
+            self.meter.close_micro_batch(chunk.samples, factor)
         return loss
 
     def _trial(self, inputs: torch.Tensor, targets: torch.Tensor, chunk: Chunk, factor: float) -> torch.Tensor:
@@ -336,7 +336,7 @@ class FusedEngine(EmulatedEngine):
             whole = "the whole step, which synchronised batch norm needs," if self.mode == "sync" else "one worker's"
             raise ConfigError(
                 f"{whole} {largest.size} samples do not fit into the memory of the device: use a smaller local batch "
-                f"or piece, a smaller model, or precision bf16"
+                f"or micro-batch, a smaller model, or precision bf16"
             ) from error
         self.chunk = largest.samples // 2
         self._tell(

@@ -47,10 +47,9 @@ class Ranks:
 class StepSum:
     """Adds up over the ranks what each knows of a step; made once, with the same model on every rank.
 
-    Guarantees: after a call `.grad`, the tensors of `sums`, loss, pieces and measurement are those of the whole step,
-    the same on every rank, also where a rank had nothing to compute; one collective a step. All ranks learn in the
-    same step that one of them was asked to stop.
-    """
+    Guarantees: after a call `.grad`, the tensors of `sums`, loss, micro-batches and measurement are those of the whole
+    step, the same on every rank, also where a rank had nothing to compute; one collective a step. All ranks learn in
+    the same step that one of them was asked to stop."""
 
     def __init__(
         self,
@@ -84,9 +83,9 @@ class StepSum:
         if self._sums:
             parts = [part.view_as(own) for part, own in zip(tail.split(self._sizes), self._sums, strict=True)]
             torch._foreach_copy_(self._sums, parts)
-        total, pieces, stops = head.tolist()
+        total, micro_batches, stops = head.tolist()
         self.stopping = stops > 0
-        return Gradients(loss=total, pieces=round(pieces), measurement=measurement)
+        return Gradients(loss=total, micro_batches=round(micro_batches), measurement=measurement)
 
 
 def same_on_all(tensors: Iterable[torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.data.ledger import Assignment, Share
+from ebbflow.data.ledger import Assignment, MicroBatch
 from ebbflow.plan.plan import StepSize
 
 __all__ = ["Step"]
@@ -23,7 +23,7 @@ class Step:
         self,
         assignment: Assignment,
         indices: npt.NDArray[np.int64],
-        parts: Sequence[Sequence[Share]],
+        parts: Sequence[Sequence[MicroBatch]],
         *,
         number: int,
         size: StepSize,
@@ -47,7 +47,7 @@ class Step:
             self.parts, self._places = _without_gaps(parts, self.start)
 
     @property
-    def groups(self) -> list[Share]:
+    def groups(self) -> list[MicroBatch]:
         """All groups, in order."""
         return [group for part in self.parts for group in part]
 
@@ -60,14 +60,16 @@ class Step:
         return start if self._places is None else self._places[start]
 
 
-def _without_gaps(parts: Sequence[Sequence[Share]], position: int) -> tuple[list[list[Share]], dict[int, int]]:
+def _without_gaps(
+    parts: Sequence[Sequence[MicroBatch]], position: int
+) -> tuple[list[list[MicroBatch]], dict[int, int]]:
     """The groups moved together, from a position on, and where each came from."""
     moved, places = [], {}
     for part in parts:
         here = []
         for group in part:
             places[position] = group.start
-            here.append(Share(group.worker, position, position + group.size))
+            here.append(MicroBatch(group.worker, position, position + group.size))
             position += group.size
         moved.append(here)
     return moved, places

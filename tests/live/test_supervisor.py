@@ -12,7 +12,7 @@ from ebbflow.errors import ConfigError
 from ebbflow.live.protocol import Job, read_status
 from ebbflow.live.restart import RestartPolicy
 from ebbflow.live.supervisor import Happening, Supervisor
-from fleet.fakes import alive, until
+from live.fakes import alive, until
 
 MakeJob = Callable[..., Job]
 QUICK = RestartPolicy(max_failures=3, first_pause_s=0.05, longest_pause_s=0.1)

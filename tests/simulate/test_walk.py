@@ -11,7 +11,7 @@ from ebbflow.core.units import Seconds
 from ebbflow.simulate.legs import Work
 from ebbflow.simulate.recovery import Checkpoint, Ideal, PerStep, Recovery
 from ebbflow.simulate.walk import walk
-from sim.naive import Naive, assert_same, legs_of, recoveries, stretches, works
+from simulate.naive import Naive, assert_same, legs_of, recoveries, stretches, works
 
 
 @settings(max_examples=400)

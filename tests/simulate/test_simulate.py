@@ -162,9 +162,9 @@ def test_a_cut_step_pays_what_does_not_depend_on_samples_in_full() -> None:
 
 def test_accumulation_pays_the_fixed_time_of_every_piece_and_one_exchange() -> None:
     model = ComputeAndNetwork(
-        per_step=Seconds(0.1), per_sample=Seconds(0.01), network=Affine(first=Seconds(1.0)), piece=4
+        per_step=Seconds(0.1), per_sample=Seconds(0.01), network=Affine(first=Seconds(1.0)), micro_batch=4
     )
-    # A share of 10 in pieces of 4: three times 0.1 s, 10 x 0.01 s, one exchange.
+    # A share of 10 in micro-batches of 4: three times 0.1 s, 10 x 0.01 s, one exchange.
     found = simulate(scenario("constant(2, duration=1h)", samples=20, model=model))
     assert parts(found) == {"compute": 0.4, "network": 1.0}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.live.protocol import Job
-from fleet.fakes import FAKE, processes_with
+from live.fakes import FAKE, processes_with
 
 
 @pytest.fixture

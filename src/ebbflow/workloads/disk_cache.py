@@ -3,9 +3,8 @@
     with kept_in(folder):
         pixels = kept("jpeg", [blob, offsets], lambda: decode_jpegs(blob, offsets))
 
-Outside of `kept_in` nothing is kept. Processes that ask for the same array at the same time wait for the first one to
-make it, and share its memory.
-"""
+Outside of `disk_cached_in` nothing is kept. Processes that ask for the same array at the same time wait for the first
+one to make it, and share its memory."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ from numpy.typing import NDArray
 
 from ebbflow.core.files import write_whole
 
-__all__ = ["kept", "kept_in"]
+__all__ = ["kept", "disk_cached_in"]
 
-_FOLDER: ContextVar[Path | None] = ContextVar("kept_in", default=None)
+_FOLDER: ContextVar[Path | None] = ContextVar("disk_cached_in", default=None)
 
 
 @contextmanager
-def kept_in(folder: Path) -> Iterator[None]:
+def disk_cached_in(folder: Path) -> Iterator[None]:
     """Keep arrays in this folder, which is made when the first one is."""
     before = _FOLDER.set(folder)
     try:

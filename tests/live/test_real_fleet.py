@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleet.fakes import processes_with, until
+from live.fakes import processes_with, until
 
 pytest.importorskip("torchft", reason="the live extra is not installed")
 

@@ -1,9 +1,9 @@
-"""Reading ahead: worker processes decode and transform the samples of coming steps while the present one is computed.
+"""Reading ahead: worker processes decode and transform the samples of upcoming steps while the present one is computed.
 
     read(request)  --- as expected? -->  the slices that the loader has ready, or nearly
-                   --- otherwise ----->  ask again what is coming, throw away what was read, start from here
+                   --- otherwise ----->  ask again what is upcoming, throw away what was read, start from here
 
-The loader, torch's DataLoader, is fed from an iterator over coming requests, which is read lazily: as many slices are
+The loader, torch's DataLoader, is fed from an iterator over upcoming requests, which is read lazily: as many slices are
 under way as the processes can hold, and no more. That iterator may be wrong about the future; what comes out of the
 loader is compared with what is asked for, request by request. So a wrong guess costs time, and never gives another
 sample.
@@ -30,9 +30,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads.requests import SLICE, Failed, Request, collate, read_slice
 
-__all__ = ["Coming", "Reader"]
+__all__ = ["Upcoming", "Reader"]
 
-Coming = Callable[[], Iterator[Request]]
+Upcoming = Callable[[], Iterator[Request]]
 """Tells what will be asked for, from the present request on; as far as can be told, and with no harm if it is wrong."""
 
 Part = tuple[Tensor, Tensor] | Failed | ConfigError
@@ -93,20 +93,20 @@ class Reader:
         self._feed = _Feed()
         self._loader: DataLoader[Part] | None = None
         self._parts: Iterator[Part] = iter(())
-        self._coming: list[Coming] = []
+        self._upcoming: list[Upcoming] = []
 
     @contextmanager
-    def following(self, coming: Coming) -> Iterator[None]:
-        """Inside, `coming` tells what will be asked for."""
-        self._coming.append(coming)
+    def following(self, upcoming: Upcoming) -> Iterator[None]:
+        """Inside, `upcoming` tells what will be asked for."""
+        self._upcoming.append(upcoming)
         try:
             yield
         finally:
-            self._coming.remove(coming)
+            self._upcoming.remove(upcoming)
 
-    def follow(self, coming: Coming) -> None:
-        """From now on, `coming` tells what will be asked for."""
-        self._coming[:] = [coming]
+    def follow(self, upcoming: Upcoming) -> None:
+        """From now on, `upcoming` tells what will be asked for."""
+        self._upcoming[:] = [upcoming]
 
     def read(self, request: Request) -> list[tuple[Tensor, Tensor]]:
         """The samples of the request, as batches to be joined."""
@@ -150,9 +150,9 @@ class Reader:
         return collate(samples, self.dataset)
 
     def _from(self, request: Request) -> Iterator[Request]:
-        """The request, and what is coming after it if this is the one that should come now."""
-        coming = self._coming[-1]() if self._coming else iter(())
-        later = coming if next(coming, None) == request else ()
+        """The request, and what is upcoming after it if this is the one that should come now."""
+        upcoming = self._upcoming[-1]() if self._upcoming else iter(())
+        later = upcoming if next(upcoming, None) == request else ()
         return itertools.chain([request], later)
 
     def _expect(self, requests: Iterator[Request]) -> None:

@@ -124,7 +124,8 @@ def test_impossible_recoveries_are_refused(text: str) -> None:
 
 def row(step: int, wall: float, *, workers: int = 2, batch: int = 8, **stats: float) -> StepRow:
     return StepRow(
-        step=step, time_s=0, wall_s=wall, epoch=0, samples=0, workers=workers, batch=batch, pieces=1, lr_base=1, lr=1,
+        step=step, time_s=0, wall_s=wall, epoch=0, samples=0, workers=workers, batch=batch, micro_batches=1,
+        lr_base=1, lr=1,
         multiplier=1, loss=1.0, stats=stats,
     )  # fmt: skip
 
@@ -189,18 +190,20 @@ def test_what_was_not_observed_is_left_out() -> None:
 
 
 def test_pieces_may_be_single_samples() -> None:
-    # Two workers share 6 samples: three pieces of one each, 0.5 s a piece and 0.25 s a sample.
-    model = ComputeAndNetwork(per_step=Seconds(0.5), per_sample=Seconds(0.25), piece=1)
+    # Two workers share 6 samples: three micro-batches of one each, 0.5 s a micro-batch and 0.25 s a sample.
+    model = ComputeAndNetwork(per_step=Seconds(0.5), per_sample=Seconds(0.25), micro_batch=1)
     assert model.parts(np.array([2]), np.array([6])).compute.tolist() == [2.25]
 
 
-@given(workers=st.integers(1, 40), samples=st.integers(1, 2000), piece=st.integers(1, 300))
-def test_passes_of_an_emulated_step_are_those_that_the_engine_makes(workers: int, samples: int, piece: int) -> None:
+@given(workers=st.integers(1, 40), samples=st.integers(1, 2000), micro_batch=st.integers(1, 300))
+def test_passes_of_an_emulated_step_are_those_that_the_engine_makes(
+    workers: int, samples: int, micro_batch: int
+) -> None:
     # Shares as even as whole samples allow, the larger ones first; a worker without a sample has no group.
     each, more = divmod(samples, workers)
     sizes = [size for size in [each + 1] * more + [each] * (workers - more) if size]
-    found = emulated_passes(np.array([workers]), np.array([samples]), piece)
-    assert found.tolist() == [len(cut(sizes, samples=piece))]
+    found = emulated_passes(np.array([workers]), np.array([samples]), micro_batch)
+    assert found.tolist() == [len(cut(sizes, samples=micro_batch))]
 
 
 def test_a_fit_of_emulated_steps_tells_passes_from_samples() -> None:
@@ -208,7 +211,7 @@ def test_a_fit_of_emulated_steps_tells_passes_from_samples() -> None:
     # 413 are 13 shares of 26 and 3 of 25, at most four of which go into a pass: 4 + 1 passes.
     passes = {(2, 64): 1, (16, 256): 2, (16, 512): 4, (16, 413): 5, (8, 256): 2}
     steps = [Measured(workers=w, samples=b, seconds=0.2 + 0.05 * count + 0.001 * b) for (w, b), count in passes.items()]
-    found = fit_steps(steps, serial=True, piece=128)
+    found = fit_steps(steps, serial=True, micro_batch=128)
     assert found.error < 1e-9
     assert (found.model.per_update, found.model.per_step, found.model.per_sample) == pytest.approx((0.2, 0.05, 0.001))
     unseen = found.model.parts(np.array([16]), np.array([290]))  # 2 of 19 and 14 of 18: 1 + 2 passes
@@ -254,8 +257,8 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     passes = [
         Measured(workers=w, samples=b, seconds=s) for w, b, s in [(2, 8, 0.3), (4, 32, 0.9), (3, 9, 0.5), (4, 30, 1.5)]
     ]
-    emulated = fit_steps(passes, serial=True, piece=8)
-    assert emulated.model.piece == 8
+    emulated = fit_steps(passes, serial=True, micro_batch=8)
+    assert emulated.model.micro_batch == 8
     path.write_text(json.dumps(emulated.as_json()))
     assert read_profile(path) == emulated.model
     for damaged in ('{"per_step_s": 1}', path.read_text().replace('"piece": 8', '"piece": "some"')):

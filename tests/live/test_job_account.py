@@ -14,7 +14,7 @@ LAUNCHER = {"job": "j", "status": "finished", "seconds": 10.0, "starts": 3, "dea
 def row(step: int, stop: int, lineage: int, parent: int, *, time: float, workers: int = 2, batch: int = 4) -> StepRow:
     return StepRow(
         step=step, time_s=time, wall_s=time, epoch=(stop - batch) // 8, samples=stop, workers=workers, batch=batch,
-        pieces=1, lr_base=0.1, lr=0.1, multiplier=1.0, loss=1.0, stats={"lineage": lineage, "parent": parent},
+        micro_batches=1, lr_base=0.1, lr=0.1, multiplier=1.0, loss=1.0, stats={"lineage": lineage, "parent": parent},
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from ebbflow.record import (
 def step(number: int, *, workers: int = 4, loss: float = 1.0, **stats: float) -> StepRow:
     return StepRow(
         step=number, time_s=number * 0.6, wall_s=0.1, epoch=0, samples=(number + 1) * 32, workers=workers,
-        batch=32, pieces=4, lr_base=0.1, lr=0.2, multiplier=2.0, loss=loss, stats=stats,
+        batch=32, micro_batches=4, lr_base=0.1, lr=0.2, multiplier=2.0, loss=loss, stats=stats,
     )  # fmt: skip
 
 

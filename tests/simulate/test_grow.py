@@ -23,7 +23,7 @@ from ebbflow.simulate.recovery import RECOVERIES, Recovery
 from ebbflow.simulate.search import Setting, outcomes
 from ebbflow.simulate.stepmodel import ComputeAndNetwork
 from ebbflow.traces import Trace, load
-from sim.naive import Naive, assert_same, recoveries, stretches, works
+from simulate.naive import Naive, assert_same, recoveries, stretches, works
 
 policies = st.one_of(
     st.builds(
@@ -40,8 +40,8 @@ policies = st.one_of(
 class Part:
     """Some stretches of a wish."""
 
-    def __init__(self, legs_of: Callable[[int], Legs], wanted: int, first: int, stop: int) -> None:
-        self.legs = legs_of(wanted).part(first, stop)
+    def __init__(self, legs_of: Callable[[int], Legs], requested: int, first: int, stop: int) -> None:
+        self.legs = legs_of(requested).part(first, stop)
 
 
 @settings(max_examples=400)
@@ -63,15 +63,15 @@ def test_a_growing_walk_equals_one_step_by_step(
     phases = Phases(policy=policy, ref_batch=4, epoch_samples=work.epoch, most=max(int(there.max()) * local, 1))
 
     @cache
-    def legs_of(wanted: int) -> Legs:
-        workers, samples = limited(there, there * local, wanted)
+    def legs_of(requested: int) -> Legs:
+        workers, samples = limited(there, there * local, requested)
         seconds = step + each * samples
         return Legs(
             stops=stops, samples=samples, seconds=seconds, empty=seconds * fixed,
             reaction=recovery.react(workers, seconds),
         )  # fmt: skip
 
-    naive = Naive(lambda steps, samples: legs_of(phases.wanted(steps, samples)), work).run()
+    naive = Naive(lambda steps, samples: legs_of(phases.requested(steps, samples)), work).run()
     walked, used = walk_growing(phases, lambda *part: Part(legs_of, *part), len(stops), work)
     assert_same(walked, naive)
     if walked.rows or walked.blocks:  # the numbers of the stretches are those of the parts
@@ -79,10 +79,10 @@ def test_a_growing_walk_equals_one_step_by_step(
         assert (walked.runs().sizes <= sizes[walked.runs().legs] + 1).all()  # no lone sample is left over
 
 
-@given(workers=st.integers(1, 40), local=st.integers(1, 64), wanted=st.integers(1, 3000))
-def test_what_a_step_takes_is_what_training_allows(workers: int, local: int, wanted: int) -> None:
-    taken = allow(StepSize(workers=workers, samples=workers * local, time_s=0.0, duration_s=1.0), wanted)
-    found = limited(np.array([workers]), np.array([workers * local]), wanted)
+@given(workers=st.integers(1, 40), local=st.integers(1, 64), requested=st.integers(1, 3000))
+def test_what_a_step_takes_is_what_training_allows(workers: int, local: int, requested: int) -> None:
+    taken = allow(StepSize(workers=workers, samples=workers * local, time_s=0.0, duration_s=1.0), requested)
+    found = limited(np.array([workers]), np.array([workers * local]), requested)
     assert (int(found[0][0]), int(found[1][0])) == (taken.workers, taken.samples)
 
 
@@ -90,11 +90,19 @@ def test_what_a_step_takes_is_what_training_allows(workers: int, local: int, wan
 def test_a_phase_lasts_as_long_as_the_policy_wants_the_same(policy: Growing, steps: int, samples: int) -> None:
     phases = Phases(policy=policy, ref_batch=4, epoch_samples=100, most=1000)
     phase = phases.at(steps, samples)
-    assert phase.wanted == phases.wanted(steps, samples)
+    assert phase.requested == phases.requested(steps, samples)
     if phase.until_steps < 2**62:
-        assert phases.wanted(phase.until_steps - 1, samples) == phase.wanted < phases.wanted(phase.until_steps, samples)
+        assert (
+            phases.requested(phase.until_steps - 1, samples)
+            == phase.requested
+            < phases.requested(phase.until_steps, samples)
+        )
     if phase.until_samples < 2**62:
-        assert phases.wanted(steps, phase.until_samples - 1) == phase.wanted < phases.wanted(steps, phase.until_samples)
+        assert (
+            phases.requested(steps, phase.until_samples - 1)
+            == phase.requested
+            < phases.requested(steps, phase.until_samples)
+        )
 
 
 def growing(text: str, trace: str, **more: object) -> Scenario:

@@ -281,25 +281,28 @@ def test_a_plan_too_short_for_a_run_by_gain_says_how_far_it_came(tmp_path: Path,
 
 
 def test_a_rule_that_measures_needs_steps_of_two_pieces(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"adascale measures the noise .* set piece to 2 or less"):
+    with pytest.raises(ConfigError, match=r"adascale measures the noise .* set micro_batch to 2 or less"):
         run(tmp_path, "constant(workers=1)", rule="adascale")
-    assert run(tmp_path, "constant(workers=1)", rule="adascale", piece=2, epochs=1).status == "finished"
+    assert run(tmp_path, "constant(workers=1)", rule="adascale", micro_batch=2, epochs=1).status == "finished"
 
 
 def test_a_growing_policy_that_could_never_measure_is_refused(tmp_path: Path) -> None:
-    # Eight workers could take 32 samples in 8 pieces, but a step of 4 samples is one worker's, in one piece.
+    # Eight workers could take 32 samples in 8 micro-batches, but a step of 4 samples is one worker's, in one
+    # micro-batch.
     fleet: dict[str, Any] = {"trace": "constant(workers=8)", "epochs": 1}
     for policy in ("noise(initial=4, wait=0, dwell=1)", "ada-norm(initial=4, wait=0, dwell=1)"):
-        with pytest.raises(ConfigError, match=r"the policy .* one: set piece to 2 or less .* larger initial batch"):
+        with pytest.raises(
+            ConfigError, match=r"the policy .* one: set micro_batch to 2 or less .* larger initial batch"
+        ):
             run(tmp_path, policy=policy, **fleet)
     with pytest.raises(ConfigError, match=r"the rule adascale measures .* largest step has 4 samples in one"):
         run(tmp_path, policy="geo(50ep, initial=4)", rule="adascale", **fleet)
     noisy = "noise(initial=8, part=100, wait=0, dwell=1)"  # of two workers
     measured = train(config(policy=noisy, **fleet), tmp_path / "measured")
     assert max(row.batch for row in measured.steps) == 32
-    # It grows by loss and norm, which one piece shows as well, also where one worker is all there is.
+    # It grows by loss and norm, which one micro-batch shows as well, also where one worker is all there is.
     alone = train(config("constant(workers=1)", policy="rada(initial=2, dwell=2, wait=0)"), tmp_path / "alone")
-    assert {row.pieces for row in alone.steps} == {1}
+    assert {row.micro_batches for row in alone.steps} == {1}
     assert max(row.batch for row in alone.steps) == 4
 
 

@@ -37,7 +37,7 @@ def test_where_and_how_a_run_is_computed_makes_no_other_run(elsewhere: dict[str,
     "other",
     [
         {"rule": "sqrt"}, {"seed": 1}, {"epochs": 3}, {"measure_every": 1}, {"trace": "constant(workers=4)"},
-        {"threads": 2}, {"piece": 8}, {"workload": "digits-cnn"}, {"policy": "fixed(256)"}, {"repeat": True},
+        {"threads": 2}, {"micro_batch": 8}, {"workload": "digits-cnn"}, {"policy": "fixed(256)"}, {"repeat": True},
     ],
 )  # fmt: skip
 def test_any_setting_that_is_computed_with_makes_another_run(other: dict[str, Any]) -> None:

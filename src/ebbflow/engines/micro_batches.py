@@ -1,4 +1,4 @@
-"""What every engine does with one piece of a step: fetch its samples, seed it, compute in a precision."""
+"""What every engine does with one micro-batch of a step: fetch its samples, seed it, compute in a precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Fetch", "Loss", "Precision", "autocast", "generators", "piece_seed"]
+__all__ = ["Fetch", "Loss", "Precision", "autocast", "generators", "micro_batch_seed"]
 
 Fetch = Callable[[npt.NDArray[np.int64]], tuple[torch.Tensor, torch.Tensor]]
 """Inputs and targets of the samples with these indices, on the model's device."""
@@ -24,8 +24,8 @@ _TYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "
 _MASK = (1 << 64) - 1
 
 
-def piece_seed(seed: int, epoch: int, start: int) -> int:
-    """The seed of dropout and augmentation for the piece that starts at a position of an epoch.
+def micro_batch_seed(seed: int, epoch: int, start: int) -> int:
+    """The seed of dropout and augmentation for the micro-batch that starts at a position of an epoch.
 
     A function of the position alone (a splitmix64 mix of the three numbers): a resumed run, or one in which a step
     was lost and repeated, draws what an undisturbed run draws.
