@@ -28,12 +28,12 @@ def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def grow(client: Client, carry: Any) -> None:
+def grow(client: Client, transport: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
     optimizer = ElasticOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), base_batch=32, epoch_samples=SAMPLES)
     with DaskEngine(
-        model, fetch, loss, f"follow({LOCAL})", client=client, optimizer=optimizer, samples=SAMPLES, carry=carry,
+        model, fetch, loss, f"follow({LOCAL})", client=client, optimizer=optimizer, samples=SAMPLES, transport=transport,
         min_workers=2, max_workers=4, scale=True,
     ) as engine:  # fmt: skip
         flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
@@ -41,16 +41,16 @@ def grow(client: Client, carry: Any) -> None:
         for _ in range(20):
             flow.run_step()
         asked, workers = time.perf_counter(), 2
-        engine.want(4 * LOCAL)
+        engine.request(4 * LOCAL)
         while workers < 4 and time.perf_counter() - asked < 120:
             began = time.perf_counter()
             row = flow.run_step()
             times.append(time.perf_counter() - began)
             lost += row is None
             workers = row.workers if row is not None else workers
-        print(f"{carry:14}{time.perf_counter() - asked:>12.1f}{len(times):>8}{lost:>8}"
+        print(f"{transport:14}{time.perf_counter() - asked:>12.1f}{len(times):>8}{lost:>8}"
               f"{statistics.median(times) * 1e3:>14.0f}{max(times) * 1e3:>14.0f}")  # fmt: skip
-        engine.want(2 * LOCAL)
+        engine.request(2 * LOCAL)
 
 
 if __name__ == "__main__":
@@ -61,5 +61,5 @@ if __name__ == "__main__":
     ):
         print("from two workers to four, while two train; to reach: no step lost")
         print(f"{'':14}{'s to four':>12}{'steps':>8}{'lost':>8}{'median, ms':>14}{'longest, ms':>14}")
-        for carry in ("allreduce", "centralized"):
-            grow(client, carry)
+        for transport in ("allreduce", "centralized"):
+            grow(client, transport)

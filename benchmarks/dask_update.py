@@ -120,13 +120,13 @@ def adadamp(client: Client) -> Callable[[], None]:
     return step
 
 
-def ours(client: Client, carry: Any, stack: ExitStack) -> Callable[[], Any]:
+def ours(client: Client, transport: Any, stack: ExitStack) -> Callable[[], Any]:
     model = make_model()
     inner = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     optimizer = ElasticOptimizer(inner, "linear", base_batch=WORKERS * LOCAL, epoch_samples=SAMPLES)
     engine = stack.enter_context(
         DaskEngine(
-            model, fetch, loss, f"follow({LOCAL})", client=client, optimizer=optimizer, samples=SAMPLES, carry=carry,
+            model, fetch, loss, f"follow({LOCAL})", client=client, optimizer=optimizer, samples=SAMPLES, transport=transport,
             min_workers=WORKERS,
         )
     )  # fmt: skip
@@ -153,7 +153,7 @@ def main(rounds: int) -> None:
                 for address, given in zip(addresses, ranks, strict=True)
             ]))  # fmt: skip
 
-        steps = {carry: ours(client, carry, stack) for carry in ("allreduce", "centralized")}
+        steps = {transport: ours(client, transport, stack) for transport in ("allreduce", "centralized")}
         steps["adadamp"] = adadamp(client)
         table: dict[str, list[float]] = {}
         for number in range(rounds + 1):

@@ -25,8 +25,7 @@ import torch
 from ebbflow import workloads
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.data.ledger import Ledger
-from ebbflow.engines.emulated import FusedEngine, LoopEngine
-from ebbflow.engines.emulated.base import EmulatedEngine
+from ebbflow.engines.emulated import EmulatedEngine, FusedEngine, LoopEngine
 from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan

@@ -71,7 +71,7 @@ def epoch(engine: FusedEngine) -> float:
     """Seconds of an epoch, the start of processes included."""
     ledger, step, began = Ledger(samples=SAMPLES), 0, time.perf_counter()
     while ledger.epoch == 0:
-        size = engine.members(step)
+        size = engine.participants(step)
         assignment = ledger.assign(size.samples)
         engine.gradients(assignment, size)
         engine.commit()

@@ -16,7 +16,7 @@ OTHER = {
     "rule": "sqrt", "trace": "constant(workers=2)", "plan": "plan.csv", "seed": 7, "epochs": 3, "lr": 0.5,
     "ref_batch": 48, "local_batch": 24, "optimizer": "adamw", "schedule": "cosine", "policy": "fixed(64)",
     "step_time": "3s", "offset": "9s", "on_change": "lose", "repeat": True, "micro_batch": 12, "engine": "loop",
-    "chunk": 96,
+    "fused_batch": 96,
     "precision": "bf16", "batch_norm": "sync", "compile": True, "memory_steps": 77.0, "measure_every": 2, "clip": 1.5,
     "on_nonfinite": "skip", "ema": 0.9, "bn_follows_batch": True, "validate_every": 5, "data": "folder",
     "loader_workers": 3, "device": "cuda:1", "threads": 2, "plugins": ("mine.py",),

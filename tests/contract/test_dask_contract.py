@@ -1,4 +1,4 @@
-"""The Dask engine under the contract: both ways to carry gradients, on two and on four workers."""
+"""The Dask engine under the contract: both ways to transport gradients, on two and on four workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def four_workers() -> Iterator[Client]:
 
 
 class TestAllreduceOnTwo(EngineContract):
-    settings: ClassVar[dict[str, Any]] = {"carry": "allreduce", "min_workers": 2, "max_workers": 2}
+    settings: ClassVar[dict[str, Any]] = {"transport": "allreduce", "min_workers": 2, "max_workers": 2}
 
     @pytest.fixture(autouse=True)
     def _given(self, four_workers: Client, tmp_path: Path) -> None:
@@ -59,12 +59,12 @@ class TestAllreduceOnTwo(EngineContract):
 
 
 class TestAllreduceOnFourWithStatistics(TestAllreduceOnTwo):
-    settings: ClassVar[dict[str, Any]] = {"carry": "allreduce", "min_workers": 4, "needs": frozenset({"moments"})}
+    settings: ClassVar[dict[str, Any]] = {"transport": "allreduce", "min_workers": 4, "needs": frozenset({"moments"})}
 
 
 class TestCentralizedOnTwo(TestAllreduceOnTwo):
-    settings: ClassVar[dict[str, Any]] = {"carry": "centralized", "min_workers": 2, "max_workers": 2}
+    settings: ClassVar[dict[str, Any]] = {"transport": "centralized", "min_workers": 2, "max_workers": 2}
 
 
 class TestCentralizedOnFourWithStatistics(TestAllreduceOnTwo):
-    settings: ClassVar[dict[str, Any]] = {"carry": "centralized", "min_workers": 4, "needs": frozenset({"moments"})}
+    settings: ClassVar[dict[str, Any]] = {"transport": "centralized", "min_workers": 4, "needs": frozenset({"moments"})}

@@ -10,9 +10,7 @@ import torch
 from contract.suite import EPOCHS, SAMPLES, EngineContract, Outcome, make_data, make_model
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
-from ebbflow.engines.emulated import FusedEngine, LoopEngine
-from ebbflow.engines.emulated.base import EmulatedEngine
-from ebbflow.engines.emulated.ranks import Ranks
+from ebbflow.engines.emulated import EmulatedEngine, FusedEngine, LoopEngine, Ranks
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.run.flow import Flow
@@ -55,7 +53,7 @@ class TestFusedEngine(TestLoopEngine):
 
 class TestFusedEngineInSmallChunks(TestLoopEngine):
     engine = FusedEngine
-    settings: ClassVar[dict[str, Any]] = {"chunk": 8, "needs": frozenset({"moments"})}
+    settings: ClassVar[dict[str, Any]] = {"fused_batch": 8, "needs": frozenset({"moments"})}
 
 
 class TestLoopEngineOfTheOnlyRank(TestLoopEngine):
@@ -66,4 +64,4 @@ class TestLoopEngineOfTheOnlyRank(TestLoopEngine):
 
 class TestFusedEngineOfTheOnlyRank(TestLoopEngine):
     engine = FusedEngine
-    settings: ClassVar[dict[str, Any]] = {"chunk": 8, "needs": frozenset({"moments"}), "ranks": Ranks(0, 1)}
+    settings: ClassVar[dict[str, Any]] = {"fused_batch": 8, "needs": frozenset({"moments"}), "ranks": Ranks(0, 1)}

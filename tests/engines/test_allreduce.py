@@ -66,13 +66,13 @@ def test_without_a_meter_gradients_are_combined_and_nothing_is_measured() -> Non
 def test_a_gradient_that_only_another_rank_has_arrives() -> None:
     w, theirs, unused = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     rows: list[torch.Tensor] = []
-    other = AllReduce([w, theirs, unused], reduce=lambda buffer: rows.append(buffer.clone()))
+    other = AllReduce([w, theirs, unused], all_reduce=lambda buffer: rows.append(buffer.clone()))
     (w.sum() + 2 * theirs.sum()).backward()
     other(samples=2, batch=8)
     for parameter in (w, theirs):
         parameter.grad = None
     w.sum().backward()
-    AllReduce([w, theirs, unused], reduce=lambda buffer: buffer.add_(rows[0]))(samples=6, batch=8)  # type: ignore[arg-type]
+    AllReduce([w, theirs, unused], all_reduce=lambda buffer: buffer.add_(rows[0]))(samples=6, batch=8)  # type: ignore[arg-type]
     assert w.grad is not None
     assert theirs.grad is not None
     assert w.grad.tolist() == [1.0, 1.0]  # 2/8 + 6/8
@@ -84,7 +84,7 @@ def test_an_idle_rank_contributes_nothing_even_if_its_gradient_is_bad() -> None:
     w = nn.Parameter(torch.zeros(2))
     w.grad = torch.tensor([float("nan"), 1.0])
     gradient = torch.tensor([1.0, 2.0, 1.0])  # of the other rank, and that it has one
-    AllReduce([w], reduce=lambda buffer: buffer.add_(gradient))(samples=0, batch=8)  # type: ignore[arg-type]
+    AllReduce([w], all_reduce=lambda buffer: buffer.add_(gradient))(samples=0, batch=8)  # type: ignore[arg-type]
     assert w.grad.tolist() == [1.0, 2.0]
 
 

@@ -10,9 +10,7 @@ from torch import nn
 
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
-from ebbflow.engines.emulated import FusedEngine, LoopEngine
-from ebbflow.engines.emulated.base import EmulatedEngine
-from ebbflow.engines.emulated.ranks import Ranks
+from ebbflow.engines.emulated import EmulatedEngine, FusedEngine, LoopEngine, Ranks
 from ebbflow.plan.growth import allow
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.plan.policies import Follow
@@ -21,7 +19,7 @@ from ebbflow.workloads import cross_entropy
 
 SAMPLES = 211  # a prime: every epoch has an uneven tail
 PLAN = BatchPlan.from_trace(Trace.parse("0s:4 2s:2 4s:7 6s:3 8s:1 10s:5 12s:6 14s:2 16s").repeat(3), Follow(6), "1s")
-KINDS: list[tuple[type[EmulatedEngine], dict[str, Any]]] = [(LoopEngine, {}), (FusedEngine, {"chunk": 13})]
+KINDS: list[tuple[type[EmulatedEngine], dict[str, Any]]] = [(LoopEngine, {}), (FusedEngine, {"fused_batch": 13})]
 
 SamplerMicroBatch = tuple[int, tuple[int, ...]]
 
@@ -47,7 +45,7 @@ class Witness:
         """`requested`: the batch that a growing policy wants in each step."""
         ledger, step = Ledger(samples=SAMPLES), 0
         while step < steps:
-            size = self.engine.members(step)
+            size = self.engine.participants(step)
             size = size if requested is None else allow(size, requested[step])
             assignment = ledger.assign(size.samples)
             self.engine.gradients(assignment, size)
@@ -84,7 +82,7 @@ def test_a_lost_step_surprises_and_the_next_one_is_not_guessed_before_things_go_
 
 @pytest.mark.parametrize("prefetches", [False, True])
 def test_a_batch_that_stays_below_the_plan_is_expected_to_stay_there(prefetches):
-    witness = Witness(FusedEngine, chunk=13, prefetches=prefetches)
+    witness = Witness(FusedEngine, fused_batch=13, prefetches=prefetches)
     witness.run(16, requested=[5] * 8 + [4] * 8)
     # Four workers of six could take 24, as two steps of the plan have it, and the policy wants 5 from the first step
     # on, which is not a surprise yet. Step 8 is one; that guessing begins again after it looks like another.
@@ -92,7 +90,7 @@ def test_a_batch_that_stays_below_the_plan_is_expected_to_stay_there(prefetches)
 
 
 def test_a_batch_that_is_another_one_in_every_step_is_not_guessed_in_vain():
-    witness = Witness(FusedEngine, chunk=13, prefetches=True)
+    witness = Witness(FusedEngine, fused_batch=13, prefetches=True)
     witness.run(16, requested=list(range(2, 18)))
     samples = sum(len(indices) for _, indices in witness.asked)
     # 2 + 3 + ... + 17 as requested, less where the plan's one and two workers allow 6 and 12; wrong guesses: two at
@@ -103,7 +101,7 @@ def test_a_batch_that_is_another_one_in_every_step_is_not_guessed_in_vain():
 def test_a_run_that_begins_in_the_middle_is_foretold_from_there():
     witness = Witness(LoopEngine)
     ledger = Ledger(samples=SAMPLES, epoch=2, position=100)
-    size = witness.engine.members(20)
+    size = witness.engine.participants(20)
     witness.engine.gradients(ledger.assign(size.samples), size)
     assert witness.told[0][: len(witness.asked)] == witness.asked
     assert len(witness.told[0]) == 12
@@ -112,7 +110,7 @@ def test_a_run_that_begins_in_the_middle_is_foretold_from_there():
 @pytest.mark.parametrize(("kind", "settings"), KINDS)
 def test_a_rank_foretells_its_own_pieces_only(kind, settings, monkeypatch):
     # A rank's part of a step is all that is needed here, and not what is then done with it.
-    monkeypatch.setattr("ebbflow.engines.emulated.base.StepSum", lambda *a, **k: None)
+    monkeypatch.setattr("ebbflow.engines.emulated.emulated_engine.StepAllReduce", lambda *a, **k: None)
     own = []
     for rank in range(2):
         witness = Witness(kind, ranks=Ranks(rank, 2), **settings)

@@ -27,7 +27,6 @@ from torch import nn
 from ebbflow.core.units import Span
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.dask import DaskEngine, connect
-from ebbflow.engines.dask.replica import Blueprint, Replica, Settle, Work
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.optim.elastic import ElasticOptimizer
@@ -40,7 +39,7 @@ from ebbflow.workloads import cross_entropy
 from engines.dask_helpers import Witnessed, local_client
 
 SAMPLES = 101
-BOTH = pytest.mark.parametrize("carry", ["allreduce", "centralized"])
+BOTH = pytest.mark.parametrize("transport", ["allreduce", "centralized"])
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +105,7 @@ def reference(
 
 @BOTH
 @pytest.mark.parametrize("workers", [1, 2])
-def test_weights_equal_those_of_one_process_at_every_step(two_workers: Client, carry: Any, workers: int) -> None:
+def test_weights_equal_those_of_one_process_at_every_step(two_workers: Client, transport: Any, workers: int) -> None:
     plan = BatchPlan.constant(3, 24)  # three workers of the plan on one or two real ones; 101 = 4 * 24 + 5
     expected = reference(12, plan, seed=3, micro_batch=5, rule="adascale", clip=0.5)
     model = make_model(3)
@@ -114,7 +113,7 @@ def test_weights_equal_those_of_one_process_at_every_step(two_workers: Client, c
     with DaskEngine(
         model, Plain(), cross_entropy, plan, client=two_workers, optimizer=optimizer, samples=SAMPLES, seed=3,
         micro_batch=5,
-        carry=carry, min_workers=workers, max_workers=workers, needs={"moments"}, parameters=optimizer.layers,
+        transport=transport, min_workers=workers, max_workers=workers, needs={"moments"}, parameters=optimizer.layers,
     ) as engine:  # fmt: skip
         flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
         for step, weights in enumerate(expected):
@@ -124,7 +123,7 @@ def test_weights_equal_those_of_one_process_at_every_step(two_workers: Client, c
 
 
 @BOTH
-def test_runs_that_share_workers_do_not_share_models(two_workers: Client, carry: Any) -> None:
+def test_runs_that_share_workers_do_not_share_models(two_workers: Client, transport: Any) -> None:
     """Two runs at once, on workers of two threads each. A model or a generator that tasks of a worker share would give
     one run the gradient of the other's weights, or of its dropout."""
     plan = BatchPlan.constant(4, 32)
@@ -135,7 +134,7 @@ def test_runs_that_share_workers_do_not_share_models(two_workers: Client, carry:
         optimizer = make_optimizer(model)
         with DaskEngine(
             model, Plain(), cross_entropy, plan, client=two_workers, optimizer=optimizer, samples=SAMPLES, seed=seed,
-            carry=carry, min_workers=2,
+            transport=transport, min_workers=2,
         ) as engine:  # fmt: skip
             flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
             for _ in range(15):
@@ -196,7 +195,7 @@ def pids(client: Client) -> dict[str, int]:
 
 @BOTH
 def test_every_sample_counts_once_while_the_cluster_scales_and_a_worker_is_killed(
-    growing_cluster: Client, carry: Any, tmp_path: Path
+    growing_cluster: Client, transport: Any, tmp_path: Path
 ) -> None:
     """1 -> 4 -> 2 workers, and kill -9: the number of workers follows the requested batch of 4 samples a worker."""
     client = growing_cluster
@@ -205,12 +204,12 @@ def test_every_sample_counts_once_while_the_cluster_scales_and_a_worker_is_kille
     data = Witnessed(*make_data(), tmp_path)
     events: list[str] = []
     with DaskEngine(
-        model, data, cross_entropy, "follow(4)", client=client, optimizer=optimizer, samples=SAMPLES, carry=carry,
+        model, data, cross_entropy, "follow(4)", client=client, optimizer=optimizer, samples=SAMPLES, transport=transport,
         max_workers=4, scale=True, on_event=lambda what, text: events.append(f"{what}: {text}"),
     ) as engine:  # fmt: skip
         run = Cut(Flow(engine, optimizer, Ledger(samples=SAMPLES)), data)
         assert run.step() == 1
-        engine.want(100)
+        engine.request(100)
         run.until(4)
         victim = pids(client)[engine._members[-1]]
         os.kill(victim, signal.SIGKILL)
@@ -218,11 +217,11 @@ def test_every_sample_counts_once_while_the_cluster_scales_and_a_worker_is_kille
             pass
         assert run.step() == 3
         run.until(4)  # its nanny started another one
-        engine.want(8)
+        engine.request(8)
         run.until(2)
         run.finish_epoch()
-        if carry == "allreduce":
-            states = engine.cluster.call({a: ("state", {"settle": engine.carry._settle}) for a in engine._members})
+        if transport == "allreduce":
+            states = engine.cluster.call({a: ("state", {"settle": engine.transport._settle}) for a in engine._members})
             contents = [torch.load(io.BytesIO(state)) for state in states.values()]
             assert len(contents) == 2
             for name in contents[0]["model"]:
@@ -232,7 +231,7 @@ def test_every_sample_counts_once_while_the_cluster_scales_and_a_worker_is_kille
 
 
 @BOTH
-def test_a_run_survives_the_loss_of_all_its_workers(carry: Any) -> None:
+def test_a_run_survives_the_loss_of_all_its_workers(transport: Any) -> None:
     """The only member is killed, before and after a sync: another worker gets what was lost.
 
     Of three workers two are killed, since a LocalCluster does not always start a killed one again.
@@ -242,7 +241,7 @@ def test_a_run_survives_the_loss_of_all_its_workers(carry: Any) -> None:
     optimizer = make_optimizer(model)
     with local_client(3) as client, DaskEngine(
         model, Plain(), cross_entropy, plan, client=client, optimizer=optimizer, samples=SAMPLES, seed=5,
-        carry=carry, max_workers=1,
+        transport=transport, max_workers=1,
     ) as engine:  # fmt: skip
         flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
         for steps, synced in ((3, False), (9, True)):
@@ -271,7 +270,7 @@ def test_workers_are_never_taken_for_lost_because_the_client_refreshed_its_cache
         model, Plain(), cross_entropy, "follow(4)", client=two_workers, optimizer=make_optimizer(model),
         samples=SAMPLES, min_workers=2,
     ) as engine:  # fmt: skip
-        engine.members(0)
+        engine.participants(0)
         first = {address: engine.cluster.arrival(address) for address in engine.cluster.look(now=True)}
         assert len(first) == 2
         refreshing = asyncio.run_coroutine_threadsafe(refresh(), two_workers.loop.asyncio_loop)
@@ -404,8 +403,8 @@ class Failing(Plain):
 
 
 @BOTH
-def test_what_the_data_raise_on_a_worker_is_raised_here(two_workers: Client, carry: Any) -> None:
-    with engine_with(two_workers, data=Failing(), plan="follow(8)", carry=carry, min_workers=2) as engine:
+def test_what_the_data_raise_on_a_worker_is_raised_here(two_workers: Client, transport: Any) -> None:
+    with engine_with(two_workers, data=Failing(), plan="follow(8)", transport=transport, min_workers=2) as engine:
         flow = Flow(engine, make_optimizer(engine.model), Ledger(samples=SAMPLES))
         with pytest.raises(KeyError, match="sample 7 is broken") as caught:
             run_epoch(flow)
@@ -438,10 +437,10 @@ def test_data_larger_than_a_worker_are_refused_with_the_numbers() -> None:
     data.ballast = b"x" * 80 * 2**20  # type: ignore[attr-defined]
     with (
         local_client(1, memory_limit="200MiB") as client,
-        engine_with(client, data=data, carry="centralized") as engine,
+        engine_with(client, data=data, transport="centralized") as engine,
         pytest.raises(ConfigError, match=r"has 200 MiB of memory, the data set 80 MiB.*give workers 267 MiB"),
     ):
-        engine.members(0)
+        engine.participants(0)
 
 
 def test_workers_that_never_come_are_waited_for_and_then_given_up(two_workers: Client) -> None:
@@ -449,7 +448,7 @@ def test_workers_that_never_come_are_waited_for_and_then_given_up(two_workers: C
         engine_with(two_workers, min_workers=3, wait_s=0.5) as engine,
         pytest.raises(ConfigError, match=r"2 of at least 3 workers came within 500 ms; start more"),
     ):
-        engine.members(0)
+        engine.participants(0)
 
 
 @pytest.mark.parametrize("found", ["no package", "another version"])
@@ -471,7 +470,7 @@ def test_a_worker_that_lacks_the_package_is_refused(
         expected = r"cannot import ebbflow .*pip install 'ebbflow\[dask\]=="
     try:
         with engine_with(two_workers) as engine, pytest.raises(ConfigError, match=expected):
-            engine.members(0)
+            engine.participants(0)
     finally:
         if found == "no package":
             two_workers.run(mend, "ebbflow.engines.dask.service")
@@ -484,8 +483,8 @@ def test_no_cluster_at_an_address() -> None:
 
 def test_settings_that_make_no_sense_are_refused(two_workers: Client) -> None:
     with pytest.raises(ConfigError, match="did you mean 'centralized'"):
-        engine_with(two_workers, carry="centralised")
-    with pytest.raises(ConfigError, match="give optimizer=, or carry='centralized'"):
+        engine_with(two_workers, transport="centralised")
+    with pytest.raises(ConfigError, match="give optimizer=, or transport='centralized'"):
         engine_with(two_workers, optimizer=None)
     with pytest.raises(ConfigError, match="min_workers=3, max_workers=2"):
         engine_with(two_workers, min_workers=3, max_workers=2)

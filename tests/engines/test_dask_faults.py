@@ -19,8 +19,7 @@ import torch
 from distributed import Client, LocalCluster
 
 from ebbflow.data.ledger import Ledger
-from ebbflow.engines.dask import DaskEngine, carry, cluster, service
-from ebbflow.engines.dask.service import Failure
+from ebbflow.engines.dask import DaskEngine, cluster, transport
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError
 from ebbflow.plan.plan import BatchPlan
@@ -88,8 +87,8 @@ def gone(addresses: Any) -> dict[str, Any]:
 
 
 @BOTH
-def test_workers_that_share_a_process_do_not_share_a_replica(two: Client, carry: Any) -> None:
-    flow = run_of(two, carry=carry)
+def test_workers_that_share_a_process_do_not_share_a_replica(two: Client, transport: Any) -> None:
+    flow = run_of(two, transport=transport)
     with flow.engine:
         for _ in range(5):
             assert flow.run_step() is not None
@@ -151,7 +150,7 @@ def test_who_dies_before_it_is_connected_is_not_waited_for_as_long_as_a_slow_sum
     two: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait for its address, and no connection breaks; a sum may take ten minutes."""
-    monkeypatch.setattr(carry, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(transport, "_CONNECT_S", 1.0)
     flow = run_of(two)
     joins = 0
 
@@ -183,7 +182,7 @@ def test_busy_workers_do_not_keep_free_ones_from_training(tmp_path: Path) -> Non
         tasks = [client.submit(busy, str(gate), workers=[a], pure=False) for a in addresses[:5]]
         try:
             with engine_with(client, wait_s=60) as engine:
-                engine.members(0)
+                engine.participants(0)
                 assert engine._members == addresses[5:]
         finally:
             gate.touch()
@@ -229,7 +228,7 @@ class Raising(Plain):
 def test_an_error_that_cannot_travel_is_told_by_its_name_and_text() -> None:
     with local_client(1) as client:
         for kind in (Demanding, Locked):
-            with engine_with(client, data=Raising(kind), carry="centralized") as engine:
+            with engine_with(client, data=Raising(kind), transport="centralized") as engine:
                 flow = Flow(engine, make_optimizer(engine.model), Ledger(samples=SAMPLES))
                 with pytest.raises(RuntimeError, match=f"^{kind.__name__}: no sample, the disk is away") as caught:
                     flow.run_step()
@@ -250,9 +249,9 @@ class FailsOnce(Plain):
 
 @BOTH
 def test_a_run_goes_on_after_an_error_of_one_worker_that_the_user_caught(
-    two: Client, carry: Any, tmp_path: Path
+    two: Client, transport: Any, tmp_path: Path
 ) -> None:
-    flow = run_of(two, carry=carry, data=FailsOnce(tmp_path))
+    flow = run_of(two, transport=transport, data=FailsOnce(tmp_path))
     errors = 0
     with flow.engine:
         while flow.step < 8:
@@ -265,9 +264,9 @@ def test_a_run_goes_on_after_an_error_of_one_worker_that_the_user_caught(
 
 
 @BOTH
-def test_a_client_that_is_closed_before_the_engine_is_named(two: Client, carry: Any) -> None:
+def test_a_client_that_is_closed_before_the_engine_is_named(two: Client, transport: Any) -> None:
     client = Client(two.scheduler.address)
-    flow = run_of(client, carry=carry)
+    flow = run_of(client, transport=transport)
     flow.run_step()
     client.close()
     with pytest.raises(ConfigError, match="Client"):

@@ -15,9 +15,9 @@ from torch import nn
 
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults, Gradients
-from ebbflow.engines.emulated import FusedEngine, LoopEngine
-from ebbflow.engines.emulated.base import EmulatedEngine
-from ebbflow.engines.emulated.chunks import Chunk, cut
+from ebbflow.engines.emulated import EmulatedEngine, FusedEngine, LoopEngine
+from ebbflow.engines.emulated.compiled import PassShape
+from ebbflow.engines.emulated.fused import cut_into_passes
 from ebbflow.errors import ConfigError
 from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.plan.policies import Follow
@@ -90,7 +90,7 @@ def train(engine: EmulatedEngine, steps: int = STEPS, *, lr: float = 0.05) -> li
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=lr, momentum=0.9)
     ledger, seen = Ledger(samples=SAMPLES), []
     for step in range(steps):
-        size = engine.members(step)
+        size = engine.participants(step)
         assignment = ledger.assign(size.samples)
         seen.append(engine.gradients(assignment, size))
         if engine.commit():
@@ -129,7 +129,7 @@ def test_it_ends_with_the_weights_and_buffers_of_the_reference(
     make: Callable[[], nn.Module], chunk: int, needs: tuple[str, ...]
 ) -> None:
     fused, loop = (model.double() for model in twins(make))
-    ours = train(engine_on(FusedEngine, fused, chunk=chunk, needs=needs))
+    ours = train(engine_on(FusedEngine, fused, fused_batch=chunk, needs=needs))
     theirs = train(engine_on(LoopEngine, loop, needs=needs))
     assert_same_state(fused, loop)
     assert [g.loss for g in ours] == pytest.approx([g.loss for g in theirs], rel=1e-7)
@@ -153,7 +153,7 @@ def test_compiled_it_ends_the_same_with_few_graphs(
     counter = CompileCounterWithBackend("aot_eager")
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **settings: compile(f, backend=counter, **settings))
-    monkeypatch.setattr("ebbflow.engines.emulated.compiled._PATIENCE", 2)
+    monkeypatch.setattr("ebbflow.engines.emulated.compiled._COMPILE_AFTER", 2)
     fused, loop = (model.double() for model in twins(make))
     train(engine_on(FusedEngine, fused, needs=("moments",), compile=True))
     train(engine_on(LoopEngine, loop, needs=("moments",)))
@@ -192,7 +192,7 @@ def test_noise_and_signal_equal_the_references_on_average(layers: bool) -> None:
     """At fixed weights, over all steps of many epochs: means agree within three standard errors of their difference."""
     needs = ("layers",) if layers else ("moments",)
     estimates = {}
-    for kind, settings in ((FusedEngine, {"chunk": 18}), (LoopEngine, {})):
+    for kind, settings in ((FusedEngine, {"fused_batch": 18}), (LoopEngine, {})):
         model, _ = twins(no_norm)
         seen = train(engine_on(kind, model, BatchPlan.constant(6, 36), needs=needs, **settings), steps=600, lr=0.0)
         measured = [g.measurement for g in seen if g.measurement is not None and g.measurement.batch == 36]
@@ -234,7 +234,7 @@ def test_a_layer_that_a_step_does_not_call_keeps_its_running_statistics(kind: ty
 
 def test_synchronised_batch_norm_equals_one_large_batch() -> None:
     fused, plain = twins(images)
-    engine = engine_on(FusedEngine, fused, batch_norm="sync", chunk=8)
+    engine = engine_on(FusedEngine, fused, batch_norm="sync", fused_batch=8)
     train(engine)
     x, y = data()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
@@ -255,7 +255,7 @@ def test_frozen_batch_norm_uses_and_keeps_the_running_statistics() -> None:
         nn.init.constant_(model[2].running_mean, 0.3)
         nn.init.constant_(model[2].running_var, 2.0)
     engine = engine_on(FusedEngine, fused, BatchPlan.constant(4, 24), batch_norm="frozen")
-    size = engine.members(0)
+    size = engine.participants(0)
     engine.gradients(Ledger(samples=SAMPLES).assign(24), size)
     assert engine.commit()
     plain.train()
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_one_engine_is_continued_by_the_other() -> None:
                 state = optimizer.state_dict()
                 optimizer = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9)
                 optimizer.load_state_dict(state)
-            size = engine.members(step)
+            size = engine.participants(step)
             assignment = ledger.assign(size.samples)
             engine.gradients(assignment, size)
             assert engine.commit()
@@ -395,7 +395,7 @@ def test_dropout_depends_on_the_position_only() -> None:
         model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Dropout(0.5), nn.Linear(8, 3))
         torch.rand(100 * len(gradients))
         engine = engine_on(FusedEngine, model, BatchPlan.constant(4, 24))
-        engine.gradients(Ledger(samples=SAMPLES, epoch=2, position=12).assign(24), engine.members(0))
+        engine.gradients(Ledger(samples=SAMPLES, epoch=2, position=12).assign(24), engine.participants(0))
         gradients.append(model[1].weight.grad)
     assert torch.equal(*gradients)
 
@@ -446,7 +446,7 @@ def patched() -> nn.Module:
         (patched, {}, "layer 0 is a BatchNorm2d, a batch norm with a forward of its own: .* use the loop"),
         (no_norm, {"batch_norm": "globall"}, "batch_norm is 'globall'; .*local"),
         (no_norm, {"precision": "fp8"}, "precision is 'fp8'"),
-        (images, {"batch_norm": "sync", "needs": ("moments",)}, "synchronised batch norm makes a step one micro-batch"),
+        (images, {"batch_norm": "sync", "needs": ("moments",)}, "synchronised batch norm computes a step in one micro-batch"),
         (odd_norms, {"batch_norm": "frozen"}, "keeps no running statistics"),
         (lambda: nn.Sequential(Activated(3)), {}, "layer 0 is a Activated, .* use the loop"),
     ],
@@ -490,7 +490,7 @@ def test_rows_of_a_sample_that_follow_each_other_are_fused() -> None:
 @pytest.mark.parametrize("settings", [{"by_time": True}, {"words": True}], ids=["by-time", "not-to-be-seen"])
 def test_rows_that_may_be_another_worker_s_are_refused(settings: dict[str, bool]) -> None:
     engine = engine_on(FusedEngine, Rows(**settings), BatchPlan.constant(4, 24))
-    with pytest.raises(ConfigError, match=r"a BatchNorm1d got 96 rows of 4 workers, .* in another order .* the loop"):
+    with pytest.raises(ConfigError, match=r"a BatchNorm1d got 96 rows of 4 workers .* in another order .* the loop"):
         train(engine, steps=1)
 
 
@@ -505,7 +505,7 @@ def test_a_model_that_drops_samples_before_batch_norm_is_refused() -> None:
             return kept
 
     engine = engine_on(FusedEngine, Drops(), BatchPlan.constant(4, 24))
-    with pytest.raises(ConfigError, match=r"a BatchNorm1d got 23 rows of 4 workers, .* use the loop"):
+    with pytest.raises(ConfigError, match=r"a BatchNorm1d got 23 rows of 4 workers .* use the loop"):
         train(engine, steps=1)
 
 
@@ -526,10 +526,10 @@ def test_a_run_takes_the_engine_it_asks_for(tmp_path: Path) -> None:
     [
         ({"engine": "loops"}, "engine is 'loops'; did you mean 'loop'"),
         ({"precision": "fp8"}, "precision is 'fp8'"),
-        ({"chunk": 0}, "chunk is 0; expected a number above 0"),
-        ({"engine": "loop", "chunk": 64}, "chunk is a setting of the fused engine, but this run takes the loop"),
+        ({"fused_batch": 0}, "fused_batch is 0; expected a number above 0"),
+        ({"engine": "loop", "fused_batch": 64}, "fused_batch is a setting of the fused engine, but this run uses the loop"),
         ({"engine": "loop", "precision": "fp16"}, "precision is 'fp16'"),
-        ({"rule": "adascale", "batch_norm": "sync"}, "synchronised batch norm makes a step one micro-batch"),
+        ({"rule": "adascale", "batch_norm": "sync"}, "synchronised batch norm computes a step in one micro-batch"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(settings: Any, message: str, tmp_path: Path) -> None:
@@ -560,10 +560,10 @@ def test_samples_that_were_fetched_ahead_are_those_that_would_have_been(
     for prefetches in (False, True):
         model, _ = twins(noisy)
         faults = Faults().lose(worker=1, step=5).rejoin(worker=1, step=9) if lost else None
-        engine = engine_on(FusedEngine, model, chunk=13, faults=faults)
+        engine = engine_on(FusedEngine, model, fused_batch=13, faults=faults)
         assert isinstance(engine, FusedEngine)
         engine.prefetches = prefetches
-        monkeypatch.setattr(engine, "members", drawing(engine.members))
+        monkeypatch.setattr(engine, "participants", drawing(engine.participants))
         fetch, fetched = engine.fetch, []
 
         def augmented(indices: Any, fetch: Any = fetch, fetched: Any = fetched) -> tuple[torch.Tensor, torch.Tensor]:
@@ -582,20 +582,25 @@ def test_samples_that_were_fetched_ahead_are_those_that_would_have_been(
 
 def test_more_chunks_are_made_where_most_groups_are_together() -> None:
     # 4 groups of 8 and 3 of 7; for four chunks first the 4 are halved, then the 3, not the 4 again.
-    assert cut([8] * 4 + [7] * 3, samples=1000, at_least=4) == [Chunk(2, 8), Chunk(2, 8), Chunk(2, 7), Chunk(1, 7)]
+    assert cut_into_passes([8] * 4 + [7] * 3, samples=1000, at_least=4) == [
+        PassShape(2, 8),
+        PassShape(2, 8),
+        PassShape(2, 7),
+        PassShape(1, 7),
+    ]
 
 
 def test_the_usual_chunk_is_the_one_that_holds_most_samples_of_the_plan() -> None:
     # 2 steps of 3 workers of 6, then 10 of 5 workers in chunks of at most 13 samples: 2 + 2 + 1 groups.
     plan = BatchPlan.from_trace(Trace.parse("0s:3 2s:5 12s"), Follow(6), "1s")
-    engine = engine_on(FusedEngine, twins(flat)[0], plan, chunk=13)
+    engine = engine_on(FusedEngine, twins(flat)[0], plan, fused_batch=13)
     assert isinstance(engine, FusedEngine)
-    assert engine._usual_chunk() == Chunk(groups=2, size=6)
+    assert engine._usual_shape() == PassShape(count=2, size=6)
     # 10 chunks of one worker, 60 samples, and 8 of two workers, 96 samples.
     plan_of_small = BatchPlan.from_trace(Trace.parse("0s:1 10s:4 14s"), Follow(6), "1s")
-    engine = engine_on(FusedEngine, twins(flat)[0], plan_of_small, chunk=13)
+    engine = engine_on(FusedEngine, twins(flat)[0], plan_of_small, fused_batch=13)
     assert isinstance(engine, FusedEngine)
-    assert engine._usual_chunk() == Chunk(groups=2, size=6)
+    assert engine._usual_shape() == PassShape(count=2, size=6)
     whole = engine_on(FusedEngine, twins(flat)[0], plan, batch_norm="sync")
     assert isinstance(whole, FusedEngine)
-    assert whole._usual_chunk() == Chunk(groups=1, size=30)
+    assert whole._usual_shape() == PassShape(count=1, size=30)

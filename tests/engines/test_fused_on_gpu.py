@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ebbflow.engines.emulated import FusedEngine, LoopEngine
-from ebbflow.engines.emulated.base import EmulatedEngine
+from ebbflow.engines.emulated import EmulatedEngine, FusedEngine, LoopEngine
 from ebbflow.plan.plan import BatchPlan
 from ebbflow.workloads import cross_entropy
 from engines.test_fused_engine import (
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("ebbflow.engines.emulated.compiled._PATIENCE", 4)
+    monkeypatch.setattr("ebbflow.engines.emulated.compiled._COMPILE_AFTER", 4)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch._dynamo.reset()
     yield
@@ -52,7 +51,7 @@ def test_it_ends_with_the_weights_and_buffers_of_the_reference(
     make: Callable[[], nn.Module], needs: tuple[str, ...]
 ) -> None:
     fused, loop = (model.double() for model in twins(make))
-    ours = train(engine_on(FusedEngine, fused.cuda(), chunk=13, needs=needs))
+    ours = train(engine_on(FusedEngine, fused.cuda(), fused_batch=13, needs=needs))
     theirs = train(engine_on(LoopEngine, loop, needs=needs))
     assert_same_state(fused.cpu(), loop)
     assert [g.loss for g in ours] == pytest.approx([g.loss for g in theirs], rel=1e-7)
@@ -64,10 +63,15 @@ def test_compiled_and_replayed_too(make: Callable[[], nn.Module], needs: tuple[s
     fused, loop = (model.double() for model in twins(make))
     events: list[tuple[str, str]] = []
     engine = engine_on(
-        FusedEngine, fused.cuda(), chunk=24, needs=needs, compile=True, on_event=lambda *event: events.append(event)
+        FusedEngine,
+        fused.cuda(),
+        fused_batch=24,
+        needs=needs,
+        compile=True,
+        on_event=lambda *event: events.append(event),
     )
     ours = train(engine)
-    assert len(engine._graphs) > 1, "several shapes were captured"
+    assert len(engine._captured) > 1, "several shapes were captured"
     assert not events
     theirs = train(engine_on(LoopEngine, loop, needs=needs))
     assert_same_state(fused.cpu(), loop)
@@ -79,7 +83,12 @@ def test_pieces_replayed_from_a_graph_are_measured_as_those_that_are_not() -> No
     for compile in (False, True):
         model, _ = twins(images)
         engine = engine_on(
-            FusedEngine, model.double().cuda(), BatchPlan.constant(4, 24), chunk=12, needs=("layers",), compile=compile
+            FusedEngine,
+            model.double().cuda(),
+            BatchPlan.constant(4, 24),
+            fused_batch=12,
+            needs=("layers",),
+            compile=compile,
         )
         measured.append([g.measurement for g in train(engine, steps=20)])
     for plain, replayed in zip(*measured, strict=True):
@@ -96,7 +105,7 @@ def test_dropout_draws_new_numbers_at_every_replay() -> None:
         model, lambda i: (x[i], y[i]), cross_entropy, BatchPlan.constant(2, 20), samples=SAMPLES, compile=True
     )
     losses = [g.loss for g in train(engine, steps=9, lr=0.0)]
-    assert len(engine._graphs) >= 1  # type: ignore[arg-type]
+    assert len(engine._captured) >= 1  # type: ignore[arg-type]
     assert len(set(losses)) == len(losses), "equal samples and weights: only dropout differs"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
-from ebbflow.engines.emulated.graphs import Graphs
+from ebbflow.engines.emulated.compiled import CapturedPasses
 from ebbflow.moments.sums import Sums
 from ebbflow.plan.plan import BatchPlan
 from engines.test_fused_engine import assert_same_state, engine_on, images, no_norm, train, twins
@@ -23,7 +23,7 @@ MODES: list[str] = []
 class Recorded:
     """Stands for a CUDA graph: remembers what was computed, and on what, while it was captured."""
 
-    graphs: Graphs
+    graphs: CapturedPasses
     arguments: tuple[Any, ...] = ()
 
     def replay(self) -> None:
@@ -68,7 +68,7 @@ def with_graphs(
     engine._sums = Sums(fused.parameters(), measured=bool(needs))
     if needs:
         engine.meter = engine._sums
-    Recorded.graphs = engine._graphs = Graphs(engine._compute, engine._sums, samples=engine.chunk)
+    Recorded.graphs = engine._captured = CapturedPasses(engine._compute, engine._sums, samples=engine.fused_batch)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
     return engine, other
 
@@ -78,7 +78,7 @@ def with_graphs(
 def test_replayed_chunks_give_the_weights_of_the_reference(
     make: Callable[[], nn.Module], needs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, other = with_graphs(make, monkeypatch, needs, chunk=24)
+    engine, other = with_graphs(make, monkeypatch, needs, fused_batch=24)
     ours = train(engine)
     theirs = train(engine_on(LoopEngine, other, needs=needs))
     assert_same_state(engine.model, other)
@@ -87,7 +87,7 @@ def test_replayed_chunks_give_the_weights_of_the_reference(
         assert (one.measurement is None) == (reference.measurement is None) == (not needs)
         if one.measurement is not None and reference.measurement is not None:
             assert one.measurement.sq_mean == pytest.approx(reference.measurement.sq_mean, rel=1e-6)
-    assert engine._graphs is not None and len(engine._graphs) > 1, "several shapes were captured"
+    assert engine._captured is not None and len(engine._captured) > 1, "several shapes were captured"
 
 
 def test_other_threads_may_use_the_device_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,19 +98,19 @@ def test_other_threads_may_use_the_device_during_a_capture(monkeypatch: pytest.M
 
 
 def test_only_so_many_graphs_are_kept_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbflow.engines.emulated.graphs._KEPT", 2)
-    engine, other = with_graphs(images, monkeypatch, chunk=24)
+    monkeypatch.setattr("ebbflow.engines.emulated.compiled._MOST_GRAPHS", 2)
+    engine, other = with_graphs(images, monkeypatch, fused_batch=24)
     train(engine)
     train(engine_on(LoopEngine, other))
     assert_same_state(engine.model, other)
-    assert engine._graphs is not None and len(engine._graphs) == 2
+    assert engine._captured is not None and len(engine._captured) == 2
     assert len(MODES) > 2, "what was forgotten is captured again when it comes again"
 
 
 def test_a_chunk_that_is_larger_than_the_buffers_is_computed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker's samples are never cut, so that they may be more than a chunk should have."""
     plan = BatchPlan.constant(2, 40)
-    engine, other = with_graphs(images, monkeypatch, plan=plan, chunk=16)
+    engine, other = with_graphs(images, monkeypatch, plan=plan, fused_batch=16)
     train(engine, steps=12)
     train(engine_on(LoopEngine, other, plan), steps=12)
     assert_same_state(engine.model, other)

@@ -9,9 +9,8 @@ from torch import nn
 
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
-from ebbflow.engines.emulated import LoopEngine
-from ebbflow.engines.emulated.ranks import Ranks
-from ebbflow.engines.micro_batches import micro_batch_seed
+from ebbflow.engines.emulated import LoopEngine, Ranks
+from ebbflow.engines.replica import micro_batch_seed
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import BatchPlan
@@ -31,7 +30,7 @@ def engine_on(model: nn.Module, *, workers: int = 3, local: int = 4, **settings:
 
 
 def step(engine: LoopEngine, ledger: Ledger, number: int = 0) -> tuple[bool, Ledger]:
-    size = engine.members(number)
+    size = engine.participants(number)
     assignment = ledger.assign(size.samples)
     engine.gradients(assignment, size)
     committed = engine.commit()
@@ -117,7 +116,7 @@ def test_a_nan_loss_is_returned_not_hidden() -> None:
     model = nn.Linear(5, 3)
     nn.init.constant_(model.weight, float("nan"))
     engine = engine_on(model)
-    size = engine.members(0)
+    size = engine.participants(0)
     assert np.isnan(engine.gradients(Ledger(samples=SAMPLES).assign(12), size).loss)
 
 
@@ -137,7 +136,7 @@ def test_it_measures_the_pieces_when_a_rule_needs_it(needs: set[str]) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     engine = engine_on(model, workers=3, local=4, needs=frozenset(needs))
     ledger = Ledger(samples=SAMPLES, position=30)  # ten samples are left: micro-batches of 4, 3 and 3
-    size = engine.members(0)
+    size = engine.participants(0)
     measured = engine.gradients(ledger.assign(size.samples), size).measurement
     assert measured is not None
     indices = engine._order(0).indices(30, 40)
@@ -156,7 +155,7 @@ def test_it_measures_the_pieces_when_a_rule_needs_it(needs: set[str]) -> None:
 def test_it_measures_nothing_unless_a_rule_needs_it() -> None:
     model = nn.Linear(5, 3)
     engine = engine_on(model)
-    size = engine.members(0)
+    size = engine.participants(0)
     assert engine.meter is None
     assert engine.gradients(Ledger(samples=SAMPLES).assign(12), size).measurement is None
 
@@ -164,7 +163,7 @@ def test_it_measures_nothing_unless_a_rule_needs_it() -> None:
 def test_one_worker_is_one_piece_unless_pieces_are_smaller() -> None:
     for micro_batch, count in ((None, 1), (3, 2)):
         engine = engine_on(nn.Linear(5, 3), workers=1, local=6, micro_batch=micro_batch, needs={"moments"})
-        size = engine.members(0)
+        size = engine.participants(0)
         measured = engine.gradients(Ledger(samples=SAMPLES).assign(6), size).measurement
         assert measured is not None
         assert measured.micro_batches == count
@@ -176,7 +175,7 @@ def test_a_lost_step_leaves_no_trace_in_the_measurements() -> None:
         torch.manual_seed(0)
         model = nn.Linear(5, 3)
         engine = engine_on(model, needs={"moments"}, faults=faults)
-        assignment, size = Ledger(samples=SAMPLES).assign(12), engine.members(0)
+        assignment, size = Ledger(samples=SAMPLES).assign(12), engine.participants(0)
         gradients = engine.gradients(assignment, size)
         if not engine.commit():
             gradients = engine.gradients(assignment, size)
@@ -189,7 +188,7 @@ def test_a_step_that_an_exception_cut_short_is_forgotten() -> None:
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
     engine = engine_on(model, needs={"moments"})
-    assignment, size = Ledger(samples=SAMPLES).assign(12), engine.members(0)
+    assignment, size = Ledger(samples=SAMPLES).assign(12), engine.participants(0)
     undisturbed = engine.gradients(assignment, size).measurement
     fetch, calls = engine.fetch, []
 
@@ -209,7 +208,7 @@ def test_a_step_that_an_exception_cut_short_is_forgotten() -> None:
 def test_layers_come_in_the_order_of_the_given_parameters() -> None:
     model = nn.Linear(5, 3)
     engine = engine_on(model, needs={"layers"}, parameters=[model.bias, model.weight])
-    size = engine.members(0)
+    size = engine.participants(0)
     measured = engine.gradients(Ledger(samples=SAMPLES).assign(12), size).measurement
     assert measured is not None
     assert model.bias.grad is not None

@@ -39,7 +39,7 @@ def steps_of(engine: FusedEngine, count: int) -> list[float]:
     """The norm of the weight's gradient in each step."""
     ledger, norms = Ledger(samples=SAMPLES), []
     for step in range(count):
-        size = engine.members(step)
+        size = engine.participants(step)
         assignment = ledger.assign(size.samples)
         engine.gradients(assignment, size)
         assert engine.commit()
@@ -66,11 +66,11 @@ def test_a_batch_that_no_scale_makes_finite_costs_the_others_none_of_theirs(bad:
 def test_the_scale_is_doubled_after_many_steps_that_it_suited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbflow.engines.emulated.fused._GROW_AFTER", 3)
     engine = engine_on(nn.Linear(4, 1), torch.ones(SAMPLES, 1))
-    engine.restore({"scale": 2.0**10, "since_overflow": 1})
+    engine.load_state_dict({"scale": 2.0**10, "since_overflow": 1})
     scales = []
     for _ in range(3):
         steps_of(engine, 2)
-        scales.append(engine.state()["scale"])
+        scales.append(engine.state_dict()["scale"])
     assert scales == [2.0**11, 2.0**11, 2.0**12]  # one step had been counted; three more double it again
 
 

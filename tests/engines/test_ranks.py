@@ -17,9 +17,7 @@ import pytest
 import torch
 
 from ebbflow.data.ledger import Assignment, MicroBatch
-from ebbflow.engines.emulated import FusedEngine
-from ebbflow.engines.emulated.ranks import Ranks
-from ebbflow.engines.emulated.step import Step
+from ebbflow.engines.emulated import FusedEngine, Ranks
 from ebbflow.errors import ConfigError
 from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.record import Run, read_record
@@ -107,7 +105,7 @@ def test_ranks_that_never_compute_are_told_of(several: Path) -> None:
     run = read_record(several / "fewer-workers-than-ranks" / "record.jsonl")
     told = [event.text for event in run.events if event.what == "idle ranks"]
     if run.header.config["emulation"]["ranks"] == 3:
-        assert told == ["no step has more than 2 parts to share, so that 1 of 3 ranks never compute; use fewer ranks"]
+        assert told == ["no step has more than 2 parts to share, so 1 of 3 ranks never compute; use fewer ranks"]
     else:
         assert not told
 
@@ -190,7 +188,7 @@ def test_a_rank_killed_with_kill_9_ends_all_and_any_number_of_ranks_continues(tm
         ("fails=data", "error: there is no data here"),
         ("fails=memory", "error: the memory of the device cpu does not suffice"),
         ("fails=error", "RuntimeError: boom"),
-        ("fails=kill", "error: another rank has gone in the middle of a step"),
+        ("fails=kill", "error: another rank has ended in the middle of a step"),
     ],
 )
 def test_an_error_on_a_rank_ends_all_with_one_message(fails: str, message: str, tmp_path: Path) -> None:
@@ -211,49 +209,46 @@ def test_a_worker_belongs_to_the_rank_of_its_number_modulo_the_ranks() -> None:
         Ranks(3, 3)
 
 
-def test_a_ranks_part_of_a_step_has_no_gaps_and_keeps_the_seeds_of_its_places() -> None:
-    # Positions 10 to 19 of an epoch; this rank has 12 to 14 and 17 to 19, which it counts as 10 to 15.
+def test_the_samples_of_a_ranks_parts_are_those_at_their_positions() -> None:
+    # Positions 10 to 19 of an epoch; this rank has 12 to 14 and 17 to 19.
     assignment, indices = Assignment(1, 10, 20), torch.arange(100, 110).numpy()
     size = StepSize(workers=4, samples=10, time_s=0.0, duration_s=1.0)
-    step = Step(assignment, indices, [[MicroBatch(1, 12, 15)], [MicroBatch(3, 17, 20)]], number=2, size=size)
-    assert step.indices.tolist() == [102, 103, 104, 107, 108, 109]
-    assert [(group.start, group.stop) for group in step.groups] == [(10, 13), (13, 16)]
-    assert (step.batch, step.place(10), step.place(13)) == (6, 12, 17)
-    nothing = Step(assignment, indices, [], number=2, size=size)
-    assert (nothing.batch, nothing.groups, len(nothing.indices)) == (0, [], 0)
+    parts = [[MicroBatch(1, 12, 15)], [MicroBatch(3, 17, 20)]]
+    step = EmulatedStep(number=2, assignment=assignment, size=size, indices=indices, parts=parts)
+    assert step.batch == 6
+    assert [step.samples(part[0].start, part[0].stop).tolist() for part in parts] == [[102, 103, 104], [107, 108, 109]]
+    assert EmulatedStep(number=2, assignment=assignment, size=size, indices=indices, parts=[]).batch == 0
 
 
 @pytest.mark.parametrize("needs", [(), ("moments",)])
 def test_a_rank_whose_memory_is_smaller_still_has_its_own_part_of_a_step(needs: tuple[str, ...]) -> None:
     """Its chunks are smaller then, but what it computes is not: else samples were lost, or counted twice."""
     plan = BatchPlan.constant(9, 36)
-    steps = []
+    steps, fetched = [], []
     for rank in range(2):
         model = torch.nn.Linear(2, 2)
-        engine = FusedEngine(model, None, None, plan, samples=97, chunk=8, needs=needs, ranks=Ranks(rank, 2))  # type: ignore[arg-type]
+        engine = FusedEngine(model, None, None, plan, samples=97, fused_batch=8, needs=needs, ranks=Ranks(rank, 2))  # type: ignore[arg-type]
         if rank == 1:
-            engine.chunk = 4  # what is left after the memory did not suffice for 8
-        steps.append(engine._build_step(0, Assignment(0, 0, 36), plan.at(0)))
-        assert sum(engine._micro_batches(steps[-1])) == steps[-1].batch
-    assert [step.batch for step in steps] == [20, 16]  # chunks of 8, 8, 8, 8 and 4, by turns
-    assert sorted(index for step in steps for index in step.indices) == sorted(
-        engine._order(0).indices(0, 36)  # those of the whole step
-    )
+            engine.fused_batch = 4  # what is left after the memory did not suffice for 8
+        steps.append(engine._make_step(0, Assignment(0, 0, 36), plan.at(0)))
+        fetched += [index for span in engine._fetches(steps[-1]) for index in steps[-1].samples(*span)]
+    assert [step.batch for step in steps] == [20, 16]  # passes of 8, 8, 8, 8 and 4, by turns
+    assert sorted(fetched) == sorted(engine._order(0).indices(0, 36)), "those of the whole step, each once"
 
 
 def test_the_environment_says_which_rank_this_is() -> None:
-    assert torchrun.place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == torchrun.Place(
+    assert torchrun.rank_info({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == torchrun.RankInfo(
         rank=5, world=8, local_rank=1
     )
-    assert torchrun.place({"WORLD_SIZE": "8"}) is None
+    assert torchrun.rank_info({"WORLD_SIZE": "8"}) is None
     with pytest.raises(ConfigError, match=r"RANK=first.*torchrun sets"):
-        torchrun.place({"RANK": "first", "WORLD_SIZE": "8"})
+        torchrun.rank_info({"RANK": "first", "WORLD_SIZE": "8"})
 
 
 def test_each_rank_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    second, third = (torchrun.Group(torchrun.Place(rank=4 + i, world=8, local_rank=i)) for i in (1, 2))
-    assert (second.device("cuda"), second.device("cpu"), torchrun.Group().device("cuda:1")) == (
+    second, third = (torchrun.RankGroup(torchrun.RankInfo(rank=4 + i, world=8, local_rank=i)) for i in (1, 2))
+    assert (second.device("cuda"), second.device("cpu"), torchrun.RankGroup().device("cuda:1")) == (
         "cuda:1",
         "cpu",
         "cuda:1",

@@ -95,19 +95,19 @@ def test_one_measures_every_step() -> None:
 
 def test_the_fused_engine_skips_the_same_steps() -> None:
     reference, _, _ = run(LoopEngine)
-    fused, _, _ = run(FusedEngine, chunk=2)  # micro-batches of two samples in both
+    fused, _, _ = run(FusedEngine, fused_batch=2)  # micro-batches of two samples in both
     assert_same(reference, fused)
 
 
-@pytest.mark.parametrize("carry", ["allreduce", "centralized"])
-def test_dask_skips_the_same_steps(carry: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize("transport", ["allreduce", "centralized"])
+def test_dask_skips_the_same_steps(transport: str, tmp_path: Any) -> None:
     reference, _, _ = run(LoopEngine)
     model = make_model()
     optimizer = make_optimizer(model)
     with (
         local_client(2) as client,
         DaskEngine(
-            model, Witnessed(*make_data(), tmp_path), cross_entropy, changing_plan(), client=client, carry=carry,
+            model, Witnessed(*make_data(), tmp_path), cross_entropy, changing_plan(), client=client, transport=transport,
             optimizer=optimizer, samples=SAMPLES, seed=7, micro_batch=2, min_workers=2, needs=optimizer.rule.needs,
         ) as engine,
     ):  # fmt: skip

@@ -300,13 +300,13 @@ class Scripted(Engine):
         self.wishes: list[int] = []
         self.measured: list[bool] = []
 
-    def want(self, samples: int) -> None:
+    def request(self, samples: int) -> None:
         self.wishes.append(samples)
 
     def measure(self, on: bool) -> None:
         self.measured.append(on)
 
-    def members(self, step: int) -> StepSize:
+    def participants(self, step: int) -> StepSize:
         return StepSize(workers=4, samples=32, time_s=float(step), duration_s=1.0)
 
     def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def same(first: RunConfig, second: RunConfig) -> bool:
 )
 def test_where_and_how_a_run_is_computed_makes_no_other_run(elsewhere: dict[str, Any]) -> None:
     run = RunConfig(workload="digits-mlp")
-    assert same(run, replace(run, **elsewhere))
+    assert same(run, run.replace(**elsewhere))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,7 @@ def test_where_and_how_a_run_is_computed_makes_no_other_run(elsewhere: dict[str,
 )  # fmt: skip
 def test_any_setting_that_is_computed_with_makes_another_run(other: dict[str, Any]) -> None:
     run = RunConfig(workload="digits-mlp")
-    assert not same(run, replace(run, **other))
+    assert not same(run, run.replace(**other))
 
 
 def test_differences_name_the_setting_and_both_values() -> None:
@@ -56,10 +55,10 @@ def test_a_trace_that_was_moved_is_the_same_and_one_that_was_edited_is_not(tmp_p
     there.write_text(TRACE)
     run = RunConfig(workload="digits-mlp", trace=str(here))
     before = run.recorded()
-    assert same(run, replace(run, trace=str(there)))
+    assert same(run, run.replace(trace=str(there)))
     here.write_text(TRACE.replace("60,2", "60,3"))
     assert run.differences(before) == [f"the trace is not the one it was ({here})"]
-    assert not same(run, replace(run, trace=str(there)))
+    assert not same(run, run.replace(trace=str(there)))
 
 
 def test_a_plan_is_no_trace_of_the_same_content(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_a_plan_is_no_trace_of_the_same_content(tmp_path: Path) -> None:
     file.write_text("step,batchsize\n0,64\n")
     as_plan = RunConfig(workload="digits-mlp", plan=str(file))
     assert as_plan.fingerprint() != RunConfig(workload="digits-mlp", trace=str(file)).fingerprint()
-    assert same(as_plan, replace(as_plan, trace="never played"))
+    assert same(as_plan, as_plan.replace(trace="never played"))
 
 
 def test_a_record_from_before_a_setting_existed_is_of_a_run_at_its_default() -> None:

@@ -353,7 +353,7 @@ def test_batch_norm_that_follows_the_batch_has_other_statistics(tmp_path: Path, 
     [
         ({"on_nonfinite": "skipp"}, "on_nonfinite is 'skipp'; did you mean 'skip'"),
         ({"on_nonfinite": "ignore"}, "Known: skip, stop"),
-        ({"ema": 1.5}, "ema is 1.5; expected the part kept"),
+        ({"ema": 1.5}, "ema is 1.5; expected the fraction kept"),
         ({"clip": 0.0}, "clip is 0.0"),
         ({"lr": math.nan}, "lr is nan; expected a number above 0 and below infinity"),
         ({"memory_steps": math.inf}, "memory_steps is inf"),  # would forget everything, not nothing

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.core.units import Seconds
-from ebbflow.engines.emulated.chunks import cut
+from ebbflow.engines.emulated.fused import cut_into_passes
 from ebbflow.errors import ConfigError, EbbflowError, PlanError, RecordError
 from ebbflow.plan import make_policy
 from ebbflow.record import Header, Run, StepRow, ValidationRow
@@ -203,7 +203,7 @@ def test_passes_of_an_emulated_step_are_those_that_the_engine_makes(
     each, more = divmod(samples, workers)
     sizes = [size for size in [each + 1] * more + [each] * (workers - more) if size]
     found = emulated_passes(np.array([workers]), np.array([samples]), micro_batch)
-    assert found.tolist() == [len(cut(sizes, samples=micro_batch))]
+    assert found.tolist() == [len(cut_into_passes(sizes, samples=micro_batch))]
 
 
 def test_a_fit_of_emulated_steps_tells_passes_from_samples() -> None:

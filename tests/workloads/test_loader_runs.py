@@ -64,7 +64,7 @@ def children() -> list[psutil.Process]:
     "settings",
     [
         {"engine": "loop"},
-        {"engine": "fused", "rule": "adascale", "chunk": 14},
+        {"engine": "fused", "rule": "adascale", "fused_batch": 14},
         {"engine": "fused", "policy": "geo(1ep, factor=2)", "rule": "sqrt"},
         {"engine": "loop", "on_change": "lose", "step_time": "0.4s"},
     ],

@@ -125,7 +125,7 @@ def _short_run(config: RunConfig, steps: int) -> Run:
     """A training that is stopped after its first steps; its record, without them."""
     import dataclasses
 
-    from ebbflow.run import training
+    from ebbflow.run import loop, training
 
     done = 0
 
@@ -135,7 +135,7 @@ def _short_run(config: RunConfig, steps: int) -> Run:
 
     keep_freed_memory()
     with tempfile.TemporaryDirectory(prefix="ebbflow-profile-") as folder:
-        callbacks = training.Callbacks(on_step=count, should_stop=lambda: done >= steps + _WARM_UP)
+        callbacks = loop.Callbacks(on_step=count, should_stop=lambda: done >= steps + _WARM_UP)
         try:
             training.train(config, Path(folder), callbacks=callbacks, checkpoint_every_s=1e9, keep_weights=False)
         except KeyboardInterrupt:

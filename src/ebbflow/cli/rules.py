@@ -13,13 +13,13 @@ from ebbflow.cli.common import AsJson, out, print_json
 from ebbflow.cli.rules_cards import cards as make_cards
 from ebbflow.cli.rules_plot import chart, figure
 from ebbflow.core.files import write_whole
+from ebbflow.core.plugins import load_plugins
 from ebbflow.core.spec import Entry
 from ebbflow.errors import OutputError
 from ebbflow.rules.base import Modifier, Rule
 from ebbflow.rules.curves import curves
 from ebbflow.rules.describe import describe
 from ebbflow.rules.registry import RULES, table
-from ebbflow.run.config import load_plugins
 
 __all__ = ["app"]
 

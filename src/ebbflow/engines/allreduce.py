@@ -1,39 +1,39 @@
-"""The mean gradient over ranks with uneven shares, and its statistics, in one all-reduce.
+"""One all-reduce per step: the mean gradient over processes with uneven batches, its statistics, and named numbers.
 
-Gradients are weighted with the rank's share of the step's samples and laid out in one persistent buffer; what was
-measured rides behind them in the same message. A number more a layer costs nothing beside the gradient.
-"""
+Each process weights its gradients with its part of the step's samples and lays them out in one persistent buffer. What
+it measured and what else the processes tell each other lie behind the gradients in the same buffer: beside a gradient,
+a few more numbers cost nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from ebbflow.engines.base import Gradients
 from ebbflow.errors import ConfigError, RankLost
 from ebbflow.moments.choose import AnyMeter
 from ebbflow.moments.estimate import Measurement
 from ebbflow.moments.norms import squared_norms
 
-__all__ = ["AllReduce"]
+__all__ = ["AllReduce", "StepAllReduce"]
 
 
 class AllReduce:
-    """Combines the gradients of ranks; made once, on every rank with the same parameters in the same order.
+    """Combines the gradients of processes; made once, in every process with the same parameters in the same order.
 
         combine = AllReduce(model.parameters(), meter=meter)
-        ...                                                       # backward over this rank's micro_batches
+        ...                                                       # backward over this process's micro-batches
         measurement = combine(samples=own, batch=all_of_them)     # .grad is now the mean over the whole step
 
-    Guarantees: the sample-weighted mean, for any shares, also where a rank has no sample and no gradient; the same
-    numbers on every rank; one collective and, with a meter, one host synchronisation a step. A parameter that has no
-    gradient on any rank has none afterwards, as in one process, so that neither decay nor momentum moves it; a rank
-    that lacks a gradient waits for the device once more to know. Afterwards `.grad` of a parameter is a view into the
-    buffer where the types allow, so nothing is copied back: it is overwritten by the next call, like any gradient by
-    the next step. Costs one copy of the gradients in memory. Sparse gradients are refused. Without an initialised
-    process group it works as the only rank.
-    """
+    Guarantees: the sample-weighted mean, whatever the processes' parts are, also where a process has no sample and no
+    gradient; the same numbers in every process; one collective and, with a meter, one host synchronisation per step. A
+    parameter that has no gradient in any process has none afterwards, so that neither weight decay nor momentum moves
+    it; a process that lacks a gradient waits for the device once more to know. Afterwards `.grad` of a parameter is a
+    view into the buffer where the types allow: it is overwritten by the next call, like any gradient by the next step.
+    Costs one copy of the gradients in memory. Sparse gradients are refused. Without an initialised process group it
+    works as the only process."""
 
     def __init__(
         self,
@@ -41,21 +41,19 @@ class AllReduce:
         *,
         meter: AnyMeter | None = None,
         group: dist.ProcessGroup | None = None,
-        riders: int = 0,
-        reduce: Callable[[torch.Tensor], None] | None = None,
+        fields: Mapping[str, int] | None = None,
+        all_reduce: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """`meter`: has measured the same parameters; None, or one that is off: nothing is measured and nothing paid.
+        """`meter` has measured the same parameters. None, or one that is off: nothing is measured and nothing paid.
 
-        A meter is on or off on all ranks alike.
-
-        `riders`: so many numbers of the caller's own are added up in the same message. `reduce`: adds up a tensor over
-        the ranks in place, for those whose ranks are not a group of `torch.distributed`.
-        """
+        A meter is on or off in all processes alike. `fields`: name -> length of further vectors that are added up in
+        the same message; write to `combine[name]` before a call and read the sum from it afterwards. `all_reduce` adds
+        up a tensor over the processes in place, where they are not a group of `torch.distributed`."""
         self.parameters = tuple(parameters)
         self.meter = meter
         self.group = group
-        self._reduce = reduce or self._all_reduce
-        self._rider_count = riders
+        self._all_reduce = all_reduce or self._by_torch
+        self._fields = dict(fields or {})
         if not self.parameters:
             raise ConfigError("there are no gradients to combine: no parameters were given")
         if meter is not None and {*map(id, meter.parameters)} != {*map(id, self.parameters)}:
@@ -63,23 +61,31 @@ class AllReduce:
         self.renew()
 
     def renew(self) -> None:
-        """Make the buffer anew: after a collective that was given up, which may still write into the old one."""
+        """Make a new buffer, after a collective that was abandoned and may still write into the old one."""
         # Half-precision gradients are added in float32; double precision stays.
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters) else torch.float32
-        size = sum(parameter.numel() for parameter in self.parameters)
-        extra = self.meter.width + 2 if self.meter is not None else 0
-        sizes = [size, extra, len(self.parameters), self._rider_count]
-        self._buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.parameters[0].device)
-        # The third part counts the ranks that have a gradient, by parameter.
-        self._flat, self._extra, self._present, self.riders = self._buffer.split(sizes)  # type: ignore[no-untyped-call]
-        parts = self._flat.split([parameter.numel() for parameter in self.parameters])
-        self._views = [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
+        statistics = self.meter.width + 2 if self.meter is not None else 0
+        sizes = {
+            "gradient": sum(parameter.numel() for parameter in self.parameters),
+            "statistics": statistics,  # squared norms, number of micro-batches, mismatch
+            "present": len(self.parameters),  # by parameter: the number of processes that have a gradient
+        }
+        lengths = [*sizes.values(), *self._fields.values()]
+        self._buffer = torch.zeros(sum(lengths), dtype=dtype, device=self.parameters[0].device)
+        parts = self._buffer.split(lengths)  # type: ignore[no-untyped-call]
+        self._flat, self._statistics, self._present = parts[:3]
+        self._named: dict[str, torch.Tensor] = dict(zip(self._fields, parts[3:], strict=True))
+        vectors = self._flat.split([parameter.numel() for parameter in self.parameters])
+        self._views = [part.view_as(parameter) for part, parameter in zip(vectors, self.parameters, strict=True)]
+
+    def __getitem__(self, field: str) -> torch.Tensor:
+        """A field of the message: what this process says before a call, the sum over all processes after it."""
+        return self._named[field]
 
     def __call__(self, *, samples: int, batch: int) -> Measurement | None:
-        """Replace the mean gradient over this rank's `samples` in `.grad` by the mean over all ranks' `batch` samples.
+        """Replace the mean gradient over this process's `samples` in `.grad` by the mean over all `batch` samples.
 
-        All ranks call it in every step, those without a sample too. What the caller put into `riders` before is added
-        up with it.
+        All processes call it in every step, those without a sample too.
         """
         if not 0 <= samples <= batch or batch < 1:
             raise ConfigError(f"this rank has {samples} of a step's {batch} samples; expected 0 to {batch}")
@@ -87,21 +93,21 @@ class AllReduce:
         if meter is not None:
             self._put_statistics(meter, samples, batch)
         else:
-            self._extra.zero_()
+            self._statistics.zero_()
         complete = self._put_gradients(samples / batch)
-        self._reduce(self._buffer)
+        self._all_reduce(self._buffer)
         self._take_gradients(complete)
         return self._measurement(meter, batch) if meter is not None else None
 
-    def _all_reduce(self, buffer: torch.Tensor) -> None:
+    def _by_torch(self, buffer: torch.Tensor) -> None:
         if not dist.is_initialized():
             return
         try:
             dist.all_reduce(buffer, group=self.group)
         except RuntimeError as error:
             raise RankLost(
-                "another rank has gone in the middle of a step, killed or out of memory; what was done up to the "
-                "last checkpoint is kept, and the same command continues from there"
+                "another rank has ended in the middle of a step, killed or out of memory; what was done up to the last "
+                "checkpoint is kept, and the same command continues from there"
             ) from error
 
     def _put_statistics(self, meter: AnyMeter, samples: int, batch: int) -> None:
@@ -110,15 +116,15 @@ class AllReduce:
             raise ConfigError(
                 f"this rank closed micro-batches of {tally.samples} samples, but says that it has {samples}"
             )
-        self._extra[:-2].copy_(tally.squares).div_(batch)
-        self._extra[-2] = tally.micro_batches
-        self._extra[-1:].copy_(tally.mismatch)
+        self._statistics[:-2].copy_(tally.squares).div_(batch)
+        self._statistics[-2] = tally.micro_batches
+        self._statistics[-1:].copy_(tally.mismatch)
 
     @torch.no_grad()
     def _put_gradients(self, weight: float) -> bool:
-        """Whether this rank has a gradient for every parameter."""
+        """Whether this process has a gradient for every parameter."""
         if weight == 0:
-            self._flat.zero_()  # whatever an idle rank has in .grad, a NaN too
+            self._flat.zero_()  # whatever an idle process has in .grad, a NaN too
             self._present.zero_()
             return False
         for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -127,8 +133,8 @@ class AllReduce:
                 view.zero_()
             elif gradient.is_sparse:
                 raise ConfigError(
-                    f"a gradient of shape {tuple(gradient.shape)} is sparse; ranks combine dense ones only: "
-                    f"use sparse=False in the embedding"
+                    f"a gradient of shape {tuple(gradient.shape)} is sparse; only dense gradients can be combined: use "
+                    f"sparse=False in the embedding"
                 )
             elif gradient.dtype == view.dtype:
                 torch.mul(gradient, weight, out=view)
@@ -154,16 +160,68 @@ class AllReduce:
 
     def _measurement(self, meter: AnyMeter, batch: int) -> Measurement:
         if meter.layers:
-            place = {id(parameter): view for parameter, view in zip(self.parameters, self._views, strict=True)}
-            mean = squared_norms([place[id(parameter)] for parameter in meter.parameters])
+            views = {id(parameter): view for parameter, view in zip(self.parameters, self._views, strict=True)}
+            mean = squared_norms([views[id(parameter)] for parameter in meter.parameters])
         else:
             mean = squared_norms([self._flat])
-        *numbers, micro_batches, mismatch = torch.cat([mean.to(self._extra.dtype), self._extra]).tolist()
+        *numbers, count, mismatch = torch.cat([mean.to(self._statistics.dtype), self._statistics]).tolist()
         meter.check(mismatch)
         layers = len(numbers) // 2
         return Measurement(
-            batch=batch,
-            micro_batches=round(micro_batches),
-            mean_sq=tuple(numbers[layers:]),
-            sq_mean=tuple(numbers[:layers]),
+            batch=batch, micro_batches=round(count), mean_sq=tuple(numbers[layers:]), sq_mean=tuple(numbers[:layers])
         )
+
+
+class StepAllReduce:
+    """The message of a step: gradient, statistics, loss, running statistics of batch norm, and flags, in one
+    all-reduce.
+
+    Guarantees: after a call `.grad`, the batch-norm sums, the loss, the number of micro-batches and the measurement are
+    those of the whole step, the same in every process, also where a process had nothing to compute.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        meter: AnyMeter | None,
+        sums: Sequence[torch.Tensor],
+        flags: Sequence[str] = (),
+        all_reduce: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        """`sums`: batch-norm statistics summed over this process's micro-batches, each weighted with its part of the
+        whole step; they are overwritten with the sums over all processes. `flags`: names of numbers that each process
+        says and all add up."""
+        self._sums = list(sums)
+        self._sizes = [tensor.numel() for tensor in self._sums]
+        self._flags = tuple(flags)
+        fields = {"loss": 1, "micro_batches": 1, **dict.fromkeys(flags, 1), "batch_norm": sum(self._sizes)}
+        self._message = AllReduce(parameters, meter=meter, fields=fields, all_reduce=all_reduce)
+        self.flags: dict[str, float] = dict.fromkeys(flags, 0.0)
+        """Sum over the processes of what each said in the latest step."""
+
+    def renew(self) -> None:
+        """Make a new buffer, after a collective that was abandoned and may still write into the old one."""
+        self._message.renew()
+
+    @torch.no_grad()
+    def __call__(
+        self, loss: torch.Tensor | float, micro_batches: int, *, samples: int, batch: int, **flags: float
+    ) -> Gradients:
+        """Combine a step of `batch` samples, of which this process computed `samples` with this mean loss."""
+        message = self._message
+        message["loss"][0] = loss
+        message["loss"].mul_(samples / batch)
+        message["micro_batches"][0] = micro_batches
+        for name in self._flags:
+            message[name][0] = flags.get(name, 0.0)
+        if self._sums:
+            vector = message["batch_norm"]
+            torch.cat([tensor.reshape(-1).to(vector.dtype) for tensor in self._sums], out=vector)
+        measurement = message(samples=samples, batch=batch)
+        if self._sums:
+            parts = message["batch_norm"].split(self._sizes)  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(self._sums, [p.view_as(own) for p, own in zip(parts, self._sums, strict=True)])
+        told = torch.cat([message["loss"], message["micro_batches"], *(message[name] for name in self._flags)]).tolist()
+        self.flags = dict(zip(self._flags, told[2:], strict=True))
+        return Gradients(loss=told[0], micro_batches=round(told[1]), measurement=measurement)

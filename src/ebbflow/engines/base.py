@@ -1,66 +1,71 @@
-"""The contract of an engine: three verbs, one loop for all engines.
+"""The contract of an engine: everything that a run needs from whatever computes its gradients.
 
-    members(step)                 who takes part in the next step, and how many samples they take
-    gradients(assignment, size)   backward over these samples: the mean gradient is in .grad
-    commit()                      True: the step counts. False: nothing happened, the samples go back
+    participants(step)            who takes part in the next step, and how many samples they take
+    gradients(assignment, size)   backward passes over these samples; the mean gradient is left in `.grad`
+    commit()                      True: the step counts. False: nothing happened, and the samples are assigned again
 
-Between `gradients` and `commit` an engine may lose a worker; then `commit` says False, the state of the model is what
-it was before the step, and the loop assigns the same samples again. `tests/contract` holds the suite that every engine
-passes: each sample exactly once under scripted faults, the same weights as the reference to float tolerance.
+Between `gradients` and `commit` an engine may lose a worker. `commit` then returns False, the model is what it was
+before the step, and the flow assigns the same samples again. `tests/contract` holds the suite that every engine passes.
+
+An engine of your own subclasses `Engine` and is registered by name with a function that makes it:
+
+    @ebbflow.register_engine("mine")
+    def make(parts: EngineParts) -> Engine:
+        return MyEngine(parts.model, parts.fetch, parts.loss, parts.plan, samples=parts.samples, seed=parts.seed)
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
+from ebbflow.core.spec import Registry
 from ebbflow.data.ledger import Assignment
+from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Measurement
-from ebbflow.plan.plan import StepSize
+from ebbflow.plan.plan import BatchPlan, StepSize
 
-__all__ = ["Engine", "Faults", "Gradients"]
+__all__ = ["ENGINES", "Engine", "EngineParts", "Faults", "Gradients", "register_engine"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradients:
-    """What an engine knows after the backward pass of a step; the gradient itself is in the parameters."""
+    """What an engine knows after the backward passes of a step; the gradient itself is in the parameters."""
 
     loss: float
     """Mean over the samples of the step."""
     micro_batches: int
-    """Backward passes the gradient was made of."""
+    """Backward passes that the gradient was made of."""
     measurement: Measurement | None = None
-    """Squared norms of the micro-batches and of their mean; None where no rule needs them, or none this time."""
+    """Squared norms of the micro-batch gradients and of their mean; None where this step was not measured."""
     norm: float | None = None
-    """Of the mean gradient, where replicas elsewhere have it and the optimizer looks at it without a measurement."""
+    """Norm of the mean gradient. Set only by the Dask all-reduce on unmeasured steps, when the optimizer clips or
+    checks
+    for NaN."""
 
 
 class Engine(ABC):
-    """Computes gradients with the workers that are there."""
+    """Computes the gradients of steps with the workers that are there.
 
+    Only the three abstract methods must be written. The others describe what an engine can do beyond them, and have
+    defaults for an engine that computes in this process.
+    """
+
+    model: Any
+    """The model that is trained; the only attribute that an engine must have."""
     replicated: bool = False
-    """Whether replicas elsewhere make the steps, and this process's model lags behind until `sync`."""
-    alone: bool = False
-    """Whether this process computes all gradients, so that none has to be added up with those of others."""
+    """Whether replicas elsewhere apply the steps, so that the model of this process is behind until `sync`."""
+    single_process: bool = False
+    """Whether this process computes all gradients, so that none has to be added up with those of other processes."""
 
-    def want(self, samples: int) -> None:  # noqa: B027, an engine that cannot hire has nothing to do
-        """Told before `members`: a growing policy could use a step of so many samples. A fleet that can grow may."""
-
-    def applied(self, context: object) -> None:  # noqa: B027, most engines have their model in this process
-        """Told after the optimizer made the step, with its StepContext: replicas elsewhere make the same step."""
-
-    def sync(self) -> None:  # noqa: B027
-        """Bring model and optimizer of this process up to date, before somebody reads them.
-
-        Where replicas elsewhere make the steps, this process only follows their rates and statistics in between.
-        """
-
-    def measure(self, on: bool) -> None:  # noqa: B027, measuring all the same costs time and nothing else
-        """Told before `gradients`: whether anybody will look at the measurement of the upcoming steps."""
+    # The three verbs ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def members(self, step: int) -> StepSize:
-        """Who takes part in a step and how many samples they are meant to take; waits while nobody is there."""
+    def participants(self, step: int) -> StepSize:
+        """Who takes part in a step, and how many samples they should take. Waits while nobody is there."""
 
     @abstractmethod
     def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:
@@ -68,14 +73,144 @@ class Engine(ABC):
 
     @abstractmethod
     def commit(self) -> bool:
-        """Whether the step counts. After False the model, its buffers and the position are what they were before."""
+        """Whether the step counts. After False the model and its buffers are what they were before the step."""
+
+    # Around a step ------------------------------------------------------------------------------------------------
+
+    def request(self, samples: int) -> None:  # noqa: B027
+        """Called before `participants`: a growing policy could use a step of `samples` samples.
+
+        An engine that can start workers may do so.
+        """
+
+    def measure(self, on: bool) -> None:  # noqa: B027
+        """Called before `gradients`: whether the measurement of the step will be used. Measuring anyway is allowed."""
+
+    def applied(self, context: object) -> None:  # noqa: B027
+        """Called after the optimizer has applied the step, with its StepContext: replicas elsewhere apply it, too."""
+
+    def sync(self) -> None:  # noqa: B027
+        """Bring the model and optimizer of this process up to date, where replicas elsewhere apply the steps."""
+
+    # A training loop of the user's own ----------------------------------------------------------------------------
+
+    def open(self, assignment: Assignment, size: StepSize) -> None:
+        """Begin a step whose backward passes the user does: `micro_batches`, `backward` for each, then `combine`."""
+        raise ConfigError(
+            f"{type(self).__name__} computes the backward passes itself: give the loss (loss=...) and call run()"
+        )
+
+    def micro_batches(self) -> Iterator[Any]:
+        """The micro-batches that this process computes in the open step, each with `inputs` and `targets`."""
+        raise NotImplementedError
+
+    def backward(self, loss: Any, micro_batch: Any) -> None:
+        """Add the gradient of a micro-batch; `loss` is the mean over its samples."""
+        raise NotImplementedError
+
+    def combine(self) -> Gradients:
+        """Add up the gradients of all processes, after the backward passes of this one."""
+        raise NotImplementedError
+
+    # The run around the steps -------------------------------------------------------------------------------------
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether this process reads and writes the files of the run, and prints; exactly one process does."""
+        return True
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The model computes in the engine's precision inside."""
+        return nullcontext()
+
+    def upcoming(self) -> Iterator[tuple[int, Any]]:
+        """What will be fetched next, as far as it is known: the seed before each fetch, and its sample numbers.
+
+        A guess: data that is prefetched for nothing costs time and changes no result.
+        """
+        return iter(())
+
+    def agree_to_stop(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """What to ask after each step instead of `should_stop`, so that all processes stop after the same step."""
+        return should_stop
+
+    def idle_processes(self) -> str:
+        """A sentence about processes that never have anything to compute; empty if all of them have."""
+        return ""
+
+    def describe(self) -> dict[str, Any]:
+        """How steps are computed, as JSON values: for the header of a record."""
+        return {"engine": type(self).__name__}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the steps so far have left in the engine and later ones depend on, for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Go on where `state_dict` was taken."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release what the engine holds outside of the model: hooks, connections, replicas."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.sync()
+        finally:
+            self.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What a run gives to the function that makes its engine."""
+
+    model: Any
+    fetch: Callable[[Any], tuple[Any, Any]]
+    """From sample numbers to (inputs, targets), on the model's device."""
+    loss: Callable[[Any, Any, Any], Any] | None
+    """`loss(model, inputs, targets)`: the mean over the samples. None if the user's own loop computes it."""
+    samples: int
+    """Samples in an epoch."""
+    plan: BatchPlan | None
+    """Workers and samples of each step; None if the fleet itself decides."""
+    seed: int
+    needs: frozenset[str]
+    """What must be measured: "moments", "layers", or nothing."""
+    parameters: list[Any]
+    """The trained parameters in the optimizer's order: what is measured and added up."""
+    optimizer: Any
+    """The ElasticOptimizer of the run."""
+    config: Any
+    """The RunConfig of the run, complete."""
+    ranks: Any = None
+    """This process among the ranks that torchrun started; None if there is only one."""
+    on_event: Callable[[str, str], None] = lambda what, text: None
+    """Called with a title and a sentence when something happens that the record should tell."""
+
+
+EngineMaker = Callable[[EngineParts], Engine]
+
+ENGINES: Registry[EngineMaker] = Registry("engine")
+
+
+def register_engine(name: str, *, cite: str = "") -> Callable[[EngineMaker], EngineMaker]:
+    """Add an engine under a name that the setting `engine` understands; decorates a function EngineParts -> Engine."""
+
+    def add(make: EngineMaker) -> EngineMaker:
+        ENGINES.register(name, cite=cite)(make)
+        return make
+
+    return add
 
 
 @dataclass
 class Faults:
-    """Workers that are lost and come back at given steps: a script, so that a test of a fault has no sleeping in it.
+    """Workers that are lost and come back at given steps: a script, so that a test of a fault needs no sleeping.
 
-    A worker lost at a step dies in the middle of it: the first attempt fails, the next one runs without the worker.
+    A worker that is lost at a step dies in the middle of it: the first attempt fails, the next one runs without it.
 
     >>> faults = Faults().lose(worker=1, step=3).rejoin(worker=1, step=7)
     >>> faults.fired == faults.planned        # nothing has happened yet
@@ -97,13 +232,13 @@ class Faults:
         return self
 
     def rejoin(self, *, worker: int, step: int) -> Faults:
-        """Have a lost worker back before a step."""
+        """Bring a lost worker back before a step."""
         self.planned += 1
         self.returns.setdefault(step, []).append(worker)
         return self
 
     def present(self, step: int, size: StepSize) -> StepSize:
-        """The members of a step after the losses so far; each keeps the share of samples it had."""
+        """The participants of a step after the losses so far; each keeps its worker batch."""
         back = self.returns.pop(step, [])
         self.fired += len(back)
         self.away.difference_update(back)
@@ -114,7 +249,7 @@ class Faults:
         return replace(size, workers=workers, samples=max(1, size.samples * workers // size.workers))
 
     def strike(self, step: int) -> bool:
-        """Whether a worker dies in this attempt at a step; each planned loss strikes once."""
+        """Whether a worker dies in this attempt at a step; each planned loss happens once."""
         dying = self.losses.pop(step, [])
         self.fired += len(dying)
         self.away.update(dying)

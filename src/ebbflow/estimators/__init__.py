@@ -5,8 +5,7 @@
     model = EbbflowClassifier(batch_size="geo(delay=5ep, factor=2)", rule="constant", max_epochs=20)
     model.fit(X, y).score(X_test, y_test)
 
-Built on skorch, which the extra `dask` installs. Importing this package does not import torch or skorch yet; the
-first use of a name does.
+Built on skorch, which the extra `dask` installs. torch and skorch are imported when a name is first used.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from ebbflow.estimators.classifier import EbbflowClassifier as EbbflowClassifier
-    from ebbflow.estimators.regressor import EbbflowRegressor as EbbflowRegressor
+    from ebbflow.estimators.estimators import EbbflowClassifier as EbbflowClassifier
+    from ebbflow.estimators.estimators import EbbflowRegressor as EbbflowRegressor
 
 __all__ = ["EbbflowClassifier", "EbbflowRegressor"]
 
-_HOME = {"EbbflowClassifier": "ebbflow.estimators.classifier", "EbbflowRegressor": "ebbflow.estimators.regressor"}
+_HOME = {"EbbflowClassifier": "ebbflow.estimators.estimators", "EbbflowRegressor": "ebbflow.estimators.estimators"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What may be given to `fit` and `predict`, checked as scikit-learn does it, and how samples are fetched from it."""
+"""Inputs of `fit` and `predict`: checked as scikit-learn does it, and fetched by sample number."""
 # ruff: noqa: N803, because X is scikit-learn's name for it
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ from sklearn.utils.validation import validate_data
 from skorch.dataset import Dataset as ArrayDataset
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from ebbflow.engines.micro_batches import Fetch
 from ebbflow.errors import DataError
 
 __all__ = [
+    "DatasetRows",
     "Encoded",
     "Slices",
     "as_tensor",
     "check_arrays",
     "check_dataset",
     "encode",
-    "fetcher",
     "targets_of",
 ]
 
 
 def _plain(data: Any) -> Any:
-    """Torch tensors as the arrays they are; everything else as it is."""
+    """A tensor of torch as an array; anything else as it is."""
     return data.detach().cpu().numpy() if isinstance(data, torch.Tensor) else data
 
 
 def _check_frame(frame: Any) -> None:
-    """Refuse a data frame with columns that are not numbers, by their names."""
+    """Refuse a data frame with columns that are not numeric, and name them."""
     kinds = getattr(frame, "dtypes", None)
     if kinds is None or not hasattr(frame, "columns"):
         return
@@ -64,13 +63,13 @@ def check_arrays(net: Any, X: Any, y: Any = None, *, reset: bool, dtype: str | N
 
 
 def check_dataset(net: Any, data: Any, y: Any, *, reset: bool) -> int:
-    """Refuse a data set that cannot be trained on; the numbers that one sample has."""
+    """Refuse a Dataset that cannot be trained on; returns how many numbers one sample has."""
     if y is not None:
         raise DataError("X is a Dataset, which brings its own targets, but y is given, too; leave y out")
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise DataError(
-            f"{type(data).__name__} has no length or no samples by number; every sample once an epoch takes a "
-            f"map-style Dataset, with __len__ and __getitem__"
+            f"{type(data).__name__} has no length or no samples by number; using every sample once per epoch takes "
+            f"a map-style Dataset, with __len__ and __getitem__"
         )
     if not len(data):
         raise DataError("the Dataset has no samples; expected at least one")
@@ -84,7 +83,7 @@ def check_dataset(net: Any, data: Any, y: Any, *, reset: bool) -> int:
 
 
 def targets_of(data: Any) -> npt.NDArray[Any]:
-    """All targets of a Dataset, from where they lie together if they do, else sample by sample."""
+    """All targets of a Dataset: taken as a whole if the Dataset stores them so, else sample by sample."""
     if isinstance(data, Subset):
         return np.asarray(targets_of(data.dataset)[np.asarray(data.indices)])
     if isinstance(data, TensorDataset):
@@ -124,7 +123,7 @@ class Encoded(Dataset[Any]):
 
 
 def as_tensor(data: Any) -> torch.Tensor:
-    """The tensor of an array, in the same memory where that may be written to."""
+    """An array as a tensor, in the same memory if that is writable."""
     if isinstance(data, torch.Tensor):
         return data
     array = np.asarray(data)
@@ -132,7 +131,7 @@ def as_tensor(data: Any) -> torch.Tensor:
 
 
 def _unwrapped(data: Any) -> tuple[Any, npt.NDArray[np.int64] | None]:
-    """A Dataset without the subsets around it, and the numbers that they have of it; None: all."""
+    """The Dataset inside of Subsets, and the sample numbers that they select; None: all."""
     numbers: npt.NDArray[np.int64] | None = None
     while isinstance(data, Subset):  # a validation split, perhaps of a split
         inner = np.asarray(data.indices, dtype=np.int64)
@@ -146,43 +145,57 @@ def _together(data: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     if type(data) is TensorDataset and len(data.tensors) == 2:
         return data.tensors[0], data.tensors[1]
     if type(data) is ArrayDataset and isinstance(data.X, torch.Tensor):
-        # Without targets skorch gives out zeros, which nobody looks at.
+        # Without targets skorch returns zeros, which are not used.
         targets = data.y if data.y is not None else torch.zeros(1).expand(len(data.X))
         return (data.X, targets) if isinstance(targets, torch.Tensor) else None
     return None
 
 
-def fetcher(data: Any, device: str | torch.device) -> Fetch:
-    """How samples of a Dataset are fetched by their numbers: all at once where they lie in tensors."""
-    data, numbers = _unwrapped(data)
-    tensors = _together(data)
+class DatasetRows:
+    """The samples of a Dataset, fetched by their numbers: all at once where they are in tensors. Can be pickled."""
 
-    def fetch(indices: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen = indices if numbers is None else numbers[indices]
-        if tensors is not None:
+    def __init__(self, data: Any, device: str | torch.device) -> None:
+        self.data = data
+        self.device = device
+        self._samples, self._numbers = _unwrapped(data)
+        self._tensors = _together(self._samples)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def fetch(self, indices: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of these samples on the device, in this order."""
+        chosen = indices if self._numbers is None else self._numbers[indices]
+        if self._tensors is not None:
             rows = torch.from_numpy(chosen)
-            x, y = (tensor[rows] for tensor in tensors)
+            x, y = (tensor[rows] for tensor in self._tensors)
         else:
-            x, y = default_collate([data[int(i)] for i in chosen])
-        return x.to(device), y.to(device)
+            x, y = default_collate([self._samples[int(i)] for i in chosen])
+        return x.to(self.device), y.to(self.device)
 
-    return fetch
+    def batch(self, indices: Any, *, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `fetch`, for the training loop."""
+        return self.fetch(indices)
+
+    def to(self, device: torch.device) -> DatasetRows:
+        """The same samples on another device."""
+        return DatasetRows(self.data, device)
 
 
 class Slices:
-    """Batches of samples in their order, cut out of tensors; a DataLoader collects them one by one.
+    """Batches of consecutive samples, cut out of tensors; a DataLoader would collect them one by one.
 
-    `Slices.can(data)` says whether the samples of a Dataset lie in tensors.
+    `Slices.can(data)` says whether the samples of a Dataset are in tensors.
     """
 
     def __init__(self, data: Any, size: int) -> None:
-        self._fetch = fetcher(data, "cpu")
+        self._fetch = DatasetRows(data, "cpu").fetch
         self._samples = len(data)
         self._size = size
 
     @staticmethod
     def can(data: Any) -> bool:
-        """Whether the samples lie in tensors."""
+        """Whether the samples are in tensors."""
         return _together(_unwrapped(data)[0]) is not None
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The module of an estimator that was given none, and the loss of a module's output."""
+"""The default module of an estimator, and the loss of a module's output."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MLP", "ModelLoss"]
+__all__ = ["DefaultMLP", "ModelLoss"]
 
 
-class MLP(nn.Module):
-    """Fully connected layers with ReLU between them, sized by the data: what `module=None` stands for."""
+class DefaultMLP(nn.Module):
+    """Fully connected layers with ReLU between them, sized by the data: the module for `module=None`."""
 
     def __init__(self, *, features: int, outputs: int, hidden: Sequence[int] = (64,)) -> None:
         """`features` and `outputs` come from the data; `hidden` is set with `module__hidden=(128, 64)`."""
@@ -25,19 +25,18 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """One row of outputs a sample: logits, or the values of a regression."""
+        """One row of outputs per sample: logits, or the values of a regression."""
         output: Tensor = self.layers(x)
         return output
 
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """The mean loss of a model over inputs and targets; can be pickled, so that workers elsewhere compute it, too.
+    """The mean loss of a model over inputs and targets. Can be pickled, so that workers of a cluster compute it, too.
 
-    A module that returns several values is judged by the first. Negative log likelihood is given the logarithm of the
-    module's output, as in skorch. Where the module has one column and the targets of a regression have none, the column
-    is taken off: torch would pair every target with every output instead.
-    """
+    If a module returns several values, the first one counts. Negative log likelihood gets the logarithm of the module's
+    output, as in skorch. Where the module returns one column and the targets of a regression have no such dimension,
+    the column is removed: torch would otherwise compare every target with every output. """
 
     criterion: nn.Module
 
@@ -46,7 +45,7 @@ class ModelLoss:
         return self.of(model(inputs), targets)
 
     def of(self, output: Tensor | tuple[Tensor, ...], targets: Tensor) -> Tensor:
-        """The loss of an output that is there already."""
+        """The loss of an output that has been computed."""
         if isinstance(output, tuple):
             output = output[0]
         if isinstance(self.criterion, nn.NLLLoss):

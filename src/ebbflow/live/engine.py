@@ -23,8 +23,7 @@ from ebbflow.data.ledger import Assignment, MicroBatch, micro_batches_of
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.allreduce import AllReduce
 from ebbflow.engines.base import Engine, Gradients
-from ebbflow.engines.batchnorm import LocalBatchNorm
-from ebbflow.engines.micro_batches import Fetch, Loss, Precision, autocast, generators, micro_batch_seed
+from ebbflow.engines.replica import Fetch, LocalBatchNorm, Loss, Precision, autocast, generators, micro_batch_seed
 from ebbflow.errors import ConfigError
 from ebbflow.live.agreement import Standing, extend
 from ebbflow.live.group import Fault, Lost, no_fault

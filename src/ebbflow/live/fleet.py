@@ -19,7 +19,7 @@ import torch
 from ebbflow._version import __version__
 from ebbflow.core.signals import StopSignal
 from ebbflow.data.ledger import Assignment, Ledger
-from ebbflow.engines.micro_batches import Fetch, Loss, Precision
+from ebbflow.engines.replica import Fetch, Loss, Precision
 from ebbflow.errors import ConfigError, Diverged
 from ebbflow.live.agreement import root
 from ebbflow.live.checkpoints import Checkpoints

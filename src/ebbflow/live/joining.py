@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ebbflow.engines.micro_batches import Loss, Precision
+from ebbflow.engines.replica import Loss, Precision
 from ebbflow.errors import ConfigError
 from ebbflow.live.engine import Sizes
 from ebbflow.live.fleet import Fleet, OnEpoch

@@ -1,100 +1,153 @@
-"""From the settings of a run to the engine that computes it."""
+"""From settings and a task to the flow that trains it. Every front end builds its run here."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, cast
+from pathlib import Path
+from typing import cast
 
 import torch
 
-from ebbflow.engines.emulated import FusedEngine, LoopEngine
-from ebbflow.engines.emulated.base import EmulatedEngine
-from ebbflow.engines.emulated.grouped import BatchNormMode, unfusable
-from ebbflow.engines.emulated.ranks import Ranks
-from ebbflow.engines.micro_batches import Precision
+from ebbflow import workloads
+from ebbflow.core.spec import nearest
+from ebbflow.data.ledger import Ledger
+from ebbflow.engines import emulated
+from ebbflow.engines.base import ENGINES, EngineMaker, EngineParts
+from ebbflow.engines.emulated import Ranks
 from ebbflow.errors import ConfigError
+from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan import BatchPlan
-from ebbflow.run.config import RunConfig
+from ebbflow.optim.ema import RunningStatistics, WeightAverage
+from ebbflow.optim.schedules import Schedule
+from ebbflow.plan import BatchPlan, Growing, Growth, make_policy
+from ebbflow.plan.policies import Policy
+from ebbflow.rules.base import Rule
+from ebbflow.run.config import RunConfig, recipe_settings
+from ebbflow.run.flow import Flow
+from ebbflow.run.planning import check_measurable
 from ebbflow.workloads import Task
 
-__all__ = ["COMPILE_FROM", "idle_ranks", "loader_workers", "make_engine"]
+__all__ = ["assemble", "engine_maker", "loader_workers", "make_optimizer", "resolve"]
 
-COMPILE_FROM = 2_000_000
-"""Samples of a run from which compiling pays on a GPU.
-
-Measured on an H200 with ResNet-18 and 32x32 images in bf16: compiling takes 25 s, or 65 s where the workers change, and
-saves 26 s a million samples.
-"""
+_ = emulated  # importing it registers the engines loop, fused and auto
 
 
-def make_engine(
+def resolve(config: RunConfig) -> RunConfig:
+    """The configuration with everything that was left open filled in from the workload's recipe."""
+    recipe = workloads.recipe(config.workload)
+    filled = {name: getattr(recipe, name) for name in recipe_settings() if getattr(config, name) is None}
+    label = config.label or (Path(config.plan).stem if config.plan else config.trace)
+    return config.replace(**filled, label=label)
+
+
+def engine_maker(name: str) -> EngineMaker:
+    """The engine of this name: loop, fused, auto, or one that a plugin registered."""
+    if name not in ENGINES:
+        raise ConfigError(f"engine is {name!r}; {nearest(name, ENGINES.names())}")
+    return cast(EngineMaker, ENGINES.entry(name).make)
+
+
+def make_optimizer(
     config: RunConfig,
     task: Task,
-    plan: BatchPlan,
-    optimizer: ElasticOptimizer,
+    given: torch.optim.Optimizer | ElasticOptimizer | None = None,
     *,
-    needs: frozenset[str],
-    on_event: Callable[[str, str], None],
-    ranks: Ranks | None = None,
-) -> EmulatedEngine:
-    """The engine of a resolved configuration; `needs` is what rule and policy want to have measured.
+    rule: str | Rule | None = None,
+    schedule: str | Schedule | None = None,
+) -> ElasticOptimizer:
+    """The optimizer of a run: the given one, or the one that the settings name; its rate follows the batch.
 
-    `auto` fuses workers wherever the model allows: on a CPU, too, it is nowhere slower than the loop (measured on
-    digits-mlp, digits-cnn and shakespeare-gpt with 1 to 16 workers).
+    `rule`, `schedule`: objects instead of the texts of the settings.
     """
-    shared: dict[str, Any] = {
-        "samples": len(task.train),
-        "seed": config.seed,
-        "micro_batch": config.micro_batch,
-        "needs": needs,
-        "parameters": optimizer.layers,
-        "precision": cast(Precision, config.precision),
-        "ranks": ranks,
-    }
+    if isinstance(given, ElasticOptimizer):
+        if given.sampler is not None:
+            raise ConfigError(
+                "the ElasticOptimizer has a sampler of its own, but here the engine assigns the samples; make it "
+                "without sampler="
+            )
+        return given
+    if config.ref_batch is None:
+        raise ConfigError("base_batch is missing: at how many samples per step was the optimizer's rate tuned?")
+    if given is None:
+        assert config.optimizer is not None and config.lr is not None  # resolve() filled them in
+        given = build_optimizer(config.optimizer, task.model, lr=config.lr)
+    return ElasticOptimizer(
+        given,
+        rule if rule is not None else config.rule,
+        base_batch=config.ref_batch,
+        schedule=schedule if schedule is not None else config.schedule,
+        epochs=config.epochs,
+        epoch_samples=len(task.train),
+        memory_steps=config.memory_steps,
+        measure_every=config.measure_every,
+        clip=config.clip,
+        on_nonfinite=config.on_nonfinite,
+    )
 
-    def fetch(indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return task.train.batch(indices, train=True)
 
-    if config.engine == "loop" or (config.engine == "auto" and unfusable(task.model)):
-        fused_only = {"chunk": config.chunk, "compile": config.compile, "batch_norm": config.batch_norm != "local"}
-        if asked := [name for name, value in fused_only.items() if value]:
-            raise ConfigError(f"{asked[0]} is a setting of the fused engine, but this run takes the loop; leave it out")
-        return LoopEngine(task.model, fetch, task.loss, plan, **shared)
-    compile = config.compile
-    if compile is None:
-        compile = torch.device(config.device).type == "cuda" and optimizer.total_samples >= COMPILE_FROM
-    return FusedEngine(
-        task.model,
-        fetch,
-        task.loss,
-        plan,
-        **shared,
-        chunk=config.chunk,
-        batch_norm=cast(BatchNormMode, config.batch_norm),
-        compile=compile,
-        on_event=on_event,
+def assemble(
+    config: RunConfig,
+    task: Task,
+    engine: EngineMaker,
+    *,
+    optimizer: ElasticOptimizer | None = None,
+    plan: BatchPlan | None = None,
+    policy: Policy | None = None,
+    ranks: Ranks | None = None,
+    on_event: Callable[[str, str], None] = lambda what, text: None,
+) -> Flow:
+    """The flow of a run: optimizer, growing policy, engine and ledger, made from the settings.
+
+    `optimizer`: the one that the settings describe, unless given. `plan`: workers and samples of each step, where the
+    fleet does not decide. `policy`: an object instead of the text of the settings.
+    """
+    samples = len(task.train)
+    optimizer = optimizer if optimizer is not None else make_optimizer(config, task)
+    if policy is None and config.plan is None:
+        policy = make_policy(config.policy, config.local_batch)
+    growth = None
+    if isinstance(policy, Growing):
+        growth = Growth(policy, ref_batch=optimizer.base_batch, epoch_samples=samples)
+    needs = optimizer.rule.needs | (growth.policy.needs if growth is not None else frozenset())
+    if needs and plan is not None:
+        check_measurable(config, plan, samples, growth.policy if growth is not None else None, optimizer.rule)
+    made = engine(
+        EngineParts(
+            model=task.model,
+            fetch=lambda indices: task.train.batch(indices, train=True),
+            loss=task.loss,
+            samples=samples,
+            plan=plan,
+            seed=config.seed,
+            needs=needs,
+            parameters=optimizer.layers,
+            optimizer=optimizer,
+            config=config,
+            ranks=ranks,
+            on_event=on_event,
+        )
+    )
+    if isinstance(task.train, workloads.PrefetchingSource):
+        task.train.follow(made.upcoming)
+    skips = optimizer.on_nonfinite == "skip"
+    statistics = None
+    if skips or config.bn_follows_batch:
+        statistics = RunningStatistics(task.model, follow=config.bn_follows_batch, undoable=skips)
+    return Flow(
+        made,
+        optimizer,
+        Ledger(samples=samples),
+        total_samples=(config.epochs or 0) * samples,
+        statistics=statistics,
+        average=WeightAverage(task.model, config.ema) if config.ema is not None else None,
+        growth=growth,
     )
 
 
 def loader_workers(config: RunConfig) -> int:
-    """Processes that read ahead for this one; torchrun says how many of its ranks share the machine."""
+    """Processes that prefetch for this one; torchrun says how many of its ranks share the machine."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    workers = config.with_loader_workers(cores=len(os.sched_getaffinity(0)), processes=ranks).loader_workers
-    assert workers is not None
-    return workers
-
-
-def idle_ranks(engine: EmulatedEngine) -> str:
-    """Which ranks never have anything to do, and what to do about it; empty if all of them work."""
-    if engine.ranks is None:
-        return ""
-    most, world = engine.most_parts(), engine.ranks.world
-    if most >= world:
-        return ""
-    smaller = ", or a smaller chunk" if isinstance(engine, FusedEngine) else ""
-    return (
-        f"no step has more than {most} parts to share, so that {world - most} of {world} ranks never compute; use "
-        f"fewer ranks{smaller}"
-    )
+    filled = config.with_loader_workers(cores=len(os.sched_getaffinity(0)), processes=ranks)
+    assert filled.loader_workers is not None
+    return filled.loader_workers

@@ -1,8 +1,7 @@
 """Checkpoints: written whole or not at all, read without executing anything in them.
 
 A checkpoint is a file of `torch.save` that `torch.load(weights_only=True)` reads. It is written beside its target,
-brought to the disk and then moved over it, so a crash leaves the old one or the new one.
-"""
+synced to the disk and then moved over it, so a crash leaves either the old one or the new one."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return content
 
 
-def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Load weights and buffers; a checkpoint of another model is refused, and the first differences are named."""
+def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor], origin: str) -> None:
+    """Load weights and buffers; the state of another model is refused, and the first differences are named."""
     own = model.state_dict()
     problems = [f"{name} is missing" for name in own if name not in state]
     problems += [f"{name} is not in this model" for name in state if name not in own]
@@ -61,14 +60,14 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor], path: 
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise CheckpointError(
-            f"the checkpoint {path} is of another model: {'; '.join(problems[:3])}{more}; "
-            f"use the same workload and settings, or another output folder"
+            f"{origin} is of another model: {'; '.join(problems[:3])}{more}; use the same workload and settings, or "
+            f"another output folder"
         )
     model.load_state_dict(state)
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """SHA-256 over all weights and buffers, by name."""
+    """SHA-256 digest of all weights and buffers, in the order of their names."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())

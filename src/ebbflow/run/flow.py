@@ -1,36 +1,41 @@
-"""One step, one arrow of the flow a line. Decides nothing itself."""
+"""One step from the fleet to the record, on any engine; the position of a run, and its state."""
 
 from __future__ import annotations
 
 import math
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.base import Engine, Gradients
-from ebbflow.errors import ConfigError
+from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.plan.growth import Growth
 from ebbflow.plan.plan import StepSize
 from ebbflow.record import StepRow
 from ebbflow.rules.base import StepContext
+from ebbflow.run.checkpoint import load_model
 
-__all__ = ["Flow", "OpenStep"]
+__all__ = ["Flow", "OpenStep", "check_loss"]
 
 
 @dataclass(frozen=True, slots=True)
 class OpenStep:
-    """A step between its two halves."""
+    """A step whose participants and samples are known and whose gradient is not."""
 
     size: StepSize
     assignment: Assignment
     began: float
     measured: bool
-    """Whether the rule takes what this step shows of noise and signal."""
-    keep: ExitStack
-    """Closed at the end of the step: puts back what was set for its length."""
+    """Whether the rule uses what this step shows of noise and signal."""
+    restore: ExitStack
+    """Closed at the end of the step: puts back what was set for its duration."""
 
 
 @dataclass
@@ -46,59 +51,62 @@ class Flow:
     wall_s: float = 0.0
     """Seconds of computing so far; resumed runs go on counting."""
     statistics: RunningStatistics | None = None
-    """Of batch norm, where they follow the batch or a step may be skipped."""
+    """Batch-norm statistics, where their momentum follows the batch or a step may be skipped."""
     average: WeightAverage | None = None
     growth: Growth | None = None
-    """Of the batch, where the policy is a growing one."""
+    """The growing policy and its state, if the batch grows."""
+    on_gradients: Callable[[], None] | None = None
+    """Called when the mean gradient of a committed step is in `.grad`, before the rule and the optimizer."""
 
     def __post_init__(self) -> None:
         if self.average is not None and self.engine.replicated:
             raise ConfigError(
-                "an average of the weights is kept where the weights are, and this engine's replicas have them; use "
-                "carry='centralized', or no average"
+                "a moving average of the weights (ema) is kept in the process that has the weights, and here replicas "
+                "elsewhere have them; use transport='centralized', or no average"
             )
+
+    # One step -----------------------------------------------------------------------------------------------------
 
     def run_step(self) -> StepRow | None:
         """One step from the fleet to the record; None if it was lost, and then nothing has happened.
 
-        A step that was skipped, because its gradient is not finite, has happened: its samples count. It leaves no
-        trace in weights, buffers, rule and averages, and its row has `skipped` among its stats.
+        A step that is skipped because its gradient is not finite has happened: its samples count. It leaves no trace in
+        weights, buffers, rule and averages, and its row has `skipped` among its stats.
         """
         step = self.open()
-        with step.keep:
+        with step.restore:
             return self.close(step, self.engine.gradients(step.assignment, step.size))
 
     def open(self) -> OpenStep:
-        """The first half of a step, up to the backward passes: for loops in which somebody else does those."""
+        """The first half of a step, up to the backward passes."""
         began = time.perf_counter()
         measures = bool(self.optimizer.rule.needs) or self.growth is not None
-        if self.optimizer.unfrozen and (measures or not self.engine.alone):
+        if self.optimizer.unfrozen and (measures or not self.engine.single_process):
             raise ConfigError(
-                "a tensor is trained that was frozen when the optimizer was made; engines measure the gradients, and "
-                "add up those of several processes, of the tensors that were not: unfreeze it before, or go on with "
-                "its weights in a new run"
+                "a tensor is trained that was frozen when the optimizer was made; engines measure and add up the "
+                "gradients of the tensors that were trained then: unfreeze it before, or begin a new run"
             )
         if self.growth is not None:
-            self.engine.want(self.growth.useful)
-        size = self.engine.members(self.step)  #                         traces, plan: who, and how much
+            self.engine.request(self.growth.useful)
+        size = self.engine.participants(self.step)  #                    traces, plan: who, and how much
         if self.growth is not None:
             size = self.growth.allow(size)
         assignment = self.ledger.assign(size.samples)  #                 data: which samples
         measured = self.growth is not None or self.optimizer.due(assignment.batch)
         self.engine.measure(measured)
-        keep = ExitStack()
+        restore = ExitStack()
         if self.statistics is not None:
-            keep.enter_context(self.statistics.step(assignment.batch, self.optimizer.base_batch))
-        return OpenStep(size, assignment, began, measured, keep)
+            restore.enter_context(self.statistics.step(assignment.batch, self.optimizer.base_batch))
+        return OpenStep(size, assignment, began, measured, restore)
 
     def close(self, step: OpenStep, gradients: Gradients) -> StepRow | None:
-        """The second half: commit, rule, optimizer, record."""
+        """The second half of a step, after the backward passes."""
         size, assignment, batch = step.size, step.assignment, step.assignment.batch
-        with step.keep:  #                                               engines, moments: mean gradient, noise, signal
+        with step.restore:  #                                            engines, moments: mean gradient, noise, signal
             committed = self.engine.commit()
         if not committed:
             self.wall_s += time.perf_counter() - step.began
-            return None  # the samples go back: an assignment that is not committed leaves no trace
+            return None  # an assignment that is not committed leaves no trace: its samples are assigned again
         context = StepContext(
             step=self.step,
             batch=batch,
@@ -115,6 +123,8 @@ class Flow:
                 f"the rule {self.optimizer.rule} needs the noise of the gradient, and this engine measures nothing; "
                 f"make the engine with needs=optimizer.rule.needs"
             )
+        if self.on_gradients is not None:
+            self.on_gradients()
         update = self.optimizer.update(context, measurement, norm=gradients.norm)  # rules, optim: the step
         self.engine.applied(context)
         if update.applied and self.average is not None:
@@ -124,7 +134,7 @@ class Flow:
         self.ledger = self.ledger.commit(assignment)
         self.step += 1
         if self.growth is not None:
-            self.growth.observe(batch=batch, **_shown(gradients))
+            self.growth.observe(batch=batch, **_observations(gradients))
         self.wall_s += time.perf_counter() - step.began
         return StepRow(  #                                               record: what happened
             step=context.step,
@@ -142,9 +152,67 @@ class Flow:
             stats=update.stats,
         )
 
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done, or all the gain where the rule counts that; False for a run without an end."""
+        if self.optimizer.by_gain and self.optimizer.total_samples:
+            return self.optimizer.finished
+        return 0 < self.total_samples <= self.ledger.total
 
-def _shown(gradients: Gradients) -> dict[str, float]:
-    """What a step shows to a growing policy; nothing that is not finite."""
+    # State --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, weights: bool = True) -> dict[str, Any]:
+        """Everything at the last committed step, in plain containers that `torch.load(weights_only=True)` reads.
+
+        Without `weights`, what the caller keeps itself is left out: the model and the state of the inner optimizer.
+        """
+        optimizer = self.optimizer.state_dict()
+        state = {
+            "optimizer": optimizer,
+            "average": self.average.state_dict() if self.average is not None else None,
+            "growth": self.growth.state_dict() if self.growth is not None else None,
+            "engine": self.engine.state_dict(),
+            "ledger": self.ledger.state(),
+            "step": self.step,
+            "wall_s": self.wall_s,
+        }
+        if not weights:
+            del optimizer["inner"]
+            return state
+        return {"model": self.engine.model.state_dict(), **state, "rng": torch.get_rng_state()}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, origin: str = "the saved state", strict: bool = True
+    ) -> None:
+        """Go on where `state_dict` was taken; `origin` names the state in errors.
+
+        A state of another model, rule, policy or data set is a CheckpointError. With `strict=False` a rule or policy
+        that has changed begins anew, data of another size continue with the saved epoch, and the rest goes on."""
+        if "model" in state:
+            load_model(self.engine.model, state["model"], origin)
+            torch.set_rng_state(state["rng"])
+        optimizer = {"inner": self.optimizer.inner.state_dict(), **state["optimizer"]}
+        forgiven = () if strict else (CheckpointError,)
+        with suppress(*forgiven):
+            self.optimizer.load_state_dict(optimizer)
+        if self.growth is not None and (strict or state["growth"] is not None):
+            with suppress(*forgiven):
+                self.growth.load_state_dict(state["growth"])
+        if self.average is not None and state.get("average") is not None:
+            self.average.load_state_dict(state["average"])
+        try:
+            self.ledger = Ledger.restore(state["ledger"], samples=self.ledger.samples)
+        except CheckpointError:
+            if strict:
+                raise
+            self.ledger = Ledger(samples=self.ledger.samples, epoch=int(state["ledger"]["epoch"]))
+        self.step = int(state["step"])
+        self.wall_s = float(state["wall_s"])
+        self.engine.load_state_dict(state.get("engine") or {})
+
+
+def _observations(gradients: Gradients) -> dict[str, float]:
+    """What a step shows to a growing policy; only finite numbers."""
     shown = {"loss": gradients.loss}
     measured = gradients.measurement
     if measured is not None:
@@ -153,3 +221,13 @@ def _shown(gradients: Gradients) -> dict[str, float]:
             noise, signal = measured.estimate()
             shown |= {"noise": math.fsum(noise), "signal": math.fsum(signal)}
     return {name: value for name, value in shown.items() if math.isfinite(value)}
+
+
+def check_loss(row: StepRow) -> None:
+    """Raise Diverged if the loss of a step is not a finite number; a skipped step does not count."""
+    if "skipped" in row.stats or (row.loss is not None and math.isfinite(row.loss)):
+        return
+    raise Diverged(
+        f"the training loss is {row.loss} at step {row.step} (epoch {row.epoch}); use a smaller learning rate than "
+        f"{row.lr:g}, a warm-up, or inputs on a smaller scale"
+    )

@@ -1,4 +1,4 @@
-"""The first row of a record: what makes the run repeatable."""
+"""The first row of a record: what makes the run repeatable. Every engine and front end writes this one."""
 
 from __future__ import annotations
 
@@ -12,64 +12,49 @@ import numpy as np
 import torch
 
 from ebbflow._version import __version__
-from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan import BatchPlan
 from ebbflow.record import Header
-from ebbflow.run.config import RunConfig
 from ebbflow.traces import Trace
-from ebbflow.workloads import Task
 
 __all__ = ["make_header"]
 
 
 def make_header(
-    config: RunConfig,
-    task: Task,
-    plan: BatchPlan,
-    trace: Trace | None,
-    optimizer: ElasticOptimizer,
+    config: Mapping[str, Any],
     *,
-    command: str,
-    emulation: Mapping[str, Any],
+    device: str,
+    plan: BatchPlan | None = None,
+    trace: Trace | None = None,
+    command: str = "",
+    versions: Mapping[str, str] | None = None,
 ) -> Header:
-    """What makes a run repeatable: its settings, trace and plan, the versions and the machine."""
+    """The header of a run with these settings; `versions`: of further packages that took part."""
     described = {} if trace is None else {
-        "name": trace.name or config.trace,
+        "name": trace.name or str(config.get("trace", "")),
         "times": trace.times.tolist(),
         "workers": trace.workers.tolist(),
         "end": trace.end,
     }  # fmt: skip
-    recipe = task.recipe
-    names = {id(parameter): name for name, parameter in task.model.named_parameters()}
     return Header(
-        config={
-            **config.recorded(),
-            "trace": config.label,
-            "trace_text": config.plan or config.trace,
-            "progress": "gain" if optimizer.by_gain else "samples",
-            "layers": [names[id(layer)] for layer in optimizer.layers] if "layers" in optimizer.rule.needs else [],
-            "metric": recipe.metric,
-            "higher_is_better": recipe.higher_is_better,
-            "task": task.describe(),
-            "emulation": emulation,
-        },
+        config=config,
         trace=described,
-        plan=plan.describe(),
+        plan=plan.describe() if plan is not None else {},
         versions={
             "python": platform.python_version(),
             "ebbflow": __version__,
             "torch": torch.__version__,
             "numpy": np.__version__,
+            **(versions or {}),
         },
         command=command,
         git_commit=_git_commit(),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        device=_device_name(config.device),
+        device=_device_name(device),
     )
 
 
 def _git_commit() -> str:
-    """The commit of the working folder, where the user's own code lies; empty outside a repository."""
+    """The commit of the working folder, where the user's own code is; empty outside a repository."""
     try:
         answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""From the settings of a run to its batch plan: the trace is read, the step time fitted, the length checked."""
+"""From the settings of a run to its batch plan: read the trace, fit the step time, check the length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ebbflow.errors import ConfigError
 from ebbflow.plan import (
     BatchPlan,
     Growing,
-    Growth,
     fit_growing,
     fit_step_time,
     foresee,
@@ -19,26 +18,25 @@ from ebbflow.plan import (
     plan_for,
     plan_growing,
 )
-from ebbflow.rules.registry import make_rule
+from ebbflow.rules.base import Rule
 from ebbflow.run.config import RunConfig
 from ebbflow.traces import Trace
 from ebbflow.traces import load as load_trace
 
-__all__ = ["MAX_EPOCHS", "check_measurable", "foresee_steps", "make_growth", "make_plan"]
+__all__ = ["MAX_EPOCHS", "check_measurable", "make_plan"]
 
 MAX_EPOCHS = 10
-"""A run by gain may take so many times its epochs; one that would take more has too little gain ever to end."""
+"""A run that counts gain may take this many times its epochs; one that takes more has too little gain ever to end."""
 
 
 def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tuple[BatchPlan, Trace | None]:
-    """The batch plan of a resolved configuration over a data set, and the trace it comes from.
+    """The batch plan of a complete configuration over a data set of `samples` samples, and the trace it comes from.
 
-    Of a growing policy it is the plan of what the workers can do; what steps take of it is decided on the way.
-
-    A run by gain takes more samples than its epochs, nobody knows how many: a trace whose step time is fitted to the
-    epochs is then repeated as with `repeat`; any other plan must reach, and the run stops where it does not.
+    For a growing policy it is the plan of what the workers can do; how much of it a step takes is decided during
+    training. A run that counts gain takes more samples than its epochs, and how many is not known: a trace whose step
+    time is fitted to the epochs is then repeated as with `repeat`; any other plan may turn out to be too short.
     """
-    assert config.epochs and config.local_batch  # resolve() filled them in
+    assert config.epochs  # resolve() filled it in
     if config.plan is not None:
         plan = _read_plan(config)
         if not by_gain:
@@ -72,11 +70,12 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
 
 
 def _read_plan(config: RunConfig) -> BatchPlan:
-    """The plan of a file of batches; what says how a trace is followed would have no effect, and is refused."""
-    assert config.plan is not None and config.local_batch
+    """The plan of a file of batches; settings about following a trace would have no effect, and are refused."""
+    if config.plan is None or config.local_batch is None:
+        raise ConfigError(f"the file {config.plan} has batches, and local_batch, the samples per worker, is missing")
     for name in ("policy", "offset", "on_change", "repeat"):
         value = getattr(config, name)
-        if value != getattr(RunConfig, name):
+        if value != RunConfig.model_fields[name].default:
             raise ConfigError(
                 f"{name} is {value!r}, but the steps are those of the file {config.plan}, whatever it says; leave it "
                 f"out, or give a trace instead of the file"
@@ -86,7 +85,7 @@ def _read_plan(config: RunConfig) -> BatchPlan:
 
 
 def _growing_plan(config: RunConfig, trace: Trace, policy: Growing, samples: int, *, by_gain: bool) -> BatchPlan:
-    """What the workers can do in each step, long enough for what the policy will make of it."""
+    """What the workers can do in each step, long enough for the steps that the policy will take."""
     assert config.epochs and config.ref_batch
     fixed: dict[str, Any] = {
         "samples": samples,
@@ -102,38 +101,16 @@ def _growing_plan(config: RunConfig, trace: Trace, policy: Growing, samples: int
     return plan_growing(trace, policy, step_time, epochs=epochs, repeat=config.repeat or by_gain, **fixed).capacity
 
 
-def foresee_steps(config: RunConfig, samples: int) -> BatchPlan:
-    """The steps of a run as far as they can be told beforehand: of a growing policy `make_plan` gives the workers'."""
-    plan, _ = make_plan(config, samples)
-    growth = make_growth(config, samples)
-    if growth is None:
-        return plan
-    assert config.epochs and config.ref_batch
-    return foresee(growth.policy, plan, samples=samples, epochs=config.epochs, ref_batch=config.ref_batch)
+def check_measurable(config: RunConfig, plan: BatchPlan, samples: int, policy: Growing | None, rule: Rule) -> None:
+    """Refuse a run whose rule or policy needs noise and signal, and none of whose steps has two micro-batches.
 
-
-def make_growth(config: RunConfig, samples: int) -> Growth | None:
-    """The growing policy of a resolved configuration at its beginning; None if its policy is another kind."""
-    assert config.ref_batch
-    if config.plan is not None:
-        return None
-    policy = make_policy(config.policy, config.local_batch)
-    return Growth(policy, ref_batch=config.ref_batch, epoch_samples=samples) if isinstance(policy, Growing) else None
-
-
-def check_measurable(config: RunConfig, plan: BatchPlan, samples: int) -> None:
-    """Refuse a run whose rule or policy tells noise from signal, and none of whose steps has the two micro-batches it
-    takes.
-
-    Of a growing policy `plan` is what the workers can do. Its steps are smaller, and are looked at where they can be
-    told: a policy that only two micro-batches make grow stays, without them, as it is foreseen.
-    """
-    growth = make_growth(config, samples)
-    policy = growth.policy if growth is not None else None
-    if make_rule(config.rule).needs:
-        who, others = f"the rule {config.rule}", "a rule that measures nothing, such as linear or sqrt"
+    `policy`: the growing policy, if the batch grows; `plan` is then what the workers can do, and the steps are smaller.
+    They are examined as far as they are known beforehand: a policy that grows only where it sees two micro-batches
+    stays, without them, as it is foreseen."""
+    if rule.needs:
+        who, others = f"the rule {rule}", "a rule that measures nothing, such as linear or sqrt"
     elif policy is not None and policy.needs_two_micro_batches:
-        who, others = f"the policy {config.policy}", "a policy that needs no noise, such as geo or ada"
+        who, others = f"the policy {policy}", "a policy that needs no noise, such as geo or ada"
     else:
         return
     if policy is not None and (policy.passive or policy.needs_two_micro_batches):

@@ -1,10 +1,9 @@
-"""Started by torchrun: which of the processes this is, and how they find each other, agree and end together.
+"""Runs that torchrun started: which rank this process is, how the ranks find each other, agree and end together.
 
     torchrun --nproc-per-node 2 -m ebbflow train digits-mlp ...
 
-Rank 0 reads and writes all files of the run and speaks to the user; the others compute. An error on any rank ends all
-of them, and one of them says why.
-"""
+Only rank 0 reads and writes files and prints. A failing rank sets a flag in the store; the others see it and exit
+without a second error."""
 
 from __future__ import annotations
 
@@ -23,34 +22,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ebbflow.engines.emulated.ranks import Ranks, same_on_all
+from ebbflow.engines.emulated import Ranks
 from ebbflow.errors import ConfigError, RankLost
 
-__all__ = ["Group", "Place", "joined", "place"]
+__all__ = ["RankGroup", "RankInfo", "joined", "rank_info"]
 
-_PATIENCE = datetime.timedelta(hours=1)  # the others wait while rank 0 validates
+_TIMEOUT = datetime.timedelta(hours=1)  # the others wait while rank 0 validates
 _FAILED = "failed"
-_RUNS = itertools.count()  # of this process: a second run must not find what the first one left in the store
+_RUNS = itertools.count()  # a second run of a process must not find what the first one left in the store
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What torchrun says of a process in its environment."""
+class RankInfo:
+    """What torchrun says about a process in its environment."""
 
     rank: int
     world: int
     local_rank: int
-    """Among the ranks of this machine."""
+    """Number of this process among those of this machine."""
 
 
-def place(environ: Mapping[str, str]) -> Place | None:
-    """The place of a process among several; None for one that is alone, started by torchrun or not.
+def rank_info(environ: Mapping[str, str]) -> RankInfo | None:
+    """The rank of this process; None for a single process, whether torchrun started it or not.
 
-    >>> place({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
-    Place(rank=1, world=2, local_rank=1)
-    >>> place({"RANK": "0", "WORLD_SIZE": "1"}), place({})
+    >>> rank_info({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+    RankInfo(rank=1, world=2, local_rank=1)
+    >>> rank_info({"RANK": "0", "WORLD_SIZE": "1"}), rank_info({})
     (None, None)
     """
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
@@ -61,23 +60,23 @@ def place(environ: Mapping[str, str]) -> Place | None:
     except ValueError:
         found = ", ".join(f"{name}={environ.get(name)}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         raise ConfigError(f"the environment has {found}; expected the whole numbers that torchrun sets") from None
-    return Place(rank=rank, world=world, local_rank=local_rank) if world > 1 else None
+    return RankInfo(rank=rank, world=world, local_rank=local_rank) if world > 1 else None
 
 
-class Group:
-    """The processes of a run; one that is alone is a group too."""
+class RankGroup:
+    """The processes of a run; a single process is a group, too."""
 
-    def __init__(self, here: Place | None = None) -> None:
+    def __init__(self, here: RankInfo | None = None) -> None:
         self._here = here
         self.ranks = Ranks(here.rank, here.world) if here is not None else None
 
     @property
     def leads(self) -> bool:
-        """Whether this process reads and writes files and speaks."""
+        """Whether this process reads and writes files and prints."""
         return self._here is None or self._here.rank == 0
 
     def shared(self, make: Callable[[], Value]) -> Value:
-        """What rank 0 makes, on every rank; it must be something that can be pickled."""
+        """What rank 0 makes, on every rank; it must be picklable."""
         if self._here is None:
             return make()
         box: list[Any] = [make() if self.leads else None]
@@ -87,7 +86,7 @@ class Group:
         return value
 
     def device(self, asked: str) -> str:
-        """The device of this rank: each has a GPU of its own."""
+        """The device of this rank; each rank has a GPU of its own."""
         if self._here is None or not asked.startswith("cuda"):
             return asked
         if asked != "cuda":
@@ -104,31 +103,31 @@ class Group:
         """Give every rank the weights and buffers of rank 0."""
         if self._here is not None:
             with _peers():
-                same_on_all(model.state_dict().values())
+                for tensor in model.state_dict().values():
+                    dist.broadcast(tensor.detach(), src=0)
 
 
 @contextmanager
-def joined(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[Group]:
-    """The group of this process, joined for as long as the context lasts.
+def joined(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[RankGroup]:
+    """Join the ranks of this run for the duration of the context.
 
     An error inside is raised by the rank that has it first; on the others, which cannot go on either, it is a
-    `RankLost` that need not be told again.
-    """
-    here = place(environ)
+    `RankLost` that need not be reported again."""
+    here = rank_info(environ)
     if here is None:
-        yield Group()
+        yield RankGroup()
         return
     with _helpful(here):
         store = dist.PrefixStore(f"ebbflow/{next(_RUNS)}", _store())  # type: ignore[attr-defined]
     try:
-        group = Group(here)
+        group = RankGroup(here)
         _join(here, group.device(device), store)
         yield group
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):
-            # This rank can only end now; the SIGTERM that torchrun sends then must not cut off what it has to say.
+            # This rank can only end now; the SIGTERM that torchrun sends then must not cut off its error message.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        # Before this process ends and the others notice: whoever comes later has nothing to tell.
+        # Set the flag before this process ends and the others notice: they then report nothing.
         if _first(store) or isinstance(error, KeyboardInterrupt):
             raise
         raise RankLost("another rank has failed", told=True) from error
@@ -139,21 +138,21 @@ def joined(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[Gro
 
 @functools.cache
 def _store() -> Any:
-    """Where the ranks find each other; it must outlive a run, since rank 0 may be the one that serves it."""
-    store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+    """The store in which the ranks find each other; it must outlive a run, since rank 0 may serve it."""
+    store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
     return store
 
 
-def _join(here: Place, device: str, store: Any) -> None:
+def _join(here: RankInfo, device: str, store: Any) -> None:
     backend = "nccl" if device.startswith("cuda") else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(device)
     with _helpful(here):
-        dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=_PATIENCE)
+        dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=_TIMEOUT)
 
 
 @contextmanager
-def _helpful(here: Place) -> Iterator[None]:
+def _helpful(here: RankInfo) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -177,4 +176,4 @@ def _peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"another rank has gone ({str(error).strip().splitlines()[0]})") from error
+        raise RankLost(f"another rank has ended ({str(error).strip().splitlines()[0]})") from error

@@ -70,7 +70,8 @@ def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) ->
     folder = out / "arms" / arm.id
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the study, which then terminates its arms
     keep_freed_memory()
-    from ebbflow.run.training import Callbacks, train
+    from ebbflow.run.loop import Callbacks
+    from ebbflow.run.training import train
     from ebbflow.workloads.disk_cache import disk_cached_in
 
     told = 0.0

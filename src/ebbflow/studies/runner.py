@@ -88,7 +88,7 @@ def run_study(
         raise ConfigError(f"jobs is {jobs}; expected the number of arms to run at once, 1 or more")
     from ebbflow.run import torchrun  # imports torch, which describing a study does not need
 
-    if torchrun.place(os.environ) is not None:
+    if torchrun.rank_info(os.environ) is not None:
         raise ConfigError("a study starts the processes of its arms itself; run it without torchrun")
     arms = study.arms()
     check_arms(arms)

@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ebbflow.core.plugins import load_plugins
 from ebbflow.core.spec import Call, Registry, parse_call, parse_calls
 from ebbflow.core.units import Span, parse_seconds, parse_span
 from ebbflow.errors import ConfigError, UnitError
 from ebbflow.plan.policies import POLICIES
-from ebbflow.run.config import load_plugins
 from ebbflow.studies.study import Study
 
 __all__ = ["scaled"]

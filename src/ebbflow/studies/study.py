@@ -41,12 +41,13 @@ from typing import Any
 
 import yaml
 
+from ebbflow.core.plugins import load_plugins
 from ebbflow.core.spec import nearest
 from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError, UnitError
 from ebbflow.plan.policies import make_policy
 from ebbflow.rules.registry import make_rule
-from ebbflow.run.config import RunConfig, load_plugins
+from ebbflow.run.config import RunConfig
 from ebbflow.traces import load as load_trace
 
 __all__ = [

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from ebbflow.engines.micro_batches import micro_batch_seed
+from ebbflow.engines.replica import micro_batch_seed
 from ebbflow.errors import ConfigError, DataError
 
 __all__ = ["SLICE", "Failed", "Request", "collate", "read_slice", "seeded"]

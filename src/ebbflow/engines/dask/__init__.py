@@ -1,10 +1,9 @@
-"""Training on a Dask cluster: Dask starts, stops and scales the workers, gloo or Dask's messages carry the gradients.
+"""Training on a Dask cluster: Dask starts, stops and scales the workers; gloo or Dask's messages carry the gradients.
 
-engine.py    the driver: three verbs, for replicas that step themselves and for gradients that come home
-cluster.py   who is there, messages, scaling                         (the driver's rim)
-service.py   what a worker answers                                   (the worker's rim)
-replica.py   the model on a worker
-group.py     the process group of the replicas
+dask_engine   the driver: the engine contract on a cluster
+transport     how gradients are added up: among the workers, or through the driver
+cluster       the driver's connection to the workers: who is there, messages, scaling
+worker        the worker's side: the replica, and the handler that answers to the driver
 """
 
 from __future__ import annotations
@@ -17,6 +16,6 @@ except ImportError as error:
     raise MissingExtra("distributed", extra="dask", needed_for="training on a Dask cluster") from error
 
 from ebbflow.engines.dask.cluster import connect
-from ebbflow.engines.dask.engine import DaskEngine
+from ebbflow.engines.dask.dask_engine import DaskEngine
 
 __all__ = ["DaskEngine", "connect"]

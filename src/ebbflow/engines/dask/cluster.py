@@ -16,24 +16,24 @@ from distributed.protocol.serialize import to_serialize
 
 from ebbflow._version import __version__
 from ebbflow.core.units import format_seconds
-from ebbflow.engines.dask.service import HANDLER, Failure
+from ebbflow.engines.dask.worker import HANDLER, WorkerFailure
 from ebbflow.errors import ConfigError
 
-__all__ = ["Cluster", "Message", "connect"]
+__all__ = ["DaskCluster", "Message", "connect"]
 
 Message = tuple[str, dict[str, Any]]
-"""What a replica shall do, and the arguments."""
+"""What a worker is to do, and the arguments."""
 
 _LOOK_EVERY_S = 0.25
 _RETRY_AFTER_S = 5.0
 _STARTING, _SENDING = 256, 4
-"""Newcomers at once, which may be busy for long, and those that are sent model and data at once, which are large."""
+"""Workers that are started at the same time, and those of them that are sent model and data, which are large."""
 _FRAMES = 0.6
-"""Of a worker's memory, what a data set may take, beside model and gradients; it is there twice while unpacked."""
+"""Fraction of a worker's memory that a data set may take; it is there twice while it is unpacked."""
 
 
 def connect(address: str | Any, *, timeout_s: float = 10.0) -> Client:
-    """A Client for the address of a scheduler, or for a cluster object; one that is a Client already is returned."""
+    """A Client for the address of a scheduler or for a cluster object; a Client is returned as it is."""
     if isinstance(address, Client):
         return address
     try:
@@ -46,12 +46,12 @@ def connect(address: str | Any, *, timeout_s: float = 10.0) -> Client:
 
 
 def _starter() -> Callable[[str], Any]:
-    """A task that needs nothing of ours to arrive: a function inside a function is pickled by value."""
+    """A task that arrives even where ebbflow is not installed: a nested function is pickled by value."""
 
     def start(version: str) -> Any:
         try:
             import ebbflow._version as found
-            from ebbflow.engines.dask.service import install
+            from ebbflow.engines.dask.worker import install
         except ImportError as error:
             return f"cannot import ebbflow ({error}); install it there: pip install 'ebbflow[dask]=={version}'"
         if found.__version__ != version:
@@ -61,8 +61,8 @@ def _starter() -> Callable[[str], Any]:
     return start
 
 
-class Cluster:
-    """The workers of a cluster that have a replica of one run, and those that are getting one."""
+class DaskCluster:
+    """The workers of a cluster that have a replica of one run, and those that are being given one."""
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class Cluster:
         self.client = client
         self.run = run
         self.problems: dict[str, str] = {}
-        """Why a worker cannot be used."""
+        """Address of a worker -> why it cannot be used."""
         self._blueprint, self._data, self._direct, self._on_event = blueprint, data, direct, on_event
-        self._ready: dict[str, int] = {}  # in the order of their arrival
+        self._ready: dict[str, int] = {}  # address -> number of arrival
         self._arrivals = 0
         self._starting: dict[str, Future[str | None]] = {}
         self._lost: dict[str, float] = {}
@@ -92,7 +92,7 @@ class Cluster:
         self._threads = ThreadPoolExecutor(_STARTING, "ebbflow-start")
         self._sending = threading.Semaphore(_SENDING)
         self._tasks: dict[str, Any] = {}
-        self._served: set[str] = set()  # who may have a replica, also of those that are lost or not ready yet
+        self._served: set[str] = set()  # workers that may have a replica, also lost ones and ones that are not ready
         self._closing = False
         self._rpcs: dict[str, Any] = {}
 
@@ -106,12 +106,12 @@ class Cluster:
         return list(self._ready)
 
     def arrival(self, address: str) -> int | None:
-        """The number of a worker's arrival, another one when it comes back; None: it is not there."""
+        """Number of a worker's arrival, a new one when it comes back; None if it is not there."""
         return self._ready.get(address)
 
     @property
     def starting(self) -> int:
-        """Newcomers that are not ready yet."""
+        """Number of new workers that are not ready yet."""
         return len(self._starting)
 
     def _listed(self) -> Mapping[str, Mapping[str, Any]]:
@@ -120,7 +120,7 @@ class Cluster:
         return {a: info for a, info in workers.items() if not str(info.get("status", "")).startswith("clos")}
 
     def _sync(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a coroutine in the Client's loop, which ends with the Client."""
+        """Run a coroutine in the Client's event loop, which ends with the Client."""
         try:
             return self.client.sync(function, *arguments)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -134,8 +134,9 @@ class Cluster:
     async def _known(self) -> Mapping[str, Mapping[str, Any]]:
         """The workers that the scheduler knows.
 
-        It is asked itself. `Client.scheduler_info` answers from a cache that a timer of the Client overwrites with a
-        list of no workers: whoever meets that moment takes all of them for lost.
+        The scheduler itself is asked: `Client.scheduler_info` answers from a cache that a timer of the Client
+        overwrites
+        with an empty list every few seconds, and at that moment all workers would look lost.
         """
         scheduler: Any = self.client.scheduler
         try:
@@ -172,13 +173,13 @@ class Cluster:
                 self._starting[address] = self._threads.submit(self._start, address, dict(info))
 
     def lose(self, address: str) -> None:
-        """A worker is gone; if it is seen again, it begins as a newcomer."""
+        """Treat a worker as lost; if it is seen again, it starts as a new one."""
         self._ready.pop(address, None)
         self._rpcs.pop(address, None)
         self._lost[address] = time.monotonic()
 
     def _start(self, address: str, info: Mapping[str, Any]) -> str | None:
-        """In a thread: make a replica; None, or why it cannot be. A worker that dies meanwhile is an exception."""
+        """Make a replica, in a thread; returns why it cannot be made, or None. Raises if the worker dies meanwhile."""
         limit, size = info.get("memory_limit") or 0, len(self._data)
         if limit and size > _FRAMES / 2 * limit:
             return (
@@ -197,14 +198,14 @@ class Cluster:
         with self._sending:
             self._served.add(address)
             answer = self.call({address: ("start", arguments)})[address]
-        if isinstance(answer, Failure) and answer.gone:
+        if isinstance(answer, WorkerFailure) and answer.gone:
             raise ConnectionError(answer.text)
-        return f"could not make the model: {answer.text}" if isinstance(answer, Failure) else None
+        return f"could not make the model: {answer.text}" if isinstance(answer, WorkerFailure) else None
 
     # -- messages --------------------------------------------------------------------------------------------------
 
     def call(self, messages: Mapping[str, Message], *, within_s: float = math.inf) -> dict[str, Any]:
-        """Send a message to each worker, all at once; their answers, with a Failure of those that are gone.
+        """Send a message to each worker at the same time; their answers, with a WorkerFailure for those that are gone.
 
         A worker is gone when its connection breaks, when the scheduler no longer knows it, or after `within_s`.
         """
@@ -212,21 +213,21 @@ class Cluster:
         return answers
 
     async def _call(self, messages: Mapping[str, Message], within_s: float) -> dict[str, Any]:
-        asked = {a: asyncio.ensure_future(self._ask(a, *message)) for a, message in messages.items()}
+        calls = {a: asyncio.ensure_future(self._send(a, *message)) for a, message in messages.items()}
         until = time.monotonic() + within_s
-        pending: Collection[Any] = asked.values()
+        pending: Collection[Any] = calls.values()
         while pending:
             _, pending = await asyncio.wait(pending, timeout=_LOOK_EVERY_S)
             if pending:
                 # A connection to a worker that is gone is tried again for long; the scheduler knows better.
                 listed = await self._known()
                 late = time.monotonic() > until
-                for address, task in asked.items():
+                for address, task in calls.items():
                     if late or address not in listed:
                         task.cancel()
-        return {address: task.result() for address, task in asked.items()}
+        return {address: task.result() for address, task in calls.items()}
 
-    async def _ask(self, address: str, what: str, arguments: dict[str, Any]) -> Any:
+    async def _send(self, address: str, what: str, arguments: dict[str, Any]) -> Any:
         if address not in self._rpcs:
             proxy = ProxyRPC(self.client.scheduler, address)  # type: ignore[no-untyped-call]
             self._rpcs[address] = self.client.rpc(address) if self._direct else proxy
@@ -234,13 +235,13 @@ class Cluster:
         try:
             reply = await getattr(self._rpcs[address], HANDLER)(run=self.run, what=what, arguments=wrapped)
         except (OSError, TimeoutError, asyncio.CancelledError) as error:  # CommClosedError is an OSError
-            return Failure(text=f"{address} is gone: {error}", gone=True)
+            return WorkerFailure(text=f"{address} is gone: {error}", gone=True)
         return reply["answer"]
 
     # -- scaling ---------------------------------------------------------------------------------------------------
 
     def scale(self, workers: int) -> None:
-        """Ask for so many workers; those that are too many are gone when this returns, new ones come when they do."""
+        """Ask for this number of workers; surplus ones are gone when this returns, new ones arrive later."""
         cluster = self.client.cluster
         if cluster is None or not hasattr(cluster, "scale"):
             raise ConfigError(
@@ -255,7 +256,7 @@ class Cluster:
         self.look(now=True)
 
     def close(self) -> None:
-        """Remove the replicas from the workers, newcomers' too; the cluster and the Client go on."""
+        """Remove the replicas from all workers; the cluster and the Client go on."""
         self._closing = True
         for task in list(self._tasks.values()):
             task.cancel()

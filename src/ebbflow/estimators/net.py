@@ -1,4 +1,4 @@
-"""What both estimators share: a net of skorch whose epochs are run by the flow."""
+"""What both estimators share: a net of skorch that is trained by Ebbflow."""
 # ruff: noqa: N803, N806, because X is scikit-learn's name for it
 
 from __future__ import annotations
@@ -22,37 +22,58 @@ from skorch.utils import is_dataset
 from torch.utils.data import DataLoader
 
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.estimators.blocks import Blocks, check_blocks, is_dask
+from ebbflow.estimators.batch_size import FitBatches, whole_number, with_settings
+from ebbflow.estimators.dask_arrays import Blocks, check_blocks, is_dask
+from ebbflow.estimators.fit import Fit, ProgressBar
 from ebbflow.estimators.inputs import Slices, as_tensor, check_arrays, check_dataset
-from ebbflow.estimators.modules import MLP, ModelLoss
-from ebbflow.estimators.progress import ProgressBar
-from ebbflow.estimators.settings import whole_number, with_settings
-from ebbflow.estimators.training import Training
+from ebbflow.estimators.modules import DefaultMLP, ModelLoss
 from ebbflow.optim.build import build_optimizer
+from ebbflow.rules.registry import make_rule
+from ebbflow.run.config import RunConfig, fields_of
 
 __all__ = ["EbbflowNet"]
 
 EVALUATION_BATCH = 1024
-"""Samples of a forward pass without training, unless `iterator_valid__batch_size` says otherwise."""
+"""Samples of one forward pass in prediction and validation, unless `iterator_valid__batch_size` says otherwise."""
 
-_SETTLED = ("batch_size", "engine")
-"""Parts that are made anew for every fit, from parameters that hold from then on."""
-_OWN = (*_SETTLED, "callbacks", "optimizer")
-"""Parameters that skorch takes for parts of a module once the net is initialized."""
+_MADE_BY_FIT = ("batch_size", "engine")
+"""Parts that every fit makes from their parameters; skorch does not know them."""
+_SET_DIRECTLY = (*_MADE_BY_FIT, "callbacks", "optimizer")
+"""Parameters that skorch would take for parts of a module once the net is initialized."""
+_SKORCH_HAS = ("optimizer", "lr", "max_epochs", "batch_size", "device")
+"""Settings of a run that are parameters of skorch, too."""
+
+_OTHER_DEFAULTS = {
+    "optimizer": "adam",
+    "lr": 0.01,
+    "max_epochs": 20,
+    "batch_size": 32,
+    "rule": "constant",
+    "random_state": None,
+}
+SETTINGS: dict[str, Any] = {name: _OTHER_DEFAULTS.get(name, field.default) for name, field in fields_of("estimator")}
+"""The settings of a run that are parameters of the estimators, with their defaults."""
+
+
+_PREFIXES = tuple(f"{part}__" for part in _MADE_BY_FIT)
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy as one of Python; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
-    """A net of skorch that is trained by Ebbflow: the batch may grow, the rate follows it, every sample counts once.
+    """A net of skorch that is trained by Ebbflow: the batch may grow, and the learning rate follows it by a rule.
 
-    Guarantees: each sample is used exactly once an epoch, in an order that depends on `random_state` and the epoch
-    alone; a step's gradient is the mean over its samples, however many workers share it; an estimator goes on after
-    `partial_fit`, a warm start or a pickle as if nothing had happened; random numbers of the caller are left alone.
-    Limits: the criterion must be a mean over samples; there are no sample weights. docs/estimators.md explains the
-    parameters.
-    """
+    Guarantees: each sample is used exactly once per epoch, in an order that depends only on `random_state` and the
+    epoch; the gradient of a step is the mean over its samples, however many workers share it; an estimator continues
+    after `partial_fit`, a warm start or unpickling as if it had not been interrupted; random numbers of the caller are
+    left alone. Limits: the criterion must be a mean over samples; there are no sample weights. docs/estimators.md
+    explains the parameters. """
 
-    # skorch finds these out while it initializes; known from the start, parameters may be modules, and nothing but
-    # parameters is set in the constructor, as scikit-learn asks.
+    # skorch determines these while it initializes. Known from the start, they allow parameters to be modules, and the
+    # constructor to set nothing but parameters, as scikit-learn demands.
     prefixes_: ClassVar[list[str]] = [
         *NeuralNet.prefixes_, "module", "criterion", "optimizer", "batch_size", "engine",
     ]  # fmt: skip
@@ -69,24 +90,14 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
         self,
         module: Any = None,
         criterion: Any = None,
-        optimizer: Any = "adam",
-        lr: float = 0.01,
-        max_epochs: int = 20,
-        batch_size: Any = 32,
-        rule: Any = "constant",
-        schedule: Any = None,
-        base_batch: int | None = None,
-        local_batch: int | None = None,
+        *,
         max_workers: int | None = None,
-        engine: str = "auto",
-        random_state: Any = None,
         record: Any = None,
         dtype: str | None = "float32",
         train_split: Any = None,
         callbacks: Any = None,
         warm_start: bool = False,
         verbose: int = 0,
-        device: str = "cpu",
         iterator_valid: Any = DataLoader,
         dataset: Any = Dataset,
         predict_nonlinearity: Any = "auto",
@@ -95,57 +106,47 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
         torch_load_kwargs: Any = None,
         **kwargs: Any,
     ) -> None:
+        settings = {name: kwargs.pop(name, default) for name, default in SETTINGS.items()}
         super().__init__(
             module,
             criterion,
-            optimizer=optimizer,
-            lr=lr,
-            max_epochs=max_epochs,
-            batch_size=batch_size,
             train_split=train_split,
             callbacks=callbacks,
             warm_start=warm_start,
             verbose=verbose,
-            device=device,
             iterator_valid=iterator_valid,
             dataset=dataset,
             predict_nonlinearity=predict_nonlinearity,
             compile=compile,
             use_caching=use_caching,
             torch_load_kwargs=torch_load_kwargs,
+            **{name: settings.pop(name) for name in _SKORCH_HAS},
             **kwargs,
         )
         for name in ("history_", "initialized_", "virtual_params_"):
             self.__dict__.pop(name)  # the class has them
-        self.rule = rule
-        self.schedule = schedule
-        self.base_batch = base_batch
-        self.local_batch = local_batch
-        self.max_workers = max_workers
-        self.engine = engine
-        self.random_state = random_state
-        self.record = record
-        self.dtype = dtype
+        for name, value in {**settings, "max_workers": max_workers, "record": record, "dtype": dtype}.items():
+            setattr(self, name, value)
 
     __repr__ = BaseEstimator.__repr__  # skorch's shows the layers, which a grid search prints for every candidate
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def _get_param_names(self) -> list[str]:
-        """Those of the constructor, and settings of parts (`module__hidden`) that were given."""
+        """Parameters of the constructor, and settings of parts (`module__hidden`) that were given."""
         named = [
-            name for name, p in inspect.signature(type(self).__init__).parameters.items()
+            name for name, p in inspect.signature(EbbflowNet.__init__).parameters.items()
             if name != "self" and p.kind is not inspect.Parameter.VAR_KEYWORD
         ]  # fmt: skip
         return [*named, *(name for name in vars(self) if "__" in name and not name.startswith("_"))]
 
     def _get_params_callbacks(self, deep: bool = True) -> dict[str, Any]:
-        """None: callbacks change while they are at work, and a parameter must not. Settings can be set all the same."""
+        """Nothing: callbacks change while they are in use, and parameters must not. They can be set all the same."""
         return {}
 
     def set_params(self, **kwargs: Any) -> Self:
-        """As in skorch; settings of the batch policy and of the engine hold from the next fit on."""
-        ours = [name for name in kwargs if name in _OWN or name.startswith(tuple(f"{part}__" for part in _SETTLED))]
+        """As in skorch; settings of the batch policy and of the engine take effect at the next fit."""
+        ours = [name for name in kwargs if name in _SET_DIRECTLY or name.startswith(_PREFIXES)]
         for name in ours:
             setattr(self, name, kwargs.pop(name))
         super().set_params(**kwargs)
@@ -159,7 +160,7 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
 
     @property
     def _default_callbacks(self) -> list[tuple[str, Any]]:
-        """Times and losses in the history; a bar with `verbose=1`, a line an epoch as well with `verbose=2`."""
+        """Times and losses in the history; a progress bar with `verbose=1`, also a line per epoch with `verbose=2`."""
         return [
             ("epoch_timer", EpochTimer()),
             ("train_loss", PassthroughScoring(name="train_loss", on_train=True)),
@@ -169,14 +170,14 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
         ]
 
     def initialize_module(self) -> Self:
-        """The module that was given, or an `MLP` sized by the data."""
+        """The module that was given, or a `DefaultMLP` sized by the data."""
         if self.module is not None:
             super().initialize_module()
             return self
         if not hasattr(self, "n_inputs_"):
             raise ConfigError("module=None stands for layers sized by the data, which are not known yet; call fit")
         settings = {"features": self.n_inputs_, "outputs": self._outputs(), **self.get_params_for("module")}
-        self.module_ = MLP(**settings)
+        self.module_ = DefaultMLP(**settings)
         kind = getattr(torch, np.dtype(self.dtype).name, None) if self.dtype is not None else None
         if kind is not None and kind.is_floating_point:
             self.module_.to(kind)  # the module of a user is the user's
@@ -211,16 +212,35 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
     _usual_loss = get_loss
 
     def get_iterator(self, dataset: Any, training: bool = False) -> Any:
-        """As in skorch, for prediction and validation; the batches of training come from the flow."""
+        """As in skorch, for prediction and validation; training gets its batches from the engine."""
         settings = {"batch_size": EVALUATION_BATCH, **self.get_params_for("iterator_valid")}
         if self.iterator_valid is DataLoader and [*settings] == ["batch_size"] and Slices.can(dataset):
             return Slices(dataset, settings["batch_size"])
         return self.iterator_valid(dataset, **settings)
 
+    def _run_config(self, batches: FitBatches) -> RunConfig:
+        """The settings of a fit, checked."""
+        values = {name: _plain(getattr(self, name)) for name in SETTINGS}
+        needs = make_rule(self.rule).needs or (batches.growing is not None and batches.growing.needs)
+        values |= {
+            "rule": str(self.rule),
+            "schedule": None if self.schedule is None else str(self.schedule),
+            "optimizer": self.optimizer if isinstance(self.optimizer, str) else getattr(self.optimizer, "__name__", ""),
+            "random_state": self.seed_,
+            "max_epochs": whole_number("max_epochs", self.max_epochs),
+            "batch_size": batches.text,
+            "base_batch": batches.base_batch,
+            "local_batch": batches.local_batch,
+            "micro_batch": self.micro_batch or (batches.measured_micro_batch if needs else None),
+            "engine": "auto",
+            "device": str(self.device),
+        }
+        return RunConfig.for_front_end("estimator", values, workload=type(self).__name__)
+
     # -- fitting ---------------------------------------------------------------------------------------------------
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Train from the beginning, or go on if `warm_start` is set, for `max_epochs` epochs."""
+        """Train for `max_epochs` epochs, from the beginning or, with `warm_start`, from where training was."""
         going_on = self.warm_start and self.initialized_
         X, y = self._check_training(X, y, reset=not going_on)
         if not going_on:
@@ -228,7 +248,7 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
         return self._train(X, y, epochs=whole_number("max_epochs", self.max_epochs))
 
     def partial_fit(self, X: Any, y: Any = None, classes: Any = None) -> Self:
-        """Train one epoch over these samples, going on where training was; rule and batch policy go on, too."""
+        """Train one epoch over these samples and continue where training was; so do rule and batch policy."""
         first = not self.initialized_
         X, y = self._check_training(X, y, reset=first, **({} if classes is None else {"classes": classes}))
         if first:
@@ -240,7 +260,7 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
         raise NotImplementedError
 
     def _check_inputs(self, X: Any, y: Any, *, reset: bool, **checks: Any) -> tuple[Any, Any]:
-        """What both estimators check; y comes back as an array, or None for a Dataset."""
+        """Checks of both estimators; y is returned as an array, or None for a Dataset."""
         if y is None and not is_dataset(X):
             raise DataError(
                 f"{type(self).__name__} requires y to be passed, but the target y is None; only a Dataset brings "
@@ -262,7 +282,7 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
         return as_tensor(X), y
 
     def _start(self) -> None:
-        """Forget what an earlier fit left; a new seed, new weights."""
+        """Begin anew, with a new seed and new weights."""
         seeded = isinstance(self.random_state, int | np.integer)
         self.seed_ = int(self.random_state if seeded else check_random_state(self.random_state).randint(2**31 - 1))
         self.flow_state_: dict[str, Any] = {}
@@ -273,7 +293,7 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        """The caller's random numbers go on afterwards as if nothing had happened."""
+        """Draw inside without changing the random numbers that the caller draws afterwards."""
         device = torch.device(self.device)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
@@ -292,11 +312,11 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
         return self
 
     def fit_loop(self, X: Any, y: Any = None, epochs: int | None = None, **_: Any) -> Self:
-        """The epochs: steps by the flow, validation and callbacks by skorch."""
+        """Train: steps by Ebbflow, validation and callbacks by skorch."""
         self.check_training_readiness()
         train, valid = self._split(X, y)
         epochs = whole_number("max_epochs", self.max_epochs) if epochs is None else epochs
-        Training(self, train, valid, epochs=epochs).run()
+        Fit(self, train, valid, epochs=epochs).run()
         return self
 
     def _split(self, X: Any, y: Any) -> tuple[Any, Any]:
@@ -310,16 +330,17 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
     # -- predicting ------------------------------------------------------------------------------------------------
 
     def _for_blocks(self) -> Self:
-        """What a worker needs to predict: callbacks, history and optimizer may be large, or not travel at all."""
+        """A copy with what a worker needs to predict; callbacks, history and optimizer may be large, or not
+        picklable."""
         slim: Self = object.__new__(type(self))
         left_out = ("callbacks", "callbacks_", "history_", "optimizer_", "flow_state_")
         slim.__dict__.update({name: value for name, value in vars(self).items() if name not in left_out})
         return slim
 
     def _answers(self, X: Any, *, block: bool = False) -> npt.NDArray[Any]:
-        """What the module says to these inputs, after the nonlinearity that belongs to its criterion.
+        """The module's outputs for these inputs, after the nonlinearity that belongs to its criterion.
 
-        Inputs are compared with those of the fit, unless they are a block of an array that was, or of a callback.
+        Inputs are compared with those of the fit, unless they are a block of a checked array, or given by a callback.
         """
         self.check_is_fitted()
         if block:
@@ -328,3 +349,16 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
             X = as_tensor(check_arrays(self, X, reset=False, dtype=self.dtype))
         answers: npt.NDArray[Any] = NeuralNet.predict_proba(self, X)
         return answers
+
+
+def _signature() -> inspect.Signature:
+    """The constructor's parameters, with the settings of a run written out."""
+    own = inspect.signature(EbbflowNet.__init__).parameters.values()
+    settings = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default) for name, default in SETTINGS.items()
+    ]
+    *named, rest = own
+    return inspect.Signature([*named, *settings, rest])
+
+
+EbbflowNet.__init__.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
-"""Dask arrays: checked without computing them, predicted block by block, fetched by rows from where the blocks lie.
+"""Dask arrays: checked without computing them, and predicted block by block where the blocks are.
 
-Nothing here brings the blocks of X together in one place. Rows of y that are needed for the classes are counted where
-they lie, too.
+The blocks of X are never gathered in one place; neither are the rows of y when the classes are determined.
 """
 # ruff: noqa: N803, N806, because X is scikit-learn's name for it
 
@@ -21,12 +20,12 @@ __all__ = ["Blocks", "accuracy", "as_blocks", "check_blocks", "distinct", "is_da
 
 
 def is_dask(data: Any) -> bool:
-    """Whether this is a collection of Dask, an array or a frame, that is not computed yet."""
+    """Whether this is a Dask collection, an array or a frame, that is not computed yet."""
     return hasattr(data, "__dask_graph__") and data.__dask_graph__() is not None
 
 
 def as_blocks(data: Any, name: str) -> Any:
-    """A Dask array with whole rows in its blocks, whose sizes are known; of a frame, after its rows were counted."""
+    """A Dask array with whole rows in blocks of known size; the rows of a frame are counted for that."""
     if hasattr(data, "to_dask_array"):
         data = data.to_dask_array(lengths=True)
     if not hasattr(data, "chunks"):
@@ -39,7 +38,7 @@ def as_blocks(data: Any, name: str) -> Any:
 
 
 def check_blocks(net: Any, X: Any, y: Any = None, *, reset: bool) -> tuple[Any, Any]:
-    """X and y as arrays whose blocks have the same rows; sets `n_features_in_` and `feature_names_in_`, or compares."""
+    """X and y as arrays whose blocks have the same rows; sets or compares `n_features_in_`, `feature_names_in_`."""
     named = X._meta if hasattr(X, "columns") else None  # the frame without its rows
     X = as_blocks(X, "X")
     if X.ndim < 2:
@@ -63,7 +62,7 @@ def _like(X: Any, y: Any) -> Any:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Inputs and targets as Dask arrays with the same rows in each block: what is trained on, wherever it lies."""
+    """Inputs and targets as Dask arrays with the same rows in each block: the data of a fit on a cluster."""
 
     X: Any
     y: Any
@@ -73,7 +72,7 @@ class Blocks:
 
     @property
     def text(self) -> str:
-        """How large it is, for a message."""
+        """Size of X, for a message."""
         return f"{self.X.nbytes / 2**20:,.0f} MiB in {len(self.X.chunks[0])} blocks"
 
 
@@ -85,7 +84,8 @@ def distinct(y: Any) -> npt.NDArray[Any]:
 
 
 def map_rows(function: Callable[[Any, Any], Any], net: Any, X: Any, *, dtype: Any, columns: int | None) -> Any:
-    """`function(net, block)` for every block of X, where it lies: a Dask array with a value, or a row, a sample."""
+    """`function(net, block)` for every block of X, computed where it is: a Dask array of one value or row per
+    sample."""
     from dask.delayed import delayed
 
     chunks = (X.chunks[0],) if columns is None else (X.chunks[0], (columns,))
@@ -105,12 +105,12 @@ def _on_block(block: npt.NDArray[Any], function: Callable[[Any, Any], Any], net:
 
 
 def accuracy(truth: Any, predicted: Any) -> float:
-    """The part of equal labels."""
+    """Fraction of equal labels."""
     return float((truth.reshape(-1) == predicted).mean().compute())
 
 
 def r2(truth: Any, predicted: Any) -> float:
-    """The coefficient of determination, as scikit-learn defines it for several targets: their mean."""
+    """Coefficient of determination; for several targets their mean, as in scikit-learn."""
     truth = truth.reshape(predicted.shape).astype(np.float64)
     left = ((truth - predicted) ** 2).sum(axis=0)
     spread = ((truth - truth.mean(axis=0)) ** 2).sum(axis=0)

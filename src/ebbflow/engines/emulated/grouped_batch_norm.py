@@ -1,8 +1,7 @@
 """Batch norm of many workers in one forward pass: each group of samples is normalised with its own statistics.
 
-The arithmetic of ghost batch norm (Hoffer et al. 2017, arXiv 1705.08741), used here for what a fleet computes: a group
-is one worker's samples.
-"""
+This is the arithmetic of ghost batch norm (Hoffer et al. 2017, arXiv 1705.08741), used for what a fleet computes: a
+group is one micro-batch of one worker."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from ebbflow.errors import ConfigError
 __all__ = ["BatchNormMode", "GroupedBatchNorm", "unfusable"]
 
 BatchNormMode = Literal["local", "sync", "frozen"]
-"""Over one worker's samples, over the whole step's, or with the running statistics, which then stay as they are."""
+"""Statistics of one worker's samples, of the whole step, or the running statistics, which then stay as they are."""
 
 
 def unfusable(model: torch.nn.Module) -> str:
@@ -33,27 +32,27 @@ def unfusable(model: torch.nn.Module) -> str:
     return ""
 
 
-def _only_of_first(x: torch.Tensor, inputs: torch.Tensor, groups: int) -> bool:
-    """Whether the first of `groups` equal parts of the rows comes from the first part of the inputs alone.
+def _depends_on_first_only(x: torch.Tensor, inputs: torch.Tensor, groups: int) -> bool:
+    """Whether the first of `groups` equal parts of the rows depends on the first part of the inputs alone.
 
-    False where that cannot be seen: inputs without a gradient, such as numbers of words.
+    False where that cannot be seen, because the inputs have no gradient, such as token numbers.
     """
     if not (inputs.requires_grad and x.requires_grad):
         return False
     rows = x[: len(x) // groups]
-    # Each with a weight of its own: the sum of what another batch norm has normalised depends on nothing.
+    # Each row has its own weight: a plain sum over what another batch norm has normalised is constant.
     weights = torch.linspace(1, 2, rows.numel(), dtype=rows.dtype, device=rows.device).view(rows.shape)
     (slope,) = torch.autograd.grad((rows * weights).sum(), inputs, retain_graph=True, allow_unused=True)
     return slope is not None and not bool(slope[len(inputs) // groups :].any())
 
 
-class _Layer:
-    """Stands in for the forward pass of one layer while a step is computed."""
+class _GroupedLayer:
+    """Replaces the forward pass of one layer while a step is computed."""
 
     def __init__(self, module: _BatchNorm, shared: GroupedBatchNorm) -> None:
         self.module = module
         self.shared = shared
-        # Mean over the groups of the latest call, the last one in a chunk: what a worker's own buffers would hold.
+        # Mean over the groups in the latest call, which is the last one in a pass: what a worker's buffers would hold.
         self.mean = self.var = None
         if self.tracked:
             self.mean, self.var = (torch.zeros_like(buffer) for buffer in self.buffers)
@@ -65,18 +64,18 @@ class _Layer:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The running statistics: mean and variance."""
+        """The running mean and the running variance."""
         assert self.module.running_mean is not None and self.module.running_var is not None
         return self.module.running_mean, self.module.running_var
 
     @property
     def count(self) -> torch.Tensor:
-        """Steps that the running statistics have taken in."""
+        """Number of steps that the running statistics contain."""
         assert self.module.num_batches_tracked is not None
         return self.module.num_batches_tracked
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As torch's own, with the statistics of each group for its samples."""
+        """As in torch, but with the statistics of each group for its samples."""
         module, groups = self.module, self.shared.groups
         if not module.training:
             return type(module).forward(module, input)
@@ -86,25 +85,26 @@ class _Layer:
         if groups == 1:
             return F.batch_norm(input, self.mean, self.var, module.weight, module.bias, True, 1.0, module.eps)
         self._check_rows(input, groups)
-        return self._side_by_side(input, groups)
+        return self._groups_as_channels(input, groups)
 
     def _check_rows(self, x: torch.Tensor, groups: int) -> None:
-        """Refuse rows that cannot be told apart by worker: too few or too many of them, or in another order.
+        """Refuse rows that cannot be attributed to workers: too few or too many of them, or in another order.
 
-        A layer may get several rows of each sample: those of a sample have to follow each other. In a trial that is
-        seen from what the first worker's rows depend on.
-        """
-        trial = self.shared.trial
-        if len(x) % groups == 0 and (trial is None or len(x) == len(trial) or _only_of_first(x, trial, groups)):
+        A layer may get several rows per sample; those of one sample have to follow each other. In the checking pass
+        this is seen from what the first worker's rows depend on."""
+        traced = self.shared.traced_inputs
+        if len(x) % groups == 0 and (
+            traced is None or len(x) == len(traced) or _depends_on_first_only(x, traced, groups)
+        ):
             return
         raise ConfigError(
-            f"a {type(self.module).__name__} got {len(x)} rows of {groups} workers, which cannot be told apart: "
-            f"workers cannot be fused where a forward pass drops samples, adds some, or has rows in another order than "
-            f"the samples; use the loop (--engine loop)"
+            f"a {type(self.module).__name__} got {len(x)} rows of {groups} workers and cannot tell them apart: workers "
+            f"cannot be fused where a forward pass drops or adds samples, or has rows in another order than the "
+            f"samples; use the loop (--engine loop)"
         )
 
-    def _side_by_side(self, x: torch.Tensor, groups: int) -> torch.Tensor:
-        """The groups as channels of one call of torch's batch norm: two copies, but one kernel forward and backward."""
+    def _groups_as_channels(self, x: torch.Tensor, groups: int) -> torch.Tensor:
+        """One call of torch's batch norm with the groups as channels: two copies, but one kernel in each direction."""
         module, (samples, channels, *rest) = self.module, x.shape
         wide = x.reshape(groups, samples // groups, channels, *rest).transpose(0, 1)
         wide = wide.reshape(samples // groups, groups * channels, *rest)
@@ -117,12 +117,12 @@ class _Layer:
         return out.view(samples // groups, groups, channels, *rest).transpose(0, 1).reshape(x.shape)
 
     def _decomposed(self, x: torch.Tensor, groups: int) -> torch.Tensor:
-        """In plain arithmetic, which a compiler fuses with what comes before and after.
+        """Plain arithmetic, which a compiler fuses with the operations before and after it.
 
-        Sums go over the places of a sample first, then over the samples of a group, forward and (by the `expand`)
-        backward: the large sums then have a result for each sample and channel, enough of them to fill a GPU. The
-        running mean is subtracted before squares are added up, so that a variance much smaller than the squared mean
-        does not drown in its rounding error.
+        Sums run over the positions of a sample first, then over the samples of a group, forward and (by the `expand`)
+        backward: the large sums then have one result per sample and channel, enough of them to fill a GPU. The running
+        mean is subtracted before squares are added up, so that a variance much smaller than the squared mean is not
+        lost in rounding errors.
         """
         module, (samples, channels, *rest) = self.module, x.shape
         places = [*range(2, x.dim())]
@@ -157,20 +157,20 @@ class _Layer:
 class GroupedBatchNorm:
     """Batch norm of a fused step; the model is changed only inside `installed`.
 
-    Running statistics = those before the step, blended once with the sample-weighted mean over the workers, when the
-    step commits: what `LocalBatchNorm` of the reference does. Until then nothing of the model is written. A layer that
-    is called several times in one forward pass counts with its last call. Does not wait for the device.
+    When the step commits, the running statistics are blended once with the sample-weighted mean over the workers, as
+    `LocalBatchNorm` of the reference does. Until then nothing of the model is written. A layer that is called several
+    times in one forward pass counts with its last call. Never waits for the device.
     """
 
     def __init__(self, model: torch.nn.Module, mode: BatchNormMode) -> None:
         self.mode = mode
         self.groups = 1
-        """Groups of equal size in the samples of the forward pass under way."""
-        self.trial: torch.Tensor | None = None
-        """The inputs of the forward pass under way, if it is to show whether rows can be told apart by worker."""
+        """Number of equal groups in the current forward pass."""
+        self.traced_inputs: torch.Tensor | None = None
+        """Inputs of the current forward pass, if it is to show whether rows can be attributed to workers."""
         if reason := unfusable(model):
             raise ConfigError(f"{reason}: workers cannot be fused; use the loop (--engine loop)")
-        self.layers = [_Layer(module, self) for module in model.modules() if isinstance(module, _BatchNorm)]
+        self.layers = [_GroupedLayer(module, self) for module in model.modules() if isinstance(module, _BatchNorm)]
         self._tracked = [layer for layer in self.layers if layer.tracked]
         if mode == "frozen" and len(self._tracked) < len(self.layers):
             raise ConfigError(
@@ -196,7 +196,7 @@ class GroupedBatchNorm:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """The layers of the model normalise by groups inside."""
+        """The layers of the model normalise by groups inside this context."""
         for layer in self.layers:
             layer.module.forward = layer.forward  # type: ignore[method-assign]
         try:
@@ -205,15 +205,15 @@ class GroupedBatchNorm:
             for layer in self.layers:
                 del layer.module.forward
 
-    def collect(self, share: float) -> None:
-        """Take in the statistics of the forward pass before, which had this share of the step's samples."""
+    def collect(self, weight: float) -> None:
+        """Add the statistics of the latest forward pass; `weight` is its part of the step's samples."""
         if self._tracked:
-            torch._foreach_add_(self._sums, self._latest, alpha=share)
+            torch._foreach_add_(self._sums, self._latest, alpha=weight)
 
     @torch.no_grad()
     def commit(self) -> None:
         """Blend the mean over the workers into the running statistics, as one update."""
-        moved: dict[float | None, list[tuple[_Layer, tuple[torch.Tensor, torch.Tensor]]]] = {}
+        moved: dict[float | None, list[tuple[_GroupedLayer, tuple[torch.Tensor, torch.Tensor]]]] = {}
         for layer, mean, var in zip(self._tracked, self._sums[::2], self._sums[1::2], strict=True):
             if layer.module.training:
                 moved.setdefault(layer.module.momentum, []).append((layer, (mean, var)))
@@ -230,4 +230,4 @@ class GroupedBatchNorm:
                 buffer.lerp_(tensor, 1 / count.to(tensor.dtype))
 
     def rollback(self) -> None:
-        """Nothing was written."""
+        """Do nothing: the model's buffers were not written."""

@@ -1,0 +1,85 @@
+"""Options of the command that are generated from the settings of a run."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic.fields import FieldInfo
+
+from ebbflow.run.config import FrontEnd, RunConfig, fields_of, recipe_settings, settings_of
+
+__all__ = ["takes_settings"]
+
+
+def takes_settings(
+    front_end: FrontEnd, *, argument: str | None = None, leave_out: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator for a verb whose first parameter is a RunConfig: it gets one option for every setting instead.
+
+    `argument`: the setting that is a positional argument. `leave_out`: settings that this verb does not offer.
+    """
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        first, *own = inspect.signature(verb, eval_str=True).parameters.values()
+        names = settings_of(front_end)
+        generated = [_option(name, field, argument) for name, field in fields_of(front_end) if name not in leave_out]
+
+        def command(**values: Any) -> None:
+            given = {name: values.pop(name) for name in [*values] if name in names and name not in leave_out}
+            given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+            chosen = {name: value for name, value in given.items() if value is not None}
+            verb(RunConfig.for_front_end(front_end, chosen), **values)
+
+        parameters = [*generated, *own]
+        command.__doc__ = verb.__doc__
+        command.__name__ = verb.__name__
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        assert first.name not in command.__annotations__
+        return command
+
+    return decorate
+
+
+def _option(name: str, field: FieldInfo, argument: str | None) -> inspect.Parameter:
+    """A setting as a parameter that Typer turns into an option."""
+    text = f"{field.description}" + (" Default: the recipe's." if name in recipe_settings() else "")
+    kind, default = _kind(field.annotation), field.default
+    declared: Any
+    if name == argument:
+        declared, default = typer.Argument(help=text), inspect.Parameter.empty
+    elif kind is bool:
+        declared = typer.Option(f"--{name.replace('_', '-')}", help=text)
+    elif typing.get_origin(kind) is list:
+        declared, kind, default = (
+            typer.Option(f"--{name.removesuffix('s')}", help=f"{text} Repeatable."),
+            kind | None,
+            None,
+        )
+    else:
+        declared = typer.Option(help=text)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
+    )
+
+
+def _kind(annotation: Any) -> Any:
+    """The type of an option for a setting of this type; RunConfig checks choices and suggests the nearest."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        return _kind(typing.get_args(annotation)[0])
+    if origin is Literal:
+        return str
+    if origin is tuple:
+        return list[str]
+    if origin in (typing.Union, types.UnionType):
+        kinds = [_kind(option) for option in typing.get_args(annotation)]
+        plain = [kind for kind in kinds if kind is not type(None)]
+        one = float if float in plain else plain[0]
+        return one | None if type(None) in kinds else one
+    return annotation

@@ -1,0 +1,181 @@
+"""The training loop: steps of a flow until the run ends, each written to the record, with validations and
+checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ebbflow.errors import Diverged, PlanError
+from ebbflow.record import End, Event, LayersRow, RecordWriter, StepRow, ValidationRow, layers_due
+from ebbflow.run.checkpoint import weights_digest
+from ebbflow.run.flow import Flow, check_loss
+from ebbflow.run.planning import MAX_EPOCHS
+
+__all__ = ["Callbacks", "Evaluate", "TrainingLoop"]
+
+Evaluate = Callable[[], Mapping[str, float] | None]
+"""Scores of the model over the validation samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Callbacks:
+    """Functions that are called while a run goes on."""
+
+    on_start: Callable[[int, int], None] = lambda done, total: None
+    """Called once with the samples that are committed already and the samples of the whole run."""
+    on_step: Callable[[StepRow], None] = lambda row: None
+    """Called after every committed step."""
+    on_validation: Callable[[ValidationRow], None] = lambda row: None
+    should_stop: Callable[[], bool] = lambda: False
+    """Asked after every step; if True, a checkpoint is written and KeyboardInterrupt raised."""
+
+
+class TrainingLoop:
+    """Runs the steps of a flow: the same loop for all engines and front ends.
+
+    After each committed step the row is written to the record, the callbacks are called and the loss is checked. After
+    every `validate_every` epochs, and at the end, the model is evaluated. `save` is called every `checkpoint_every_s`
+    seconds, and before the run is interrupted.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        record: RecordWriter,
+        *,
+        evaluate: Evaluate | None = None,
+        validate_every: int = 1,
+        callbacks: Callbacks | None = None,
+        save: Callable[[], None] = lambda: None,
+        checkpoint_every_s: float = math.inf,
+    ) -> None:
+        self.flow = flow
+        self.record = record
+        self.evaluate = evaluate
+        self.validate_every = validate_every
+        self.callbacks = callbacks or Callbacks()
+        self.save = save
+        self.checkpoint_every_s = checkpoint_every_s
+        self._saved_at = time.monotonic()
+
+    def run(self) -> End:
+        """All epochs, or all the gain where the rule counts that; the last row of the record says how it ended."""
+        flow = self.flow
+        should_stop = flow.engine.agree_to_stop(self.callbacks.should_stop)
+        self.callbacks.on_start(flow.ledger.total, flow.total_samples)
+        try:
+            while not flow.finished:
+                if flow.ledger.total >= MAX_EPOCHS * flow.total_samples:
+                    return self.end("failed", self._too_little_gain())
+                self.after(self.next_step())
+                stop = should_stop()
+                if stop or time.monotonic() - self._saved_at >= self.checkpoint_every_s:
+                    self.save()
+                    self._saved_at = time.monotonic()
+                if stop:
+                    raise KeyboardInterrupt
+        except Diverged as error:
+            return self.end("diverged", str(error))
+        return self.end("finished", self._gained() if flow.optimizer.by_gain else "")
+
+    def next_step(self) -> StepRow:
+        """Compute steps until one is committed; a lost one is an event in the record."""
+        while (row := self._try_step()) is None:
+            self.event("lost step", "a worker left during the step; the same samples are assigned again")
+        return row
+
+    def _try_step(self) -> StepRow | None:
+        try:
+            return self.flow.run_step()
+        except PlanError as error:
+            if not self.flow.optimizer.by_gain:
+                raise
+            raise PlanError(
+                f"the plan ends before the run: after {self._gained()} of {self._reference_steps:g} ({error}). A run "
+                f"that counts gain takes more samples than its epochs: repeat the trace (--repeat), or count samples"
+            ) from None
+
+    def after(self, row: StepRow) -> None:
+        """Everything that follows a committed step."""
+        self.record.write(row)
+        self._write_layers(row)
+        self.callbacks.on_step(row)
+        if "skipped" in row.stats:
+            self.event("skipped step", "its gradient was not finite", step=row.step)
+        check_loss(row)
+        if self.flow.ledger.position == 0 or self.flow.finished:
+            self.validate(row)
+
+    def _write_layers(self, row: StepRow) -> None:
+        """What a layer-wise rule measured and decided for each layer, in about 200 steps of the run."""
+        update = self.flow.optimizer.last
+        if update is None or update.moments is None or not update.moments.layer_noise:
+            return
+        if update.applied and layers_due(row, total_samples=self.flow.total_samples):
+            noise, signal = update.moments.layer_noise, update.moments.layer_signal
+            multiplier = update.scaling.by_layer(len(noise))
+            self.record.write(LayersRow.of(row, noise=noise, signal=signal, multiplier=multiplier))
+
+    def validate(self, row: StepRow) -> None:
+        """Evaluate the model, if this epoch is one that is validated."""
+        flow, ledger = self.flow, self.flow.ledger
+        due = flow.finished or ledger.epoch % self.validate_every == 0
+        if self.evaluate is None or not due or not flow.engine.writes_files:
+            return
+        began = time.perf_counter()
+        flow.engine.sync()
+        with flow.engine.autocast():
+            metrics = dict(self.evaluate() or {})
+        if flow.average is not None:
+            with flow.average.swapped_in(), flow.engine.autocast():
+                averaged = self.evaluate() or {}
+            metrics |= {f"ema_{name}": value for name, value in averaged.items()}
+        flow.wall_s += time.perf_counter() - began
+        if not metrics:
+            return
+        validation = ValidationRow(
+            step=flow.step,
+            epoch=ledger.total / ledger.samples,
+            samples=row.samples,
+            time_s=row.time_s,
+            wall_s=round(flow.wall_s, 6),
+            metrics=metrics,
+        )
+        self.record.write(validation)
+        self.callbacks.on_validation(validation)
+
+    def event(self, what: str, text: str, *, step: int | None = None) -> None:
+        """Write an event to the record."""
+        self.record.write(Event(step=self.flow.step if step is None else step, what=what, text=text))
+
+    def end(self, status: Literal["finished", "diverged", "failed"], text: str = "") -> End:
+        """Write the last row of the record."""
+        end = End(
+            status=status,
+            steps=self.flow.step,
+            samples=self.flow.ledger.total,
+            wall_s=round(self.flow.wall_s, 6),
+            text=text,
+            weights_sha256=weights_digest(self.flow.engine.model),
+        )
+        self.record.write(end)
+        self.record.flush()
+        return end
+
+    @property
+    def _reference_steps(self) -> float:
+        return self.flow.total_samples / self.flow.optimizer.base_batch
+
+    def _gained(self) -> str:
+        done = self.flow.optimizer.progress / self.flow.optimizer.base_batch
+        return f"{self.flow.step} steps and {self.flow.ledger.total} samples, worth {done:.1f} reference steps"
+
+    def _too_little_gain(self) -> str:
+        return (
+            f"the gain is too small for the run ever to end: {self._gained()} of {self._reference_steps:g}, after "
+            f"{MAX_EPOCHS} times the samples of its epochs; use smaller batches, or count progress by samples"
+        )

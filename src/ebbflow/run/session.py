@@ -1,0 +1,269 @@
+"""`Session`: one's own training loop on any engine.
+
+    with ebbflow.Session(model, optimizer, data, trace="spot.csv", rule="sqrt", base_batch=256, local_batch=32,
+                         epochs=10) as session:
+        for step in session:                        # until all epochs are done, whoever comes and goes
+            for x, y in step:                       # the micro-batches that this process computes
+                step.backward(loss_fn(model(x), y))
+
+With `loss=` the session computes the steps itself, and `session.run()` needs no loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ebbflow.core.plugins import load_plugins
+from ebbflow.data.ledger import Assignment
+from ebbflow.engines.base import Engine, EngineMaker
+from ebbflow.engines.replica import LoadedMicroBatch, Loss
+from ebbflow.errors import ConfigError
+from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.record import NoRecord, Run, StepRow, read_record
+from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer
+from ebbflow.run.config import RunConfig
+from ebbflow.run.flow import Flow, OpenStep
+from ebbflow.run.header import make_header
+from ebbflow.run.loop import Callbacks, Evaluate, TrainingLoop
+from ebbflow.run.planning import make_plan
+from ebbflow.run.torchrun import joined
+from ebbflow.run.training import RECORD, RunFiles
+from ebbflow.workloads import DatasetSource, PrefetchingSource, Source, Task
+
+__all__ = ["Session", "SessionStep", "own_task"]
+
+_ELSEWHERE = {"live": "ebbflow.live.session:LiveSession"}
+"""Engines whose session does more than compute: it is imported when it is first used."""
+
+
+class SessionStep:
+    """One step of a session, as this process sees it.
+
+    Iterate over it and call `backward` for each micro-batch; or leave it alone, and it is computed with the session's
+    loss. The step is complete when the loop asks for the next one: then gradients are added up, the rule sets the rate
+    and the optimizer steps. If a worker is lost meanwhile, nothing has happened, and the next step has the same samples
+    again.
+    """
+
+    def __init__(self, engine: Engine, opened: OpenStep) -> None:
+        self._engine = engine
+        self._opened = opened
+        self._current: LoadedMicroBatch | None = None
+        self._own_loop = False
+
+    @property
+    def assignment(self) -> Assignment:
+        """The samples of the whole step: an epoch, and positions in the epoch's order."""
+        return self._opened.assignment
+
+    @property
+    def workers(self) -> int:
+        """Workers that share the step."""
+        return self._opened.size.workers
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """(inputs, targets) of each micro-batch; call `backward` on its loss before the next one."""
+        self._own_loop = True
+        self._engine.open(self._opened.assignment, self._opened.size)
+        for micro_batch in self._engine.micro_batches():
+            self._current = micro_batch
+            yield micro_batch.inputs, micro_batch.targets
+        self._current = None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Instead of `loss.backward()`: the mean loss over the micro-batch, weighted as the step's mean needs it."""
+        if self._current is None:
+            raise ConfigError("backward() was called outside of `for x, y in step`; call it once for each micro-batch")
+        self._engine.backward(loss, self._current)
+        self._current = None
+
+    def _complete(self, flow: Flow) -> StepRow | None:
+        """Apply the step after the loop's body."""
+        if self._own_loop:
+            return flow.close(self._opened, self._engine.combine())
+        return flow.close(self._opened, self._engine.gradients(self._opened.assignment, self._opened.size))
+
+
+def own_task(model: torch.nn.Module, data: Any, loss: Loss | None, *, workers: int = 0) -> Task:
+    """The task of a user's own model and data: a map-style data set, or a source with `batch(indices, train=True)`."""
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            "the model is wrapped in DistributedDataParallel, but the engine adds up the gradients: give model.module"
+        )
+    device = next(model.parameters()).device
+    source: Source = data if hasattr(data, "batch") else DatasetSource(data, device)
+    if isinstance(source, PrefetchingSource):
+        source = source.with_loader_workers(workers)
+    return Task(model=model, train=source, loss=loss)
+
+
+class Session:
+    """A training in your own loop: samples exactly once per epoch, the learning rate follows the batch by a rule.
+
+    Used in a `with`. Settings are those of `RunConfig` under the names that `help(ebbflow.Session)` shows: rule, trace,
+    base_batch, local_batch, epochs, schedule, policy, seed, ... With `out`, the session writes a record and checkpoints
+    into that folder; the same script continues after a kill, and `ebbflow report` reads the folder.
+
+    `Session(..., engine="live")` is `ebbflow.live.join(...)`: a replica of a fleet of real processes.
+    """
+
+    def __new__(cls, *arguments: Any, engine: str | EngineMaker = "auto", **others: Any) -> Session:
+        """The kind of session that the engine needs."""
+        if cls is Session and isinstance(engine, str) and engine in _ELSEWHERE:
+            module, _, name = _ELSEWHERE[engine].partition(":")
+            cls = getattr(importlib.import_module(module), name)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | ElasticOptimizer,
+        data: Any,
+        *,
+        engine: str | EngineMaker = "auto",
+        loss: Loss | None = None,
+        evaluate: Evaluate | None = None,
+        out: Path | str | None = None,
+        callbacks: Callbacks | None = None,
+        checkpoint_every_s: float = 60.0,
+        **settings: Any,
+    ) -> None:
+        """`optimizer`: any optimizer of torch, whose rates were tuned at `base_batch` samples; or an ElasticOptimizer.
+
+        `data`: a map-style data set of (input, target) pairs, or a source with `batch(indices, train=True)`. `engine`:
+        loop, fused, auto, live, dask, one that you registered, or a function EngineParts -> Engine. `loss(model, x,
+        y)`: the mean over the samples, for `run()` and for engines that compute elsewhere. `evaluate()`: called after
+        every epoch; the scores that it returns go into the record."""
+        self.model = model
+        self.config = RunConfig.for_front_end("session", settings, workload=type(model).__name__)
+        if self.config.epochs is None:
+            raise ConfigError("epochs is missing: how many passes over the data?")
+        self.task = own_task(model, data, loss, workers=loader_workers(self.config))
+        self._optimizer = make_optimizer(self.config, self.task, optimizer)
+        self._maker = engine_maker(engine) if isinstance(engine, str) else engine
+        self._evaluate = evaluate
+        self._callbacks = callbacks or Callbacks()
+        self._folder = Path(out) if out is not None else None
+        self._checkpoint_every_s = checkpoint_every_s
+        self._stack = ExitStack()
+        self._loop: TrainingLoop | None = None
+
+    # Beginning and ending -----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        load_plugins(self.config.plugins)
+        with ExitStack() as stack:
+            self._loop = self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def _open(self, stack: ExitStack) -> TrainingLoop:
+        config, task = self.config, self.task
+        ranks = stack.enter_context(joined(str(next(self.model.parameters()).device)))
+        ranks.same_weights(self.model)
+        plan, trace = make_plan(config, len(task.train), by_gain=self._optimizer.by_gain)
+        loop: TrainingLoop
+
+        def on_event(what: str, text: str) -> None:
+            loop.event(what, text)
+
+        flow = assemble(
+            config, task, self._maker, optimizer=self._optimizer, plan=plan, ranks=ranks.ranks, on_event=on_event
+        )
+        stack.callback(task.close)
+        stack.callback(flow.engine.close)
+        record, save = NoRecord(), lambda: None
+        if self._folder is not None:
+            files = RunFiles(self._folder, config, ranks)
+            if ranks.shared(files.finished_run) is not None:
+                raise ConfigError(f"{self._folder} holds the finished run of this session; give another out=")
+            described = {**config.recorded(), "trace": config.trace, "metric": "loss", "higher_is_better": False}
+            device = str(next(self.model.parameters()).device)
+            record = stack.enter_context(
+                files.open(flow, lambda: make_header(described, device=device, plan=plan, trace=trace))
+            )
+
+            def save() -> None:
+                files.save(flow)
+
+            stack.callback(lambda: files.finish(flow, keep_weights=True) if flow.finished else files.save(flow))
+        loop = TrainingLoop(
+            flow,
+            record,
+            evaluate=self._evaluate,
+            validate_every=config.validate_every,
+            callbacks=self._callbacks,
+            save=save,
+            checkpoint_every_s=self._checkpoint_every_s,
+        )
+        return loop
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    # Training -----------------------------------------------------------------------------------------------------
+
+    @property
+    def loop(self) -> TrainingLoop:
+        """The loop of the session, inside of its `with`."""
+        if self._loop is None:
+            raise ConfigError(
+                "the session is not open: use it in a `with`, as in `with ebbflow.Session(...) as session:`"
+            )
+        return self._loop
+
+    @property
+    def flow(self) -> Flow:
+        """Engine, optimizer and position of the session."""
+        return self.loop.flow
+
+    def __iter__(self) -> Iterator[SessionStep]:
+        """Steps to compute, until all epochs are done."""
+        flow, loop = self.flow, self.loop
+        while not flow.finished:
+            opened = flow.open()
+            with opened.restore:
+                step = SessionStep(flow.engine, opened)
+                yield step
+                row = step._complete(flow)
+            if row is None:
+                loop.event("lost step", "a worker left during the step; the same samples are assigned again")
+            else:
+                loop.after(row)
+        flow.engine.sync()
+        loop.end("finished")
+
+    def run(self) -> None:
+        """Train to the end with the loss that was given."""
+        self.loop.run()
+        self.flow.engine.sync()
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done."""
+        return self.flow.finished
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+        return self.flow.step
+
+    @property
+    def epoch(self) -> int:
+        """Completed epochs."""
+        return self.flow.ledger.epoch
+
+    @property
+    def record(self) -> Run:
+        """The record so far, if the session has a folder."""
+        if self._folder is None:
+            raise ConfigError("the session has no folder, so no record; give out=")
+        self.loop.record.flush()
+        return read_record(self._folder / RECORD)
