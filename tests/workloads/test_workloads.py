@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ebbflow import workloads
-from ebbflow.errors import ConfigError, DataError, InputError, SpecError
+from ebbflow import register_workload, workloads
+from ebbflow.errors import ConfigError, DataError, InputError, MissingExtra, SpecError
 from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.schedules import make_schedule
 from ebbflow.workloads import WORKLOADS, Recipe, Task, TensorSource
@@ -289,7 +291,7 @@ def blobs(recipe: Recipe, width: int = 3) -> Task:
 
 
 def test_an_own_workload_is_a_function_that_is_registered(registry):
-    workloads.register("blobs", recipe=RECIPE, cite="nobody")(blobs)
+    register_workload("blobs", recipe=RECIPE, cite="nobody")(blobs)
     assert workloads.recipe("blobs") == RECIPE
     assert workloads.build("blobs(width=5)").model.in_features == 5
     assert workloads.build("blobs(5)").model.in_features == 5
@@ -298,10 +300,108 @@ def test_an_own_workload_is_a_function_that_is_registered(registry):
     assert [(name, default) for name, default, _ in entry.parameters] == [("width", "3")]
 
 
+def test_the_shorter_name_of_the_package_is_the_same_function():
+    assert workloads.register is register_workload
+
+
+PLUGIN = """\
+import torch
+from torch import nn
+
+from ebbflow import register_workload
+from ebbflow.workloads import Recipe, Task, TensorSource
+
+RECIPE = Recipe(ref_batch=4, local_batch=2, lr=0.1, optimizer="sgd", schedule="constant", epochs=1, metric="loss")
+
+
+@register_workload("line", recipe=RECIPE)
+def line(recipe: Recipe, samples: int = 8) -> Task:
+    "Points on a line."
+    source = points(samples)
+    return Task(model=nn.Linear(1, 2), train=source, valid=source, recipe=recipe)
+
+
+def points(samples):
+    return TensorSource(torch.linspace(0, 1 / samples, samples)[:, None], torch.arange(samples) % 2)
+"""
+
+
+def test_a_plugin_s_workload_is_trained_by_the_command_and_its_errors_name_the_plugin_s_line(tmp_path):
+    plugin = tmp_path / "my_line.py"
+    plugin.write_text(PLUGIN)
+
+    def train(workload: str) -> subprocess.CompletedProcess[str]:
+        command = ["train", workload, "--plugin", "my_line.py", "--trace", "constant(workers=2)", "--out", "run"]
+        return subprocess.run(
+            [sys.executable, "-m", "ebbflow", *command], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+
+    failed = train("line(samples=0)")
+    assert failed.returncode == 2
+    assert "Traceback" not in failed.stderr
+    line = PLUGIN.splitlines().index("    return " + PLUGIN.rpartition("return ")[2].strip()) + 1
+    expected = f"the workload 'line' cannot be built: ZeroDivisionError: division by zero ({plugin}:{line}, in points)"
+    assert expected in failed.stderr
+    trained = train("line")
+    assert trained.returncode == 0, trained.stderr
+    assert (tmp_path / "run" / "record.jsonl").is_file()
+
+
+def test_an_error_of_a_builder_keeps_its_cause_and_names_the_builder_s_line_even_when_torch_raised_it(registry):
+    @register_workload("mismatched", recipe=RECIPE)
+    def mismatched(recipe):
+        return torch.zeros(2) @ torch.zeros(3)
+
+    with pytest.raises(ConfigError, match=r"'mismatched' cannot be built: RuntimeError: .*size") as caught:
+        workloads.build("mismatched")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    # The function's first line is that of its decorator; the product is two lines below.
+    assert str(caught.value).endswith(f"({__file__}:{mismatched.__code__.co_firstlineno + 2}, in mismatched)")
+
+
+def test_a_wrong_use_of_ebbflow_in_a_builder_names_the_builder_s_line_too(registry):
+    @register_workload("uneven", recipe=RECIPE)
+    def uneven(recipe):
+        return TensorSource(torch.zeros(3, 1), torch.zeros(2))
+
+    with pytest.raises(ConfigError, match=rf"ConfigError: 3 inputs but 2 targets.* \({__file__}:\d+, in uneven\)"):
+        workloads.build("uneven")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MissingExtra("cv2", extra="vision", needed_for="my reader"),
+        MemoryError("too large"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 4 PiB"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_that_needs_no_line_is_passed_on_as_it_is(registry, error):
+    @register_workload("raises", recipe=RECIPE)
+    def raises(recipe):
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        workloads.build("raises")
+    assert caught.value is error
+
+
+def test_a_builder_that_returns_no_task_is_refused(registry):
+    @register_workload("forgetful", recipe=RECIPE)
+    def forgetful(recipe):
+        blobs(recipe)
+
+    with pytest.raises(
+        ConfigError, match=r"forgetful of the workload 'forgetful' returned a NoneType; expected a Task"
+    ):
+        workloads.build("forgetful")
+
+
 def test_a_workload_that_asks_for_data_and_seed_gets_them(registry, tmp_path):
     seen = {}
 
-    @workloads.register("curious", recipe=RECIPE)
+    @register_workload("curious", recipe=RECIPE)
     def curious(data, seed, recipe):
         seen.update(data=data, seed=seed)
         return blobs(recipe)
@@ -312,7 +412,7 @@ def test_a_workload_that_asks_for_data_and_seed_gets_them(registry, tmp_path):
 
 def test_the_same_name_twice_is_refused(registry):
     with pytest.raises(SpecError, match="'digits-mlp' is registered already"):
-        workloads.register("digits-mlp", recipe=RECIPE)(blobs)
+        register_workload("digits-mlp", recipe=RECIPE)(blobs)
 
 
 def test_a_parameter_without_a_default_is_refused(registry):
@@ -320,14 +420,14 @@ def test_a_parameter_without_a_default_is_refused(registry):
         raise NotImplementedError
 
     with pytest.raises(SpecError, match="'width' needs a type and a default"):
-        workloads.register("needy", recipe=RECIPE)(needy)
+        register_workload("needy", recipe=RECIPE)(needy)
 
 
 def test_a_chosen_workload_reads_nothing(registry):
     def explosive(data: Path | None, recipe: Recipe, width: int = 1) -> Task:
         raise AssertionError("built")
 
-    workloads.register("explosive", recipe=RECIPE)(explosive)
+    register_workload("explosive", recipe=RECIPE)(explosive)
     workload = WORKLOADS.make("explosive(width=2)")
     assert isinstance(workload, Workload)
     assert (workload.recipe, workload.takes_data, workload.arguments) == (RECIPE, True, {"width": 2})

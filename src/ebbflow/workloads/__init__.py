@@ -19,6 +19,7 @@ from ebbflow.workloads.base import (
     cross_entropy,
     recipe,
     register,
+    register_workload,
 )
 from ebbflow.workloads.sources import DatasetSource, TensorSource, TokenSource, crop_and_flip
 
@@ -38,4 +39,5 @@ __all__ = [
     "cross_entropy",
     "recipe",
     "register",
+    "register_workload",
 ]

@@ -9,7 +9,7 @@ train.
 
 A workload of your own is a function in a file of yours:
 
-    @workloads.register("mine", recipe=Recipe(ref_batch=32, local_batch=8, lr=0.1, epochs=10, ...))
+    @ebbflow.register_workload("mine", recipe=Recipe(ref_batch=32, local_batch=8, lr=0.1, epochs=10, ...))
     def mine(recipe: Recipe, width: int = 64) -> Task:
         '''My model on my data.'''
         return Task(
@@ -28,6 +28,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,7 +41,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ebbflow.core.spec import Call, Registry, parse_calls
-from ebbflow.errors import ConfigError, SpecError
+from ebbflow.errors import ConfigError, EbbflowError, InputError, SpecError
 
 __all__ = [
     "WORKLOADS",
@@ -54,6 +55,7 @@ __all__ = [
     "cross_entropy",
     "recipe",
     "register",
+    "register_workload",
 ]
 
 Indices = NDArray[np.int64] | Tensor
@@ -263,7 +265,7 @@ class Workload:
         # Models are initialised on the CPU under a generator of their own; the generators of the caller do not move.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            task = self.function(**wanted, **self.arguments)
+            task = self._call_builder(**wanted, **self.arguments)
         return Task(
             model=task.model.to(target),
             train=_with_loader_workers(task.train.to(target), loader_workers),
@@ -273,6 +275,38 @@ class Workload:
             scores=task.scores,
             eval_batch=task.eval_batch,
         )
+
+    def _call_builder(self, **arguments: Any) -> Task:
+        """Call the workload's function; an error in a user's function is reported with the user's own file and line."""
+        try:
+            task = self.function(**arguments)
+        except Exception as error:
+            if self._is_explained(error):
+                raise
+            raise ConfigError(
+                f"the workload {self.name!r} cannot be built: {type(error).__name__}: {error} ({_builder_line(error)})"
+            ) from error
+        if not isinstance(task, Task):
+            raise ConfigError(
+                f"the function {self.function.__qualname__} of the workload {self.name!r} returned a "
+                f"{type(task).__name__}; expected a Task"
+            )
+        return task
+
+    def _is_explained(self, error: Exception) -> bool:
+        """Whether the message of an error is enough without a line: ours from our own workloads, and lack of memory."""
+        if isinstance(error, InputError):
+            return self.function.__module__.partition(".")[0] == "ebbflow"
+        memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+        return memory or isinstance(error, EbbflowError)
+
+
+def _builder_line(error: Exception) -> str:
+    """FILE:LINE of the innermost call in the file of the workload's function."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    frames = frames[1:] or frames  # the first is our own call of the function
+    last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    return f"{last.filename}:{last.lineno}, in {last.name}"
 
 
 def _with_loader_workers(source: Source, workers: int) -> Source:
@@ -292,8 +326,11 @@ def _device(device: torch.device | str) -> torch.device:
 WORKLOADS: Registry[Workload] = Registry("workload")
 
 
-def register(name: str, *, recipe: Recipe, cite: str = "") -> Callable[[Builder], Builder]:
-    """A decorator that adds a function `(...) -> Task` under the name; the module's docstring shows one."""
+def register_workload(name: str, *, recipe: Recipe, cite: str = "") -> Callable[[Builder], Builder]:
+    """Return a decorator that registers a function `(...) -> Task` as a workload; the module's docstring shows one.
+
+    `cite` is the source of the recipe or of the data.
+    """
 
     def add(function: Builder) -> Builder:
         signature = inspect.signature(function)
@@ -317,6 +354,9 @@ def register(name: str, *, recipe: Recipe, cite: str = "") -> Callable[[Builder]
         return function
 
     return add
+
+
+register = register_workload
 
 
 def recipe(text: str | Call) -> Recipe:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ebbflow.errors import DataError
-from ebbflow.workloads.base import Recipe, Task, register
+from ebbflow.workloads.base import Recipe, Task, register_workload
 from ebbflow.workloads.models import MobileNet, WideResNet, resnet18, resnet50, vgg11, vgg16_bn
 from ebbflow.workloads.readers import Images, read_cifar10, read_cifar100
 from ebbflow.workloads.sources import TensorSource, crop_and_flip
@@ -42,19 +42,19 @@ _LENA = _recipe(
 )
 
 
-@register("cifar10-resnet18", recipe=_LENA, cite="Ko et al., WWW 2022 (recipe)")
+@register_workload("cifar10-resnet18", recipe=_LENA, cite="Ko et al., WWW 2022 (recipe)")
 def cifar10_resnet18(data: Path | None, recipe: Recipe, width: int = 64) -> Task:
     """ResNet-18 on CIFAR-10 (32x32), random crops and flips; the recipe of LENA's experiments."""
     return _cifar10("cifar10-resnet18", resnet18(classes=10, width=width), data, recipe)
 
 
-@register("cifar10-resnet50", recipe=_LENA, cite="Ko et al., WWW 2022 (recipe)")
+@register_workload("cifar10-resnet50", recipe=_LENA, cite="Ko et al., WWW 2022 (recipe)")
 def cifar10_resnet50(data: Path | None, recipe: Recipe, width: int = 64) -> Task:
     """ResNet-50 on CIFAR-10 (32x32); LENA's recipe."""
     return _cifar10("cifar10-resnet50", resnet50(classes=10, width=width), data, recipe)
 
 
-@register(
+@register_workload(
     "cifar100-resnet50",
     recipe=_recipe(lr=_LENA.lr, optimizer=_LENA.optimizer, schedule=_LENA.schedule, epochs=150),
     cite="Ko et al., WWW 2022 (recipe)",
@@ -65,7 +65,7 @@ def cifar100_resnet50(data: Path | None, recipe: Recipe, width: int = 64) -> Tas
     return _task(resnet50(classes=100, width=width), train, test, _CIFAR100, recipe)
 
 
-@register(
+@register_workload(
     "cifar10-wrn16-4",
     recipe=_recipe(
         lr=0.05,
@@ -84,7 +84,7 @@ def cifar10_wrn16_4(data: Path | None, recipe: Recipe, width: int = 64) -> Task:
 
 # Test accuracy after 15 epochs by rate, one seed:  0.01 0.808   0.02 0.829   0.05 0.847   0.1 0.838;
 # a warm-up of one epoch changes nothing (0.05: 0.846).
-@register(
+@register_workload(
     "cifar10-vgg11",
     recipe=_recipe(
         lr=0.05,
@@ -99,7 +99,7 @@ def cifar10_vgg11(data: Path | None, recipe: Recipe, width: int = 64) -> Task:
 
 
 # At the reference batch the warm-up of Goyal et al. does nothing; at others it is the rule's: linear+warmup(5ep).
-@register(
+@register_workload(
     "cifar10-vgg16",
     recipe=Recipe(
         ref_batch=256,
@@ -117,7 +117,7 @@ def cifar10_vgg16(data: Path | None, recipe: Recipe, width: int = 64) -> Task:
     return _cifar10("cifar10-vgg16", vgg16_bn(classes=10, width=width), data, recipe)
 
 
-@register(
+@register_workload(
     "cifar10-mobilenet",
     recipe=_recipe(
         lr=0.05,  # the paper's 0.4 at 1,024

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ebbflow.workloads.base import Recipe, Task, register
+from ebbflow.workloads.base import Recipe, Task, register_workload
 from ebbflow.workloads.disk_cache import kept
 from ebbflow.workloads.models import MLP, SmallCNN
 from ebbflow.workloads.sources import TensorSource
@@ -23,7 +23,7 @@ _FOLDS = 5
 # At this rate, without warm-up, three seeds:     constant   sqrt    linear
 #                               batch x 4         0.974      0.980   0.978
 #                               batch x 16        0.956      0.975   0.526 (collapses)
-@register(
+@register_workload(
     "digits-mlp",
     recipe=Recipe(
         ref_batch=32,
@@ -45,7 +45,7 @@ def digits_mlp(recipe: Recipe, width: int = 64) -> Task:
 #                               batch x 4         0.991      0.993   0.993
 #                               batch x 16        0.954      0.988   0.956
 # Ten epochs are enough and on purpose not more: after thirty, every rule reaches 0.993 to 0.996 even at x 16.
-@register(
+@register_workload(
     "digits-cnn",
     recipe=Recipe(
         ref_batch=32,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ebbflow.errors import DataError
-from ebbflow.workloads.base import Recipe, Task, register
+from ebbflow.workloads.base import Recipe, Task, register_workload
 from ebbflow.workloads.models import SmallCNN
 from ebbflow.workloads.readers import Images, read_mnist_folder
 from ebbflow.workloads.sources import TensorSource
@@ -21,7 +21,7 @@ _MEAN, _STD = 72.94, 90.02  # of all training pixels, as bytes
 
 # Test accuracy at the reference batch by rate after 6 epochs, one seed (H200, torch 2.11):
 # 0.02 0.897   0.05 0.906   0.1 0.909   0.2 0.911. The largest but one, to stay away from the edge.
-@register(
+@register_workload(
     "fashion-cnn",
     recipe=Recipe(
         ref_batch=128,

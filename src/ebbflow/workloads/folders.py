@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ebbflow.errors import DataError, MissingExtra
-from ebbflow.workloads.base import Recipe, Task, register
+from ebbflow.workloads.base import Recipe, Task, register_workload
 from ebbflow.workloads.models import ResNet, resnet18, resnet50
 from ebbflow.workloads.sources import DatasetSource
 
@@ -128,13 +128,13 @@ _GOYAL = Recipe(
 )
 
 
-@register("folder-resnet18", recipe=_GOYAL, cite="Goyal et al. 2017 (recipe)")
+@register_workload("folder-resnet18", recipe=_GOYAL, cite="Goyal et al. 2017 (recipe)")
 def folder_resnet18(data: Path | None, recipe: Recipe, size: int = 224, width: int = 64) -> Task:
     """ResNet-18 on a folder of images, such as ImageNet's: DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg."""
     return _task("folder-resnet18", resnet18, data, recipe, size, width)
 
 
-@register("folder-resnet50", recipe=_GOYAL, cite="Goyal et al. 2017 (recipe)")
+@register_workload("folder-resnet50", recipe=_GOYAL, cite="Goyal et al. 2017 (recipe)")
 def folder_resnet50(data: Path | None, recipe: Recipe, size: int = 224, width: int = 64) -> Task:
     """ResNet-50 on a folder of images, such as ImageNet's: DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg."""
     return _task("folder-resnet50", resnet50, data, recipe, size, width)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.workloads.base import Recipe, Task, register
+from ebbflow.workloads.base import Recipe, Task, register_workload
 from ebbflow.workloads.models import GPT
 from ebbflow.workloads.readers import read_text
 from ebbflow.workloads.sources import TokenSource
@@ -18,7 +18,7 @@ __all__ = ["shakespeare_gpt"]
 
 # Validation loss at the reference batch by rate, ten epochs of Shakespeare (1.1 MB), one seed, no warm-up (H200,
 # torch 2.11):   5e-4 1.724   1e-3 1.622   2e-3 1.650.
-@register(
+@register_workload(
     "shakespeare-gpt",
     recipe=Recipe(
         ref_batch=32,
