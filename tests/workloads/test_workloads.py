@@ -20,7 +20,7 @@ from ebbflow.errors import ConfigError, DataError, InputError, MissingExtra, Spe
 from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.schedules import make_schedule
 from ebbflow.workloads import WORKLOADS, Recipe, Task, TensorSource
-from ebbflow.workloads.base import Workload
+from ebbflow.workloads.workload import Workload
 
 OWN = {
     "digits-mlp": 8_970,
@@ -208,7 +208,28 @@ def test_the_text_is_split_in_time(data):
     assert len(task.valid) == (820 - 1) // 16
 
 
+def test_a_text_with_the_line_ends_of_windows_is_the_same_text(tmp_path):
+    tokens = []
+    for ends in ("\n", "\r\n"):
+        path = tmp_path / "text.txt"
+        path.write_bytes(("the tide comes in" + ends + "and goes out" + ends).encode() * 20)
+        task = workloads.build("shakespeare-gpt(context=8, width=8, layers=1)", data=path)
+        tokens.append(task.train.tokens)
+    assert torch.equal(*tokens)
+
+
 # ---- what bad input gets ----
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"", "is empty"), (b"ab\xff\xfe", "binary file, not text"), (None, "no such file")]
+)
+def test_a_file_that_is_no_text_is_refused(tmp_path, content, says):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"text\.txt.*{says}"):
+        workloads.build("shakespeare-gpt", data=path)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +257,7 @@ def test_missing_data_is_asked_for(name):
 
 
 def test_missing_fashion_data_says_where_debian_puts_it(monkeypatch, tmp_path):
-    monkeypatch.setattr("ebbflow.workloads.fashion._DEBIAN", tmp_path / "not-installed")
+    monkeypatch.setattr("ebbflow.workloads.images._DEBIAN", tmp_path / "not-installed")
     with pytest.raises(DataError, match=r"train-images-idx3-ubyte.*dataset-fashion-mnist"):
         workloads.build("fashion-cnn")
     with pytest.raises(DataError, match=r"has no train-images-idx3-ubyte, .*dataset-fashion-mnist"):
@@ -244,7 +265,7 @@ def test_missing_fashion_data_says_where_debian_puts_it(monkeypatch, tmp_path):
 
 
 def test_fashion_data_that_debian_installed_is_found(monkeypatch, data):
-    monkeypatch.setattr("ebbflow.workloads.fashion._DEBIAN", data["fashion-cnn"])
+    monkeypatch.setattr("ebbflow.workloads.images._DEBIAN", data["fashion-cnn"])
     assert len(workloads.build("fashion-cnn").train) == 64
 
 

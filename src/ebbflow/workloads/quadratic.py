@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ebbflow.errors import ConfigError
 from ebbflow.nqm import NoisyQuadratic
-from ebbflow.workloads.base import Indices, Recipe, Task, register_workload
+from ebbflow.workloads.sources import Indices
+from ebbflow.workloads.workload import Recipe, Task, register_workload
 
 __all__ = ["NoiseSource", "Quadratic", "quadratic", "quadratic_task"]
 

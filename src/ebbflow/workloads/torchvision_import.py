@@ -12,6 +12,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,8 @@ def import_torchvision(*, needed_for: str) -> ModuleType:
         torchvision = importlib.import_module("torchvision")
         if not compiled:
             # `nms` checks that the compiled operators were loaded, and would not call the one that is defined here.
-            importlib.import_module("torchvision.ops.boxes").__dict__["_assert_has_ops"] = _nms_is_defined
+            boxes: Any = importlib.import_module("torchvision.ops.boxes")
+            boxes._assert_has_ops = _nms_is_defined
     except RuntimeError as error:
         raise ConfigError(
             f"torchvision cannot be imported beside torch {torch.__version__}: {error}; install the version of "

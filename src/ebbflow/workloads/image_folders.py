@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ebbflow.errors import DataError, MissingExtra
-from ebbflow.workloads.base import Recipe, Task, register_workload
 from ebbflow.workloads.models import ResNet, resnet18, resnet50
-from ebbflow.workloads.sources import DatasetSource
+from ebbflow.workloads.prefetch import DatasetSource
+from ebbflow.workloads.workload import Recipe, Task, missing_data, register_workload
 
 __all__ = ["ImageFolder", "folder_resnet18", "folder_resnet50", "random_crop", "whole_image"]
 
@@ -142,10 +142,7 @@ def folder_resnet50(data: Path | None, recipe: Recipe, size: int = 224, width: i
 
 def _task(name: str, model: Callable[..., ResNet], data: Path | None, recipe: Recipe, size: int, width: int) -> Task:
     if data is None:
-        raise DataError(
-            f"{name} needs its data: give with --data (in a study: --set data=) the folder that holds "
-            f"train/CLASS/*.jpg and val/CLASS/*.jpg"
-        )
+        raise missing_data(name, "the folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg")
     train = ImageFolder(data / "train", size=size, crop=random_crop, mirror=True)
     valid = ImageFolder(data / "val", size=size, crop=whole_image)
     if train.classes != valid.classes:

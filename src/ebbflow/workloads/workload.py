@@ -29,37 +29,33 @@ import functools
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ebbflow.core.spec import Call, Registry, parse_calls
-from ebbflow.errors import ConfigError, EbbflowError, InputError, SpecError
+from ebbflow.engines.micro_batches import Loss
+from ebbflow.errors import ConfigError, DataError, EbbflowError, InputError, SpecError
+from ebbflow.workloads.sources import PrefetchingSource, Source
 
 __all__ = [
     "WORKLOADS",
-    "Indices",
-    "PrefetchingSource",
     "Recipe",
-    "Source",
     "Task",
     "Workload",
     "build",
     "cross_entropy",
+    "missing_data",
     "recipe",
     "register",
     "register_workload",
 ]
 
-Indices = NDArray[np.int64] | Tensor
-"""Numbers of samples, in the order in which the batch shall hold them."""
 
 Builder = TypeVar("Builder", bound=Callable[..., "Task"])
 _GIVEN = ("data", "seed", "recipe")
@@ -101,44 +97,6 @@ class Recipe:
                 raise ConfigError(f"recipe: {name}: {error}") from None
 
 
-class Source(Protocol):
-    """Samples that are fetched by number, many at once."""
-
-    def __len__(self) -> int:
-        """How many samples there are."""
-
-    def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the samples, in the given order.
-
-        Augmented only when `train`, with randomness from torch's global generator and independently for each sample.
-        """
-
-    def to(self, device: torch.device) -> Self:
-        """The same samples, delivered on the device."""
-
-
-@runtime_checkable
-class PrefetchingSource(Source, Protocol):
-    """A source that worker processes read ahead, if it is told what is upcoming."""
-
-    def batches(self, many: Sequence[Indices]) -> Iterator[tuple[Tensor, Tensor]]:
-        """What `batch` gives for validation, one batch after the other."""
-
-    def follow(self, upcoming: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
-        """Ask `upcoming` for the batches of training from the present one on: torch's seed before each, and its
-        samples.
-
-        It may be wrong about the future: that costs time, and changes no batch.
-        """
-
-    def with_loader_workers(self, workers: int) -> Self:
-        """The same samples, read by so many processes where the source has no number of its own."""
-
-    def close(self) -> None:
-        """End the processes."""
-
-
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 Scores = Callable[[nn.Module, Tensor, Tensor], Mapping[str, Tensor]]
 
 
@@ -357,6 +315,11 @@ def register_workload(name: str, *, recipe: Recipe, cite: str = "") -> Callable[
 
 
 register = register_workload
+
+
+def missing_data(workload: str, expected: str) -> DataError:
+    """The error of a workload that was given no data, but needs them."""
+    return DataError(f"{workload} needs its data: give with --data (in a study: --set data=) {expected}")
 
 
 def recipe(text: str | Call) -> Recipe:
