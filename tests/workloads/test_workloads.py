@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from ebbflow import register_workload, workloads
 from ebbflow.errors import ConfigError, DataError, InputError, MissingExtra, SpecError
@@ -512,8 +513,72 @@ def test_a_metric_of_loss_reports_the_task_s_own_loss():
 
 def test_a_task_without_samples_is_refused():
     empty, one = TensorSource(torch.zeros(0, 1), torch.zeros(0)), TensorSource(torch.zeros(1, 1), torch.zeros(1))
-    with pytest.raises(ConfigError, match="1 training and 0 validation samples"):
-        Task(model=nn.Linear(1, 1), train=one, valid=empty, recipe=RECIPE)
+    for sources, says in (({"train": one, "valid": empty}, "0 validation"), ({"train": empty}, "0 training")):
+        with pytest.raises(ConfigError, match=f"the task has {says} samples; expected 1 or more"):
+            Task(model=nn.Linear(1, 1), **sources)
+
+
+@pytest.mark.parametrize("name", ["train", "valid"])
+def test_a_data_set_that_is_no_source_is_refused_with_the_way_to_make_it_one(name):
+    one = TensorSource(torch.zeros(1, 1), torch.zeros(1))
+    sources = {"train": one, "valid": one, name: TensorDataset(torch.zeros(1, 1), torch.zeros(1))}
+    with pytest.raises(ConfigError, match=rf"{name} is a TensorDataset, which has no batch, to; .*DatasetSource"):
+        Task(model=nn.Linear(1, 1), **sources)
+
+
+# ---- a task without a workload ----
+
+
+POINTS = TensorSource(torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 1.0]))
+
+
+def squared_error(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x).squeeze(1) - y).square().mean()
+
+
+def test_a_task_for_a_loop_of_one_s_own_has_a_model_and_training_samples_only():
+    task = Task(model=nn.Linear(1, 1), train=POINTS, loss=None)
+    assert task.describe() == {
+        "model": "Linear", "parameters": 2, "train_samples": 2, "valid_samples": 0, "recipe": None
+    }  # fmt: skip
+    task.close()
+    with pytest.raises(ConfigError, match=r"the task has no valid, which is needed here; give Task\(valid=\.\.\.\)"):
+        task.evaluate(task.model)
+    with pytest.raises(ConfigError, match=r"the task has no loss, .* `loss\(model, x, y\)`"):
+        task.require_loss()
+    with pytest.raises(ConfigError, match=r"the task has no recipe, .*Task\(recipe=\.\.\.\)"):
+        task.require_recipe()
+
+
+def test_without_a_recipe_a_model_is_evaluated_by_the_scores_or_the_loss():
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.constant_(model.bias, 3.0)
+    # The model says 3 for the targets 0 and 1: the errors are 3 and 2.
+    by_loss = Task(model=model, train=POINTS, valid=POINTS, loss=squared_error)
+    assert by_loss.evaluate(model) == {"loss": pytest.approx(6.5)}
+    by_scores = Task(
+        model=model, train=POINTS, valid=POINTS, loss=None,
+        scores=lambda model, x, y: {"error": (model(x).squeeze(1) - y).abs().mean()},
+    )  # fmt: skip
+    assert by_scores.evaluate(model) == {"error": pytest.approx(2.5)}
+    with pytest.raises(ConfigError, match="the task has no loss"):
+        Task(model=model, train=POINTS, valid=POINTS, loss=None).evaluate(model)
+    assert model.training, "a failed evaluation leaves the mode as it was, too"
+
+
+def test_a_workload_s_task_without_a_recipe_gets_the_registered_one_and_other_gaps_are_refused(registry):
+    parts = {"valid": POINTS, "loss": squared_error}
+    for gap in ("recipe", *parts):
+
+        @register_workload(f"without-{gap}", recipe=RECIPE)
+        def without(gap: str = gap) -> Task:
+            return Task(model=nn.Linear(1, 1), train=POINTS, **{**parts, gap: None})
+
+    assert workloads.build("without-recipe").recipe == RECIPE
+    for gap, says in (("valid", "validation samples"), ("loss", "loss function")):
+        with pytest.raises(ConfigError, match=f"the workload 'without-{gap}' has no {says}"):
+            workloads.build(f"without-{gap}")
 
 
 def test_errors_of_workloads_are_input_errors():

@@ -61,14 +61,14 @@ def make_engine(
         fused_only = {"chunk": config.chunk, "compile": config.compile, "batch_norm": config.batch_norm != "local"}
         if asked := [name for name, value in fused_only.items() if value]:
             raise ConfigError(f"{asked[0]} is a setting of the fused engine, but this run takes the loop; leave it out")
-        return LoopEngine(task.model, fetch, task.loss, plan, **shared)
+        return LoopEngine(task.model, fetch, task.require_loss(), plan, **shared)
     compile = config.compile
     if compile is None:
         compile = torch.device(config.device).type == "cuda" and optimizer.total_samples >= COMPILE_FROM
     return FusedEngine(
         task.model,
         fetch,
-        task.loss,
+        task.require_loss(),
         plan,
         **shared,
         chunk=config.chunk,

@@ -39,7 +39,7 @@ def make_header(
         "workers": trace.workers.tolist(),
         "end": trace.end,
     }  # fmt: skip
-    recipe = task.recipe
+    recipe = task.require_recipe()
     names = {id(parameter): name for name, parameter in task.model.named_parameters()}
     return Header(
         config={

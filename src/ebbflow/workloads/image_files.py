@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ebbflow.errors import DataError, MissingExtra
-from ebbflow.workloads.disk_cache import kept
+from ebbflow.workloads.disk_cache import disk_cached
 
 __all__ = ["Images", "decode_jpegs", "read_cifar10", "read_cifar100", "read_idx", "read_mnist_folder"]
 
@@ -239,7 +239,7 @@ def _cifar_npz(path: Path, split: str, kind: _Cifar) -> Images:
         raise DataError(f"{path}: damaged npz file ({error}); get it again") from None
     where = f"{path}, {split}"
     try:
-        pixels = kept("jpeg", [blob, offsets], lambda: decode_jpegs(blob, offsets))
+        pixels = disk_cached("jpeg", [blob, offsets], lambda: decode_jpegs(blob, offsets))
         return _images(where, pixels, labels, classes=kind.classes)
     except DataError as error:
         raise DataError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ebbflow.workloads.disk_cache import kept
+from ebbflow.workloads.disk_cache import disk_cached
 from ebbflow.workloads.image_files import Images, read_cifar10, read_cifar100, read_mnist_folder
 from ebbflow.workloads.models import MLP, MobileNet, SmallCNN, WideResNet, resnet18, resnet50, vgg11, vgg16_bn
 from ebbflow.workloads.sources import TensorSource, crop_and_flip
@@ -108,7 +108,7 @@ def _read_digits() -> NDArray[np.uint8]:
 
 
 def _digits_task(model: nn.Module, recipe: Recipe) -> Task:
-    digits = kept("digits", [], _read_digits)
+    digits = disk_cached("digits", [], _read_digits)
     labels = digits[:, -1].astype(np.int64)
     # Within each class every fifth image is for validation: stratified, and nothing is drawn.
     rank = np.zeros(len(labels), dtype=np.int64)

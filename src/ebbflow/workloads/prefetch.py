@@ -29,7 +29,7 @@ from typing import Any, Self, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
 
 from ebbflow.engines.micro_batches import micro_batch_seed
 from ebbflow.errors import ConfigError, DataError
@@ -330,6 +330,11 @@ class DatasetSource:
     _reader: Reader = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__"):
+            raise ConfigError(
+                f"{type(self.dataset).__name__} is no map-style data set; expected one with __len__ and __getitem__, "
+                f"whose samples can be read in any order"
+            )
         pinned = self.device.type == "cuda"
         self._reader = Reader(self.dataset, workers=self.workers or 0, ahead=self.ahead, pin_memory=pinned)
 

@@ -30,7 +30,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,6 +58,7 @@ __all__ = [
 
 
 Builder = TypeVar("Builder", bound=Callable[..., "Task"])
+Part = TypeVar("Part")
 _GIVEN = ("data", "seed", "recipe")
 
 
@@ -113,79 +114,116 @@ def _accuracy_and_loss(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tens
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Everything that training needs, on one device. The model is the only part that training changes."""
+    """A model with its samples, and what is needed to train and evaluate it, all on one device.
+
+    A task that a workload builds has everything. A training loop of your own needs `model` and `train` only; whatever
+    needs a part that is None says so.
+    """
 
     model: nn.Module
+    """The only part that training changes."""
     train: Source
-    valid: Source
-    recipe: Recipe
-    loss: Loss = cross_entropy
-    """`loss(model, x, y)`: the mean over the samples, so that micro-batches combine by their sizes."""
-    scores: Scores | None = None
-    """`scores(model, x, y)`: means over the samples, by name, the recipe's metric among them.
+    """Training samples."""
+    valid: Source | None = None
+    """Validation samples, which `evaluate` needs."""
+    recipe: Recipe | None = None
+    """Settings of the training and the metric. In the function of a workload, None means the registered recipe."""
+    loss: Loss | None = cross_entropy
+    """`loss(model, x, y)`: the mean over the samples, so that micro-batches can be combined by their sizes.
 
-    None: accuracy and cross-entropy when the metric is accuracy, and the loss alone when it is loss.
+    None means that the training loop computes the loss itself.
+    """
+    scores: Scores | None = None
+    """`scores(model, x, y)`: scores by name, each the mean over the samples; one of them is the recipe's metric.
+
+    None means accuracy and cross-entropy if the metric is accuracy, and otherwise the loss alone.
     """
     eval_batch: int = 500
-    """Samples of one forward pass of `evaluate`."""
+    """Samples per forward pass of `evaluate`."""
 
     def __post_init__(self) -> None:
-        if self.scores is None and self.recipe.metric not in ("accuracy", "loss"):
+        if self.scores is None and self.recipe is not None and self.recipe.metric not in ("accuracy", "loss"):
             raise ConfigError(f"the metric {self.recipe.metric!r} is not built in; give Task the function `scores`")
-        if len(self.train) < 1 or len(self.valid) < 1:
-            raise ConfigError(
-                f"{len(self.train)} training and {len(self.valid)} validation samples; expected one of each or more"
-            )
+        sources = {"train": self.train} if self.valid is None else {"train": self.train, "valid": self.valid}
+        for name, source in sources.items():
+            missing = [member for member in ("__len__", "batch", "to") if not hasattr(source, member)]
+            if missing:
+                raise ConfigError(
+                    f"{name} is a {type(source).__name__}, which has no {', '.join(missing)}; expected a source, such "
+                    f"as DatasetSource(dataset) for a map-style data set or TensorSource(x, y) for tensors"
+                )
+            if len(source) < 1:
+                kind = {"train": "training", "valid": "validation"}[name]
+                raise ConfigError(f"the task has 0 {kind} samples; expected 1 or more")
+
+    def require_loss(self) -> Loss:
+        """Return the loss function; raise ConfigError if the task has none."""
+        return _required(self.loss, "loss", "function `loss(model, x, y)`")
+
+    def require_recipe(self) -> Recipe:
+        """Return the recipe; raise ConfigError if the task has none."""
+        return _required(self.recipe, "recipe", "recipe")
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Scores of the model over all validation samples; the model and its modes are left as they were."""
-        modes = [(module, module.training) for module in model.modules()]  # a frozen part keeps its own mode
+        """Return the scores of a model, each the mean over all validation samples.
+
+        The model is evaluated in `eval` mode; afterwards every module is in the mode in which it was before.
+        """
+        valid = _required(self.valid, "valid", "source of validation samples")
+        modes = [(module, module.training) for module in model.modules()]  # a frozen module keeps its own mode
         sizes: list[int] = []
-        parts: dict[str, list[Tensor]] = {}
+        by_name: dict[str, list[Tensor]] = {}
         model.eval()
         try:
             with torch.no_grad():
-                for x, y in self._valid_batches():
+                for x, y in _validation_batches(valid, self.eval_batch):
                     sizes.append(len(y))
-                    for name, value in self._scores(model, x, y).items():
-                        parts.setdefault(name, []).append(value)
+                    for name, value in self._batch_scores(model, x, y).items():
+                        by_name.setdefault(name, []).append(value)
         finally:
             for module, training in modes:
                 module.training = training
-        if self.recipe.metric not in parts:
-            raise ConfigError(f"the metric is {self.recipe.metric!r}, but the scores are {', '.join(sorted(parts))}")
+        if self.recipe is not None and self.recipe.metric not in by_name:
+            raise ConfigError(f"the metric is {self.recipe.metric!r}, but the scores are {', '.join(sorted(by_name))}")
         weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
-        # Stacked on the device and fetched once a score: a fetch for each batch would stall a GPU each time.
-        return {name: float(weights @ torch.stack(values).double().cpu()) for name, values in parts.items()}
+        # Stacked on the device and copied once per score: a copy for each batch would stall a GPU each time.
+        return {name: float(weights @ torch.stack(values).double().cpu()) for name, values in by_name.items()}
 
-    def _valid_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        every = torch.split(torch.arange(len(self.valid)), self.eval_batch)
-        if isinstance(self.valid, PrefetchingSource):
-            return self.valid.batches(every)
-        return (self.valid.batch(indices, train=False) for indices in every)
+    def _batch_scores(self, model: nn.Module, x: Tensor, y: Tensor) -> Mapping[str, Tensor]:
+        if self.scores is not None:
+            return self.scores(model, x, y)
+        if self.recipe is not None and self.recipe.metric == "accuracy":
+            return _accuracy_and_loss(model, x, y)
+        return {"loss": self.require_loss()(model, x, y)}
 
     def close(self) -> None:
-        """End the processes that read ahead, if there are any."""
+        """End the processes that prefetch samples, if there are any."""
         for source in (self.train, self.valid):
             if isinstance(source, PrefetchingSource):
                 source.close()
 
-    def _scores(self, model: nn.Module, x: Tensor, y: Tensor) -> Mapping[str, Tensor]:
-        if self.scores is not None:
-            return self.scores(model, x, y)
-        if self.recipe.metric == "accuracy":
-            return _accuracy_and_loss(model, x, y)
-        return {"loss": self.loss(model, x, y)}
-
     def describe(self) -> dict[str, Any]:
-        """The task in numbers, as JSON: what a record's header keeps."""
+        """Return the sizes and the recipe of the task as JSON, for the header of a record."""
         return {
             "model": type(self.model).__name__,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "train_samples": len(self.train),
-            "valid_samples": len(self.valid),
-            "recipe": asdict(self.recipe),
+            "valid_samples": 0 if self.valid is None else len(self.valid),
+            "recipe": None if self.recipe is None else asdict(self.recipe),
         }
+
+
+def _required(value: Part | None, name: str, expected: str) -> Part:
+    if value is None:
+        raise ConfigError(f"the task has no {name}, which is needed here; give Task({name}=...) a {expected}")
+    return value
+
+
+def _validation_batches(valid: Source, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    batches = torch.split(torch.arange(len(valid)), size)
+    if isinstance(valid, PrefetchingSource):
+        return valid.batches(batches)
+    return (valid.batch(indices, train=False) for indices in batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,14 +262,17 @@ class Workload:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             task = self._call_builder(**wanted, **self.arguments)
-        return Task(
+        if task.valid is None or task.loss is None:
+            missing = "validation samples" if task.valid is None else "loss function"
+            raise ConfigError(
+                f"the task of the workload {self.name!r} has no {missing}; a workload needs Task(valid=..., loss=...)"
+            )
+        return replace(
+            task,
             model=task.model.to(target),
             train=_with_loader_workers(task.train.to(target), loader_workers),
             valid=_with_loader_workers(task.valid.to(target), loader_workers),
-            recipe=task.recipe,
-            loss=task.loss,
-            scores=task.scores,
-            eval_batch=task.eval_batch,
+            recipe=task.recipe or self.recipe,
         )
 
     def _call_builder(self, **arguments: Any) -> Task:
