@@ -26,7 +26,7 @@ from ebbflow.plan.plan import BatchPlan
 from ebbflow.plan.policies import Follow
 from ebbflow.traces.trace import Trace
 from ebbflow.workloads import DatasetSource, cross_entropy
-from ebbflow.workloads.folders import random_crop
+from ebbflow.workloads.image_folders import random_crop
 
 SAMPLES, SIDE, CROP = 4500, 256, 64
 TRACE = "0s:4 1s:2 2s:5 3s:3 4s:4 5s:1 6s"

@@ -25,8 +25,9 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 from ebbflow.core.units import Span
-from ebbflow.data.ledger import Ledger
+from ebbflow.data.ledger import Ledger, MicroBatch
 from ebbflow.engines.dask import DaskEngine, connect
+from ebbflow.engines.dask.worker import ApplyStep, DaskReplica, ReplicaBlueprint, WorkerTask
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.optim.elastic import ElasticOptimizer
@@ -211,7 +212,7 @@ def test_every_sample_counts_once_while_the_cluster_scales_and_a_worker_is_kille
         assert run.step() == 1
         engine.request(100)
         run.until(4)
-        victim = pids(client)[engine._members[-1]]
+        victim = pids(client)[engine._workers[-1]]
         os.kill(victim, signal.SIGKILL)
         while run.step() is not None:  # the step that it was in, or the next
             pass
@@ -221,7 +222,7 @@ def test_every_sample_counts_once_while_the_cluster_scales_and_a_worker_is_kille
         run.until(2)
         run.finish_epoch()
         if transport == "allreduce":
-            states = engine.cluster.call({a: ("state", {"settle": engine.transport._settle}) for a in engine._members})
+            states = engine.cluster.call({a: ("state", {"apply": engine.transport._apply}) for a in engine._workers})
             contents = [torch.load(io.BytesIO(state)) for state in states.values()]
             assert len(contents) == 2
             for name in contents[0]["model"]:
@@ -250,7 +251,7 @@ def test_a_run_survives_the_loss_of_all_its_workers(transport: Any) -> None:
             if synced:
                 engine.sync()  # from here on less is repeated
                 flow.run_step()
-            os.kill(pids(client)[engine._members[0]], signal.SIGKILL)
+            os.kill(pids(client)[engine._workers[0]], signal.SIGKILL)
             assert flow.run_step() is None
         while flow.step < 14:
             flow.run_step()
@@ -490,19 +491,28 @@ def test_settings_that_make_no_sense_are_refused(two_workers: Client) -> None:
         engine_with(two_workers, min_workers=3, max_workers=2)
 
 
+def test_a_growing_policy_without_a_limit_per_worker_is_shared_by_all_of_them(two_workers: Client) -> None:
+    with engine_with(two_workers, plan="geo(1ep)", transport="centralized", min_workers=2) as engine:
+        engine.request(40)
+        size = engine.participants(0)
+        assert (size.workers, size.samples) == (2, 40)
+
+
 @pytest.mark.parametrize("value", [1.0, math.inf])
 def test_a_replica_that_skips_a_step_leaves_batch_norm_alone(value: float) -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3))
     optimizer = ElasticOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), base_batch=4, on_nonfinite="skip")
-    blueprint = Blueprint(
-        model=model, loss=cross_entropy, optimizer=optimizer, samples=8, seed=0, measured=(0, 1, 2, 3),
-        statistics=True, layers=False, precision="fp32", device="cpu",
+    blueprint = ReplicaBlueprint(
+        model=model, loss=cross_entropy, optimizer=optimizer, samples=8, seed=0, trained_numbers=(0, 1, 2, 3),
+        needs=frozenset({"moments"}), precision="fp32", device="cpu",
     )  # fmt: skip
     inputs = torch.arange(16.0).view(8, 2) * value
     alone = SimpleNamespace(add_up=lambda buffer: None)
-    replica = Replica(blueprint, lambda i: (inputs[i], torch.zeros(len(i), dtype=torch.int64)), group=alone)
-    replica.step(None, Work(attempt=0, epoch=0, batch=4, micro_batches=((0, 2), (2, 4))))
+    replica = DaskReplica(blueprint, lambda i: (inputs[i], torch.zeros(len(i), dtype=torch.int64)))
+    replica.group = alone  # type: ignore[assignment]
+    micro_batches = (MicroBatch(0, 0, 2), MicroBatch(0, 2, 4))
+    replica.step(None, WorkerTask(attempt=0, epoch=0, batch=4, micro_batches=micro_batches))
     context = StepContext(step=0, batch=4, ref_batch=4, samples=0)
-    replica.settle(Settle(attempt=0, context=context, groups=({},), momenta=(0.1,)))
+    replica.apply(ApplyStep(attempt=0, context=context, groups=({},), momenta=(0.1,)))
     assert model[0].num_batches_tracked == (1 if value == 1.0 else 0)
     assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())

@@ -19,7 +19,8 @@ import torch
 from distributed import Client, LocalCluster
 
 from ebbflow.data.ledger import Ledger
-from ebbflow.engines.dask import DaskEngine, cluster, transport
+from ebbflow.engines.dask import DaskEngine, cluster, transport, worker
+from ebbflow.engines.dask.worker import WorkerFailure
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError
 from ebbflow.plan.plan import BatchPlan
@@ -80,7 +81,7 @@ def answers_of(flow: Flow, change: Callable[[str, Mapping[str, Any]], dict[str, 
 
 
 def gone(addresses: Any) -> dict[str, Any]:
-    return {address: Failure(text="a fault was asked for", gone=True) for address in addresses}
+    return {address: WorkerFailure(text="a fault was asked for", gone=True) for address in addresses}
 
 
 # -- who is lost when ----------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ def test_who_dies_before_it_is_connected_is_not_waited_for_as_long_as_a_slow_sum
         if what == "join" and joins == 1:
             first, last = messages
             sent = flow.engine.cluster.client.sync(flow.engine.cluster._call, {first: messages[first]}, 60.0)
-            return {**sent, last: Failure(text="a fault was asked for", partner=True)}
+            return {**sent, last: WorkerFailure(text="a fault was asked for", partner=True)}
         return None
 
     answers_of(flow, change)
@@ -183,7 +184,7 @@ def test_busy_workers_do_not_keep_free_ones_from_training(tmp_path: Path) -> Non
         try:
             with engine_with(client, wait_s=60) as engine:
                 engine.participants(0)
-                assert engine._members == addresses[5:]
+                assert engine._workers == addresses[5:]
         finally:
             gate.touch()
             client.gather(tasks)
@@ -194,8 +195,8 @@ def test_a_replica_that_was_just_made_does_not_outlive_the_engine(two: Client) -
         assert engine.cluster.look(now=True) == []
         for start in engine.cluster._starting.values():
             assert start.result(60) is None
-        assert len(service._RUNS) == 2
-    assert service._RUNS == {}
+        assert len(worker._RUNS) == 2
+    assert worker._RUNS == {}
 
 
 # -- errors --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 
 from ebbflow.data.ledger import Assignment, MicroBatch
 from ebbflow.engines.emulated import FusedEngine, Ranks
+from ebbflow.engines.emulated.emulated_engine import EmulatedStep
 from ebbflow.errors import ConfigError
 from ebbflow.plan.plan import BatchPlan, StepSize
 from ebbflow.record import Run, read_record

@@ -15,11 +15,10 @@ from skorch.dataset import ValidSplit
 from torch.utils.data import Subset, TensorDataset
 
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.estimators.batches import make_batches
-from ebbflow.estimators.cluster import Evenly, on_cluster
-from ebbflow.estimators.inputs import Encoded, Slices, encode, fetcher
-from ebbflow.estimators.rows import by_block
-from ebbflow.estimators.settings import with_settings
+from ebbflow.estimators.batch_size import make_batches, with_settings
+from ebbflow.estimators.dask_rows import by_block
+from ebbflow.estimators.fit import runs_on_cluster
+from ebbflow.estimators.inputs import DatasetRows, Encoded, Slices, encode
 from ebbflow.plan.growing import Geo
 from ebbflow.sklearn import EbbflowRegressor
 
@@ -43,7 +42,7 @@ class OneByOne(torch.utils.data.Dataset[Any]):
 def test_a_part_of_a_part_fetches_its_own_samples(data: Any) -> None:
     # The odd numbers, and of these the second, fourth, ...: 3, 7, 11, 15, 19.
     part = Subset(Subset(data, [*range(1, 20, 2)]), [1, 3, 5, 7, 9])
-    inputs, targets = fetcher(part, "cpu")(np.array([4, 0]))
+    inputs, targets = DatasetRows(part, "cpu").fetch(np.array([4, 0]))
     assert inputs.tolist() == [[19.0], [3.0]]
     assert targets.tolist() == [19.0, 3.0]
 
@@ -139,16 +138,8 @@ def test_a_setting_replaces_what_the_text_says() -> None:
 # -- on whom -----------------------------------------------------------------------------------------------------------
 
 
-def test_everybody_takes_an_equal_part_of_what_is_wanted() -> None:
-    fleet = Evenly(40)
-    fleet.total = 200
-    workers, samples = fleet.sizes(np.array([0, 1, 4]))
-    assert workers.tolist() == [0, 1, 4]
-    assert samples.tolist() == [0, 200, 200]
-
-
 def test_an_engine_is_chosen_by_its_name() -> None:
-    assert on_cluster("dask", TENSORS, {})
-    assert not on_cluster("emulated", TENSORS, {})
+    assert runs_on_cluster("dask", TENSORS, {})
+    assert not runs_on_cluster("emulated", TENSORS, {})
     with pytest.raises(ConfigError, match="engine is 'dusk'; did you mean 'dask'"):
-        on_cluster("dusk", TENSORS, {})
+        runs_on_cluster("dusk", TENSORS, {})

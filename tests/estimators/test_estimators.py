@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from ebbflow.cli.main import app
 from ebbflow.data.permutation import Permutation
 from ebbflow.errors import ConfigError, DataError, Diverged, SpecError
-from ebbflow.estimators.modules import MLP
+from ebbflow.estimators.modules import DefaultMLP
 from ebbflow.record import read_record
 from ebbflow.sklearn import EbbflowClassifier, EbbflowRegressor
 
@@ -74,7 +74,7 @@ def test_a_fit_equals_a_plain_torch_loop(optimizer: Any) -> None:
     ).fit(INPUTS, VALUES)
 
     torch.manual_seed(7)
-    model = MLP(features=5, outputs=1, hidden=(8,))
+    model = DefaultMLP(features=5, outputs=1, hidden=(8,))
     plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     x, y = torch.from_numpy(INPUTS), torch.from_numpy(VALUES)
     for epoch in range(3):

@@ -18,8 +18,8 @@ from skorch.callbacks import Callback
 from skorch.dataset import ValidSplit
 
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.estimators.blocks import as_blocks
-from ebbflow.estimators.cluster import active_client
+from ebbflow.estimators.dask_arrays import as_blocks
+from ebbflow.estimators.fit import active_client
 from ebbflow.sklearn import EbbflowClassifier, EbbflowRegressor
 
 DIGITS, LABELS = (part[:400] for part in load_digits(return_X_y=True))
@@ -84,8 +84,10 @@ def test_a_dask_array_without_a_cluster_is_refused_with_advice() -> None:
 def test_without_a_client_the_dask_engine_says_what_to_start() -> None:
     with pytest.raises(ConfigError, match=r"there is no Client; start one.*engine__client='tcp://host:8786'"):
         EbbflowClassifier(engine="dask").fit(DIGITS, LABELS)
-    with pytest.raises(ConfigError, match="engine__carry is a setting of the Dask engine, but this fit runs in this"):
-        EbbflowClassifier(engine__carry="centralized").fit(DIGITS, LABELS)
+    with pytest.raises(
+        ConfigError, match="engine__transport is a setting of the Dask engine, but this fit runs in this"
+    ):
+        EbbflowClassifier(engine__transport="centralized").fit(DIGITS, LABELS)
 
 
 def test_blocks_are_predicted_and_scored_one_by_one() -> None:
@@ -137,10 +139,10 @@ def test_a_frame_of_dask_brings_its_names() -> None:
 # -- on a cluster ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("carry", ["allreduce", "centralized"])
-def test_a_fit_on_a_cluster_equals_one_in_this_process(client: Client, carry: str) -> None:
+@pytest.mark.parametrize("transport", ["allreduce", "centralized"])
+def test_a_fit_on_a_cluster_equals_one_in_this_process(client: Client, transport: str) -> None:
     here = EbbflowClassifier(**SETTINGS, engine="emulated").fit(DIGITS, LABELS)
-    there = EbbflowClassifier(**SETTINGS, **BOTH, engine__carry=carry).fit(DIGITS, LABELS)
+    there = EbbflowClassifier(**SETTINGS, **BOTH, engine__transport=transport).fit(DIGITS, LABELS)
     assert [h["workers"] for h in there.history] == [2, 2]
     assert there.n_updates_ == here.n_updates_ == 15  # 10 of 40, 5 of 80
     assert_same_weights(there, here)

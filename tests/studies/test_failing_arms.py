@@ -143,7 +143,7 @@ def test_a_line_that_a_kill_cut_is_dropped_and_the_failure_said(tmp_path: Path) 
 
 def test_arms_share_what_one_of_them_has_decoded(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    from workloads.test_readers import jpeg, npz_arrays
+    from workloads.test_image_files import jpeg, npz_arrays
 
     images = [jpeg((20 * i, 10, 10)) for i in range(10)]
     np.savez(tmp_path / "set.npz", **npz_arrays(images, "train"), **npz_arrays(images, "test"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ebbflow.errors import ConfigError
 from ebbflow.workloads import DatasetSource, TensorSource, TokenSource, crop_and_flip
@@ -82,6 +82,25 @@ def test_a_dataset_source_collates_any_map_style_data_set():
     assert inputs.tolist() == [[4.0, 5.0], [2.0, 3.0]]
     assert targets.tolist() == [7, 6]
     assert len(source) == 3
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(0.0, 0)])
+
+    def __len__(self):
+        return 1
+
+
+class Endless(Dataset):
+    def __getitem__(self, index):
+        return 0.0, 0
+
+
+@pytest.mark.parametrize("data", [Stream(), Endless()], ids=lambda data: type(data).__name__)
+def test_a_data_set_that_cannot_be_read_by_number_is_refused(data):
+    with pytest.raises(ConfigError, match=f"{type(data).__name__} is no map-style data set; expected one with __len__"):
+        DatasetSource(data)
 
 
 def test_a_data_set_of_triples_is_refused():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +14,14 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from ebbflow import workloads
-from ebbflow.errors import ConfigError, DataError, InputError, SpecError
+from ebbflow import register_workload, workloads
+from ebbflow.errors import ConfigError, DataError, InputError, MissingExtra, SpecError
 from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.schedules import make_schedule
 from ebbflow.workloads import WORKLOADS, Recipe, Task, TensorSource
-from ebbflow.workloads.base import Workload
+from ebbflow.workloads.workload import Workload
 
 OWN = {
     "digits-mlp": 8_970,
@@ -206,7 +209,28 @@ def test_the_text_is_split_in_time(data):
     assert len(task.valid) == (820 - 1) // 16
 
 
+def test_a_text_with_the_line_ends_of_windows_is_the_same_text(tmp_path):
+    tokens = []
+    for ends in ("\n", "\r\n"):
+        path = tmp_path / "text.txt"
+        path.write_bytes(("the tide comes in" + ends + "and goes out" + ends).encode() * 20)
+        task = workloads.build("shakespeare-gpt(context=8, width=8, layers=1)", data=path)
+        tokens.append(task.train.tokens)
+    assert torch.equal(*tokens)
+
+
 # ---- what bad input gets ----
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"", "is empty"), (b"ab\xff\xfe", "binary file, not text"), (None, "no such file")]
+)
+def test_a_file_that_is_no_text_is_refused(tmp_path, content, says):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"text\.txt.*{says}"):
+        workloads.build("shakespeare-gpt", data=path)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +258,7 @@ def test_missing_data_is_asked_for(name):
 
 
 def test_missing_fashion_data_says_where_debian_puts_it(monkeypatch, tmp_path):
-    monkeypatch.setattr("ebbflow.workloads.fashion._DEBIAN", tmp_path / "not-installed")
+    monkeypatch.setattr("ebbflow.workloads.images._DEBIAN", tmp_path / "not-installed")
     with pytest.raises(DataError, match=r"train-images-idx3-ubyte.*dataset-fashion-mnist"):
         workloads.build("fashion-cnn")
     with pytest.raises(DataError, match=r"has no train-images-idx3-ubyte, .*dataset-fashion-mnist"):
@@ -242,7 +266,7 @@ def test_missing_fashion_data_says_where_debian_puts_it(monkeypatch, tmp_path):
 
 
 def test_fashion_data_that_debian_installed_is_found(monkeypatch, data):
-    monkeypatch.setattr("ebbflow.workloads.fashion._DEBIAN", data["fashion-cnn"])
+    monkeypatch.setattr("ebbflow.workloads.images._DEBIAN", data["fashion-cnn"])
     assert len(workloads.build("fashion-cnn").train) == 64
 
 
@@ -289,7 +313,7 @@ def blobs(recipe: Recipe, width: int = 3) -> Task:
 
 
 def test_an_own_workload_is_a_function_that_is_registered(registry):
-    workloads.register("blobs", recipe=RECIPE, cite="nobody")(blobs)
+    register_workload("blobs", recipe=RECIPE, cite="nobody")(blobs)
     assert workloads.recipe("blobs") == RECIPE
     assert workloads.build("blobs(width=5)").model.in_features == 5
     assert workloads.build("blobs(5)").model.in_features == 5
@@ -298,10 +322,108 @@ def test_an_own_workload_is_a_function_that_is_registered(registry):
     assert [(name, default) for name, default, _ in entry.parameters] == [("width", "3")]
 
 
+def test_the_shorter_name_of_the_package_is_the_same_function():
+    assert workloads.register is register_workload
+
+
+PLUGIN = """\
+import torch
+from torch import nn
+
+from ebbflow import register_workload
+from ebbflow.workloads import Recipe, Task, TensorSource
+
+RECIPE = Recipe(ref_batch=4, local_batch=2, lr=0.1, optimizer="sgd", schedule="constant", epochs=1, metric="loss")
+
+
+@register_workload("line", recipe=RECIPE)
+def line(recipe: Recipe, samples: int = 8) -> Task:
+    "Points on a line."
+    source = points(samples)
+    return Task(model=nn.Linear(1, 2), train=source, valid=source, recipe=recipe)
+
+
+def points(samples):
+    return TensorSource(torch.linspace(0, 1 / samples, samples)[:, None], torch.arange(samples) % 2)
+"""
+
+
+def test_a_plugin_s_workload_is_trained_by_the_command_and_its_errors_name_the_plugin_s_line(tmp_path):
+    plugin = tmp_path / "my_line.py"
+    plugin.write_text(PLUGIN)
+
+    def train(workload: str) -> subprocess.CompletedProcess[str]:
+        command = ["train", workload, "--plugin", "my_line.py", "--trace", "constant(workers=2)", "--out", "run"]
+        return subprocess.run(
+            [sys.executable, "-m", "ebbflow", *command], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+
+    failed = train("line(samples=0)")
+    assert failed.returncode == 2
+    assert "Traceback" not in failed.stderr
+    line = PLUGIN.splitlines().index("    return " + PLUGIN.rpartition("return ")[2].strip()) + 1
+    expected = f"the workload 'line' cannot be built: ZeroDivisionError: division by zero ({plugin}:{line}, in points)"
+    assert expected in failed.stderr
+    trained = train("line")
+    assert trained.returncode == 0, trained.stderr
+    assert (tmp_path / "run" / "record.jsonl").is_file()
+
+
+def test_an_error_of_a_builder_keeps_its_cause_and_names_the_builder_s_line_even_when_torch_raised_it(registry):
+    @register_workload("mismatched", recipe=RECIPE)
+    def mismatched(recipe):
+        return torch.zeros(2) @ torch.zeros(3)
+
+    with pytest.raises(ConfigError, match=r"'mismatched' cannot be built: RuntimeError: .*size") as caught:
+        workloads.build("mismatched")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    # The function's first line is that of its decorator; the product is two lines below.
+    assert str(caught.value).endswith(f"({__file__}:{mismatched.__code__.co_firstlineno + 2}, in mismatched)")
+
+
+def test_a_wrong_use_of_ebbflow_in_a_builder_names_the_builder_s_line_too(registry):
+    @register_workload("uneven", recipe=RECIPE)
+    def uneven(recipe):
+        return TensorSource(torch.zeros(3, 1), torch.zeros(2))
+
+    with pytest.raises(ConfigError, match=rf"ConfigError: 3 inputs but 2 targets.* \({__file__}:\d+, in uneven\)"):
+        workloads.build("uneven")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MissingExtra("cv2", extra="vision", needed_for="my reader"),
+        MemoryError("too large"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 4 PiB"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_that_needs_no_line_is_passed_on_as_it_is(registry, error):
+    @register_workload("raises", recipe=RECIPE)
+    def raises(recipe):
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        workloads.build("raises")
+    assert caught.value is error
+
+
+def test_a_builder_that_returns_no_task_is_refused(registry):
+    @register_workload("forgetful", recipe=RECIPE)
+    def forgetful(recipe):
+        blobs(recipe)
+
+    with pytest.raises(
+        ConfigError, match=r"forgetful of the workload 'forgetful' returned a NoneType; expected a Task"
+    ):
+        workloads.build("forgetful")
+
+
 def test_a_workload_that_asks_for_data_and_seed_gets_them(registry, tmp_path):
     seen = {}
 
-    @workloads.register("curious", recipe=RECIPE)
+    @register_workload("curious", recipe=RECIPE)
     def curious(data, seed, recipe):
         seen.update(data=data, seed=seed)
         return blobs(recipe)
@@ -312,7 +434,7 @@ def test_a_workload_that_asks_for_data_and_seed_gets_them(registry, tmp_path):
 
 def test_the_same_name_twice_is_refused(registry):
     with pytest.raises(SpecError, match="'digits-mlp' is registered already"):
-        workloads.register("digits-mlp", recipe=RECIPE)(blobs)
+        register_workload("digits-mlp", recipe=RECIPE)(blobs)
 
 
 def test_a_parameter_without_a_default_is_refused(registry):
@@ -320,14 +442,14 @@ def test_a_parameter_without_a_default_is_refused(registry):
         raise NotImplementedError
 
     with pytest.raises(SpecError, match="'width' needs a type and a default"):
-        workloads.register("needy", recipe=RECIPE)(needy)
+        register_workload("needy", recipe=RECIPE)(needy)
 
 
 def test_a_chosen_workload_reads_nothing(registry):
     def explosive(data: Path | None, recipe: Recipe, width: int = 1) -> Task:
         raise AssertionError("built")
 
-    workloads.register("explosive", recipe=RECIPE)(explosive)
+    register_workload("explosive", recipe=RECIPE)(explosive)
     workload = WORKLOADS.make("explosive(width=2)")
     assert isinstance(workload, Workload)
     assert (workload.recipe, workload.takes_data, workload.arguments) == (RECIPE, True, {"width": 2})
@@ -391,8 +513,72 @@ def test_a_metric_of_loss_reports_the_task_s_own_loss():
 
 def test_a_task_without_samples_is_refused():
     empty, one = TensorSource(torch.zeros(0, 1), torch.zeros(0)), TensorSource(torch.zeros(1, 1), torch.zeros(1))
-    with pytest.raises(ConfigError, match="1 training and 0 validation samples"):
-        Task(model=nn.Linear(1, 1), train=one, valid=empty, recipe=RECIPE)
+    for sources, says in (({"train": one, "valid": empty}, "0 validation"), ({"train": empty}, "0 training")):
+        with pytest.raises(ConfigError, match=f"the task has {says} samples; expected 1 or more"):
+            Task(model=nn.Linear(1, 1), **sources)
+
+
+@pytest.mark.parametrize("name", ["train", "valid"])
+def test_a_data_set_that_is_no_source_is_refused_with_the_way_to_make_it_one(name):
+    one = TensorSource(torch.zeros(1, 1), torch.zeros(1))
+    sources = {"train": one, "valid": one, name: TensorDataset(torch.zeros(1, 1), torch.zeros(1))}
+    with pytest.raises(ConfigError, match=rf"{name} is a TensorDataset, which has no batch, to; .*DatasetSource"):
+        Task(model=nn.Linear(1, 1), **sources)
+
+
+# ---- a task without a workload ----
+
+
+POINTS = TensorSource(torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 1.0]))
+
+
+def squared_error(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x).squeeze(1) - y).square().mean()
+
+
+def test_a_task_for_a_loop_of_one_s_own_has_a_model_and_training_samples_only():
+    task = Task(model=nn.Linear(1, 1), train=POINTS, loss=None)
+    assert task.describe() == {
+        "model": "Linear", "parameters": 2, "train_samples": 2, "valid_samples": 0, "recipe": None
+    }  # fmt: skip
+    task.close()
+    with pytest.raises(ConfigError, match=r"the task has no valid, which is needed here; give Task\(valid=\.\.\.\)"):
+        task.evaluate(task.model)
+    with pytest.raises(ConfigError, match=r"the task has no loss, .* `loss\(model, x, y\)`"):
+        task.require_loss()
+    with pytest.raises(ConfigError, match=r"the task has no recipe, .*Task\(recipe=\.\.\.\)"):
+        task.require_recipe()
+
+
+def test_without_a_recipe_a_model_is_evaluated_by_the_scores_or_the_loss():
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.constant_(model.bias, 3.0)
+    # The model says 3 for the targets 0 and 1: the errors are 3 and 2.
+    by_loss = Task(model=model, train=POINTS, valid=POINTS, loss=squared_error)
+    assert by_loss.evaluate(model) == {"loss": pytest.approx(6.5)}
+    by_scores = Task(
+        model=model, train=POINTS, valid=POINTS, loss=None,
+        scores=lambda model, x, y: {"error": (model(x).squeeze(1) - y).abs().mean()},
+    )  # fmt: skip
+    assert by_scores.evaluate(model) == {"error": pytest.approx(2.5)}
+    with pytest.raises(ConfigError, match="the task has no loss"):
+        Task(model=model, train=POINTS, valid=POINTS, loss=None).evaluate(model)
+    assert model.training, "a failed evaluation leaves the mode as it was, too"
+
+
+def test_a_workload_s_task_without_a_recipe_gets_the_registered_one_and_other_gaps_are_refused(registry):
+    parts = {"valid": POINTS, "loss": squared_error}
+    for gap in ("recipe", *parts):
+
+        @register_workload(f"without-{gap}", recipe=RECIPE)
+        def without(gap: str = gap) -> Task:
+            return Task(model=nn.Linear(1, 1), train=POINTS, **{**parts, gap: None})
+
+    assert workloads.build("without-recipe").recipe == RECIPE
+    for gap, says in (("valid", "validation samples"), ("loss", "loss function")):
+        with pytest.raises(ConfigError, match=f"the workload 'without-{gap}' has no {says}"):
+            workloads.build(f"without-{gap}")
 
 
 def test_errors_of_workloads_are_input_errors():

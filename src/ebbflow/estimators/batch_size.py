@@ -77,7 +77,7 @@ def make_batches(
 
     A number is the batch of every step. A worker takes at most `local_batch` samples, by default the base batch. There
     are as many workers as the batch needs, but no more than `max_workers`; a policy that requests more is cut there,
-    and the learning rate is reduced for it. """
+    and the learning rate is reduced for it."""
     base = whole_number("base_batch", base_batch) if base_batch is not None else None
     local = whole_number("local_batch", local_batch) if local_batch is not None else None
     most = whole_number("max_workers", max_workers) if max_workers is not None else None

@@ -26,7 +26,7 @@ class EbbflowClassifier(ClassifierMixin, EbbflowNet):  # type: ignore[misc]  # b
         model.fit(X, y).score(X_test, y_test)
 
     The module returns one logit per class; without a module, fully connected layers are sized by the data. Labels may
-    be of any kind; the module sees their positions in `classes_`. See `EbbflowNet` for guarantees and limits. """
+    be of any kind; the module sees their positions in `classes_`. See `EbbflowNet` for guarantees and limits."""
 
     _default_criterion = torch.nn.CrossEntropyLoss
 

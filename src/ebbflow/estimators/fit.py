@@ -20,6 +20,7 @@ from skorch.utils import TeeGenerator
 
 from ebbflow.core.spec import nearest
 from ebbflow.engines.base import Engine, EngineMaker, EngineParts
+from ebbflow.engines.replica import Fetch
 from ebbflow.errors import ConfigError, DataError, Diverged, OutputError
 from ebbflow.estimators.batch_size import make_batches
 from ebbflow.estimators.dask_arrays import Blocks
@@ -164,8 +165,8 @@ class Fit:
         net = self.net
         if type(net).get_loss is not type(net)._usual_loss:
             raise ConfigError(
-                f"{type(net).__name__} has a get_loss of its own, which cannot be sent to the workers; write a criterion "
-                f"(a module that takes output and target), or use engine='emulated'"
+                f"{type(net).__name__} has a get_loss of its own, which cannot be sent to the workers; write a "
+                f"criterion (a module that takes output and target), or use engine='emulated'"
             )
         settings = dict(self._engine_settings)
         address = settings.pop("client", None)
@@ -177,6 +178,7 @@ class Fit:
             )
         if address is not None and client is not address:
             stack.callback(client.close)
+        fetch: Fetch
         if isinstance(self.train, Blocks):
             from ebbflow.estimators.dask_rows import hold
 
@@ -184,6 +186,8 @@ class Fit:
             stack.callback(held.clear)  # blocks stay on the workers as long as somebody holds them
         else:
             fetch = DatasetRows(self.train, "cpu").fetch
+
+        loss = ModelLoss(net.criterion_)
 
         def make(parts: EngineParts) -> Engine:
             options = {
@@ -200,9 +204,7 @@ class Fit:
                 **settings,
             }
             try:
-                return DaskEngine(
-                    parts.model, fetch, parts.loss, self._fleet_policy(settings), client=client, **options
-                )
+                return DaskEngine(parts.model, fetch, loss, self._fleet_policy(settings), client=client, **options)
             except TypeError as error:
                 raise ConfigError(f"the Dask engine cannot be made with these engine__ settings: {error}") from error
 
@@ -213,7 +215,7 @@ class Fit:
 
         Where the cluster is scaled, or a limit per worker was given, a step has at most that many samples per worker,
         and the learning rate is reduced for what a growing policy requests beyond; else all workers share the requested
-        batch. """
+        batch."""
         growing = self.batches.growing
         if growing is None:
             return self.batches.policy

@@ -36,7 +36,7 @@ class ModelLoss:
 
     If a module returns several values, the first one counts. Negative log likelihood gets the logarithm of the module's
     output, as in skorch. Where the module returns one column and the targets of a regression have no such dimension,
-    the column is removed: torch would otherwise compare every target with every output. """
+    the column is removed: torch would otherwise compare every target with every output."""
 
     criterion: nn.Module
 

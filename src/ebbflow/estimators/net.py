@@ -70,7 +70,7 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
     epoch; the gradient of a step is the mean over its samples, however many workers share it; an estimator continues
     after `partial_fit`, a warm start or unpickling as if it had not been interrupted; random numbers of the caller are
     left alone. Limits: the criterion must be a mean over samples; there are no sample weights. docs/estimators.md
-    explains the parameters. """
+    explains the parameters."""
 
     # skorch determines these while it initializes. Known from the start, they allow parameters to be modules, and the
     # constructor to set nothing but parameters, as scikit-learn demands.

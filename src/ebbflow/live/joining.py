@@ -17,7 +17,7 @@ from ebbflow.live.settings import Settings
 from ebbflow.live.state import Stateful
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.record import StepRow
-from ebbflow.workloads.sources import DatasetSource
+from ebbflow.workloads import DatasetSource
 
 __all__ = ["join"]
 

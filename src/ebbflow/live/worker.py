@@ -47,7 +47,7 @@ def join_workload(
     `settings`: those of `ebbflow.live.join`.
     """
     task = workloads.build(workload, data=data, seed=seed, device=device)
-    recipe = task.recipe
+    recipe = task.require_recipe()
     epochs = epochs or recipe.epochs
     elastic = ElasticOptimizer(
         build_optimizer(optimizer or recipe.optimizer, task.model, lr=lr or recipe.lr),

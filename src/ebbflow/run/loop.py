@@ -50,7 +50,7 @@ class TrainingLoop:
         evaluate: Evaluate | None = None,
         validate_every: int = 1,
         callbacks: Callbacks | None = None,
-        save: Callable[[], None] = lambda: None,
+        save: Callable[[], None] | None = None,
         checkpoint_every_s: float = math.inf,
     ) -> None:
         self.flow = flow
@@ -58,7 +58,7 @@ class TrainingLoop:
         self.evaluate = evaluate
         self.validate_every = validate_every
         self.callbacks = callbacks or Callbacks()
-        self.save = save
+        self.save = save or (lambda: None)
         self.checkpoint_every_s = checkpoint_every_s
         self._saved_at = time.monotonic()
 

@@ -12,8 +12,9 @@ With `loss=` the session computes the steps itself, and `session.run()` needs no
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ from ebbflow.engines.base import Engine, EngineMaker
 from ebbflow.engines.replica import LoadedMicroBatch, Loss
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.record import NoRecord, Run, StepRow, read_record
+from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer
 from ebbflow.run.config import RunConfig
 from ebbflow.run.flow import Flow, OpenStep
@@ -179,7 +180,8 @@ class Session:
         )
         stack.callback(task.close)
         stack.callback(flow.engine.close)
-        record, save = NoRecord(), lambda: None
+        record: RecordWriter = NoRecord()
+        save: Callable[[], None] | None = None
         if self._folder is not None:
             files = RunFiles(self._folder, config, ranks)
             if ranks.shared(files.finished_run) is not None:
@@ -189,10 +191,7 @@ class Session:
             record = stack.enter_context(
                 files.open(flow, lambda: make_header(described, device=device, plan=plan, trace=trace))
             )
-
-            def save() -> None:
-                files.save(flow)
-
+            save = partial(files.save, flow)
             stack.callback(lambda: files.finish(flow, keep_weights=True) if flow.finished else files.save(flow))
         loop = TrainingLoop(
             flow,

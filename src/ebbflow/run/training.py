@@ -190,7 +190,7 @@ def _assemble(config: RunConfig, task: Task, files: RunFiles) -> tuple[Flow, Bat
 
 
 def _header(config: RunConfig, task: Task, flow: Flow, plan: BatchPlan, trace: Trace | None, command: str) -> Any:
-    optimizer = flow.optimizer
+    optimizer, recipe = flow.optimizer, task.require_recipe()
     names = {id(parameter): name for name, parameter in task.model.named_parameters()}
     described = {
         **config.recorded(),
@@ -198,8 +198,8 @@ def _header(config: RunConfig, task: Task, flow: Flow, plan: BatchPlan, trace: T
         "trace_text": config.plan or config.trace,
         "progress": "gain" if optimizer.by_gain else "samples",
         "layers": [names[id(layer)] for layer in optimizer.layers] if "layers" in optimizer.rule.needs else [],
-        "metric": task.recipe.metric,
-        "higher_is_better": task.recipe.higher_is_better,
+        "metric": recipe.metric,
+        "higher_is_better": recipe.higher_is_better,
         "task": task.describe(),
         "emulation": flow.engine.describe(),
     }

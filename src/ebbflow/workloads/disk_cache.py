@@ -1,10 +1,11 @@
-"""Made once, used by many: an array that takes long to make is kept in a folder and mapped into memory from there.
+"""A disk cache of arrays that take long to make: the first process makes an array, all others map its file into memory.
 
-    with kept_in(folder):
-        pixels = kept("jpeg", [blob, offsets], lambda: decode_jpegs(blob, offsets))
+    with disk_cached_in(folder):
+        pixels = disk_cached("jpeg", [blob, offsets], lambda: decode_jpegs(blob, offsets))
 
-Outside of `disk_cached_in` nothing is kept. Processes that ask for the same array at the same time wait for the first
-one to make it, and share its memory."""
+Outside of `disk_cached_in`, nothing is cached. If several processes ask for the same array at the same time, one of
+them makes it and the others wait.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from numpy.typing import NDArray
 
 from ebbflow.core.files import write_whole
 
-__all__ = ["kept", "disk_cached_in"]
+__all__ = ["disk_cached", "disk_cached_in"]
 
-_FOLDER: ContextVar[Path | None] = ContextVar("disk_cached_in", default=None)
+_FOLDER: ContextVar[Path | None] = ContextVar("disk_cache_folder", default=None)
 
 
 @contextmanager
 def disk_cached_in(folder: Path) -> Iterator[None]:
-    """Keep arrays in this folder, which is made when the first one is."""
+    """Cache arrays in this folder inside the `with` block; the folder is created with the first array."""
     before = _FOLDER.set(folder)
     try:
         yield
@@ -37,10 +38,12 @@ def disk_cached_in(folder: Path) -> Iterator[None]:
         _FOLDER.reset(before)
 
 
-def kept(name: str, sources: Sequence[NDArray[Any]], make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-    """What `make` makes from the sources; the file is found by their content, so it is never out of date.
+def disk_cached(name: str, sources: Sequence[NDArray[Any]], make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+    """Return the array that `make` makes from the sources, from the cache if it is there.
 
-    Writing to the array changes nobody else's. Where the folder cannot be written the array is simply made.
+    The file is named after the content of the sources, so it is never out of date. The returned array may be changed:
+    neither the file nor the arrays of other processes change with it. If the folder cannot be written, the array is
+    made without the cache.
     """
     folder = _FOLDER.get()
     if folder is None:
@@ -51,17 +54,24 @@ def kept(name: str, sources: Sequence[NDArray[Any]], make: Callable[[], NDArray[
     path = folder / f"{name}-{digest.hexdigest()[:16]}.npy"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if (found := _mapped(path)) is None:
-                write_whole(path, _bytes(make()))
-                found = _mapped(path)
+        with _lock(path.with_suffix(".lock")):
+            if (found := _map_file(path)) is None:
+                write_whole(path, _file_content(make()))
+                found = _map_file(path)
     except OSError:  # read-only, or full
         return make()
     return make() if found is None else found
 
 
-def _mapped(path: Path) -> NDArray[Any] | None:
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Wait until no other process holds this lock file, and hold it inside the `with` block."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _map_file(path: Path) -> NDArray[Any] | None:
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError, EOFError):  # not there, or damaged
@@ -69,7 +79,7 @@ def _mapped(path: Path) -> NDArray[Any] | None:
     return array
 
 
-def _bytes(array: NDArray[Any]) -> bytes:
+def _file_content(array: NDArray[Any]) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     return buffer.getvalue()

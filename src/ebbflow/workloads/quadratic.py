@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ebbflow.errors import ConfigError
 from ebbflow.nqm import NoisyQuadratic
-from ebbflow.workloads.base import Indices, Recipe, Task, register
+from ebbflow.workloads.sources import Indices
+from ebbflow.workloads.workload import Recipe, Task, register_workload
 
 __all__ = ["NoiseSource", "Quadratic", "quadratic", "quadratic_task"]
 
@@ -87,7 +88,7 @@ def quadratic_task(model: NoisyQuadratic, recipe: Recipe, *, samples: int, start
 #           x  4          0.0853     0.0189   0.0083
 #           x 12          0.3974     0.0727   0.0108
 # A model for which linear diverges from x 4 on: quadratic(alpha=2, noise=0.1) at lr=1.
-@register(
+@register_workload(
     "quadratic",
     recipe=Recipe(
         ref_batch=8,

@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ebbflow.core.files import read_text
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.workloads.base import Recipe, Task, register
 from ebbflow.workloads.models import GPT
-from ebbflow.workloads.readers import read_text
 from ebbflow.workloads.sources import TokenSource
+from ebbflow.workloads.workload import Recipe, Task, missing_data, register_workload
 
 __all__ = ["shakespeare_gpt"]
 
 
 # Validation loss at the reference batch by rate, ten epochs of Shakespeare (1.1 MB), one seed, no warm-up (H200,
 # torch 2.11):   5e-4 1.724   1e-3 1.622   2e-3 1.650.
-@register(
+@register_workload(
     "shakespeare-gpt",
     recipe=Recipe(
         ref_batch=32,
@@ -46,15 +46,14 @@ def shakespeare_gpt(
     first nine tenths of the text are for training, the rest for validation. The vocabulary is that of the whole text.
     """
     if data is None:
-        raise DataError(
-            "shakespeare-gpt needs its data: give with --data (in a study: --set data=) the path of a plain text file"
-        )
+        raise missing_data("shakespeare-gpt", "the path of a plain text file")
     for name, value in {"context": context, "layers": layers, "heads": heads, "width": width}.items():
         if value < 1:
             raise ConfigError(f"shakespeare-gpt: {name} is {value}; expected at least 1")
     if not 0 <= dropout < 1:
         raise ConfigError(f"shakespeare-gpt: dropout is {dropout:g}; expected at least 0 and less than 1")
-    points = np.frombuffer(read_text(data).encode("utf-32-le"), dtype=np.uint32)
+    text = read_text(data, error=DataError).replace("\r\n", "\n")
+    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     vocabulary, numbers = np.unique(points, return_inverse=True)
     tokens = torch.from_numpy(numbers.astype(np.int64))
     cut = len(tokens) * 9 // 10

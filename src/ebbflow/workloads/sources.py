@@ -6,21 +6,66 @@ each micro-batch of a step gets the same samples whatever happened before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass, field, replace
-from typing import Any, Self, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, Self, runtime_checkable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
 
 from ebbflow.errors import ConfigError
-from ebbflow.workloads.base import Indices
-from ebbflow.workloads.prefetch import Reader
-from ebbflow.workloads.requests import Request
 
-__all__ = ["DatasetSource", "TensorSource", "TokenSource", "crop_and_flip"]
+__all__ = [
+    "Indices",
+    "PrefetchingSource",
+    "Source",
+    "TensorSource",
+    "TokenSource",
+    "crop_and_flip",
+]
+
+Indices = NDArray[np.int64] | Tensor
+"""Numbers of samples, in the order in which the batch shall hold them."""
+
+
+class Source(Protocol):
+    """Samples that are fetched by number, many at once."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+
+    def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the samples, in the given order.
+
+        Augmented only when `train`, with randomness from torch's global generator and independently for each sample.
+        """
+
+    def to(self, device: torch.device) -> Self:
+        """The same samples, delivered on the device."""
+
+
+@runtime_checkable
+class PrefetchingSource(Source, Protocol):
+    """A source that worker processes read ahead, if it is told what is upcoming."""
+
+    def batches(self, many: Sequence[Indices]) -> Iterator[tuple[Tensor, Tensor]]:
+        """What `batch` gives for validation, one batch after the other."""
+
+    def follow(self, upcoming: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
+        """Ask `upcoming` for the batches of training from the present one on: torch's seed before each, and its
+        samples.
+
+        It may be wrong about the future: that costs time, and changes no batch.
+        """
+
+    def with_loader_workers(self, workers: int) -> Self:
+        """The same samples, read by so many processes where the source has no number of its own."""
+
+    def close(self) -> None:
+        """End the processes."""
 
 
 def crop_and_flip(images: Tensor, *, pad: int = 4) -> Tensor:
@@ -50,11 +95,11 @@ def _on(device: torch.device, indices: Indices) -> Tensor:
     return index.pin_memory().to(device, non_blocking=True)
 
 
-def _all_on(device: torch.device, *tensors: Tensor | None) -> list[Tensor | None]:
+def tensors_on(device: torch.device, *tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.to(device) for tensor in tensors]
 
 
-def _standardised(x: Tensor, mean: Tensor | None, std: Tensor | None) -> Tensor:
+def standardised(x: Tensor, mean: Tensor | None, std: Tensor | None) -> Tensor:
     if mean is not None:
         x = x - mean
     return x if std is None else x / std
@@ -86,93 +131,12 @@ class TensorSource:
         x, y = self.x[index], self.y[index]
         if train and self.augment is not None:
             x = self.augment(x)
-        return _standardised(x, self.mean, self.std), y
+        return standardised(x, self.mean, self.std), y
 
     def to(self, device: torch.device) -> Self:
         """The same samples on the device: they are copied there once, not batch by batch."""
-        mean, std = _all_on(device, self.mean, self.std)
+        mean, std = tensors_on(device, self.mean, self.std)
         return replace(self, x=self.x.to(device), y=self.y.to(device), mean=mean, std=std)
-
-
-@dataclass(eq=False)
-class DatasetSource:
-    """Any map-style torch data set of (input, target) pairs, collated by torch's default.
-
-    Worker processes read the samples of upcoming batches ahead, so that decoding and transforms cost no time while they
-    take less of it than computing (`prefetch.py`). The data set's own transforms run for training and validation alike:
-    give two data sets where they should differ. They may draw from the global generators of torch, numpy and Python:
-    in training these are seeded from one number of torch's generator, in validation always the same, and so the samples
-    do not depend on the number of processes, nor on what was read before.
-    """
-
-    dataset: Dataset[Any]
-    device: torch.device = torch.device("cpu")
-    workers: int | None = None
-    """Processes that read ahead. None: as many as the run says (`loader_workers`), and outside of a run none."""
-    ahead: int = 512
-    """Samples, about, that are read before they are asked for; they take up memory."""
-    mean: Tensor | None = None
-    """Subtracted from the inputs on the device, so that bytes may travel as bytes; broadcast against one batch."""
-    std: Tensor | None = None
-    """The inputs are divided by it; broadcast against one batch."""
-    _reader: Reader = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        pinned = self.device.type == "cuda"
-        self._reader = Reader(self.dataset, workers=self.workers or 0, ahead=self.ahead, pin_memory=pinned)
-
-    def __len__(self) -> int:
-        return len(cast(Sized, self.dataset))
-
-    def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the samples; the data set decides what `train` means, but for its random numbers."""
-        parts = self._reader.read(_request(indices, _draw() if train else 0))
-        inputs, targets = (
-            [part.to(self.device, non_blocking=True) for part in side] for side in zip(*parts, strict=True)
-        )
-        return _standardised(_joined(inputs), self.mean, self.std), _joined(targets)
-
-    def batches(self, many: Sequence[Indices]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of a validation, one after the other; all of them are known, and are read ahead."""
-        requests = [_request(indices, 0) for indices in many]
-        with self._reader.following(lambda: iter(requests)):
-            for indices in many:
-                yield self.batch(indices, train=False)
-
-    def follow(self, upcoming: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
-        """Read ahead what an engine says is upcoming: the seed of torch's generator and the samples of each batch."""
-        generator = torch.Generator()
-        self._reader.follow(
-            lambda: (_request(indices, _draw(generator.manual_seed(seed))) for seed, indices in upcoming())
-        )
-
-    def with_loader_workers(self, workers: int) -> Self:
-        """The same samples, read by so many processes, unless the source has its own number or holds tensors anyway."""
-        if self.workers is not None or isinstance(self.dataset, TensorDataset):
-            return self
-        return replace(self, workers=workers)
-
-    def close(self) -> None:
-        """End the processes; the next batch starts them again."""
-        self._reader.close()
-
-    def to(self, device: torch.device) -> Self:
-        """The same samples, each batch moved to the device when it is fetched."""
-        mean, std = _all_on(device, self.mean, self.std)
-        return replace(self, device=device, mean=mean, std=std)
-
-
-def _draw(generator: torch.Generator | None = None) -> int:
-    """The number that a batch's transforms draw from; the engine that seeds torch's generator can foretell it."""
-    return int(torch.randint(1 << 62, (), generator=generator, device="cpu"))
-
-
-def _request(indices: Indices, seed: int) -> Request:
-    return Request(seed, tuple(indices.tolist()))
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 @dataclass(frozen=True, eq=False)

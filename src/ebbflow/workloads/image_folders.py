@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ebbflow.errors import DataError, MissingExtra
-from ebbflow.workloads.base import Recipe, Task, register
 from ebbflow.workloads.models import ResNet, resnet18, resnet50
-from ebbflow.workloads.sources import DatasetSource
+from ebbflow.workloads.prefetch import DatasetSource
+from ebbflow.workloads.workload import Recipe, Task, missing_data, register_workload
 
 __all__ = ["ImageFolder", "folder_resnet18", "folder_resnet50", "random_crop", "whole_image"]
 
@@ -128,13 +128,13 @@ _GOYAL = Recipe(
 )
 
 
-@register("folder-resnet18", recipe=_GOYAL, cite="Goyal et al. 2017 (recipe)")
+@register_workload("folder-resnet18", recipe=_GOYAL, cite="Goyal et al. 2017 (recipe)")
 def folder_resnet18(data: Path | None, recipe: Recipe, size: int = 224, width: int = 64) -> Task:
     """ResNet-18 on a folder of images, such as ImageNet's: DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg."""
     return _task("folder-resnet18", resnet18, data, recipe, size, width)
 
 
-@register("folder-resnet50", recipe=_GOYAL, cite="Goyal et al. 2017 (recipe)")
+@register_workload("folder-resnet50", recipe=_GOYAL, cite="Goyal et al. 2017 (recipe)")
 def folder_resnet50(data: Path | None, recipe: Recipe, size: int = 224, width: int = 64) -> Task:
     """ResNet-50 on a folder of images, such as ImageNet's: DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg."""
     return _task("folder-resnet50", resnet50, data, recipe, size, width)
@@ -142,10 +142,7 @@ def folder_resnet50(data: Path | None, recipe: Recipe, size: int = 224, width: i
 
 def _task(name: str, model: Callable[..., ResNet], data: Path | None, recipe: Recipe, size: int, width: int) -> Task:
     if data is None:
-        raise DataError(
-            f"{name} needs its data: give with --data (in a study: --set data=) the folder that holds "
-            f"train/CLASS/*.jpg and val/CLASS/*.jpg"
-        )
+        raise missing_data(name, "the folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg")
     train = ImageFolder(data / "train", size=size, crop=random_crop, mirror=True)
     valid = ImageFolder(data / "val", size=size, crop=whole_image)
     if train.classes != valid.classes:

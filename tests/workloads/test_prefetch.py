@@ -20,8 +20,7 @@ from torch.utils.data import TensorDataset
 
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads import DatasetSource
-from ebbflow.workloads.prefetch import Reader
-from ebbflow.workloads.requests import SLICE, Request, seeded
+from ebbflow.workloads.prefetch import SLICE, Reader, Request, seeded
 from workloads.drawing import SAMPLES, Broken, Drawing, Ragged, Watched
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -14,7 +14,7 @@ from ebbflow.errors import DataError
 from ebbflow.run.config import RunConfig
 from ebbflow.run.training import train
 from ebbflow.workloads import DatasetSource
-from ebbflow.workloads.folders import ImageFolder, random_crop, whole_image
+from ebbflow.workloads.image_folders import ImageFolder, random_crop, whole_image
 
 
 def save(path: Path, colour: int, *, width: int = 40, height: int = 30) -> Path:

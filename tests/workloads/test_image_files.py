@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ebbflow.errors import DataError
-from ebbflow.workloads.readers import decode_jpegs, read_cifar10, read_cifar100, read_idx, read_mnist_folder, read_text
+from ebbflow.workloads.image_files import decode_jpegs, read_cifar10, read_cifar100, read_idx, read_mnist_folder
 
 RNG = np.random.default_rng(7)
 
@@ -376,18 +376,3 @@ def test_images_of_the_real_npz_decode(shared):
     images = decode_jpegs(blob, offsets[:9])
     assert images.shape == (8, 3, 32, 32)
     assert images.std() > 20  # pictures, not a blank
-
-
-# ---- text ----
-
-
-def test_a_text_is_read_and_a_bad_one_refused(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("Ebb and flow", encoding="utf-8")
-    assert read_text(path) == "Ebb and flow"
-    for content, says in ((b"", "is empty"), (b"ab\xff\xfe", "byte 2 is not UTF-8")):
-        path.write_bytes(content)
-        with pytest.raises(DataError, match=says):
-            read_text(path)
-    with pytest.raises(DataError, match="no text file"):
-        read_text(tmp_path / "no.txt")

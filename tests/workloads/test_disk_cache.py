@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbflow.workloads.disk_cache import disk_cached_in, kept
+from ebbflow.workloads.disk_cache import disk_cached, disk_cached_in
 
 SOURCE = np.arange(10, dtype=np.uint8)
 
@@ -25,15 +25,15 @@ class Maker:
 def test_it_is_made_once_and_found_again(tmp_path: Path) -> None:
     make = Maker()
     with disk_cached_in(tmp_path / "there"):
-        first, second = (kept("x", [SOURCE], make) for _ in range(2))
-        other = kept("x", [SOURCE + 1], make)
+        first, second = (disk_cached("x", [SOURCE], make) for _ in range(2))
+        other = disk_cached("x", [SOURCE + 1], make)
     assert make.made == 2, "another content is another file"
     for array in (first, second, other):
         assert array.tolist() == np.arange(12).reshape(3, 4).tolist()
     second[0, 0] = 99  # one's own copy of the page
     assert first[0, 0] == 0
     with disk_cached_in(tmp_path / "there"):
-        assert kept("x", [SOURCE], make)[0, 0] == 0
+        assert disk_cached("x", [SOURCE], make)[0, 0] == 0
     assert make.made == 2
 
 
@@ -41,25 +41,25 @@ def test_outside_nothing_is_kept(tmp_path: Path) -> None:
     make = Maker()
     with disk_cached_in(tmp_path):
         pass
-    kept("x", [SOURCE], make)
-    kept("x", [SOURCE], make)
+    disk_cached("x", [SOURCE], make)
+    disk_cached("x", [SOURCE], make)
     assert (make.made, list(tmp_path.iterdir())) == (2, [])
 
 
 def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
     make = Maker()
     with disk_cached_in(tmp_path):
-        kept("x", [SOURCE], make)
+        disk_cached("x", [SOURCE], make)
         (file,) = tmp_path.glob("*.npy")
         file.write_bytes(file.read_bytes()[:100])
-        assert kept("x", [SOURCE], make).shape == (3, 4)
+        assert disk_cached("x", [SOURCE], make).shape == (3, 4)
     assert make.made == 2
 
 
 def test_a_folder_that_cannot_be_made_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with disk_cached_in(tmp_path / "file" / "folder"):
-        assert kept("x", [SOURCE], Maker()).shape == (3, 4)
+        assert disk_cached("x", [SOURCE], Maker()).shape == (3, 4)
 
 
 def test_an_error_in_the_making_is_the_callers(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_an_error_in_the_making_is_the_callers(tmp_path: Path) -> None:
         raise KeyError("no")
 
     with disk_cached_in(tmp_path), pytest.raises(KeyError):
-        kept("x", [SOURCE], fails)
+        disk_cached("x", [SOURCE], fails)
     assert not list(tmp_path.glob("*.npy"))
 
 
@@ -78,7 +78,7 @@ def _ask(folder: Path) -> None:
         return np.zeros(1000)
 
     with disk_cached_in(folder):
-        kept("x", [SOURCE], make)
+        disk_cached("x", [SOURCE], make)
 
 
 def test_processes_at_the_same_time_make_it_once(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ train.
 
 A workload of your own is a function in a file of yours:
 
-    @workloads.register("mine", recipe=Recipe(ref_batch=32, local_batch=8, lr=0.1, epochs=10, ...))
+    @ebbflow.register_workload("mine", recipe=Recipe(ref_batch=32, local_batch=8, lr=0.1, epochs=10, ...))
     def mine(recipe: Recipe, width: int = 64) -> Task:
         '''My model on my data.'''
         return Task(
@@ -28,38 +28,37 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ebbflow.core.spec import Call, Registry, parse_calls
-from ebbflow.errors import ConfigError, SpecError
+from ebbflow.engines.replica import Loss
+from ebbflow.errors import ConfigError, DataError, EbbflowError, InputError, SpecError
+from ebbflow.workloads.sources import PrefetchingSource, Source
 
 __all__ = [
     "WORKLOADS",
-    "Indices",
-    "PrefetchingSource",
     "Recipe",
-    "Source",
     "Task",
     "Workload",
     "build",
     "cross_entropy",
+    "missing_data",
     "recipe",
     "register",
+    "register_workload",
 ]
 
-Indices = NDArray[np.int64] | Tensor
-"""Numbers of samples, in the order in which the batch shall hold them."""
 
 Builder = TypeVar("Builder", bound=Callable[..., "Task"])
+Part = TypeVar("Part")
 _GIVEN = ("data", "seed", "recipe")
 
 
@@ -99,44 +98,6 @@ class Recipe:
                 raise ConfigError(f"recipe: {name}: {error}") from None
 
 
-class Source(Protocol):
-    """Samples that are fetched by number, many at once."""
-
-    def __len__(self) -> int:
-        """How many samples there are."""
-
-    def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the samples, in the given order.
-
-        Augmented only when `train`, with randomness from torch's global generator and independently for each sample.
-        """
-
-    def to(self, device: torch.device) -> Self:
-        """The same samples, delivered on the device."""
-
-
-@runtime_checkable
-class PrefetchingSource(Source, Protocol):
-    """A source that worker processes read ahead, if it is told what is upcoming."""
-
-    def batches(self, many: Sequence[Indices]) -> Iterator[tuple[Tensor, Tensor]]:
-        """What `batch` gives for validation, one batch after the other."""
-
-    def follow(self, upcoming: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
-        """Ask `upcoming` for the batches of training from the present one on: torch's seed before each, and its
-        samples.
-
-        It may be wrong about the future: that costs time, and changes no batch.
-        """
-
-    def with_loader_workers(self, workers: int) -> Self:
-        """The same samples, read by so many processes where the source has no number of its own."""
-
-    def close(self) -> None:
-        """End the processes."""
-
-
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 Scores = Callable[[nn.Module, Tensor, Tensor], Mapping[str, Tensor]]
 
 
@@ -153,79 +114,116 @@ def _accuracy_and_loss(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tens
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Everything that training needs, on one device. The model is the only part that training changes."""
+    """A model with its samples, and what is needed to train and evaluate it, all on one device.
+
+    A task that a workload builds has everything. A training loop of your own needs `model` and `train` only; whatever
+    needs a part that is None says so.
+    """
 
     model: nn.Module
+    """The only part that training changes."""
     train: Source
-    valid: Source
-    recipe: Recipe
-    loss: Loss = cross_entropy
-    """`loss(model, x, y)`: the mean over the samples, so that micro-batches combine by their sizes."""
-    scores: Scores | None = None
-    """`scores(model, x, y)`: means over the samples, by name, the recipe's metric among them.
+    """Training samples."""
+    valid: Source | None = None
+    """Validation samples, which `evaluate` needs."""
+    recipe: Recipe | None = None
+    """Settings of the training and the metric. In the function of a workload, None means the registered recipe."""
+    loss: Loss | None = cross_entropy
+    """`loss(model, x, y)`: the mean over the samples, so that micro-batches can be combined by their sizes.
 
-    None: accuracy and cross-entropy when the metric is accuracy, and the loss alone when it is loss.
+    None means that the training loop computes the loss itself.
+    """
+    scores: Scores | None = None
+    """`scores(model, x, y)`: scores by name, each the mean over the samples; one of them is the recipe's metric.
+
+    None means accuracy and cross-entropy if the metric is accuracy, and otherwise the loss alone.
     """
     eval_batch: int = 500
-    """Samples of one forward pass of `evaluate`."""
+    """Samples per forward pass of `evaluate`."""
 
     def __post_init__(self) -> None:
-        if self.scores is None and self.recipe.metric not in ("accuracy", "loss"):
+        if self.scores is None and self.recipe is not None and self.recipe.metric not in ("accuracy", "loss"):
             raise ConfigError(f"the metric {self.recipe.metric!r} is not built in; give Task the function `scores`")
-        if len(self.train) < 1 or len(self.valid) < 1:
-            raise ConfigError(
-                f"{len(self.train)} training and {len(self.valid)} validation samples; expected one of each or more"
-            )
+        sources = {"train": self.train} if self.valid is None else {"train": self.train, "valid": self.valid}
+        for name, source in sources.items():
+            missing = [member for member in ("__len__", "batch", "to") if not hasattr(source, member)]
+            if missing:
+                raise ConfigError(
+                    f"{name} is a {type(source).__name__}, which has no {', '.join(missing)}; expected a source, such "
+                    f"as DatasetSource(dataset) for a map-style data set or TensorSource(x, y) for tensors"
+                )
+            if len(source) < 1:
+                kind = {"train": "training", "valid": "validation"}[name]
+                raise ConfigError(f"the task has 0 {kind} samples; expected 1 or more")
+
+    def require_loss(self) -> Loss:
+        """Return the loss function; raise ConfigError if the task has none."""
+        return _required(self.loss, "loss", "function `loss(model, x, y)`")
+
+    def require_recipe(self) -> Recipe:
+        """Return the recipe; raise ConfigError if the task has none."""
+        return _required(self.recipe, "recipe", "recipe")
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Scores of the model over all validation samples; the model and its modes are left as they were."""
-        modes = [(module, module.training) for module in model.modules()]  # a frozen part keeps its own mode
+        """Return the scores of a model, each the mean over all validation samples.
+
+        The model is evaluated in `eval` mode; afterwards every module is in the mode in which it was before.
+        """
+        valid = _required(self.valid, "valid", "source of validation samples")
+        modes = [(module, module.training) for module in model.modules()]  # a frozen module keeps its own mode
         sizes: list[int] = []
-        parts: dict[str, list[Tensor]] = {}
+        by_name: dict[str, list[Tensor]] = {}
         model.eval()
         try:
             with torch.no_grad():
-                for x, y in self._valid_batches():
+                for x, y in _validation_batches(valid, self.eval_batch):
                     sizes.append(len(y))
-                    for name, value in self._scores(model, x, y).items():
-                        parts.setdefault(name, []).append(value)
+                    for name, value in self._batch_scores(model, x, y).items():
+                        by_name.setdefault(name, []).append(value)
         finally:
             for module, training in modes:
                 module.training = training
-        if self.recipe.metric not in parts:
-            raise ConfigError(f"the metric is {self.recipe.metric!r}, but the scores are {', '.join(sorted(parts))}")
+        if self.recipe is not None and self.recipe.metric not in by_name:
+            raise ConfigError(f"the metric is {self.recipe.metric!r}, but the scores are {', '.join(sorted(by_name))}")
         weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
-        # Stacked on the device and fetched once a score: a fetch for each batch would stall a GPU each time.
-        return {name: float(weights @ torch.stack(values).double().cpu()) for name, values in parts.items()}
+        # Stacked on the device and copied once per score: a copy for each batch would stall a GPU each time.
+        return {name: float(weights @ torch.stack(values).double().cpu()) for name, values in by_name.items()}
 
-    def _valid_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        every = torch.split(torch.arange(len(self.valid)), self.eval_batch)
-        if isinstance(self.valid, PrefetchingSource):
-            return self.valid.batches(every)
-        return (self.valid.batch(indices, train=False) for indices in every)
+    def _batch_scores(self, model: nn.Module, x: Tensor, y: Tensor) -> Mapping[str, Tensor]:
+        if self.scores is not None:
+            return self.scores(model, x, y)
+        if self.recipe is not None and self.recipe.metric == "accuracy":
+            return _accuracy_and_loss(model, x, y)
+        return {"loss": self.require_loss()(model, x, y)}
 
     def close(self) -> None:
-        """End the processes that read ahead, if there are any."""
+        """End the processes that prefetch samples, if there are any."""
         for source in (self.train, self.valid):
             if isinstance(source, PrefetchingSource):
                 source.close()
 
-    def _scores(self, model: nn.Module, x: Tensor, y: Tensor) -> Mapping[str, Tensor]:
-        if self.scores is not None:
-            return self.scores(model, x, y)
-        if self.recipe.metric == "accuracy":
-            return _accuracy_and_loss(model, x, y)
-        return {"loss": self.loss(model, x, y)}
-
     def describe(self) -> dict[str, Any]:
-        """The task in numbers, as JSON: what a record's header keeps."""
+        """Return the sizes and the recipe of the task as JSON, for the header of a record."""
         return {
             "model": type(self.model).__name__,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "train_samples": len(self.train),
-            "valid_samples": len(self.valid),
-            "recipe": asdict(self.recipe),
+            "valid_samples": 0 if self.valid is None else len(self.valid),
+            "recipe": None if self.recipe is None else asdict(self.recipe),
         }
+
+
+def _required(value: Part | None, name: str, expected: str) -> Part:
+    if value is None:
+        raise ConfigError(f"the task has no {name}, which is needed here; give Task({name}=...) a {expected}")
+    return value
+
+
+def _validation_batches(valid: Source, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    batches = torch.split(torch.arange(len(valid)), size)
+    if isinstance(valid, PrefetchingSource):
+        return valid.batches(batches)
+    return (valid.batch(indices, train=False) for indices in batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,16 +261,51 @@ class Workload:
         # Models are initialised on the CPU under a generator of their own; the generators of the caller do not move.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            task = self.function(**wanted, **self.arguments)
-        return Task(
+            task = self._call_builder(**wanted, **self.arguments)
+        if task.valid is None or task.loss is None:
+            missing = "validation samples" if task.valid is None else "loss function"
+            raise ConfigError(
+                f"the task of the workload {self.name!r} has no {missing}; a workload needs Task(valid=..., loss=...)"
+            )
+        return replace(
+            task,
             model=task.model.to(target),
             train=_with_loader_workers(task.train.to(target), loader_workers),
             valid=_with_loader_workers(task.valid.to(target), loader_workers),
-            recipe=task.recipe,
-            loss=task.loss,
-            scores=task.scores,
-            eval_batch=task.eval_batch,
+            recipe=task.recipe or self.recipe,
         )
+
+    def _call_builder(self, **arguments: Any) -> Task:
+        """Call the workload's function; an error in a user's function is reported with the user's own file and line."""
+        try:
+            task = self.function(**arguments)
+        except Exception as error:
+            if self._is_explained(error):
+                raise
+            raise ConfigError(
+                f"the workload {self.name!r} cannot be built: {type(error).__name__}: {error} ({_builder_line(error)})"
+            ) from error
+        if not isinstance(task, Task):
+            raise ConfigError(
+                f"the function {self.function.__qualname__} of the workload {self.name!r} returned a "
+                f"{type(task).__name__}; expected a Task"
+            )
+        return task
+
+    def _is_explained(self, error: Exception) -> bool:
+        """Whether the message of an error is enough without a line: ours from our own workloads, and lack of memory."""
+        if isinstance(error, InputError):
+            return self.function.__module__.partition(".")[0] == "ebbflow"
+        memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+        return memory or isinstance(error, EbbflowError)
+
+
+def _builder_line(error: Exception) -> str:
+    """FILE:LINE of the innermost call in the file of the workload's function."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    frames = frames[1:] or frames  # the first is our own call of the function
+    last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    return f"{last.filename}:{last.lineno}, in {last.name}"
 
 
 def _with_loader_workers(source: Source, workers: int) -> Source:
@@ -292,8 +325,11 @@ def _device(device: torch.device | str) -> torch.device:
 WORKLOADS: Registry[Workload] = Registry("workload")
 
 
-def register(name: str, *, recipe: Recipe, cite: str = "") -> Callable[[Builder], Builder]:
-    """A decorator that adds a function `(...) -> Task` under the name; the module's docstring shows one."""
+def register_workload(name: str, *, recipe: Recipe, cite: str = "") -> Callable[[Builder], Builder]:
+    """Return a decorator that registers a function `(...) -> Task` as a workload; the module's docstring shows one.
+
+    `cite` is the source of the recipe or of the data.
+    """
 
     def add(function: Builder) -> Builder:
         signature = inspect.signature(function)
@@ -317,6 +353,14 @@ def register(name: str, *, recipe: Recipe, cite: str = "") -> Callable[[Builder]
         return function
 
     return add
+
+
+register = register_workload
+
+
+def missing_data(workload: str, expected: str) -> DataError:
+    """The error of a workload that was given no data, but needs them."""
+    return DataError(f"{workload} needs its data: give with --data (in a study: --set data=) {expected}")
 
 
 def recipe(text: str | Call) -> Recipe:

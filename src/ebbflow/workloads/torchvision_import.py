@@ -1,0 +1,95 @@
+"""The one place that imports torchvision, also beside a build of torch that its compiled operators do not fit.
+
+A torchvision that was compiled for CUDA cannot load its operators beside a CPU build of torch. Its import then ends
+with "RuntimeError: operator torchvision::nms does not exist", although data sets, transforms and most models need no
+operator. So the operators that the import asks for are defined here first, with non-maximum suppression in plain torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebbflow.errors import ConfigError, MissingExtra
+
+__all__ = ["import_torchvision", "plain_nms"]
+
+
+def import_torchvision(*, needed_for: str) -> ModuleType:
+    """Import torchvision; raise MissingExtra if it is not installed.
+
+    Where torchvision cannot load its own operators, `torchvision.ops.nms` is computed by `plain_nms`, and the other
+    compiled operators (such as `roi_pool`) are missing: torchvision raises an error when they are called.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None:
+        raise MissingExtra("torchvision", extra="vision", needed_for=needed_for)
+    if "torchvision" in sys.modules:
+        return sys.modules["torchvision"]
+    for folder in spec.submodule_search_locations or ():
+        _load_operators(Path(folder))
+    compiled = hasattr(torch.ops.torchvision, "nms")
+    if not compiled:
+        _define_operators()
+    try:
+        torchvision = importlib.import_module("torchvision")
+        if not compiled:
+            # `nms` checks that the compiled operators were loaded, and would not call the one that is defined here.
+            boxes: Any = importlib.import_module("torchvision.ops.boxes")
+            boxes._assert_has_ops = _nms_is_defined
+    except RuntimeError as error:
+        raise ConfigError(
+            f"torchvision cannot be imported beside torch {torch.__version__}: {error}; install the version of "
+            f"torchvision that belongs to this version of torch"
+        ) from error
+    return torchvision
+
+
+def _load_operators(folder: Path) -> None:
+    """Load the compiled operators as torchvision's own import does, or load nothing if they do not fit this torch."""
+    for library in folder.glob("_C*.so"):
+        try:
+            torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+        except OSError:
+            continue
+
+
+def _define_operators() -> None:
+    for name in ("nms", "qnms"):  # qnms takes quantized boxes; only its declaration is needed
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    torch.library.impl("torchvision::nms", "default", plain_nms)  # for every device
+
+
+def _nms_is_defined() -> None:
+    """Take the place of the check in `torchvision.ops.boxes`."""
+
+
+def plain_nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """Return the indices of the boxes that non-maximum suppression keeps, in the order of falling scores.
+
+    A box `(x1, y1, x2, y2)` is dropped if its intersection over union with a kept box of a higher score is above the
+    threshold.
+
+    >>> boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 1], [5, 5, 6, 6]])
+    >>> plain_nms(boxes, torch.tensor([0.3, 0.9, 0.5]), 0.4).tolist()
+    [1, 2]
+    """
+    boxes = boxes.to(torch.promote_types(boxes.dtype, torch.float32))  # an area may be too large for 16 bits
+    area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    kept = []
+    left = scores.argsort(descending=True, stable=True)
+    while len(left):
+        best, left = left[0], left[1:]
+        kept.append(best)
+        upper = torch.maximum(boxes[best, :2], boxes[left, :2])
+        lower = torch.minimum(boxes[best, 2:], boxes[left, 2:])
+        overlap = (lower - upper).clamp(min=0).prod(dim=1)
+        left = left[~(overlap / (area[best] + area[left] - overlap) > iou_threshold)]
+    return torch.stack(kept) if kept else left
