@@ -32,6 +32,7 @@ from ebbflow._version import __version__
 
 if TYPE_CHECKING:
     from ebbflow.data.sampler import ElasticSampler as ElasticSampler
+    from ebbflow.engines.base import register_engine as register_engine
     from ebbflow.errors import EbbflowError as EbbflowError
     from ebbflow.optim.elastic import ElasticOptimizer as ElasticOptimizer
     from ebbflow.plan.plan import BatchPlan as BatchPlan
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from ebbflow.rules.base import Scaling as Scaling
     from ebbflow.rules.base import StepContext as StepContext
     from ebbflow.rules.registry import make_rule as make_rule
+    from ebbflow.run.config import RunConfig as RunConfig
+    from ebbflow.run.session import Session as Session
+    from ebbflow.run.training import train as train
     from ebbflow.traces.trace import Trace as Trace
     from ebbflow.workloads import register_workload as register_workload
 
@@ -47,14 +51,18 @@ _HOME = {
     "EbbflowError": "ebbflow.errors",
     "ElasticOptimizer": "ebbflow.optim.elastic",
     "ElasticSampler": "ebbflow.data.sampler",
+    "RunConfig": "ebbflow.run.config",
     "Scaling": "ebbflow.rules.base",
+    "Session": "ebbflow.run.session",
     "StepContext": "ebbflow.rules.base",
     "Trace": "ebbflow.traces.trace",
     "make_rule": "ebbflow.rules.registry",
     "read_record": "ebbflow.record",
+    "register_engine": "ebbflow.engines.base",
     "register_workload": "ebbflow.workloads",
+    "train": "ebbflow.run.training",
 }
-_ROOMS = ("live", "simulate", "sklearn")
+_PACKAGES = ("live", "simulate", "sklearn")
 """Packages with public names of their own."""
 
 __all__ = [
@@ -62,18 +70,22 @@ __all__ = [
     "EbbflowError",
     "ElasticOptimizer",
     "ElasticSampler",
+    "RunConfig",
     "Scaling",
+    "Session",
     "StepContext",
     "Trace",
     "__version__",
     "make_rule",
     "read_record",
+    "register_engine",
     "register_workload",
+    "train",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return importlib.import_module(f"ebbflow.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'ebbflow' has no attribute {name!r}; public names: {', '.join(__all__)}")

@@ -185,8 +185,8 @@ def test_a_rank_killed_with_kill_9_ends_all_and_any_number_of_ranks_continues(tm
 @pytest.mark.parametrize(
     ("fails", "message"),
     [
-        ("fails=data, rank=-1", "error: there is no data here"),
-        ("fails=data", "error: there is no data here"),
+        ("fails=data, rank=-1", "DataError: there is no data here"),
+        ("fails=data", "DataError: there is no data here"),
         ("fails=memory", "error: the memory of the device cpu does not suffice"),
         ("fails=error", "RuntimeError: boom"),
         ("fails=kill", "error: another rank has ended in the middle of a step"),

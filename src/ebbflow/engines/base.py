@@ -112,6 +112,9 @@ class Engine(ABC):
         """Add up the gradients of all processes, after the backward passes of this one."""
         raise NotImplementedError
 
+    def abandon(self) -> None:  # noqa: B027
+        """Give up the open step, because the user's loop was left: the model is what it was before the step."""
+
     # The run around the steps -------------------------------------------------------------------------------------
 
     @property

@@ -261,6 +261,11 @@ class ReplicaStep:
                 loss = self.loss_function(self.model, micro_batch.inputs, micro_batch.targets)
             self.backward(loss, micro_batch)
 
+    def abandon(self) -> None:
+        """Give up the step: gradients and batch-norm statistics of its micro-batches are forgotten."""
+        self.batch_norm.rollback()
+        self.model.zero_grad(set_to_none=True)
+
     def check_complete(self, own: int) -> None:
         """Refuse a step of which a user's loop left out one of this process's samples, or counted one twice."""
         if self.samples != own:

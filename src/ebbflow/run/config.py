@@ -8,10 +8,11 @@ new setting is one field here, with its type, default and documentation.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -19,8 +20,19 @@ from pydantic.fields import FieldInfo
 from ebbflow.core.spec import nearest
 from ebbflow.errors import ConfigError
 
-__all__ = ["ENGINE_KINDS", "FRONT_ENDS", "EngineKind", "FrontEnd", "RunConfig", "fields_of", "settings_of"]
+__all__ = [
+    "ENGINE_KINDS",
+    "FRONT_ENDS",
+    "EngineKind",
+    "FrontEnd",
+    "RunConfig",
+    "fields_of",
+    "recipe_settings",
+    "settings_of",
+    "shows_settings",
+]
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 FrontEnd = Literal["command", "replica", "session", "estimator"]
 FRONT_ENDS: tuple[FrontEnd, ...] = ("command", "replica", "session", "estimator")
 """Where settings come from: the command and studies, the ready-made replica of a fleet, a user's own loop, an
@@ -297,6 +309,23 @@ def fields_of(front_end: FrontEnd) -> Iterator[tuple[str, FieldInfo]]:
     """Name in the front end and declaration of every setting that it offers: from this, front ends are generated."""
     for shown, name in settings_of(front_end).items():
         yield shown, RunConfig.model_fields[name]
+
+
+def shows_settings(front_end: FrontEnd) -> Callable[[Function], Function]:
+    """A decorator: `help()` and editors show the settings that the function takes as `**settings`."""
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        *own, rest = signature.parameters.values()
+        shown = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
+            for name, field in fields_of(front_end)
+        ]
+        assert rest.kind is inspect.Parameter.VAR_KEYWORD, "settings come last, as **settings"
+        function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def recipe_settings() -> list[str]:

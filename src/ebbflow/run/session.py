@@ -29,7 +29,7 @@ from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer
-from ebbflow.run.config import RunConfig
+from ebbflow.run.config import RunConfig, shows_settings
 from ebbflow.run.flow import Flow, OpenStep
 from ebbflow.run.header import make_header
 from ebbflow.run.loop import Callbacks, Evaluate, TrainingLoop
@@ -122,6 +122,7 @@ class Session:
             cls = getattr(importlib.import_module(module), name)
         return super().__new__(cls)
 
+    @shows_settings("session")
     def __init__(
         self,
         model: torch.nn.Module,
@@ -228,9 +229,13 @@ class Session:
         flow, loop = self.flow, self.loop
         while not flow.finished:
             opened = flow.open()
+            step = SessionStep(flow.engine, opened)
             with opened.restore:
-                step = SessionStep(flow.engine, opened)
-                yield step
+                try:
+                    yield step
+                except GeneratorExit:  # the loop was left with `break`, return or an error
+                    flow.engine.abandon()
+                    raise
                 row = step._complete(flow)
             if row is None:
                 loop.event("lost step", "a worker left during the step; the same samples are assigned again")

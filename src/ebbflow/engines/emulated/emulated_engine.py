@@ -417,6 +417,10 @@ class LoopEngine(EmulatedEngine):
         """Add the gradient of a micro-batch; `loss` is the mean over its samples."""
         self._replica.backward(loss, micro_batch)
 
+    def abandon(self) -> None:
+        """Give up the open step: the model is what it was before the step."""
+        self._replica.abandon()
+
     def combine(self) -> Gradients:
         """The gradients of the whole step, after the backward passes of this process."""
         assert self._current is not None, "combine follows open"

@@ -1,0 +1,145 @@
+"""One's own loop on the emulated engine: the same weights as `train`, exactly once, resumable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ebbflow
+from ebbflow.errors import ConfigError
+from ebbflow.workloads import TensorSource, cross_entropy
+
+SAMPLES = 97
+SETTINGS: dict[str, Any] = {"trace": "0s:4 3s:2 7s:5 60s", "base_batch": 8, "local_batch": 4, "epochs": 2, "seed": 7}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(SAMPLES, 5, generator=generator).double(), torch.randint(3, (SAMPLES,), generator=generator)
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in model.state_dict().values()])
+
+
+def trained(**changes: Any) -> nn.Module:
+    model = make_model()
+    settings = {**SETTINGS, "loss": cross_entropy, **changes}
+    with ebbflow.Session(model, sgd(model), TensorSource(*make_data()), **settings) as session:
+        session.run()
+        assert session.finished
+        assert session.epoch == settings["epochs"]
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("rule", ["linear", "adascale+warmup(1ep)"])
+def test_an_own_loop_computes_what_the_session_computes_with_the_loss(rule: str) -> None:
+    model, seen = make_model(), []
+    x, y = make_data()
+    with ebbflow.Session(model, sgd(model), TensorDataset(x, y), rule=rule, **SETTINGS) as session:
+        for step in session:
+            for inputs, targets in step:
+                seen.append(inputs)
+                step.backward(nn.functional.cross_entropy(model(inputs), targets))
+    torch.testing.assert_close(weights(model), weights(trained(rule=rule, engine="loop")), rtol=1e-12, atol=1e-12)
+    rows = torch.cat(seen).tolist()
+    assert sorted(rows) == sorted(x.tolist() * 2), "every sample once per epoch"
+
+
+def test_engines_agree_and_one_of_your_own_takes_part() -> None:
+    from ebbflow.engines.base import EngineParts
+    from ebbflow.engines.emulated import LoopEngine
+
+    def own(parts: EngineParts) -> LoopEngine:
+        assert parts.plan is not None
+        return LoopEngine(parts.model, parts.fetch, parts.loss, parts.plan, samples=parts.samples, seed=parts.seed)
+
+    reference = weights(trained(engine="loop"))
+    for engine in ("auto", "fused", own):
+        torch.testing.assert_close(weights(trained(engine=engine)), reference, rtol=1e-9, atol=1e-9)
+
+
+def test_a_session_that_is_left_continues_where_it_was(tmp_path: Path) -> None:
+    model = make_model()
+    with ebbflow.Session(model, sgd(model), TensorSource(*make_data()), out=tmp_path, **SETTINGS) as session:
+        for step in session:
+            for inputs, targets in step:
+                step.backward(cross_entropy(model, inputs, targets))
+            if session.step == 4:
+                break
+    again = make_model()
+    with ebbflow.Session(again, sgd(again), TensorSource(*make_data()), out=tmp_path, **SETTINGS) as session:
+        assert session.step == 4
+        for step in session:
+            for inputs, targets in step:
+                step.backward(cross_entropy(again, inputs, targets))
+        run = session.record
+    torch.testing.assert_close(weights(again), weights(trained(engine="loop")), rtol=1e-12, atol=1e-12)
+    assert run.status == "finished"
+    assert [row.step for row in run.steps] == list(range(len(run.steps)))
+    with (
+        pytest.raises(ConfigError, match="holds the finished run of this session; give another out="),
+        ebbflow.Session(again, sgd(again), TensorSource(*make_data()), out=tmp_path, **SETTINGS),
+    ):
+        pass
+
+
+def test_a_step_that_the_loop_leaves_alone_is_computed_with_the_loss() -> None:
+    model = make_model()
+    data = TensorSource(*make_data())
+    with ebbflow.Session(model, sgd(model), data, loss=cross_entropy, engine="loop", **SETTINGS) as session:
+        steps = [step.assignment.batch for step in session]
+    assert sum(steps) == 2 * SAMPLES
+    torch.testing.assert_close(weights(model), weights(trained(engine="loop")), rtol=1e-12, atol=1e-12)
+
+
+def test_scores_of_the_user_go_into_the_record(tmp_path: Path) -> None:
+    trained(out=tmp_path, evaluate=lambda: {"score": 0.5}, ema=0.9)
+    run = ebbflow.read_record(tmp_path / "record.jsonl")
+    assert [row.metrics for row in run.validations] == [{"score": 0.5, "ema_score": 0.5}] * 2
+
+
+def test_mistakes_in_the_loop_are_named() -> None:
+    model = make_model()
+    session = ebbflow.Session(model, sgd(model), TensorSource(*make_data()), **SETTINGS)
+    with pytest.raises(ConfigError, match="the session is not open: use it in a `with`"):
+        next(iter(session))
+    with session, pytest.raises(ConfigError, match="16 samples of the step, but backward\\(\\) was called for 0"):
+        for step in session:
+            for _ in step:
+                pass
+    with session, pytest.raises(ConfigError, match="backward\\(\\) was called outside of `for x, y in step`"):
+        for step in session:
+            step.backward(torch.zeros((), requires_grad=True))
+    with session, pytest.raises(ConfigError, match="no loss was given"):
+        session.run()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epochs": None}, "epochs is missing"),
+        ({"base_batch": None}, "base_batch is missing: at how many samples per step"),
+        ({"lr": 0.1}, "lr is no setting here: the optimizer has it"),
+        ({"engine": "fussed"}, "engine is 'fussed'; did you mean 'fused'"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_trained(change: dict[str, Any], message: str) -> None:
+    model = make_model()
+    settings = {name: value for name, value in {**SETTINGS, **change}.items() if value is not None}
+    with pytest.raises(ConfigError, match=message):
+        ebbflow.Session(model, sgd(model), TensorSource(*make_data()), **settings)
