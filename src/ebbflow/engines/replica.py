@@ -156,8 +156,8 @@ class LocalBatchNorm:
             layer.num_batches_tracked.fill_(count + 1)  # type: ignore[union-attr]
 
     def rollback(self) -> None:
-        """Put back the buffers of before the step."""
-        for layer, (mean, var, count) in zip(self.layers, self._before, strict=True):
+        """Put back the buffers of before the step; without a step there is nothing to put back."""
+        for layer, (mean, var, count) in zip(self.layers, self._before, strict=bool(self._before)):
             layer.running_mean.copy_(mean)  # type: ignore[union-attr]
             layer.running_var.copy_(var)  # type: ignore[union-attr]
             layer.num_batches_tracked.fill_(count)  # type: ignore[union-attr]
