@@ -120,7 +120,7 @@ class _Trainer:
             on_event=lambda what, text: self.record.write(Event(step=self.flow.step, what=what, text=text)),
         )  # fmt: skip
         if isinstance(self.task.train, workloads.PrefetchingSource):
-            self.task.train.follow(self.engine.upcoming)
+            self.task.train.prefetch_from(self.engine.upcoming)
         skips = config.on_nonfinite == "skip"
         self.flow = Flow(
             self.engine,

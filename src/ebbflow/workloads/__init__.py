@@ -1,6 +1,6 @@
-"""What is trained: model, data, loss, metric and recipe, by name. Importing this imports torch but reads no data.
+"""Workloads: models with their data, loss, metric and recipe, by name. Importing this package reads no data.
 
-Start with `build` and `recipe`; `workload.py` says how to add a workload of your own.
+`build` and `recipe` are the entry points; `workload.py` says how to add a workload of your own.
 """
 
 from __future__ import annotations
