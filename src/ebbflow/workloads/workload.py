@@ -316,7 +316,7 @@ def _device(device: torch.device | str) -> torch.device:
     except RuntimeError:
         raise ConfigError(f"device {device!r} is not known to torch; write cpu, cuda or cuda:1") from None
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {device} was requested, but torch sees {torch.cuda.device_count()} GPUs; use cpu")
+        raise ConfigError(f"device {device} was asked for, but torch sees {torch.cuda.device_count()} GPUs; use cpu")
     return target
 
 
