@@ -119,7 +119,7 @@ class _Trainer:
             config, self.task, self.plan, optimizer, needs=needs, ranks=group.ranks,
             on_event=lambda what, text: self.record.write(Event(step=self.flow.step, what=what, text=text)),
         )  # fmt: skip
-        if isinstance(self.task.train, workloads.PrefetchingSource):
+        if isinstance(self.task.train, workloads.DatasetSource):
             self.task.train.prefetch_from(self.engine.upcoming)
         skips = config.on_nonfinite == "skip"
         self.flow = Flow(

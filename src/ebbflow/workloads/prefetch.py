@@ -368,7 +368,11 @@ class DatasetSource:
                 yield self.batch(indices, train=False)
 
     def prefetch_from(self, upcoming: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
-        """Prefetch the batches that an engine expects, each with the seed that it gives torch's generator before."""
+        """Prefetch the training batches that `upcoming()` predicts: (seed of torch's generator before it, indices).
+
+        `upcoming` is called whenever prefetching restarts, and its first batch is the present one. A wrong prediction
+        costs time; it changes no batch.
+        """
         generator = torch.Generator()
         self._reader.prefetch_from(
             lambda: (_make_request(indices, _draw_seed(generator.manual_seed(seed))) for seed, indices in upcoming())

@@ -1,4 +1,4 @@
-"""Sources of samples: the protocols, and the sources that hold their samples in memory.
+"""Sources of samples: the protocol, and the sources that hold their samples in memory.
 
 Augmentation draws from torch's global generator of the device that holds the samples. An engine seeds it before each
 micro-batch, so that the samples of a step do not depend on what happened before.
@@ -6,9 +6,9 @@ micro-batch, so that the samples of a step do not depend on what happened before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from ebbflow.errors import ConfigError
 
 __all__ = [
     "Indices",
-    "PrefetchingSource",
     "Source",
     "TensorSource",
     "TokenSource",
@@ -47,27 +46,6 @@ class Source(Protocol):
 
     def to(self, device: torch.device) -> Self:
         """Return a source of the same samples whose batches are on the device."""
-
-
-@runtime_checkable
-class PrefetchingSource(Source, Protocol):
-    """A source whose samples are read in advance by other processes (`loader_workers`)."""
-
-    def validation_batches(self, batches: Sequence[Indices]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over what `batch(indices, train=False)` returns for each of the batches."""
-
-    def prefetch_from(self, upcoming: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
-        """Prefetch the training batches that `upcoming()` predicts: (seed of torch's generator before it, indices).
-
-        `upcoming` is called whenever prefetching restarts, and its first batch is the present one. A wrong prediction
-        costs time; it changes no batch.
-        """
-
-    def with_loader_workers(self, loader_workers: int) -> Self:
-        """Return a source of the same samples with this number of processes, unless it has a number of its own."""
-
-    def close(self) -> None:
-        """End the processes."""
 
 
 def crop_and_flip(images: Tensor, *, pad: int = 4) -> Tensor:

@@ -40,7 +40,8 @@ from torch import Tensor, nn
 from ebbflow.core.spec import Call, Registry, parse_calls
 from ebbflow.engines.micro_batches import Loss
 from ebbflow.errors import ConfigError, DataError, EbbflowError, InputError, SpecError
-from ebbflow.workloads.sources import PrefetchingSource, Source
+from ebbflow.workloads.prefetch import DatasetSource
+from ebbflow.workloads.sources import Source
 
 __all__ = [
     "WORKLOADS",
@@ -195,7 +196,7 @@ class Task:
     def close(self) -> None:
         """End the processes that prefetch samples, if there are any."""
         for source in (self.train, self.valid):
-            if isinstance(source, PrefetchingSource):
+            if isinstance(source, DatasetSource):
                 source.close()
 
     def describe(self) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def _required(value: T | None, name: str, expected: str) -> T:
 
 def _validation_batches(valid: Source, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     batches = torch.split(torch.arange(len(valid)), size)
-    if isinstance(valid, PrefetchingSource):
+    if isinstance(valid, DatasetSource):
         return valid.validation_batches(batches)
     return (valid.batch(indices, train=False) for indices in batches)
 
@@ -307,7 +308,7 @@ def _builder_line(error: Exception) -> str:
 
 
 def _with_loader_workers(source: Source, loader_workers: int) -> Source:
-    return source.with_loader_workers(loader_workers) if isinstance(source, PrefetchingSource) else source
+    return source.with_loader_workers(loader_workers) if isinstance(source, DatasetSource) else source
 
 
 def _device(device: torch.device | str) -> torch.device:
