@@ -1,9 +1,9 @@
-"""Reading ahead: steps on JPEGs that have to be decoded, in this process and by one beside it.
+"""Prefetching: training on JPEGs that are decoded in the training process, or by a process beside it.
 
-A convolutional network is trained on images of 256x256, made here, which are decoded with Pillow, cropped and resized
-to 64x64; the workers change all the time. *decode* and *compute* are measured on their own: a run can be as short as
-the longer of the two, the limit, if there are idle cores and reading costs the training process nothing. The peer is
-torch's DataLoader in its plainest use, with the list of all batches given to it before the start.
+A convolutional network is trained on generated images of 256x256, which are decoded with Pillow, cropped and resized to
+64x64; the number of workers changes all the time. *decode* and *compute* are measured on their own. The limit is the
+longer of the two: a run takes so long if there are idle cores and reading costs the training process nothing. The peer
+is torch's DataLoader in its simplest use: the list of all batches is given to it before the start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Fetch = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Jpegs(Dataset[tuple[torch.Tensor, int]]):
-    """Images that are decoded whenever they are asked for; every tenth is a new one."""
+    """Images that are decoded whenever they are read; ten samples share each of them."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
@@ -51,8 +51,8 @@ class Jpegs(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         with Image.open(io.BytesIO(self.files[index % len(self.files)])) as image:
             box = random_crop(SIDE, SIDE)
-            part = image.convert("RGB").resize((CROP, CROP), Image.Resampling.BILINEAR, box=box)
-        return torch.from_numpy(np.array(part)).permute(2, 0, 1).float() / 255, index % 10
+            crop = image.convert("RGB").resize((CROP, CROP), Image.Resampling.BILINEAR, box=box)
+        return torch.from_numpy(np.array(crop)).permute(2, 0, 1).float() / 255, index % 10
 
 
 def make_engine(fetch: Fetch, width: int) -> FusedEngine:
@@ -62,13 +62,13 @@ def make_engine(fetch: Fetch, width: int) -> FusedEngine:
         nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10),
     )  # fmt: skip
-    # 90 steps of 51 samples on average: the epoch, and nothing after it that would be read ahead for nobody.
+    # 90 steps of 51 samples on average: one epoch, and nothing after it that would be prefetched.
     plan = BatchPlan.from_trace(Trace.parse(TRACE).repeat(15), Follow(16), "1s")
     return FusedEngine(model, fetch, cross_entropy, plan, samples=SAMPLES)
 
 
 def epoch(engine: FusedEngine) -> float:
-    """Seconds of an epoch, the start of processes included."""
+    """Return the seconds that an epoch takes, including the start of processes."""
     ledger, step, began = Ledger(samples=SAMPLES), 0, time.perf_counter()
     while ledger.epoch == 0:
         size = engine.participants(step)
@@ -79,36 +79,36 @@ def epoch(engine: FusedEngine) -> float:
     return time.perf_counter() - began
 
 
-def by_source(data: Jpegs, width: int, processes: int) -> float:
-    source = DatasetSource(data, workers=processes)
+def with_source(data: Jpegs, width: int, processes: int) -> float:
+    source = DatasetSource(data, loader_workers=processes)
     engine = make_engine(lambda indices: source.batch(indices, train=True), width)
-    source.follow(engine.upcoming)
+    source.prefetch_from(engine.upcoming)
     seconds = epoch(engine)
     source.close()
     return seconds
 
 
-def by_plain_loader(data: Jpegs, width: int, processes: int) -> float:
+def with_plain_loader(data: Jpegs, width: int, processes: int) -> float:
     lists: list[list[int]] = []
 
-    def note(indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def record(indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
         lists.append(indices.tolist())
         return torch.zeros(len(indices), 3, 8, 8), torch.zeros(len(indices), dtype=torch.int64)
 
-    epoch(make_engine(note, 1))
+    epoch(make_engine(record, 1))
     loader = DataLoader(data, batch_sampler=lists, num_workers=processes, prefetch_factor=2)
     batches: list[Iterator[tuple[torch.Tensor, torch.Tensor]]] = []
 
     def fetch(indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if not batches:
-            batches.append(iter(loader))  # which starts its processes
+            batches.append(iter(loader))  # this starts its processes
         return next(batches[0])
 
     return epoch(make_engine(fetch, width))
 
 
-def alone(data: Jpegs, width: int) -> tuple[float, float]:
-    """Seconds to decode an epoch, and to compute one."""
+def decode_and_compute(data: Jpegs, width: int) -> tuple[float, float]:
+    """Return the seconds that decoding an epoch takes, and computing one."""
     began = time.perf_counter()
     DatasetSource(data).batch(np.arange(SAMPLES), train=True)
     decode = time.perf_counter() - began
@@ -118,26 +118,28 @@ def alone(data: Jpegs, width: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=1, help="that read ahead")
-    parser.add_argument("--repeats", type=int, default=2, help="of which the fastest counts")
+    parser.add_argument("--processes", type=int, default=1, help="number of loader processes")
+    parser.add_argument("--repeats", type=int, default=2, help="number of runs, of which the fastest counts")
     options = parser.parse_args()
     torch.set_num_threads(1)
     data = Jpegs()
-    print(f"{SAMPLES} JPEGs of {SIDE}x{SIDE}; seconds an epoch, fastest of {options.repeats}")
-    heads = ("decode", "compute", "here", "ahead", "DataLoader", "limit", "ahead/limit", "DataLoader/limit", "speed-up")
-    print(f"{'model':>8}" + "".join(f"{head:>{max(9, len(head) + 2)}}" for head in heads))
+    print(f"{SAMPLES} JPEGs of {SIDE}x{SIDE}; seconds per epoch, fastest of {options.repeats}")
     for width in (8, 24):
         found = [
-            (*alone(data, width), by_source(data, width, 0), by_source(data, width, options.processes),
-             by_plain_loader(data, width, options.processes))
+            (*decode_and_compute(data, width), with_source(data, width, 0),
+             with_source(data, width, options.processes), with_plain_loader(data, width, options.processes))
             for _ in range(options.repeats)
         ]  # fmt: skip
-        decode, compute, here, ahead, plain = (min(column) for column in zip(*found, strict=True))
+        decode, compute, in_process, prefetch, plain = (min(column) for column in zip(*found, strict=True))
         limit = max(compute, decode / options.processes)
-        row = (decode, compute, here, ahead, plain, limit, ahead / limit, plain / limit, here / ahead)
-        print(
-            f"{f'width {width}':>8}" + "".join(f"{v:>{max(9, len(h) + 2)}.2f}" for v, h in zip(row, heads, strict=True))
-        )
+        row = {
+            "decode": decode, "compute": compute, "in process": in_process, "prefetch": prefetch, "DataLoader": plain,
+            "limit": limit, "prefetch/limit": prefetch / limit, "DataLoader/limit": plain / limit,
+            "speed-up": in_process / prefetch,
+        }  # fmt: skip
+        if width == 8:
+            print(f"{'model':>8}" + "".join(f"{name:>{max(9, len(name) + 2)}}" for name in row))
+        print(f"{f'width {width}':>8}" + "".join(f"{value:>{max(9, len(name) + 2)}.2f}" for name, value in row.items()))
 
 
 if __name__ == "__main__":

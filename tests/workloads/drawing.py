@@ -1,4 +1,4 @@
-"""Data sets for the tests of reading ahead, in a module that other processes can import."""
+"""Data sets for the tests of prefetching, in a module that other processes can import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLES = 203
 
 
 class Drawing(Dataset[tuple[torch.Tensor, int]]):
-    """Samples that say who they are, with noise from all three generators that transforms draw from."""
+    """Samples that contain their index, and noise from each of the three generators that transforms may draw from."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -42,7 +42,7 @@ class Ragged(Drawing):
 
 
 class Watched(Drawing):
-    """Notes in a folder which process has read which sample."""
+    """Writes into a folder which process has read which sample."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

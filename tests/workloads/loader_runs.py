@@ -1,4 +1,4 @@
-"""A workload that reads a data set of the tests, with dropout: a plugin."""
+"""A plugin with a workload that reads a data set of the tests and has dropout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPE = Recipe(
 
 
 class Net(nn.Module):
-    """A perceptron that has seen the samples' numbers, in double precision: ranks are then equal to a process."""
+    """A perceptron in double precision, so that the sums of several ranks equal those of one process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,15 +31,19 @@ class Net(nn.Module):
 
 
 def drawing(recipe: Recipe, data: Path | None = None, broken: bool = False, kill: bool = False) -> Task:
-    """Samples with noise; `kill`: the process that reads sample 150 dies."""
+    """Samples with noise; with `kill`, the process that reads sample 150 dies."""
     train: Drawing = Broken() if broken else Killing() if kill else Watched(data) if data is not None else Drawing()
     return Task(
-        model=Net(), train=DatasetSource(train, ahead=40), valid=DatasetSource(Drawing()), recipe=recipe, eval_batch=50
+        model=Net(),
+        train=DatasetSource(train, prefetch=40),
+        valid=DatasetSource(Drawing()),
+        recipe=recipe,
+        eval_batch=50,
     )
 
 
 class Killing(Drawing):
-    """Sample 150 takes the process that reads it with it."""
+    """Sample 150 kills the process that reads it."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if index == 150:

@@ -1,3 +1,5 @@
+"""The disk cache: an array is made once, found again, and shared by processes."""
+
 from __future__ import annotations
 
 import multiprocessing
@@ -12,7 +14,7 @@ SOURCE = np.arange(10, dtype=np.uint8)
 
 
 class Maker:
-    """Counts how often it was asked."""
+    """Counts how often it was called."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -22,7 +24,7 @@ class Maker:
         return np.arange(12).reshape(3, 4)
 
 
-def test_it_is_made_once_and_found_again(tmp_path: Path) -> None:
+def test_an_array_is_made_once_and_found_again(tmp_path: Path) -> None:
     make = Maker()
     with disk_cached_in(tmp_path / "there"):
         first, second = (disk_cached("x", [SOURCE], make) for _ in range(2))
@@ -30,14 +32,14 @@ def test_it_is_made_once_and_found_again(tmp_path: Path) -> None:
     assert make.made == 2, "another content is another file"
     for array in (first, second, other):
         assert array.tolist() == np.arange(12).reshape(3, 4).tolist()
-    second[0, 0] = 99  # one's own copy of the page
+    second[0, 0] = 99  # changes a private copy of the page
     assert first[0, 0] == 0
     with disk_cached_in(tmp_path / "there"):
         assert disk_cached("x", [SOURCE], make)[0, 0] == 0
     assert make.made == 2
 
 
-def test_outside_nothing_is_kept(tmp_path: Path) -> None:
+def test_nothing_is_cached_outside_of_the_with_block(tmp_path: Path) -> None:
     make = Maker()
     with disk_cached_in(tmp_path):
         pass
@@ -46,7 +48,7 @@ def test_outside_nothing_is_kept(tmp_path: Path) -> None:
     assert (make.made, list(tmp_path.iterdir())) == (2, [])
 
 
-def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
+def test_a_damaged_file_is_replaced(tmp_path: Path) -> None:
     make = Maker()
     with disk_cached_in(tmp_path):
         disk_cached("x", [SOURCE], make)
@@ -56,13 +58,13 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
     assert make.made == 2
 
 
-def test_a_folder_that_cannot_be_made_is_done_without(tmp_path: Path) -> None:
+def test_an_array_is_made_without_the_cache_if_the_folder_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with disk_cached_in(tmp_path / "file" / "folder"):
         assert disk_cached("x", [SOURCE], Maker()).shape == (3, 4)
 
 
-def test_an_error_in_the_making_is_the_callers(tmp_path: Path) -> None:
+def test_an_error_of_the_making_function_reaches_the_caller(tmp_path: Path) -> None:
     def fails() -> np.ndarray:
         raise KeyError("no")
 
@@ -81,7 +83,7 @@ def _ask(folder: Path) -> None:
         disk_cached("x", [SOURCE], make)
 
 
-def test_processes_at_the_same_time_make_it_once(tmp_path: Path) -> None:
+def test_of_several_processes_at_the_same_time_one_makes_the_array(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_ask, args=(tmp_path,)) for _ in range(4)]
     for process in processes:

@@ -1,4 +1,4 @@
-"""Readers of published files, on tiny files that the tests write, and what each says about a file that is wrong."""
+"""Readers of published image files, on tiny files that the tests write, and their errors about wrong files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_missing_idx_files_are_named_with_the_place_to_get_them(tmp_path):
         read_mnist_folder(tmp_path, source="ask Debian")
 
 
-def test_a_folder_that_does_not_exist_is_said_to_be_none(tmp_path):
+def test_a_folder_that_does_not_exist_is_reported(tmp_path):
     with pytest.raises(DataError, match="is not a folder"):
         read_mnist_folder(tmp_path / "nowhere", source="")
 
@@ -173,14 +173,14 @@ def test_a_batch_with_code_in_it_is_refused_before_it_runs(tmp_path, protocol):
 
 
 @pytest.mark.parametrize("name", [b"builtins\neval", b"os\nsystem", b"numpy\nload", b"numpy.core.multiarray\nscalar"])
-def test_no_other_name_is_looked_up(tmp_path, name):
+def test_a_pickle_that_names_anything_else_is_refused(tmp_path, name):
     write_cifar(tmp_path, "python")
     (tmp_path / "data_batch_1").write_bytes(b"c" + name + b"\n.")
     with pytest.raises(DataError, match="not trusted"):
         read_cifar10(tmp_path)
 
 
-def test_an_array_that_lies_about_its_shape_is_refused(tmp_path):
+def test_an_array_with_fewer_bytes_than_its_shape_is_refused(tmp_path):
     write_cifar(tmp_path, "python")
     rows, labels = cifar_rows(2)
     honest = pickle.dumps({b"data": rows, b"labels": labels}, protocol=2)
@@ -266,7 +266,7 @@ def test_both_originals_of_cifar_100_are_read_with_their_fine_labels(tmp_path, k
 
 def test_one_set_is_not_taken_for_the_other(tmp_path):
     write_cifar100(tmp_path / "hundred", "python")
-    with pytest.raises(DataError, match=r"no CIFAR-10 at .*hundred: it holds none of it"):
+    with pytest.raises(DataError, match=r"no CIFAR-10 at .*hundred: it has none of it"):
         read_cifar10(tmp_path / "hundred")
     write_cifar(tmp_path / "ten", "binary")
     with pytest.raises(DataError, match=r"no CIFAR-100 at .*\(train and test of cifar-100-python.tar.gz"):
@@ -294,7 +294,7 @@ def test_wrong_files_of_cifar_100_are_named(tmp_path):
 def test_a_wrong_path_says_what_is_there(tmp_path):
     (tmp_path / "note.txt").write_text("hello")
     for path, says in (
-        (tmp_path, "holds none"),
+        (tmp_path, "has none"),
         (tmp_path / "no", "does not exist"),
         (tmp_path / "note.txt", "another"),
     ):
@@ -338,8 +338,8 @@ def test_an_npz_of_jpegs_is_decoded_in_order(tmp_path):
     [
         ({"train_labels": None}, "train_labels"),
         ({"train_labels": np.array([0, 99], np.uint8)}, "label 99 of image 1"),
-        ({"train_offsets": np.array([0, 100, 10**9])}, "offsets do not rise"),
-        ({"train_offsets": np.array([0.0, 1.0])}, "row of integers"),
+        ({"train_offsets": np.array([0, 100, 10**9])}, "offsets do not increase"),
+        ({"train_offsets": np.array([0.0, 1.0])}, "vector of integers"),
         ({"train_jpeg": np.zeros(2000, np.uint8)}, "image 0 is not a readable JPEG"),
     ],
 )
@@ -369,10 +369,10 @@ def test_a_jpeg_of_another_size_is_refused():
         decode_jpegs(np.frombuffer(image, np.uint8), np.array([0, len(image)]))
 
 
-def test_images_of_the_real_npz_decode(shared):
+def test_images_of_the_real_npz_file_are_decoded(shared):
     with np.load(shared / "data" / "cifar10_jpeg.npz") as arrays:
         blob, offsets, labels = arrays["test_jpeg"], arrays["test_offsets"], arrays["test_labels"]
     assert (len(labels), len(offsets)) == (10_000, 10_001)
     images = decode_jpegs(blob, offsets[:9])
     assert images.shape == (8, 3, 32, 32)
-    assert images.std() > 20  # pictures, not a blank
+    assert images.std() > 20  # they are pictures, not blank images

@@ -1,4 +1,4 @@
-"""Reading ahead for a GPU: through pinned memory, in the same order and with the same numbers."""
+"""Prefetching for a GPU, through pinned memory: the same samples in the same order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 def test_batches_arrive_on_the_gpu_as_they_were_read():
-    here, there = DatasetSource(Drawing()), DatasetSource(Drawing(), workers=2).to(torch.device("cuda"))
+    here, there = DatasetSource(Drawing()), DatasetSource(Drawing(), loader_workers=2).to(torch.device("cuda"))
     for _ in range(2):
         batches = []
         for source in (here, there):
@@ -27,7 +27,7 @@ def test_batches_arrive_on_the_gpu_as_they_were_read():
     there.close()
 
 
-def test_losses_of_a_run_do_not_depend_on_the_processes_that_read_for_it(tmp_path):
+def test_the_losses_of_a_run_do_not_depend_on_the_number_of_loader_processes(tmp_path):
     losses = []
     for workers in (0, 2):
         config = RunConfig(

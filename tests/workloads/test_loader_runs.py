@@ -1,4 +1,4 @@
-"""Whole runs on a data set that other processes read ahead: the weights are those of a run that reads by itself."""
+"""Complete runs on a prefetched data set: the weights are those of a run without loader processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ EARLIER: set[psutil.Process] = set()
 
 @pytest.fixture(autouse=True)
 def _earlier_children() -> None:
-    """Other tests may have left servers of theirs running."""
+    """Other tests may have left processes running."""
     EARLIER.clear()
     EARLIER.update(psutil.Process().children(recursive=True))
 
@@ -70,14 +70,14 @@ def children() -> list[psutil.Process]:
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
-def test_the_weights_are_those_of_a_run_that_reads_by_itself_bit_for_bit(tmp_path, settings):
+def test_the_weights_are_those_of_a_run_without_loader_processes_bit_for_bit(tmp_path, settings):
     runs = [train(config(loader_workers=workers, **settings), tmp_path / str(workers)) for workers in (0, 1, 2)]
     assert len({digest(run) for run in runs}) == 1
     assert len({str(run.validations[-1].metrics) for run in runs}) == 1
     assert children() == []
 
 
-def test_a_run_is_read_by_other_processes_and_by_them_alone(tmp_path):
+def test_only_the_loader_processes_read_samples(tmp_path):
     (tmp_path / "seen").mkdir()
     train(config(loader_workers=2, data=str(tmp_path / "seen"), epochs=1), tmp_path / "run")
     readers = {int(path.name) for path in (tmp_path / "seen").iterdir()}
@@ -85,11 +85,11 @@ def test_a_run_is_read_by_other_processes_and_by_them_alone(tmp_path):
     assert os.getpid() not in readers
     read = [int(line) for path in (tmp_path / "seen").iterdir() for line in path.read_text().splitlines()]
     assert set(read) == set(range(SAMPLES))
-    # What was read ahead of the end: two processes with two slices each, of one worker's samples or a few of theirs.
+    # Prefetched beyond the end: two processes hold two sub-requests each, of at most 32 samples.
     assert len(read) <= SAMPLES + 4 * 32
 
 
-def test_an_interrupted_run_goes_on_with_another_number_of_processes(tmp_path):
+def test_an_interrupted_run_can_be_continued_with_another_number_of_loader_processes(tmp_path):
     whole = train(config(loader_workers=0), tmp_path / "whole")
     steps = 0
 
@@ -105,7 +105,7 @@ def test_an_interrupted_run_goes_on_with_another_number_of_processes(tmp_path):
     assert digest(train(config(loader_workers=1), tmp_path / "parts")) == digest(whole)
 
 
-def test_a_finished_run_is_the_same_run_with_another_number_of_processes(tmp_path):
+def test_a_finished_run_is_recognised_with_another_number_of_loader_processes(tmp_path):
     run = train(config(loader_workers=0, epochs=1), tmp_path)
     assert train(config(loader_workers=3, epochs=1), tmp_path).end == run.end
 
@@ -114,12 +114,12 @@ def test_a_broken_sample_and_a_killed_process_end_the_run_with_a_clear_message(t
     with pytest.raises(DataError, match="sample 70 of Broken cannot be read"):
         train(config(workload="test-drawing(broken=true)", loader_workers=1), tmp_path / "broken")
     assert children() == []
-    with pytest.raises(DataError, match="reading samples of Killing ahead failed"):
+    with pytest.raises(DataError, match="prefetching samples of Killing failed"):
         train(config(workload="test-drawing(kill=true)", loader_workers=1), tmp_path / "killed")
     assert children() == []
 
 
-def test_the_number_of_processes_is_the_users_or_that_of_idle_cores(monkeypatch):
+def test_the_number_of_loader_processes_is_the_user_s_or_that_of_idle_cores(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
     assert loader_workers(config(loader_workers=7)) == 7
@@ -131,9 +131,9 @@ def test_the_number_of_processes_is_the_users_or_that_of_idle_cores(monkeypatch)
         config(loader_workers=-1)
 
 
-def test_arms_of_a_study_read_ahead_side_by_side(tmp_path):
+def test_arms_of_a_study_prefetch_at_the_same_time(tmp_path):
     study = Study(
-        name="ahead", workloads=("test-drawing",), rules=("constant", "linear"), traces={"changing": TRACE}, seeds=(0,),
+        name="study", workloads=("test-drawing",), rules=("constant", "linear"), traces={"changing": TRACE}, seeds=(0,),
         settings={"plugins": (PLUGIN,), "epochs": 1, "loader_workers": 1},
     )  # fmt: skip
     run_study(study, tmp_path / "study", jobs=2)
@@ -158,7 +158,7 @@ def training_command(folder: Path, *more: str) -> list[str]:
 
 
 def family(process: subprocess.Popen[str], *, at_least: int) -> list[psutil.Process]:
-    """The processes below it, once there are as many and the run is under way."""
+    """Wait until the process has this number of descendants, and return them."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = psutil.Process(process.pid).children(recursive=True)
@@ -174,7 +174,7 @@ def test_a_run_that_is_interrupted_or_killed_leaves_no_process_behind(tmp_path, 
     process = start(*training_command(tmp_path / "run", "--epochs", "2000", "--loader-workers", "2"))
     below = family(process, at_least=2)
     if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does: every process gets it
+        os.killpg(process.pid, number)  # to every process, as a terminal does
     else:
         process.send_signal(number)
     _, told = process.communicate(timeout=60)
@@ -187,7 +187,7 @@ def test_a_run_that_is_interrupted_or_killed_leaves_no_process_behind(tmp_path, 
         assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["step"] > 0
 
 
-def test_ranks_read_their_own_samples_ahead_and_end_as_one_process_does(tmp_path):
+def test_ranks_prefetch_their_own_samples_and_get_the_result_of_one_process(tmp_path):
     alone = train(config(engine="loop", loader_workers=0, epochs=1), tmp_path / "alone")
     command = training_command(tmp_path / "ranks", "--engine", "loop", "--loader-workers", "1", "--epochs", "1")
     process = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command)

@@ -1,4 +1,4 @@
-"""The networks: sizes derived by hand, shapes, and what a batch-norm network must not have."""
+"""The models: sizes derived by hand, shapes, initialisation, and no biases that a norm would cancel."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_resnet_50_has_23_5_million_parameters(classes, expected):
 
 @pytest.mark.parametrize(("make", "expected"), [(resnet18, 11_689_512), (resnet50, 25_557_032)])
 def test_the_networks_for_large_images_are_those_of_imagenet(make, expected):
-    # As published for a thousand classes. The stem and the pool halve 224x224, and so do three stages: 7x7 are left.
+    # As published for 1,000 classes. Stem, pooling and three stages halve 224x224 five times, to 7x7.
     model = make(classes=1000, large=True)
     assert size(model) == expected
     assert model.stages(model.pool(model.conv1(torch.zeros(1, 3, 224, 224)))).shape[2:] == (7, 7)
 
 
 def test_wrn_16_4_has_2_75_million_parameters():
-    # Norms stand before the convolutions: 2 x input channels each; (16 - 4)/6 = 2 blocks a stage, 16 x 4 = 64 channels.
+    # Norms precede convolutions: 2 x input channels each; (16 - 4)/6 = 2 blocks per stage, 16 x 4 = 64 channels.
     total, before = conv(3, 16), 16
     for width in (64, 128, 256):
         total += 2 * before + conv(before, width) + 2 * width + conv(width, width) + conv(before, width, 1)
@@ -76,7 +76,7 @@ def test_vgg_11_has_9_2_million_parameters_and_vgg_16_with_batch_norm_14_7():
     assert size(vgg11(classes=10)) == plain
     channels = [3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512]
     normed = sum(conv_bn(a, b) for a, b in itertools.pairwise(channels)) + 512 * 10 + 10
-    # 14.73 M in codes whose 13 convolutions also have biases, 4,224 in all, which the norms take out again.
+    # 14.73 M in implementations whose 13 convolutions also have biases, 4,224 in all, which the norms cancel.
     assert normed == 14_728_266 - 4_224
     assert size(vgg16_bn(classes=10)) == normed
 
@@ -85,7 +85,7 @@ def test_mobilenet_has_3_2_million_parameters():
     channels = [32, 64, 128, 128, 256, 256, 512, 512, 512, 512, 512, 512, 1024, 1024]
     total = conv_bn(3, 32) + 1024 * 10 + 10
     for before, after in itertools.pairwise(channels):
-        total += conv_bn(1, before) + conv_bn(before, after, 1)  # depthwise: one 3x3 filter a channel
+        total += conv_bn(1, before) + conv_bn(before, after, 1)  # depthwise: one 3x3 filter per channel
     assert total == 3_217_226  # the paper's 4.2 M less the 1.0 M of the head for 1,000 classes
     assert size(MobileNet(width=32, classes=10)) == total
 
@@ -101,20 +101,20 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_logits_have_one_value_a_class_and_every_parameter_gets_a_gradient(name):
+def test_there_is_one_logit_per_class_and_every_parameter_has_a_gradient(name):
     torch.manual_seed(0)
     model = SMALL[name]()
     logits = model(torch.randn(6, 3, 32, 32))
     assert logits.shape == (6, 7)
     nn.functional.cross_entropy(logits, torch.arange(6)).backward()
-    # A bias in front of a norm would have a gradient of rounding errors only: rules by layer could not use it.
+    # The gradient of a bias before a norm would consist of rounding errors; rules that measure layers could not use it.
     for label, parameter in model.named_parameters():
         assert parameter.grad is not None, label
         assert parameter.grad.norm() > 1e-6, label
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_last_stage_sees_a_small_image_and_samples_do_not_see_each_other(name):
+def test_the_last_stage_gets_a_small_image_and_samples_do_not_affect_each_other(name):
     model = SMALL[name]().eval()
     x = torch.randn(3, 3, 32, 32)
     torch.testing.assert_close(model(x)[:1], model(x[:1]), rtol=1e-4, atol=1e-5)
@@ -134,7 +134,7 @@ def test_convolutions_start_with_variance_two_by_fan_out():
     convolutions = [m for m in MobileNet(width=32, classes=10).modules() if isinstance(m, nn.Conv2d)]
     depthwise, mixing = convolutions[-2], convolutions[-1]
     assert (depthwise.groups, depthwise.kernel_size, mixing.kernel_size) == (1024, (3, 3), (1, 1))
-    assert depthwise.weight.var().item() == pytest.approx(2 / 9, rel=0.1)  # an input reaches one channel, nine places
+    assert depthwise.weight.var().item() == pytest.approx(2 / 9, rel=0.1)  # one channel, nine positions
     assert mixing.weight.var().item() == pytest.approx(2 / 1024, rel=0.1)
     biases = [m.bias for m in vgg11(classes=10, width=8).modules() if isinstance(m, nn.Conv2d)]
     assert all(bias is not None and not bias.any() for bias in biases)

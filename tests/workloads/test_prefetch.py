@@ -1,4 +1,4 @@
-"""Reading ahead: whatever was expected, a request gets its own samples, the same from any number of processes."""
+"""Prefetching: whatever was predicted, a request gets its own samples, the same from any number of processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads import DatasetSource
-from ebbflow.workloads.prefetch import SLICE, Reader, Request, seeded
+from ebbflow.workloads.prefetch import MAX_SUB_REQUEST, Request, SampleReader, seeded
 from workloads.drawing import SAMPLES, Broken, Drawing, Ragged, Watched
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -40,7 +40,7 @@ EARLIER: set[psutil.Process] = set()
 
 @pytest.fixture(autouse=True)
 def _as_if_alone() -> Iterator[None]:
-    """Other tests may have left servers of theirs running, and torch's loader what it does when a child ends."""
+    """Other tests may have left processes running, and torch's handler of SIGCHLD installed."""
     EARLIER.clear()
     EARLIER.update(psutil.Process().children())
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -49,12 +49,12 @@ def _as_if_alone() -> Iterator[None]:
 
 
 def children() -> list[psutil.Process]:
-    """The processes that this test has started, and that live."""
+    """Return the processes that this test has started and that are alive."""
     found = [child for child in psutil.Process().children() if child not in EARLIER]
     return [child for child in found if child.status() != psutil.STATUS_ZOMBIE]
 
 
-def read_all(reader: Reader, requests: list[Request]) -> None:
+def read_all(reader: SampleReader, requests: list[Request]) -> None:
     for one in requests:
         reader.read(one)
 
@@ -70,34 +70,34 @@ def request(indices: list[int], seed: int = 1) -> Request:
     return Request(seed, tuple(indices))
 
 
-# ---- the same samples, always ----
+# ---- the same samples in every case ----
 
 
 REQUESTS = st.lists(
     st.builds(
         Request,
         st.integers(0, 3),
-        st.lists(st.integers(0, SAMPLES - 1), min_size=1, max_size=3 * SLICE).map(tuple),
+        st.lists(st.integers(0, SAMPLES - 1), min_size=1, max_size=3 * MAX_SUB_REQUEST).map(tuple),
     ),
     min_size=1,
     max_size=6,
 )
 
 
-def test_any_history_of_right_and_wrong_expectations_gives_each_request_its_own_samples():
-    # All examples share these, with whatever the ones before have left in them.
-    readers = {workers: Reader(Drawing(), workers=workers, ahead=100) for workers in (0, 1, 2)}
+def test_any_history_of_right_and_wrong_predictions_gives_each_request_its_own_samples():
+    # All examples share these, with whatever state earlier examples left in them.
+    readers = {workers: SampleReader(Drawing(), loader_workers=workers, prefetch=100) for workers in (0, 1, 2)}
 
     @given(asked=REQUESTS, others=REQUESTS, wrong=st.sets(st.integers(0, 5)), workers=st.lists(st.sampled_from([1, 2])))
     @settings(max_examples=40)
     def check(asked: list[Request], others: list[Request], wrong: set[int], workers: list[int]) -> None:
-        # The future as it is told: the real one, with some requests replaced by others.
-        told = [others[i % len(others)] if i in wrong else one for i, one in enumerate(asked)]
+        # The prediction: the real requests, with some of them replaced by others.
+        predicted = [others[i % len(others)] if i in wrong else one for i, one in enumerate(asked)]
         now = 0
         for reader in readers.values():
-            reader.follow(lambda: iter(told[now:]))
+            reader.prefetch_from(lambda: iter(predicted[now:]))
         for now, one in enumerate(asked):
-            used = readers[workers[now] if now < len(workers) else 2]  # a run that goes on with other processes
+            used = readers[workers[now] if now < len(workers) else 2]  # as a run that continues with other processes
             assert equal(joined(used.read(one)), joined(readers[0].read(one)))
 
     check()
@@ -106,15 +106,15 @@ def test_any_history_of_right_and_wrong_expectations_gives_each_request_its_own_
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_transforms_draw_depends_on_the_number_and_the_place_in_the_batch_only(workers):
-    source = DatasetSource(Drawing(), workers=workers)
+def test_what_transforms_draw_depends_on_the_seed_and_the_position_in_the_batch_only(workers):
+    source = DatasetSource(Drawing(), loader_workers=workers)
     indices = np.arange(40)
     torch.manual_seed(3)
     first, state = source.batch(indices, train=True)[0], torch.get_rng_state()
     random.random(), np.random.rand(), source.batch(indices[:5], train=True)
     torch.manual_seed(3)
     assert torch.equal(source.batch(indices, train=True)[0], first)
-    assert torch.equal(torch.get_rng_state(), state)  # dropout goes on from the same place
+    assert torch.equal(torch.get_rng_state(), state)  # dropout continues from the same state
     assert not torch.equal(source.batch(indices, train=True)[0], first)
     noise = first[:, 1:4]
     assert len(noise.unique()) == noise.numel()  # samples and generators are independent of each other
@@ -124,7 +124,7 @@ def test_what_transforms_draw_depends_on_the_number_and_the_place_in_the_batch_o
 def test_batches_are_the_same_for_any_number_of_processes():
     made = []
     for workers in (0, 1, 2):
-        source = DatasetSource(Drawing(), workers=workers, ahead=1)
+        source = DatasetSource(Drawing(), loader_workers=workers, prefetch=1)
         torch.manual_seed(7)
         batches = [source.batch(np.arange(start, start + 33), train=True) for start in (0, 50, 10)]
         made.append((batches, torch.get_rng_state()))
@@ -134,7 +134,7 @@ def test_batches_are_the_same_for_any_number_of_processes():
         assert torch.equal(state, made[0][1])
 
 
-def test_the_generators_of_the_caller_do_not_move():
+def test_the_generators_of_the_caller_do_not_change():
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     with seeded(5):
@@ -144,24 +144,24 @@ def test_the_generators_of_the_caller_do_not_move():
     assert random.getstate() == before[2]
 
 
-def test_a_validation_draws_the_same_numbers_every_time_and_none_of_the_runs():
-    source = DatasetSource(Drawing(), workers=1)
+def test_a_validation_draws_the_same_numbers_every_time_and_none_from_the_run_s_generator():
+    source = DatasetSource(Drawing(), loader_workers=1)
     every = torch.split(torch.arange(SAMPLES), 60)
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first, second = (list(source.batches(every)) for _ in range(2))
+    first, second = (list(source.validation_batches(every)) for _ in range(2))
     assert [len(targets) for _, targets in first] == [60, 60, 60, 23]
     assert all(equal(one, other) for one, other in zip(first, second, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
     source.close()
 
 
-# ---- ahead ----
+# ---- prefetching ----
 
 
-def test_what_is_coming_is_read_by_other_processes_before_it_is_asked_for(tmp_path):
+def test_predicted_samples_are_read_by_other_processes_before_they_are_requested(tmp_path):
     data = Watched(tmp_path)
-    reader = Reader(data, workers=2, ahead=64)
+    reader = SampleReader(data, loader_workers=2, prefetch=64)
     requests = [request([*range(start, start + 10)]) for start in range(0, 200, 10)]
     asked = []
 
@@ -169,49 +169,49 @@ def test_what_is_coming_is_read_by_other_processes_before_it_is_asked_for(tmp_pa
         asked.append(1)
         return iter(requests)
 
-    reader.follow(upcoming)
+    reader.prefetch_from(upcoming)
     reader.read(requests[0])
     wait_until(lambda: len(data.read()) >= 50)
-    # Two processes with two slices of up to 32 samples each under way, here of 10 samples, and the one that was taken.
+    # Two processes hold two sub-requests each, here of 10 samples, besides the one that was returned.
     assert data.read() == set(range(50))
     assert os.getpid() not in data.readers()
     for one in requests[1:]:
         reader.read(one)
     assert data.read() == set(range(200))
-    assert len(asked) == 1  # nothing was unexpected
+    assert len(asked) == 1  # every request was as predicted
     reader.close()
 
 
-def test_requests_that_nobody_foretold_are_read_all_the_same_and_nothing_else_is(tmp_path):
+def test_requests_that_were_not_predicted_are_read_and_nothing_else_is(tmp_path):
     data = Watched(tmp_path)
-    reader = Reader(data, workers=2, ahead=64)
-    reader.follow(lambda: iter([request([1]), request([2])]))  # always wrong
+    reader = SampleReader(data, loader_workers=2, prefetch=64)
+    reader.prefetch_from(lambda: iter([request([1]), request([2])]))  # always wrong
     for indices in ([5, 6], [7], [5, 6]):
         assert joined(reader.read(request(indices)))[0][:, 0].tolist() == indices
     reader.close()
     assert data.read() == {5, 6, 7}
 
 
-def test_tensors_in_memory_are_not_read_by_other_processes_unless_the_source_says_so():
+def test_tensors_in_memory_are_not_read_by_other_processes_unless_the_user_says_so():
     data = TensorDataset(torch.zeros(4, 1), torch.zeros(4))
-    assert DatasetSource(data).with_loader_workers(3).workers is None
-    assert DatasetSource(data, workers=1).with_loader_workers(3).workers == 1
-    assert DatasetSource(Drawing()).with_loader_workers(3).workers == 3
-    assert DatasetSource(Drawing(), workers=0).with_loader_workers(3).workers == 0
+    assert DatasetSource(data).with_loader_workers(3).loader_workers is None
+    assert DatasetSource(data, loader_workers=1).with_loader_workers(3).loader_workers == 1
+    assert DatasetSource(Drawing()).with_loader_workers(3).loader_workers == 3
+    assert DatasetSource(Drawing(), loader_workers=0).with_loader_workers(3).loader_workers == 0
 
 
-@pytest.mark.parametrize("wrong", [{"workers": -1}, {"ahead": 0}])
+@pytest.mark.parametrize("wrong", [{"loader_workers": -1}, {"prefetch": 0}])
 def test_an_impossible_number_is_refused(wrong):
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is "):
         DatasetSource(Drawing(), **wrong)
 
 
-# ---- what goes wrong ----
+# ---- failures ----
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sample_that_cannot_be_read_is_named(workers):
-    source = DatasetSource(Broken(), workers=workers)
+def test_an_error_names_the_sample_that_cannot_be_read(workers):
+    source = DatasetSource(Broken(), loader_workers=workers)
     with pytest.raises(
         DataError, match=r"sample 70 of Broken cannot be read: OSError: cannot identify .*cat\.jpg"
     ) as e:
@@ -221,9 +221,9 @@ def test_a_sample_that_cannot_be_read_is_named(workers):
     source.close()
 
 
-def test_a_broken_sample_that_was_only_read_ahead_disturbs_nobody():
-    reader = Reader(Broken(), workers=1, ahead=64)
-    reader.follow(lambda: iter([request([1]), request([70]), request([2])]))
+def test_a_broken_sample_that_was_only_prefetched_is_no_error():
+    reader = SampleReader(Broken(), loader_workers=1, prefetch=64)
+    reader.prefetch_from(lambda: iter([request([1]), request([70]), request([2])]))
     reader.read(request([1]))
     assert joined(reader.read(request([2])))[0][0, 0] == 2
     reader.close()
@@ -232,14 +232,14 @@ def test_a_broken_sample_that_was_only_read_ahead_disturbs_nobody():
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("indices", [[69, 70], [*range(39, 71)]])
 def test_samples_of_different_shapes_are_refused(workers, indices):
-    source = DatasetSource(Ragged(), workers=workers)
-    with pytest.raises(ConfigError, match=r"samples of Ragged do not make a batch: .* equal shapes"):
+    source = DatasetSource(Ragged(), loader_workers=workers)
+    with pytest.raises(ConfigError, match=r"samples of Ragged cannot be collated: .* equal shapes"):
         source.batch(np.array(indices), train=True)
     source.close()
 
 
 class Slow(Drawing):
-    """After its first samples it takes longer than any test waits."""
+    """Samples after the first ten take longer than any test waits."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         time.sleep(600 if index > 9 else 0)
@@ -247,41 +247,41 @@ class Slow(Drawing):
 
 
 @pytest.mark.parametrize("slow", [False, True], ids=["with samples ready", "in the middle of a sample"])
-def test_a_killed_process_is_an_error_and_no_hang_and_reading_can_go_on(slow, tmp_path):
+def test_a_killed_process_is_an_error_and_no_hang_and_reading_can_continue(slow, tmp_path):
     data = Slow() if slow else Watched(tmp_path)
-    reader = Reader(data, workers=2, ahead=64)
+    reader = SampleReader(data, loader_workers=2, prefetch=64)
     upcoming = [request([i]) for i in range(100)]
     handler = signal.getsignal(signal.SIGCHLD)
-    reader.follow(lambda: iter(upcoming))
+    reader.prefetch_from(lambda: iter(upcoming))
     read_all(reader, upcoming[:10])
     assert signal.getsignal(signal.SIGCHLD) == handler
     if isinstance(data, Watched):
         wait_until(lambda: len(data.read()) == 14)  # two processes with two samples each
-        time.sleep(0.2)  # until they are on their way
-    children()[1].kill()  # the other one lives, and must end all the same
-    with pytest.raises(DataError, match=r"reading samples of \w+ ahead failed: .*loader_workers") as failed:
-        read_all(reader, upcoming[10:])  # some may have come
+        time.sleep(0.2)  # until their samples are sent
+    children()[1].kill()  # the other one is alive, and must end, too
+    with pytest.raises(DataError, match=r"prefetching samples of \w+ failed: .*loader_workers") as failed:
+        read_all(reader, upcoming[10:])  # some samples may have arrived
     assert children() == [], failed.value
-    reader.follow(lambda: iter(()))
+    reader.prefetch_from(lambda: iter(()))
     assert joined(reader.read(upcoming[3]))[0][0, 0] == 3
     reader.close()
 
 
-def test_what_torch_does_at_the_end_of_a_child_does_not_disturb_the_end_of_a_reader():
-    """A loader of the user's own has torch raise an error wherever it is; here also while processes are ended."""
-    told = []
-    reader = Reader(Drawing(), workers=2, ahead=64)
+def test_a_handler_of_sigchld_is_not_called_while_a_reader_is_closed():
+    """A DataLoader of the user installs torch's handler, which would raise an error in `close`."""
+    signals = []
+    reader = SampleReader(Drawing(), loader_workers=2, prefetch=64)
     read_all(reader, [request([1])])
-    signal.signal(signal.SIGCHLD, lambda number, frame: told.append(number))
+    signal.signal(signal.SIGCHLD, lambda number, frame: signals.append(number))
     children()[1].kill()
-    wait_until(lambda: bool(told))
-    told.clear()
+    wait_until(lambda: bool(signals))
+    signals.clear()
     reader.close()  # the other process ends
-    assert (children(), told) == ([], [])
+    assert (children(), signals) == ([], [])
 
 
-def test_no_process_is_left_when_a_source_is_closed_or_forgotten():
-    source = DatasetSource(Drawing(), workers=2)
+def test_no_process_is_left_when_a_source_is_closed_or_deleted():
+    source = DatasetSource(Drawing(), loader_workers=2)
     source.batch(np.arange(5), train=True)
     assert len(children()) == 2
     source.close()
@@ -294,7 +294,7 @@ def test_no_process_is_left_when_a_source_is_closed_or_forgotten():
 
 
 class Interrupting(Drawing):
-    """A stand-in for Ctrl-C: the process that reads interrupts its parent."""
+    """Simulates Ctrl-C: the process that reads interrupts its parent."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if index == 40:
@@ -303,8 +303,8 @@ class Interrupting(Drawing):
         return super().__getitem__(index)
 
 
-def test_an_interrupt_between_two_slices_leaves_nothing_that_could_be_taken_for_something_else():
-    reader = Reader(Interrupting(), workers=1, ahead=64)
+def test_after_an_interrupt_between_two_sub_requests_the_next_request_gets_its_own_samples():
+    reader = SampleReader(Interrupting(), loader_workers=1, prefetch=64)
     with pytest.raises(KeyboardInterrupt):
         reader.read(request([*range(64)]))
     assert children() == []
@@ -313,10 +313,10 @@ def test_an_interrupt_between_two_slices_leaves_nothing_that_could_be_taken_for_
 
 
 def _read_as_a_daemon(results) -> None:
-    results.put(joined(Reader(Drawing(), workers=2, ahead=64).read(request([3, 4])))[0][:, 0].tolist())
+    results.put(joined(SampleReader(Drawing(), loader_workers=2, prefetch=64).read(request([3, 4])))[0][:, 0].tolist())
 
 
-def test_a_process_that_may_have_no_children_reads_by_itself():
+def test_a_process_that_may_have_no_children_reads_in_itself():
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
     process = context.Process(target=_read_as_a_daemon, args=(results,), daemon=True)

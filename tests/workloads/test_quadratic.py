@@ -122,7 +122,7 @@ def _one_thread() -> Iterator[None]:
 
 COPIES, DIM = 3000, 4
 CHANGING = "0s:1 12s:4 20s:2 24s:1 32s"
-"""Workers of eight samples each, a step a second: 12 steps of 8, 8 of 32, 4 of 16, 8 of 8."""
+"""Workers of eight samples each, one step per second: 12 steps of 8, 8 of 32, 4 of 16, 8 of 8."""
 
 
 def small_model() -> NoisyQuadratic:
@@ -130,7 +130,7 @@ def small_model() -> NoisyQuadratic:
 
 
 def copies_of(model: NoisyQuadratic, copies: int) -> NoisyQuadratic:
-    """Coordinates know nothing of each other, so that many copies in one run are as many independent runs."""
+    """Coordinates are independent of each other, so many copies in one run are equivalent to many independent runs."""
     return NoisyQuadratic(np.tile(model.curvature, copies), np.tile(model.noise, copies), (model.noise.size * copies,))
 
 
@@ -188,7 +188,7 @@ def test_the_mean_of_sampled_runs_is_the_expected_loss(rule: str, momentum: floa
         assert error < 0.05 * expected.loss[step], "too noisy to prove anything"
 
 
-def test_what_adascale_measures_and_does_is_what_true_noise_and_signal_tell_it() -> None:
+def test_adascale_measures_the_true_noise_and_signal_and_scales_accordingly() -> None:
     # The copies share one measurement, whose errors shrink with their number: the rule sees the true noise and signal.
     model = small_model()
     flow = flow_on(copies_of(model, COPIES), "adascale", "sgd(momentum=0.9)", schedule="cosine")
@@ -316,7 +316,7 @@ def test_a_rate_that_is_too_large_gives_an_infinite_loss_and_no_warning() -> Non
     assert not math.isfinite(run.loss[-1])
 
 
-def test_a_rate_a_layer_moves_each_layer_by_its_own() -> None:
+def test_each_layer_moves_by_its_own_rate() -> None:
     class Layered(type(_rule("constant"))):  # type: ignore[misc]
         """The first layer stands still."""
 

@@ -1,4 +1,4 @@
-"""Sources deliver the right samples in the right order; augmentation moves each image on its own, and correctly."""
+"""Sources return the right samples in the right order, and augmentation moves each image on its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def crops(image: torch.Tensor, pad: int) -> list[torch.Tensor]:
-    """Every result that crop and flip may give, made the slow way."""
+    """Return every possible result of `crop_and_flip`, computed one by one."""
     _, height, width = image.shape
     padded = F.pad(image, (pad, pad, pad, pad))
     shifts = [(down, right) for down in range(2 * pad + 1) for right in range(2 * pad + 1)]

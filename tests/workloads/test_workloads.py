@@ -1,4 +1,4 @@
-"""The registry, recipes and tasks: what every workload promises, and how a user adds one."""
+"""The registry, recipes and tasks: what every workload guarantees, and how a user adds one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RECIPE = Recipe(ref_batch=4, local_batch=2, lr=0.1, optimizer="sgd", schedule="c
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict[str, Path | None]:
-    """A tiny data set for every workload that needs one: two kinds of images, a text with a period."""
+    """A tiny data set for every workload that needs one: images of two classes, a periodic text."""
     folder = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     for part, count in (("train", 64), ("t10k", 16)):
@@ -84,7 +84,7 @@ def small(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_every_recipe_is_known_without_data_and_its_texts_are_understood(name):
+def test_every_recipe_is_known_without_data_and_its_texts_can_be_parsed(name):
     recipe = workloads.recipe(name)
     build_optimizer(recipe.optimizer, [nn.Parameter(torch.zeros(1))], lr=recipe.lr)
     make_schedule(recipe.schedule)
@@ -97,7 +97,7 @@ def test_every_recipe_is_known_without_data_and_its_texts_are_understood(name):
 def test_a_few_steps_of_its_own_recipe_lower_the_loss(name, data):
     task = workloads.build(small(name), data=data.get(name), seed=0)
     recipe = task.recipe
-    # A tenth of the rate: at the full one, without its warm-up, a deep network may jump about in its first steps.
+    # A tenth of the rate: at the full one, without warm-up, the loss of a deep network may rise in its first steps.
     optimizer = build_optimizer(recipe.optimizer, task.model.parameters(), lr=recipe.lr / 10)
     x, y = task.train.batch(torch.arange(min(recipe.ref_batch, len(task.train))), train=False)
     losses = []
@@ -144,7 +144,7 @@ def test_a_task_describes_itself_as_json(name, data):
     assert json.loads(text)["recipe"]["ref_batch"] == workloads.recipe(name).ref_batch
 
 
-# ---- each one ----
+# ---- single workloads ----
 
 
 def test_digits_are_split_by_class_and_standardised():
@@ -219,7 +219,7 @@ def test_a_text_with_the_line_ends_of_windows_is_the_same_text(tmp_path):
     assert torch.equal(*tokens)
 
 
-# ---- what bad input gets ----
+# ---- wrong input ----
 
 
 @pytest.mark.parametrize(
@@ -302,12 +302,12 @@ def test_an_impossible_recipe_is_refused(change, says):
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Registrations of a test end with it."""
+    """Undo the registrations of a test after it."""
     monkeypatch.setattr(WORKLOADS, "_entries", dict(WORKLOADS._entries))
 
 
 def blobs(recipe: Recipe, width: int = 3) -> Task:
-    """Two points, told apart by a line."""
+    """Two points, separated by a line."""
     x, y = torch.tensor([[-1.0], [1.0]]).repeat(1, width), torch.tensor([0, 1])
     return Task(model=nn.Linear(width, 2), train=TensorSource(x, y), valid=TensorSource(x, y), recipe=recipe)
 
@@ -318,7 +318,7 @@ def test_an_own_workload_is_a_function_that_is_registered(registry):
     assert workloads.build("blobs(width=5)").model.in_features == 5
     assert workloads.build("blobs(5)").model.in_features == 5
     entry = WORKLOADS.entry("blobs")
-    assert (entry.summary, entry.cite) == ("Two points, told apart by a line.", "nobody")
+    assert (entry.summary, entry.cite) == ("Two points, separated by a line.", "nobody")
     assert [(name, default) for name, default, _ in entry.parameters] == [("width", "3")]
 
 
@@ -445,7 +445,7 @@ def test_a_parameter_without_a_default_is_refused(registry):
         register_workload("needy", recipe=RECIPE)(needy)
 
 
-def test_a_chosen_workload_reads_nothing(registry):
+def test_a_workload_reads_nothing_before_it_is_built(registry):
     def explosive(data: Path | None, recipe: Recipe, width: int = 1) -> Task:
         raise AssertionError("built")
 
@@ -554,7 +554,7 @@ def test_without_a_recipe_a_model_is_evaluated_by_the_scores_or_the_loss():
     model = nn.Linear(1, 1)
     nn.init.zeros_(model.weight)
     nn.init.constant_(model.bias, 3.0)
-    # The model says 3 for the targets 0 and 1: the errors are 3 and 2.
+    # The model predicts 3 for the targets 0 and 1: the errors are 3 and 2.
     by_loss = Task(model=model, train=POINTS, valid=POINTS, loss=squared_error)
     assert by_loss.evaluate(model) == {"loss": pytest.approx(6.5)}
     by_scores = Task(

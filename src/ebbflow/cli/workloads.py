@@ -1,7 +1,8 @@
-"""`ebbflow workloads`: what there is to train."""
+"""`ebbflow workloads`: list what can be trained."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -19,23 +20,17 @@ def workloads(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """List the workloads and the recipe that each is trained with."""
-    import dataclasses
-
+    """List the workloads and their recipes."""
     from ebbflow.workloads import WORKLOADS, recipe
 
     load_plugins(plugin or [])
+    listed = [(entry, recipe(entry.name)) for entry in WORKLOADS]
     if json:
-        print_json(
-            [{"name": e.name, "summary": e.summary, "recipe": dataclasses.asdict(recipe(e.name))} for e in WORKLOADS]
-        )
+        print_json([{"name": e.name, "summary": e.summary, "recipe": asdict(r)} for e, r in listed])
         return
-    shown = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "what it is", "batch", "rate", "epochs", "metric"):
-        shown.add_column(column, justify="right" if column in ("batch", "rate", "epochs") else "left")
-    for entry in WORKLOADS:
-        chosen = recipe(entry.name)
-        shown.add_row(
-            entry.name, entry.summary, str(chosen.ref_batch), f"{chosen.lr:g}", str(chosen.epochs), chosen.metric
-        )
-    out.print(shown)
+        table.add_column(column, justify="right" if column in ("batch", "rate", "epochs") else "left")
+    for e, r in listed:
+        table.add_row(e.name, e.summary, str(r.ref_batch), f"{r.lr:g}", str(r.epochs), r.metric)
+    out.print(table)

@@ -128,8 +128,8 @@ def assemble(
             on_event=on_event,
         )
     )
-    if isinstance(task.train, workloads.PrefetchingSource):
-        task.train.follow(made.upcoming)
+    if isinstance(task.train, workloads.DatasetSource):
+        task.train.prefetch_from(made.upcoming)
     skips = optimizer.on_nonfinite == "skip"
     statistics = None
     if skips or config.bn_follows_batch:

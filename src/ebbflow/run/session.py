@@ -36,7 +36,7 @@ from ebbflow.run.loop import Callbacks, Evaluate, TrainingLoop
 from ebbflow.run.planning import make_plan
 from ebbflow.run.torchrun import joined
 from ebbflow.run.training import RECORD, RunFiles
-from ebbflow.workloads import DatasetSource, PrefetchingSource, Source, Task
+from ebbflow.workloads import DatasetSource, Source, Task
 
 __all__ = ["Session", "SessionStep", "own_task"]
 
@@ -100,7 +100,7 @@ def own_task(model: torch.nn.Module, data: Any, loss: Loss | None, *, workers: i
         )
     device = next(model.parameters()).device
     source: Source = data if hasattr(data, "batch") else DatasetSource(data, device)
-    if isinstance(source, PrefetchingSource):
+    if isinstance(source, DatasetSource):
         source = source.with_loader_workers(workers)
     return Task(model=model, train=source, loss=loss)
 

@@ -1,6 +1,6 @@
-"""What is trained: model, data, loss, metric and recipe, by name. Importing this imports torch but reads no data.
+"""Workloads: models with their data, loss, metric and recipe, by name. Importing this package reads no data.
 
-Start with `build` and `recipe`; `workload.py` says how to add a workload of your own.
+`build` and `recipe` are the entry points; `workload.py` says how to add a workload of your own.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 # Importing a module registers its workloads.
 from ebbflow.workloads import image_folders, images, quadratic, shakespeare  # noqa: F401
 from ebbflow.workloads.prefetch import DatasetSource
-from ebbflow.workloads.sources import Indices, PrefetchingSource, Source, TensorSource, TokenSource, crop_and_flip
+from ebbflow.workloads.sources import Indices, Source, TensorSource, TokenSource, crop_and_flip
 from ebbflow.workloads.workload import (
     WORKLOADS,
     Recipe,
@@ -25,7 +25,6 @@ __all__ = [
     "WORKLOADS",
     "DatasetSource",
     "Indices",
-    "PrefetchingSource",
     "Recipe",
     "Source",
     "Task",

@@ -1,11 +1,11 @@
-"""Readers of published data files. numpy only; every reader checks what it reads and says which file is wrong.
+"""Readers of published image files; each checks what it reads, and its errors name the file.
 
-    read_mnist_folder   idx files, plain or gzip: MNIST and what imitates it
-    read_cifar10        the original batches, python or binary, or one npz of JPEGs; told apart by what is there
-    read_cifar100       the same of CIFAR-100, with its 100 fine labels
+    read_mnist_folder   MNIST and data sets in its format: idx files, plain or gzip
+    read_cifar10        the original batches, python or binary, or one npz file of JPEGs, whichever is found
+    read_cifar100       the same for CIFAR-100, with its 100 fine labels
 
-The npz holds, for `train` and `test`: `{split}_jpeg` (all images, one after the other, as bytes), `{split}_offsets`
-(image i is bytes offsets[i]:offsets[i+1]) and `{split}_labels`.
+The npz file has three arrays for each of `train` and `test`: `{split}_jpeg` (the bytes of all images, concatenated),
+`{split}_offsets` (image i is bytes offsets[i]:offsets[i+1]) and `{split}_labels`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ _CIFAR_PIXELS = 3 * _CIFAR_SIDE * _CIFAR_SIDE
 
 
 class Images(NamedTuple):
-    """One part of an image set: pixels as bytes `(samples, channels, height, width)` and class numbers."""
+    """The training or test images of a data set: pixels `(samples, channels, height, width)` and class indices."""
 
     pixels: NDArray[np.uint8]
     labels: NDArray[np.int64]
 
 
-def _images(where: Path | str, pixels: NDArray[np.uint8], labels: NDArray[Any], *, classes: int) -> Images:
+def _checked(where: Path | str, pixels: NDArray[np.uint8], labels: NDArray[Any], *, classes: int) -> Images:
+    """Return images and labels that belong together; raise DataError if there is anything wrong with the labels."""
     if labels.ndim != 1 or len(labels) != len(pixels):
-        raise DataError(f"{where}: {len(pixels)} images but labels of shape {labels.shape}; expected one an image")
+        raise DataError(f"{where}: {len(pixels)} images but labels of shape {labels.shape}; expected one per image")
     if len(labels) == 0:
         raise DataError(f"{where}: no images")
     if labels.dtype.kind not in "iu":
@@ -51,16 +52,16 @@ def _images(where: Path | str, pixels: NDArray[np.uint8], labels: NDArray[Any], 
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(wrong):
         raise DataError(f"{where}: label {labels[wrong[0]]} of image {wrong[0]}; expected 0 to {classes - 1}")
-    # Arrays over the bytes of a file are read-only, which torch does not support.
+    # An array that shares the bytes of a file is read-only, which torch does not support.
     return Images(np.require(pixels, requirements=["C", "W"]), labels.astype(np.int64))
 
 
-def _join(parts: list[Images]) -> Images:
-    return Images(np.concatenate([part.pixels for part in parts]), np.concatenate([part.labels for part in parts]))
+def _concatenate(batches: list[Images]) -> Images:
+    return Images(*(np.concatenate(arrays) for arrays in zip(*batches, strict=True)))
 
 
 def _read_bytes(path: Path) -> bytes:
-    """The content of a file, unzipped when it is gzip."""
+    """Return the content of a file, decompressed if it is gzip."""
     try:
         raw = path.read_bytes()
         return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
@@ -74,9 +75,10 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
-    """An idx file of unsigned bytes with that many dimensions, plain or gzip.
+    """Read an idx file of unsigned bytes with this number of dimensions, plain or gzip.
 
-    The form: two zero bytes, the type, the number of dimensions, each size as a big-endian 32-bit number, the values.
+    The format: two zero bytes, the type, the number of dimensions, the size of each as a big-endian 32-bit number, and
+    the values.
     """
     raw = _read_bytes(path)
     expected = bytes([0, 0, _IDX_BYTES, dimensions])
@@ -98,51 +100,53 @@ def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
 
 
 def read_mnist_folder(folder: Path, *, side: int = 28, classes: int = 10, source: str) -> tuple[Images, Images]:
-    """Training and test images from the four idx files of a folder, each plain or with .gz.
+    """Read training and test images from the four idx files of a folder, each plain or with .gz.
 
-    `source` ends the message about missing files: where a user gets them.
+    `source` says where a user can get the files; it ends the message about missing ones.
     """
-    names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+    names = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
     found = {name: path for name in names for path in (folder / f"{name}.gz", folder / name) if path.is_file()}
     missing = [name for name in names if name not in found]
     if missing:
         lacks = f"has no {', '.join(missing)} (with or without .gz)" if folder.is_dir() else "is not a folder"
         raise DataError(f"{folder} {lacks}; expected the idx files {', '.join(names)}; {source}")
-    parts = []
-    for part in ("train", "t10k"):
-        path = found[f"{part}-images-idx3-ubyte"]
+    splits = []
+    for split in ("train", "t10k"):
+        path = found[f"{split}-images-idx3-ubyte"]
         pixels = read_idx(path, dimensions=3)
         if pixels.shape[1:] != (side, side):
             raise DataError(f"{path}: images of {pixels.shape[1]}x{pixels.shape[2]} pixels; expected {side}x{side}")
-        labels = found[f"{part}-labels-idx1-ubyte"]
-        parts.append(_images(labels, pixels[:, None], read_idx(labels, dimensions=1), classes=classes))
-    return parts[0], parts[1]
+        labels = found[f"{split}-labels-idx1-ubyte"]
+        splits.append(_checked(labels, pixels[:, None], read_idx(labels, dimensions=1), classes=classes))
+    return splits[0], splits[1]
 
 
 # ---- CIFAR-10 and CIFAR-100 ----
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cifar:
-    """What tells the files of the two sets apart."""
+class _CifarFormat:
+    """How the files of CIFAR-10 and CIFAR-100 are named and organised."""
 
     name: str
-    stem: str
-    """Of the archives, and with an ending of the folders in them."""
+    archive: str
+    """Beginning of the archives' names."""
     classes: int
     train: tuple[str, ...]
+    """Names of the files with training images."""
     test: str
+    """Name of the file with test images."""
     folders: tuple[str, str]
-    """In the python and in the binary archive."""
+    """Names of the folders in the python and in the binary archive."""
     labels: str
     """Key of the labels in a python batch."""
     label_bytes: int
-    """Before each image of a binary batch; the last of them is the label."""
+    """Number of label bytes before each image of a binary batch; the last of them is used."""
 
 
-_CIFAR10 = _Cifar(
+_CIFAR10 = _CifarFormat(
     name="CIFAR-10",
-    stem="cifar-10",
+    archive="cifar-10",
     classes=10,
     train=tuple(f"data_batch_{number}" for number in range(1, 6)),
     test="test_batch",
@@ -150,9 +154,9 @@ _CIFAR10 = _Cifar(
     labels="labels",
     label_bytes=1,
 )
-_CIFAR100 = _Cifar(
+_CIFAR100 = _CifarFormat(
     name="CIFAR-100",
-    stem="cifar-100",
+    archive="cifar-100",
     classes=100,
     train=("train",),
     test="test",
@@ -163,19 +167,22 @@ _CIFAR100 = _Cifar(
 
 
 def read_cifar10(data: Path) -> tuple[Images, Images]:
-    """Training and test images of CIFAR-10: a folder of original batches (or the folder above it), or an npz file."""
+    """Read training and test images of CIFAR-10.
+
+    `data` is the folder of the original batches, or the folder above it, or an npz file.
+    """
     return _read_cifar(data, _CIFAR10)
 
 
 def read_cifar100(data: Path) -> tuple[Images, Images]:
-    """Training and test images of CIFAR-100 with their fine labels, from the same kinds of places."""
+    """Read training and test images of CIFAR-100 with their fine labels; `data` is as for `read_cifar10`."""
     return _read_cifar(data, _CIFAR100)
 
 
-def _read_cifar(data: Path, kind: _Cifar) -> tuple[Images, Images]:
+def _read_cifar(data: Path, kind: _CifarFormat) -> tuple[Images, Images]:
     if data.is_file() and zipfile.is_zipfile(data):
         return _cifar_npz(data, "train", kind), _cifar_npz(data, "test", kind)
-    readers: tuple[tuple[str, Callable[[Path, _Cifar], Images]], ...] = (("", _cifar_python), (".bin", _cifar_binary))
+    readers: list[tuple[str, Callable[[Path, _CifarFormat], Images]]] = [("", _cifar_python), (".bin", _cifar_binary)]
     for inner, (suffix, read) in zip(kind.folders, readers, strict=True):
         for folder in (data, data / inner):
             paths = [folder / (name + suffix) for name in (*kind.train, kind.test)]
@@ -184,20 +191,20 @@ def _read_cifar(data: Path, kind: _Cifar) -> tuple[Images, Images]:
                 continue
             if missing:
                 raise DataError(f"{folder} lacks {', '.join(missing)} of {kind.name}'s {len(paths)} batches; add them")
-            return _join([read(path, kind) for path in paths[:-1]]), read(paths[-1], kind)
-    found = "is a file of another kind" if data.is_file() else "holds none of it" if data.is_dir() else "does not exist"
+            return _concatenate([read(path, kind) for path in paths[:-1]]), read(paths[-1], kind)
+    found = "is a file of another kind" if data.is_file() else "has none of it" if data.is_dir() else "does not exist"
     raise DataError(
         f"no {kind.name} at {data}: it {found}; expected a folder with the unpacked original batches "
-        f"({kind.train[0]}{' to 5' if len(kind.train) > 1 else ''} and {kind.test} of {kind.stem}-python.tar.gz, or "
-        f"with .bin those of {kind.stem}-binary.tar.gz), or an npz of JPEGs"
+        f"({kind.train[0]}{' to 5' if len(kind.train) > 1 else ''} and {kind.test} of {kind.archive}-python.tar.gz, or "
+        f"with .bin those of {kind.archive}-binary.tar.gz), or an npz of JPEGs"
     )
 
 
-def _cifar_python(path: Path, kind: _Cifar) -> Images:
+def _cifar_python(path: Path, kind: _CifarFormat) -> Images:
     batch = load_pickle(path)
     if not isinstance(batch, dict):
         raise DataError(f"{path}: holds a {type(batch).__name__}; expected a dictionary with data and {kind.labels}")
-    # Written by Python 2 the keys are bytes; a copy that was written again may have text.
+    # The original files, written by Python 2, have bytes as keys; files that were written again may have text.
     pixels, labels = (batch.get(key.encode(), batch.get(key)) for key in ("data", kind.labels))
     if not isinstance(pixels, PickledBytes):
         raise DataError(f"{path}: has no array 'data'; expected one of shape (images, {_CIFAR_PIXELS})")
@@ -209,15 +216,14 @@ def _cifar_python(path: Path, kind: _Cifar) -> Images:
         raise DataError(f"{path}: 'data' is {error}") from None
     if rows.ndim != 2 or rows.shape[1] != _CIFAR_PIXELS:
         raise DataError(f"{path}: 'data' has the shape {rows.shape}; expected (images, {_CIFAR_PIXELS})")
-    # Before they become an array of 64 bits: a huge number is out of range, not an overflow.
+    # Checked before they become an array of 64 bits: a huge number is out of range, not an overflow.
     wrong = [label for label in labels if not 0 <= label < kind.classes]
     if wrong:
         raise DataError(f"{path}: label {wrong[0]}; expected 0 to {kind.classes - 1}")
-    known = np.array(labels, dtype=np.int64)
-    return _images(path, rows.reshape(-1, 3, _CIFAR_SIDE, _CIFAR_SIDE), known, classes=kind.classes)
+    return _checked(path, rows.reshape(-1, 3, _CIFAR_SIDE, _CIFAR_SIDE), np.array(labels), classes=kind.classes)
 
 
-def _cifar_binary(path: Path, kind: _Cifar) -> Images:
+def _cifar_binary(path: Path, kind: _CifarFormat) -> Images:
     raw = np.frombuffer(_read_bytes(path), dtype=np.uint8)
     record = kind.label_bytes + _CIFAR_PIXELS
     if raw.size == 0 or raw.size % record:
@@ -226,13 +232,13 @@ def _cifar_binary(path: Path, kind: _Cifar) -> Images:
         )
     rows = raw.reshape(-1, record)
     pixels = rows[:, kind.label_bytes :].reshape(-1, 3, _CIFAR_SIDE, _CIFAR_SIDE)
-    return _images(path, pixels, rows[:, kind.label_bytes - 1], classes=kind.classes)
+    return _checked(path, pixels, rows[:, kind.label_bytes - 1], classes=kind.classes)
 
 
-def _cifar_npz(path: Path, split: str, kind: _Cifar) -> Images:
+def _cifar_npz(path: Path, split: str, kind: _CifarFormat) -> Images:
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            blob, offsets, labels = (arrays[f"{split}_{part}"] for part in ("jpeg", "offsets", "labels"))
+            blob, offsets, labels = (arrays[f"{split}_{name}"] for name in ("jpeg", "offsets", "labels"))
     except KeyError as error:
         raise DataError(f"{path}: {error.args[0]}; expected the arrays {split}_jpeg, _offsets and _labels") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
@@ -240,53 +246,55 @@ def _cifar_npz(path: Path, split: str, kind: _Cifar) -> Images:
     where = f"{path}, {split}"
     try:
         pixels = disk_cached("jpeg", [blob, offsets], lambda: decode_jpegs(blob, offsets))
-        return _images(where, pixels, labels, classes=kind.classes)
+        return _checked(where, pixels, labels, classes=kind.classes)
     except DataError as error:
         raise DataError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
 
 
 def decode_jpegs(blob: NDArray[Any], offsets: NDArray[Any], *, side: int = _CIFAR_SIDE) -> NDArray[np.uint8]:
-    """Square RGB images from JPEGs that lie one after the other in an array of bytes; uses all cores.
-
-    Image i is `blob[offsets[i]:offsets[i + 1]]`.
-    """
+    """Decode square RGB images on all cores; the JPEG of image i is `blob[offsets[i]:offsets[i + 1]]`."""
     try:
         from PIL import Image
     except ImportError:
         raise MissingExtra("pillow", extra="vision", needed_for="an npz file of JPEGs") from None
     if blob.ndim != 1 or blob.dtype != np.uint8:
-        raise DataError(f"the JPEGs are an array of type {blob.dtype} and shape {blob.shape}; expected a row of bytes")
+        raise DataError(f"the JPEGs are of type {blob.dtype} and shape {blob.shape}; expected a vector of bytes")
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or len(offsets) < 1:
         raise DataError(
-            f"the offsets are of type {offsets.dtype} and shape {offsets.shape}; expected a row of integers"
+            f"the offsets are of type {offsets.dtype} and shape {offsets.shape}; expected a vector of integers"
         )
     bounds: list[int] = offsets.tolist()
     if bounds[0] < 0 or bounds[-1] > len(blob) or sorted(bounds) != bounds:
-        raise DataError(f"the offsets do not rise from 0 to at most {len(blob)}, the number of bytes")
+        raise DataError(f"the offsets do not increase from 0 to at most {len(blob)}, the number of bytes")
     result = np.empty((len(bounds) - 1, 3, side, side), dtype=np.uint8)
 
-    def decode(chunk: range) -> None:
-        for number in chunk:
-            piece = blob[bounds[number] : bounds[number + 1]].tobytes()
+    def decode(numbers: range) -> None:
+        for number in numbers:
+            jpeg = blob[bounds[number] : bounds[number + 1]].tobytes()
             try:
-                with Image.open(io.BytesIO(piece), formats=["JPEG"]) as image:
-                    if image.size != (side, side):  # known from the header: nothing huge is ever decoded
+                with Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
+                    if image.size != (side, side):  # known from the header, so that nothing huge is ever decoded
                         raise DataError(f"image {number} is {image.width}x{image.height}; expected {side}x{side}")
                     result[number] = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
             except (OSError, SyntaxError) as error:
                 raise DataError(f"image {number} is not a readable JPEG ({error})") from None
 
-    chunks = [range(start, min(start + 1000, len(result))) for start in range(0, len(result), 1000)]
+    numbers = range(len(result))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(decode, chunks))
+        list(pool.map(decode, (numbers[start : start + 1000] for start in numbers[::1000])))
     return result
 
 
-# ---- pickles ----
+# ---- pickles of unknown origin ----
+#
+# A pickle is a program, and numpy's own reconstruction of arrays is code, too. This reader knows containers, numbers,
+# text and bytes. Where the pickle names one of the few numpy functions by which arrays are stored, a method of ours
+# notes the arguments, and the array is made afterwards from checked bytes. Every other name is refused before anything
+# is called.
 
 
-class _Type:
-    """A numpy type: its code counts; its state (byte order, alignment) means nothing for single bytes."""
+class _PickledType:
+    """A numpy type. Only its code is used; its state (byte order, alignment) does not matter for single bytes."""
 
     __slots__ = ("code",)
 
@@ -298,7 +306,7 @@ class _Type:
 
 
 class PickledBytes:
-    """An array of bytes as the pickle described it; nothing of it is trusted before `array`."""
+    """An array of bytes as the pickle describes it; nothing is checked before `array`."""
 
     __slots__ = ("order", "raw", "shape", "type")
 
@@ -313,11 +321,11 @@ class PickledBytes:
         self.order = "F" if fortran else "C"
 
     def array(self) -> NDArray[np.uint8]:
-        """The array, when it is one of unsigned bytes and as long as its shape says."""
+        """Return the array; raise DataError unless it holds unsigned bytes, as many as its shape says."""
         shape = self.shape
         if not (isinstance(shape, tuple) and all(isinstance(side, int) and side >= 0 for side in shape)):
             raise DataError("an array without a proper shape")
-        code = self.type.code if isinstance(self.type, _Type) else self.type
+        code = self.type.code if isinstance(self.type, _PickledType) else self.type
         if code not in ("u1", b"u1"):
             raise DataError(f"an array of type {code!r}, expected unsigned bytes (u1)")
         if self.order not in ("C", "F") or not isinstance(self.raw, (bytes, bytearray)):
@@ -328,12 +336,12 @@ class PickledBytes:
         return flat.reshape(shape, order=self.order)
 
 
-class _Restricted(pickle.Unpickler):
-    """Looks every name up in a table. Its stand-ins are bound methods, which a pickle cannot alter."""
+class _RestrictedUnpickler(pickle.Unpickler):
+    """Looks every name up in a table; the functions in it are bound methods, which a pickle cannot change."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         table: dict[tuple[str, str], Any] = {
-            ("numpy", "ndarray"): "ndarray",  # only ever an argument of reconstruct
+            ("numpy", "ndarray"): "ndarray",  # it is only used as an argument of _reconstruct
             ("numpy", "dtype"): self._dtype,
             ("_codecs", "encode"): self._encode,
         }
@@ -353,8 +361,8 @@ class _Restricted(pickle.Unpickler):
         array.raw, array.type, array.shape, array.order = raw, code, shape, order
         return array
 
-    def _dtype(self, code: object, _align: object = None, _copy: object = None) -> _Type:
-        return _Type(code)
+    def _dtype(self, code: object, _align: object = None, _copy: object = None) -> _PickledType:
+        return _PickledType(code)
 
     def _encode(self, text: object, encoding: object) -> bytes:
         if not (isinstance(text, str) and encoding == "latin1"):
@@ -363,13 +371,13 @@ class _Restricted(pickle.Unpickler):
 
 
 def load_pickle(path: Path) -> Any:
-    """The content of a pickle made of containers, numbers, text and byte arrays (as `PickledBytes`).
+    """Return the content of a pickle of containers, numbers, text and byte arrays (as `PickledBytes`).
 
-    Texts of Python 2 come as bytes. Anything else in the file is a DataError, and none of it has been executed.
+    Text that Python 2 wrote is returned as bytes. Anything else in the file raises DataError; nothing is executed.
     """
     try:
         with path.open("rb") as file:
-            return _Restricted(file, encoding="bytes").load()
+            return _RestrictedUnpickler(file, encoding="bytes").load()
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     except Exception as error:  # damaged pickles raise nearly anything: EOFError, KeyError, ValueError, TypeError, ...

@@ -1,10 +1,10 @@
-"""Image sets that lie on disk as folders, too large for memory: ImageNet, and what is laid out like it.
+"""Workloads with images in folders, for data sets too large for memory: ImageNet, and others in its layout.
 
-    DIR/train/CLASS/*.jpg      any names; the classes are numbered in the order of their names
+    DIR/train/CLASS/*.jpg      with any names; classes are numbered in alphabetical order
     DIR/val/CLASS/*.jpg
 
-Worker processes decode the images ahead (`prefetch.py`). They deliver bytes, a fourth of what floats would take on the
-way, and the device standardises them.
+Loader processes decode the images (`prefetch.py`). They send bytes, which take a quarter of the memory of floats, and
+the device standardises them.
 """
 
 from __future__ import annotations
@@ -23,54 +23,55 @@ from ebbflow.workloads.models import ResNet, resnet18, resnet50
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.workload import Recipe, Task, missing_data, register_workload
 
-__all__ = ["ImageFolder", "folder_resnet18", "folder_resnet50", "random_crop", "whole_image"]
+__all__ = ["ImageFolder", "center_crop", "folder_resnet18", "folder_resnet50", "random_crop"]
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-_MARGIN = 256 / 224  # a validation image is resized to this times its crop
-# Mean and deviation of ImageNet's pixels, as bytes, for red, green and blue.
+_MARGIN = 256 / 224  # shorter side of a validation image divided by the side of its crop
+# Mean and standard deviation of ImageNet's pixels, as bytes, for red, green and blue.
 _MEAN, _STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 Box = tuple[float, float, float, float]
 Crop = Callable[[int, int], Box]
-"""From width and height to the part of an image that is used: left, upper, right, lower."""
+"""Maps width and height of an image to the box that is used: left, upper, right, lower."""
 
 
 def random_crop(width: int, height: int) -> Box:
-    """A part of 8 to 100 % of an image, 3:4 to 4:3, drawn from torch's generator (Szegedy et al., CVPR 2015).
+    """Draw a box of 8 to 100 % of the image's area and an aspect ratio of 3:4 to 4:3 (Szegedy et al., CVPR 2015).
 
-    After ten draws that do not fit into the image: its middle, as much as has such a shape.
+    If ten draws do not fit into the image, the box is the largest one in its centre with such an aspect ratio. Draws
+    are from torch's global generator.
     """
     for _ in range(10):
-        share, shape = torch.rand(2).tolist()
-        area = width * height * (0.08 + 0.92 * share)
-        ratio = (3 / 4) ** (1 - 2 * shape)
+        area_draw, ratio_draw = torch.rand(2).tolist()
+        area = width * height * (0.08 + 0.92 * area_draw)
+        ratio = (3 / 4) ** (1 - 2 * ratio_draw)
         wide, high = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
         if 0 < wide <= width and 0 < high <= height:
-            left, upper = (int(torch.randint(room + 1, ())) for room in (width - wide, height - high))
+            left, upper = (int(torch.randint(margin + 1, ())) for margin in (width - wide, height - high))
             return left, upper, left + wide, upper + high
-    return _middle(width, height, min(width, height * 4 / 3), min(height, width * 4 / 3))
+    return _central_box(width, height, min(width, height * 4 / 3), min(height, width * 4 / 3))
 
 
-def whole_image(width: int, height: int) -> Box:
-    """The square in the middle, less a margin of an eighth.
+def center_crop(width: int, height: int) -> Box:
+    """Return the square in the centre whose side is 7/8 of the image's shorter side.
 
-    >>> whole_image(400, 256)
+    >>> center_crop(400, 256)
     (88.0, 16.0, 312.0, 240.0)
     """
     side = min(width, height) / _MARGIN
-    return _middle(width, height, side, side)
+    return _central_box(width, height, side, side)
 
 
-def _middle(width: int, height: int, wide: float, high: float) -> Box:
+def _central_box(width: int, height: int, wide: float, high: float) -> Box:
     left, upper = (width - wide) / 2, (height - high) / 2
     return left, upper, left + wide, upper + high
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """The images below a folder of one folder a class, as bytes `(3, size, size)`, with the number of their class."""
+    """The images of a folder with one folder per class, as bytes `(3, size, size)` with the index of their class."""
 
     def __init__(self, folder: Path, *, size: int, crop: Crop, mirror: bool = False) -> None:
-        """`mirror`: half of the images, drawn from torch's generator."""
+        """With `mirror`, each image is mirrored with probability 1/2, drawn from torch's global generator."""
         try:
             from PIL import Image  # noqa: F401
         except ImportError:
@@ -89,13 +90,13 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             ]
         except OSError as error:
             raise DataError(
-                f"{folder}: cannot be read ({error.strerror or error}); expected a folder with one folder of images a "
-                f"class"
+                f"{folder}: cannot be read ({error.strerror or error}); expected a folder with one folder of images "
+                f"per class"
             ) from None
         if not names:
-            raise DataError(f"{folder}: no images in {len(self.classes)} folders below it; expected CLASS/NAME.jpg")
-        # Arrays, not a list of texts: to read one of those writes its reference count, so that each process would soon
-        # have a copy of all of them.
+            raise DataError(f"{folder}: no images in its {len(self.classes)} folders; expected CLASS/NAME.jpg")
+        # Arrays instead of lists of objects: reading an object writes its reference count, so that every loader process
+        # would soon have its own copy of the memory.
         self._names = np.array([os.fsencode(name) for name, _ in names])
         self._labels = np.array([number for _, number in names])
 
@@ -109,12 +110,12 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         try:
             with Image.open(path) as image:
                 box = self.crop(image.width, image.height)
-                part = image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
+                resized = image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
         except (OSError, SyntaxError) as error:
             raise DataError(f"{path}: not a readable image ({error})") from None
         if self.mirror and torch.rand(()) < 0.5:
-            part = part.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return torch.from_numpy(np.array(part)).permute(2, 0, 1), int(self._labels[index])
+            resized = resized.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return torch.from_numpy(np.array(resized)).permute(2, 0, 1), int(self._labels[index])
 
 
 _GOYAL = Recipe(
@@ -144,10 +145,10 @@ def _task(name: str, model: Callable[..., ResNet], data: Path | None, recipe: Re
     if data is None:
         raise missing_data(name, "the folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg")
     train = ImageFolder(data / "train", size=size, crop=random_crop, mirror=True)
-    valid = ImageFolder(data / "val", size=size, crop=whole_image)
+    valid = ImageFolder(data / "val", size=size, crop=center_crop)
     if train.classes != valid.classes:
-        other = sorted({*train.classes} ^ {*valid.classes})
-        raise DataError(f"{data}: train and val have other classes, {other[0]} is in one of them; expected the same")
+        only_one = sorted({*train.classes} ^ {*valid.classes})[0]
+        raise DataError(f"{data}: train and val have different classes: {only_one!r} is in one of them only")
 
     mean, std = (torch.tensor(values)[:, None, None] for values in (_MEAN, _STD))
     return Task(

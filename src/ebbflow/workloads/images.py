@@ -1,4 +1,4 @@
-"""Workloads of small images that lie in memory: scikit-learn's digits, Fashion-MNIST, CIFAR-10 and CIFAR-100."""
+"""Workloads with small images in memory: scikit-learn's digits, Fashion-MNIST, CIFAR-10 and CIFAR-100."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def _task(
     *,
     augment: Callable[[Tensor], Tensor] | None = None,
 ) -> Task:
-    """The task of training and test images; mean and deviation have one value for each channel."""
+    """Return the task of training and test images; mean and standard deviation have one value per channel."""
     mean, std = (torch.tensor(values)[:, None, None] for values in mean_and_std)
     train, valid = (
-        TensorSource(torch.from_numpy(part.pixels), torch.from_numpy(part.labels), mean=mean, std=std)
-        for part in images
+        TensorSource(torch.from_numpy(pixels), torch.from_numpy(labels), mean=mean, std=std)
+        for pixels, labels in images
     )
     return Task(model=model, train=replace(train, augment=augment), valid=valid, recipe=recipe)
 
@@ -54,10 +54,10 @@ def _task(
 _FOLDS = 5
 
 
-# Validation accuracy at the reference batch by rate, mean of six seeds (deviation 0.002 to 0.005), mean of the last
-# three epochs:   0.02 0.972   0.04 0.976   0.06 0.978   0.08 0.979   0.1 0.978   0.14 0.975;
+# Validation accuracy at the reference batch by learning rate: mean over six seeds (standard deviation 0.002 to 0.005)
+# and the last three epochs:   0.02 0.972   0.04 0.976   0.06 0.978   0.08 0.979   0.1 0.978   0.14 0.975;
 # at 0.2 two of three seeds collapse.
-# At this rate, without warm-up, three seeds:     constant   sqrt    linear
+# At lr=0.06 without warm-up, three seeds:        constant   sqrt    linear
 #                               batch x 4         0.974      0.980   0.978
 #                               batch x 16        0.956      0.975   0.526 (collapses)
 @register_workload(
@@ -77,11 +77,11 @@ def digits_mlp(recipe: Recipe, width: int = 64) -> Task:
     return _digits_task(MLP(inputs=64, width=width, classes=10), recipe)
 
 
-# The same, four seeds (deviation 0.001 to 0.003):  0.02 0.993   0.05 0.994   0.1 0.993   0.2 0.993   0.4 0.991
-# Without warm-up, two seeds:                     constant   sqrt    linear
+# The same over four seeds (0.001 to 0.003):   0.02 0.993   0.05 0.994   0.1 0.993   0.2 0.993   0.4 0.991
+# At lr=0.1 without warm-up, two seeds:           constant   sqrt    linear
 #                               batch x 4         0.991      0.993   0.993
 #                               batch x 16        0.954      0.988   0.956
-# Ten epochs are enough and on purpose not more: after thirty, every rule reaches 0.993 to 0.996 even at x 16.
+# Ten epochs are enough, and more would hide differences: after thirty, every rule reaches 0.993 to 0.996 even at x 16.
 @register_workload(
     "digits-cnn",
     recipe=Recipe(
@@ -100,8 +100,8 @@ def digits_cnn(recipe: Recipe, width: int = 16) -> Task:
 
 
 def _read_digits() -> NDArray[np.uint8]:
-    """A row an image: 64 pixels from 0 to 16, and the digit."""
-    from sklearn.datasets import load_digits  # half a second that listing the workloads need not wait for
+    """Return one row per image: 64 pixels from 0 to 16, and the digit."""
+    from sklearn.datasets import load_digits  # takes half a second, which listing the workloads does not need
 
     digits = load_digits()
     return np.column_stack([digits.data, digits.target]).astype(np.uint8)
@@ -110,7 +110,7 @@ def _read_digits() -> NDArray[np.uint8]:
 def _digits_task(model: nn.Module, recipe: Recipe) -> Task:
     digits = disk_cached("digits", [], _read_digits)
     labels = digits[:, -1].astype(np.int64)
-    # Within each class every fifth image is for validation: stratified, and nothing is drawn.
+    # Every fifth image of each class is for validation: a stratified split without random numbers.
     rank = np.zeros(len(labels), dtype=np.int64)
     for label in range(10):
         members = np.flatnonzero(labels == label)
@@ -131,11 +131,11 @@ def _digits_task(model: nn.Module, recipe: Recipe) -> Task:
 
 _DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 _WHERE = f"Debian's package dataset-fashion-mnist puts them into {_DEBIAN}"
-_FASHION = ((72.94,), (90.02,))  # mean and deviation of the training pixels, as bytes
+_FASHION = ((72.94,), (90.02,))  # mean and standard deviation of the training pixels, as bytes
 
 
-# Test accuracy at the reference batch by rate after 6 epochs, one seed (H200, torch 2.11):
-# 0.02 0.897   0.05 0.906   0.1 0.909   0.2 0.911. The largest but one, to stay away from the edge.
+# Test accuracy at the reference batch by learning rate after 6 epochs, one seed (H200, torch 2.11):
+# 0.02 0.897   0.05 0.906   0.1 0.909   0.2 0.911. The second largest is used, to stay away from instability.
 @register_workload(
     "fashion-cnn",
     recipe=Recipe(
@@ -153,7 +153,7 @@ def fashion_cnn(data: Path | None, recipe: Recipe, width: int = 32) -> Task:
     """A convolutional network with batch norm on Fashion-MNIST (28x28)."""
     if data is None and not _DEBIAN.is_dir():
         raise missing_data(
-            "fashion-cnn", f"the folder of train-images-idx3-ubyte and its three companions (.gz or not); {_WHERE}"
+            "fashion-cnn", f"the folder of the idx files train-images-idx3-ubyte(.gz) and the other three; {_WHERE}"
         )
     model = SmallCNN(channels=1, widths=(width, 2 * width, 4 * width), classes=10)
     return _task(model, read_mnist_folder(data or _DEBIAN, source=_WHERE), _FASHION, recipe)
@@ -161,8 +161,10 @@ def fashion_cnn(data: Path | None, recipe: Recipe, width: int = 32) -> Task:
 
 # ---- CIFAR-10 and CIFAR-100 (Krizhevsky 2009): 50,000 training and 10,000 test images of 32x32 ----
 
-# Random crops and flips throughout. `width` is that of a network's first stage: a half makes a quarter of the work.
-# Mean and deviation of the training pixels, as bytes, for red, green and blue.
+# All of them use random crops and flips. `width` is the number of channels of a network's first stage: half the width
+# needs a quarter of the computation.
+
+# Mean and standard deviation of the training pixels, as bytes, for red, green and blue.
 _CIFAR10 = ((125.31, 122.95, 113.87), (62.99, 62.09, 66.70))
 _CIFAR100 = ((129.30, 124.07, 112.43), (68.17, 65.39, 70.42))
 
@@ -210,13 +212,13 @@ def cifar100_resnet50(data: Path | None, recipe: Recipe, width: int = 64) -> Tas
     cite="Holt and Sievert, SciPy 2021 (recipe)",
 )
 def cifar10_wrn16_4(data: Path | None, recipe: Recipe, width: int = 64) -> Task:
-    """A wide ResNet, WRN-16-4, on CIFAR-10 (32x32); a fourth of the width is the stem's."""
+    """A wide ResNet, WRN-16-4, on CIFAR-10 (32x32); its stem has a quarter of the width."""
     return _cifar10(
         "cifar10-wrn16-4", WideResNet(depth=16, width=width, stem=max(1, width // 4), classes=10), data, recipe
     )
 
 
-# Test accuracy after 15 epochs by rate, one seed:  0.01 0.808   0.02 0.829   0.05 0.847   0.1 0.838;
+# Test accuracy after 15 epochs by learning rate, one seed:  0.01 0.808   0.02 0.829   0.05 0.847   0.1 0.838;
 # a warm-up of one epoch changes nothing (0.05: 0.846).
 @register_workload(
     "cifar10-vgg11",
@@ -232,7 +234,8 @@ def cifar10_vgg11(data: Path | None, recipe: Recipe, width: int = 64) -> Task:
     return _cifar10("cifar10-vgg11", vgg11(classes=10, width=width), data, recipe)
 
 
-# At the reference batch the warm-up of Goyal et al. does nothing; at others it is the rule's: linear+warmup(5ep).
+# The warm-up of Goyal et al. has no effect at the reference batch; at other batches it belongs to the rule:
+# linear+warmup(5ep).
 @register_workload(
     "cifar10-vgg16",
     recipe=Recipe(
@@ -254,7 +257,7 @@ def cifar10_vgg16(data: Path | None, recipe: Recipe, width: int = 64) -> Task:
 @register_workload(
     "cifar10-mobilenet",
     recipe=_recipe(
-        lr=0.05,  # the paper's 0.4 at 1,024
+        lr=0.05,  # the paper's 0.4 at 1,024 samples, scaled linearly
         optimizer="sgd(momentum=0.9, weight_decay=1e-4, decay_norms=false)",
         schedule="warmup(5ep)+cosine",
         epochs=90,

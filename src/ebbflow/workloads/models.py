@@ -1,4 +1,4 @@
-"""The models that workloads train. Plain torch modules: nothing here knows of workers or rules."""
+"""The models that workloads train: plain torch modules, independent of the rest of Ebbflow."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = [
 
 
 def _kaiming(model: nn.Module) -> None:
-    """Draw every convolution anew: normal with variance 2/fan_out, so that gradients keep their size (He et al. 2015).
+    """Initialise convolutions normally with variance 2/fan_out, which preserves the size of gradients (He et al. 2015).
 
-    Biases of convolutions become zero. Linear layers and norms keep what torch gives them.
+    Biases of convolutions become zero. Linear layers and norms keep torch's initialisation.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            # What one input reaches: torch's own fan_out forgets the groups, and makes depthwise weights far too small.
+            # The outputs that one input reaches. Torch's fan_out ignores groups: depthwise weights would be too small.
             fan_out = module.out_channels // module.groups * math.prod(module.kernel_size)
             nn.init.normal_(module.weight, std=math.sqrt(2 / fan_out))
             if module.bias is not None:
@@ -58,13 +58,13 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `(samples, classes)`."""
+        """Return logits `(samples, classes)`."""
         logits: Tensor = self.layers(x)
         return logits
 
 
 class SmallCNN(nn.Module):
-    """3x3 convolutions with batch norm; each one after the first halves the image before it looks at it."""
+    """3x3 convolutions with batch norm; before each of them but the first, pooling halves the image."""
 
     def __init__(self, *, channels: int, widths: Sequence[int], classes: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class SmallCNN(nn.Module):
         self.classifier = nn.Linear(before, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `(samples, classes)`."""
+        """Return logits `(samples, classes)`."""
         logits: Tensor = self.classifier(self.features(x))
         return logits
 
@@ -92,7 +92,7 @@ class SmallCNN(nn.Module):
 
 
 def _shortcut(before: int, after: int, stride: int) -> nn.Module:
-    """Nothing, or a 1x1 convolution where the shape changes."""
+    """Return the identity, or a 1x1 convolution where the shape changes."""
     if stride == 1 and before == after:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(before, after, 1, stride=stride, bias=False), nn.BatchNorm2d(after))
@@ -102,7 +102,7 @@ class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut."""
 
     expansion = 1
-    """Channels of its output for each unit of width."""
+    """Output channels divided by the width."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -113,13 +113,13 @@ class BasicBlock(nn.Module):
         self.shortcut = _shortcut(before, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features, at 1/stride of the resolution."""
+        """Return features at 1/stride of the resolution."""
         out = F.relu(self.bn1(self.conv1(x)))
         return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions and a shortcut; the stride is the 3x3's, as in every later code of this network."""
+    """1x1, 3x3 and 1x1 convolutions and a shortcut; the 3x3 has the stride, as in later versions of this network."""
 
     expansion = 4
 
@@ -135,7 +135,7 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(before, after, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features, at 1/stride of the resolution."""
+        """Return features at 1/stride of the resolution."""
         out = F.relu(self.bn1(self.conv1(x)))
         out = F.relu(self.bn2(self.conv2(out)))
         return F.relu(self.bn3(self.conv3(out)) + self.shortcut(x))
@@ -144,7 +144,7 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """A 3x3 stem and stages of blocks; each stage after the first halves the image and doubles the width.
 
-    `large`: a 7x7 stem and pooling, which leave a fourth of the resolution.
+    With `large`, a 7x7 stem and pooling reduce the resolution to a quarter first.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class ResNet(nn.Module):
         self.conv1 = (
             nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
             if large
-            else (nn.Conv2d(3, width, 3, padding=1, bias=False))
+            else nn.Conv2d(3, width, 3, padding=1, bias=False)
         )
         self.bn1 = nn.BatchNorm2d(width)
         self.pool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
@@ -175,19 +175,19 @@ class ResNet(nn.Module):
         _kaiming(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `(samples, classes)`."""
+        """Return logits `(samples, classes)`."""
         out = self.stages(self.pool(F.relu(self.bn1(self.conv1(x)))))
         logits: Tensor = self.fc(out.mean(dim=(2, 3)))
         return logits
 
 
 def resnet18(*, classes: int, width: int = 64, large: bool = False) -> ResNet:
-    """ResNet-18 for small or `large` images: 11.2 million parameters at the width of the paper, and its classes'."""
+    """Return a ResNet-18; it has 11.2 million parameters at the paper's width, plus those of the last layer."""
     return ResNet(block=BasicBlock, blocks=(2, 2, 2, 2), width=width, classes=classes, large=large)
 
 
 def resnet50(*, classes: int, width: int = 64, large: bool = False) -> ResNet:
-    """ResNet-50 for small or `large` images: 23.5 million parameters at the width of the paper, and its classes'."""
+    """Return a ResNet-50; it has 23.5 million parameters at the paper's width, plus those of the last layer."""
     return ResNet(block=Bottleneck, blocks=(3, 4, 6, 3), width=width, classes=classes, large=large)
 
 
@@ -195,7 +195,10 @@ def resnet50(*, classes: int, width: int = 64, large: bool = False) -> ResNet:
 
 
 class PreActBlock(nn.Module):
-    """Two 3x3 convolutions, each behind norm and ReLU; where the channels change, so does the shortcut's input."""
+    """Two 3x3 convolutions, each after norm and ReLU, and a shortcut.
+
+    If the number of channels changes, the shortcut is a 1x1 convolution that starts after the first norm and ReLU.
+    """
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -206,17 +209,17 @@ class PreActBlock(nn.Module):
         self.shortcut = nn.Conv2d(before, width, 1, stride=stride, bias=False) if before != width else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features, at 1/stride of the resolution."""
+        """Return features at 1/stride of the resolution."""
         out = F.relu(self.bn1(x))
-        kept = x if self.shortcut is None else self.shortcut(out)
-        added: Tensor = self.conv2(F.relu(self.bn2(self.conv1(out)))) + kept
+        skipped = x if self.shortcut is None else self.shortcut(out)
+        added: Tensor = self.conv2(F.relu(self.bn2(self.conv1(out)))) + skipped
         return added
 
 
 class WideResNet(nn.Module):
     """WRN-depth-k: a stem of 16 channels and three stages of (depth - 4)/6 blocks with 16k, 32k and 64k channels.
 
-    `width` is 16k, the channels of the first stage. `stem` is not widened in the paper.
+    `width` is 16k, the channels of the first stage. The paper does not widen the stem.
     """
 
     def __init__(self, *, depth: int, width: int, classes: int, stem: int = 16) -> None:
@@ -237,7 +240,7 @@ class WideResNet(nn.Module):
         nn.init.zeros_(self.fc.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `(samples, classes)`."""
+        """Return logits `(samples, classes)`."""
         out = F.relu(self.bn(self.stages(self.conv1(x))))
         logits: Tensor = self.fc(out.mean(dim=(2, 3)))
         return logits
@@ -247,10 +250,10 @@ class WideResNet(nn.Module):
 
 
 class VGG(nn.Module):
-    """Five stages of 3x3 convolutions, each halving the image at its end; channels double up to eight times `width`.
+    """Five stages of 3x3 convolutions, each ending with pooling; channels double up to eight times `width`.
 
-    With batch norm the convolutions have no biases, which the norm would take out again: such a bias has no gradient,
-    and a rule that looks at each layer's gradient could make nothing of it.
+    With batch norm, the convolutions have no biases. The norm would cancel them, so that their gradients would be zero
+    and useless for rules that measure the gradient of each layer. The head is one linear layer, as is usual for 32x32.
     """
 
     def __init__(self, *, convolutions: Sequence[int], norm: bool, width: int, classes: int) -> None:
@@ -269,25 +272,25 @@ class VGG(nn.Module):
         _kaiming(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `(samples, classes)`; of a 32x32 image one position is left."""
+        """Return logits `(samples, classes)`; images must be 32x32, of which the stages leave one position."""
         logits: Tensor = self.classifier(self.features(x).flatten(1))
         return logits
 
 
 def vgg11(*, classes: int, width: int = 64) -> VGG:
-    """VGG-11 without batch norm: 9.2 million parameters at the width of the paper."""
+    """Return a VGG-11 without batch norm; it has 9.2 million parameters at the paper's width."""
     return VGG(convolutions=(1, 1, 2, 2, 2), norm=False, width=width, classes=classes)
 
 
 def vgg16_bn(*, classes: int, width: int = 64) -> VGG:
-    """VGG-16 with batch norm: 14.7 million parameters at the width of the paper."""
+    """Return a VGG-16 with batch norm; it has 14.7 million parameters at the paper's width."""
     return VGG(convolutions=(2, 2, 3, 3, 3), norm=True, width=width, classes=classes)
 
 
 # ---- MobileNet (Howard et al. 2017, arXiv 1704.04861) ----
 
 
-# (channels for each unit of width, stride) of the thirteen separable convolutions.
+# (channels divided by the width, stride) of the thirteen separable convolutions; the stem has stride 1, for 32x32.
 _LAYERS = ((2, 1), (4, 2), (4, 1), (8, 2), (8, 1), (16, 2), *[(16, 1)] * 5, (32, 2), (32, 1))
 
 
@@ -297,7 +300,7 @@ def _convolution(before: int, after: int, *, size: int, stride: int = 1, groups:
 
 
 class MobileNet(nn.Module):
-    """Each layer looks at every channel alone (3x3, depthwise), then mixes the channels of each position (1x1)."""
+    """Separable convolutions: each layer is a depthwise 3x3 convolution followed by a 1x1 convolution."""
 
     def __init__(self, *, width: int, classes: int) -> None:
         super().__init__()
@@ -312,7 +315,7 @@ class MobileNet(nn.Module):
         _kaiming(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `(samples, classes)`."""
+        """Return logits `(samples, classes)`."""
         logits: Tensor = self.classifier(self.features(x).mean(dim=(2, 3)))
         return logits
 
@@ -320,8 +323,8 @@ class MobileNet(nn.Module):
 # ---- a decoder-only transformer ----
 
 
-class Block(nn.Module):
-    """Attention, then a perceptron, each on the normalised stream and added to it."""
+class TransformerBlock(nn.Module):
+    """Causal attention and a perceptron, each applied to the normalised residual stream and added to it."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -335,7 +338,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The stream `(samples, tokens, width)` after this block."""
+        """Return the residual stream `(samples, tokens, width)` after this block."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         dropped = self.dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropped)
@@ -344,7 +347,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next token at each place of a block of at most `context` tokens."""
+    """Predicts the next token at each position of a block of at most `context` tokens; positions are learned."""
 
     def __init__(
         self, *, vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float = 0.0
@@ -355,17 +358,17 @@ class GPT(nn.Module):
         self.dropout = dropout
         self.tokens = nn.Embedding(vocabulary, width)
         self.places = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        # GPT-2's initialisation: small weights, smaller still where a block writes to the stream.
+        # GPT-2's initialisation: small weights, and smaller ones where a block writes to the residual stream.
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 writes = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if writes else 0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits `(samples, tokens, vocabulary)` from token numbers `(samples, tokens)`."""
+        """Return logits `(samples, tokens, vocabulary)` for token indices `(samples, tokens)`."""
         stream = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
         logits: Tensor = self.head(self.norm(self.blocks(F.dropout(stream, self.dropout, self.training))))
         return logits

@@ -1,12 +1,16 @@
-"""Reading ahead: worker processes decode and transform the samples of upcoming steps while the present one is computed.
+"""Prefetching: worker processes read the samples of upcoming batches while the present batch is computed.
 
-    read(request)  --- as expected? -->  the slices that the loader has ready, or nearly
-                   --- otherwise ----->  ask again what is upcoming, throw away what was read, start from here
+A *request* names the samples of one batch and a seed for their transforms. It is split into *sub-requests* of at most
+32 samples, each of which one process reads at a time. Before a sub-request is read, the global generators of torch,
+numpy and Python are seeded from the request's seed and the sub-request's position in it. So what a transform draws
+depends neither on the number of processes nor on what was read before.
 
-The loader, torch's DataLoader, is fed from an iterator over upcoming requests, which is read lazily: as many slices are
-under way as the processes can hold, and no more. That iterator may be wrong about the future; what comes out of the
-loader is compared with what is asked for, request by request. So a wrong guess costs time, and never gives another
-sample.
+    read(request)  --- as predicted --->  take its samples from the loader, which has read them or is reading them
+                   --- otherwise ------>  discard what was read, predict the upcoming requests again, start from here
+
+The sampler of torch's DataLoader iterates over the predicted requests, and the loader takes a limited number of
+sub-requests in advance (`prefetch_factor`). The prediction may be wrong: every request is compared with the one that
+the loader has taken, so a wrong prediction costs time and never returns other samples.
 """
 
 from __future__ import annotations
@@ -33,46 +37,47 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 
 from ebbflow.engines.replica import micro_batch_seed
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.workloads.sources import Indices, standardised, tensors_on
+from ebbflow.workloads.sources import Indices, move_all, standardise
 
-__all__ = ["SLICE", "DatasetSource", "Reader", "Request", "seeded"]
+__all__ = ["MAX_SUB_REQUEST", "DatasetSource", "Request", "SampleReader", "seeded"]
 
-SLICE = 32
-"""Samples of a slice. Part of what a seed means: with another number, transforms draw other numbers."""
+MAX_SUB_REQUEST = 32
+"""Largest number of samples in a sub-request. Every result depends on it: with another value, transforms draw other
+numbers from the same seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Samples, in the order in which they are wanted, and the number that all randomness of their transforms is from.
+    """Indices of samples in the order of the batch, and the seed from which their transforms draw.
 
-    >>> [len(part.indices) for part in Request(7, tuple(range(70))).slices()]
+    >>> [len(sub_request.indices) for sub_request in Request(7, tuple(range(70))).split()]
     [32, 32, 6]
     """
 
     seed: int
     indices: tuple[int, ...]
 
-    def slices(self) -> list[Request]:
-        """The same samples in parts that are read at once, each with a number of its own."""
+    def split(self) -> list[Request]:
+        """Return the sub-requests, each with a seed of its own."""
         return [
-            Request(micro_batch_seed(self.seed, 0, start), self.indices[start : start + SLICE])
-            for start in range(0, len(self.indices), SLICE)
+            Request(micro_batch_seed(self.seed, 0, start), self.indices[start : start + MAX_SUB_REQUEST])
+            for start in range(0, len(self.indices), MAX_SUB_REQUEST)
         ]
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """Why a sample could not be read; it crosses from process to process, as an exception might not."""
+class ReadFailure:
+    """Why a sample could not be read. It can be sent between processes, which not every exception can."""
 
     index: int
     reason: str
     trace: str
 
     def error(self, dataset: Dataset[Any]) -> DataError:
-        """What to raise; the traceback of the data set's own error is its note."""
+        """Return the error to raise; its note is the traceback of the data set's own error."""
         error = DataError(
-            f"sample {self.index} of {type(dataset).__name__} cannot be read: {self.reason}; mend it, or leave it out "
-            f"of the data set"
+            f"sample {self.index} of {type(dataset).__name__} cannot be read: {self.reason}; repair it, or remove it "
+            f"from the data set"
         )
         error.add_note(self.trace)
         return error
@@ -80,7 +85,7 @@ class Failed:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The global generators on the CPU begin at a seed inside, and go on outside as if nothing had been drawn."""
+    """Seed the global CPU generators of torch, numpy and Python inside the `with` block; restore them afterwards."""
     states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
@@ -93,208 +98,209 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(states[2])
 
 
-def read_slice(dataset: Dataset[Any], part: Request) -> list[Any] | Failed:
-    """The samples of a slice one by one, or the first that cannot be read."""
+def _read_samples(dataset: Dataset[Any], sub_request: Request) -> list[Any] | ReadFailure:
+    """Return the samples of a sub-request, or why the first unreadable one of them cannot be read."""
     samples = []
-    with seeded(part.seed):
-        for index in part.indices:
+    with seeded(sub_request.seed):
+        for index in sub_request.indices:
             try:
                 samples.append(dataset[index])
             except Exception as error:  # whatever the data set's own code raises
-                return Failed(index, f"{type(error).__name__}: {error}", traceback.format_exc())
+                return ReadFailure(index, f"{type(error).__name__}: {error}", traceback.format_exc())
     return samples
 
 
-def collate(samples: list[Any], dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
-    """One batch of (input, target) samples, by torch's default."""
+def _collate(samples: list[Any], dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
+    """Return (input, target) samples as one batch, made by torch's default collation."""
     name = type(dataset).__name__
     try:
         pair = default_collate(samples)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"samples of {name} do not make a batch: {error}; expected (input, target) pairs of equal shapes"
+            f"samples of {name} cannot be collated: {error}; expected (input, target) pairs of equal shapes"
         ) from error
-    if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)):
-        found = [type(part).__name__ for part in pair] if isinstance(pair, (tuple, list)) else type(pair).__name__
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(side, Tensor) for side in pair)):
+        found = [type(side).__name__ for side in pair] if isinstance(pair, (tuple, list)) else type(pair).__name__
         raise ConfigError(f"{name} gives {found}; expected (input, target), each a tensor or a number")
     return pair[0], pair[1]
 
 
-Upcoming = Callable[[], Iterator[Request]]
-"""Tells what will be asked for, from the present request on; as far as can be told, and with no harm if it is wrong."""
+Prediction = Callable[[], Iterator[Request]]
+"""Returns an iterator over the requests that are expected, beginning with the present one. It may be wrong, and it may
+end early."""
 
-Part = tuple[Tensor, Tensor] | Failed | ConfigError
+ReadResult = tuple[Tensor, Tensor] | ReadFailure | ConfigError
 
 _LOG = logging.getLogger(__name__)
 
 
-class _Slices(Dataset[Part]):
-    """The data set as the worker processes see it: asked for slices, it gives batches, or says why it cannot."""
+class _SubRequestDataset(Dataset[ReadResult]):
+    """The data set as the loader's processes see it: its items are the batches of sub-requests."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, part: Request) -> Part:
-        samples = read_slice(self.dataset, part)
-        if isinstance(samples, Failed):
+    def __getitem__(self, sub_request: Request) -> ReadResult:
+        samples = _read_samples(self.dataset, sub_request)
+        if isinstance(samples, ReadFailure):
             return samples
         try:
-            return collate(samples, self.dataset)
+            return _collate(samples, self.dataset)
         except ConfigError as error:
-            return ConfigError(str(error))  # without its cause, which might not cross from process to process
+            return ConfigError(str(error))  # without its cause, which perhaps cannot be sent between processes
 
 
-class _Feed(Sampler[Request]):
-    """What the loader is fed from: the slices of the requests of its owner, which are noted when they are taken."""
+class _PredictionSampler(Sampler[Request]):
+    """Gives the loader the sub-requests of the predicted requests, and notes which requests the loader has taken."""
 
     def __init__(self) -> None:
         self.requests: Iterator[Request] = iter(())
         self.taken: deque[Request] = deque()
-        """Requests of which the loader has taken a slice, and nobody has taken the result."""
+        """Requests of which the loader has taken a sub-request, and which `SampleReader` has not returned yet."""
 
     def __iter__(self) -> Iterator[Request]:
         for request in self.requests:
             self.taken.append(request)
-            yield from request.slices()
+            yield from request.split()
 
 
-class Reader:
-    """Reads requests of a data set with `workers` processes, or in this one if they are none.
+class SampleReader:
+    """Reads requests of a data set with `loader_workers` processes, or in this process if there are none.
 
-    Guarantees: the samples of `read` are those of its request, whatever was expected; they are the same for every
-    number of processes, and so is the state of all random generators of this process afterwards. A process that ends
-    is an error, within seconds. `close` ends all processes, and so does the end of this process, however it ends.
+    Guarantees: `read` returns the samples of its request, whatever was predicted. They are the same for every number of
+    processes, and so is the state of all random generators of this process afterwards. If a process dies, `read` raises
+    an error within seconds. `close` ends all processes, and they also end with this process, however it ends.
 
-    Processes start at the first `read`, forked from this one, so that the data set need not be pickled. A process that
-    may have no children (a daemon) reads by itself.
+    The processes are started by the first `read`. They are forked, so the data set need not be picklable. A process
+    that may have no children (a daemon) reads everything itself.
     """
 
-    def __init__(self, dataset: Dataset[Any], *, workers: int, ahead: int, pin_memory: bool = False) -> None:
-        """`ahead`: samples that are read before they are asked for, where requests are large enough to fill slices."""
-        for name, value, least in (("workers", workers, 0), ("ahead", ahead, 1)):
+    def __init__(self, dataset: Dataset[Any], *, loader_workers: int, prefetch: int, pin_memory: bool = False) -> None:
+        """`prefetch` is the number of samples to read in advance; requests below 32 samples make it fewer."""
+        for name, value, least in (("loader_workers", loader_workers, 0), ("prefetch", prefetch, 1)):
             if value < least:
                 raise ConfigError(f"{name} is {value}; expected {least} or more")
         self.dataset = dataset
-        self.workers = workers
-        self.ahead = ahead
+        self.loader_workers = loader_workers
+        self.prefetch = prefetch
         self.pin_memory = pin_memory
-        self._feed = _Feed()
-        self._loader: DataLoader[Part] | None = None
-        self._parts: Iterator[Part] = iter(())
-        self._upcoming: list[Upcoming] = []
+        self._sampler = _PredictionSampler()
+        self._loader: DataLoader[ReadResult] | None = None
+        self._results: Iterator[ReadResult] = iter(())
+        self._predictions: list[Prediction] = []
 
     @contextmanager
-    def following(self, upcoming: Upcoming) -> Iterator[None]:
-        """Inside, `upcoming` tells what will be asked for."""
-        self._upcoming.append(upcoming)
+    def prefetching(self, prediction: Prediction) -> Iterator[None]:
+        """Prefetch the requests of this prediction inside the `with` block."""
+        self._predictions.append(prediction)
         try:
             yield
         finally:
-            self._upcoming.remove(upcoming)
+            self._predictions.remove(prediction)
 
-    def follow(self, upcoming: Upcoming) -> None:
-        """From now on, `upcoming` tells what will be asked for."""
-        self._upcoming[:] = [upcoming]
+    def prefetch_from(self, prediction: Prediction) -> None:
+        """Prefetch the requests of this prediction from now on."""
+        self._predictions[:] = [prediction]
 
     def read(self, request: Request) -> list[tuple[Tensor, Tensor]]:
-        """The samples of the request, as batches to be joined."""
-        if self.workers == 0 or multiprocessing.current_process().daemon:
-            return [self._read_here(request)]
+        """Return the samples of the request as batches, which are to be concatenated."""
+        if self.loader_workers == 0 or multiprocessing.current_process().daemon:
+            return [self._read_in_this_process(request)]
         batches = []
-        for part in self._take(request):
-            if isinstance(part, Failed):
-                raise part.error(self.dataset)
-            if isinstance(part, ConfigError):
-                raise part
-            batches.append(part)
+        for result in self._read_with_loader(request):
+            if isinstance(result, ReadFailure):
+                raise result.error(self.dataset)
+            if isinstance(result, ConfigError):
+                raise result
+            batches.append(result)
         return batches
 
-    def _take(self, request: Request) -> list[Part]:
-        """The slices of a request from the loader."""
+    def _read_with_loader(self, request: Request) -> list[ReadResult]:
         try:
-            taken = self._feed.taken
+            taken = self._sampler.taken
             if not taken or taken[0] != request:
-                self._expect(self._from(request))
+                self._restart(self._predict_from(request))
             taken.popleft()
-            return [next(self._parts) for _ in request.slices()]
-        except (RuntimeError, OSError, EOFError) as error:  # a process is gone: before its samples, or before they came
+            return [next(self._results) for _ in request.split()]
+        except (RuntimeError, OSError, EOFError) as error:  # a process died before or while it sent its samples
             failure = str(error)
-        except BaseException:  # interrupted between two slices: what comes next would be taken for something else
+        except BaseException:  # interrupted between two sub-requests: the remaining ones would be taken for another's
             self.close()
             raise
-        self.close()  # here, where the error no longer holds on to the loader: all processes end now
+        self.close()  # here, where the error no longer refers to the loader: so all processes end now
         raise DataError(
-            f"reading samples of {type(self.dataset).__name__} ahead failed: {failure}. If a process was killed for "
-            f"lack of memory, or of shared memory in /dev/shm, use fewer of them (loader_workers)"
+            f"prefetching samples of {type(self.dataset).__name__} failed: {failure}. If a process was killed for lack "
+            f"of memory, or of shared memory in /dev/shm, use fewer processes (loader_workers)"
         )
 
-    def _read_here(self, request: Request) -> tuple[Tensor, Tensor]:
+    def _read_in_this_process(self, request: Request) -> tuple[Tensor, Tensor]:
         samples = []
-        for part in request.slices():
-            read = read_slice(self.dataset, part)
-            if isinstance(read, Failed):
+        for sub_request in request.split():
+            read = _read_samples(self.dataset, sub_request)
+            if isinstance(read, ReadFailure):
                 raise read.error(self.dataset)
             samples += read
-        return collate(samples, self.dataset)
+        return _collate(samples, self.dataset)
 
-    def _from(self, request: Request) -> Iterator[Request]:
-        """The request, and what is upcoming after it if this is the one that should come now."""
-        upcoming = self._upcoming[-1]() if self._upcoming else iter(())
-        later = upcoming if next(upcoming, None) == request else ()
+    def _predict_from(self, request: Request) -> Iterator[Request]:
+        """Return the request, followed by the predicted ones if the prediction begins with this request."""
+        predicted = self._predictions[-1]() if self._predictions else iter(())
+        later = predicted if next(predicted, None) == request else ()
         return itertools.chain([request], later)
 
-    def _expect(self, requests: Iterator[Request]) -> None:
-        """Read these from now on; what is under way is waited for and thrown away."""
-        if self._feed.taken:
-            _LOG.debug("%d requests were read in vain", len(self._feed.taken))
-        self._feed.taken.clear()
-        self._feed.requests = requests
+    def _restart(self, requests: Iterator[Request]) -> None:
+        """Read these requests from now on; the loader waits for what its processes are reading, and discards it."""
+        if self._sampler.taken:
+            _LOG.debug("%d prefetched requests are discarded", len(self._sampler.taken))
+        self._sampler.taken.clear()
+        self._sampler.requests = requests
         if self._loader is None:
             self._loader = self._make_loader()
-        with _deaf_to_children():
-            self._parts = iter(self._loader)
+        with _default_sigchld():
+            self._results = iter(self._loader)
 
-    def _make_loader(self) -> DataLoader[Part]:
+    def _make_loader(self) -> DataLoader[ReadResult]:
         return DataLoader(
-            _Slices(self.dataset),
-            sampler=self._feed,
+            _SubRequestDataset(self.dataset),
+            sampler=self._sampler,
             batch_size=None,
-            num_workers=self.workers,
-            prefetch_factor=max(2, -(-self.ahead // (SLICE * self.workers))),
+            num_workers=self.loader_workers,
+            prefetch_factor=max(2, -(-self.prefetch // (MAX_SUB_REQUEST * self.loader_workers))),
             persistent_workers=True,
             pin_memory=self.pin_memory,
             multiprocessing_context="fork",
-            worker_init_fn=functools.partial(_begin_worker, os.getpid()),
-            collate_fn=_as_it_is,
-            generator=torch.Generator(),  # it draws a number at each start; not from the run's generator
+            worker_init_fn=functools.partial(_init_loader_worker, os.getpid()),
+            collate_fn=_identity,
+            generator=torch.Generator(),  # the loader draws a number at each start, but not from the run's generator
         )
 
     def close(self) -> None:
         """End the processes; the next `read` starts them again."""
-        self._feed.taken.clear()
-        self._feed.requests = iter(())
-        with _deaf_to_children():
-            self._parts = iter(())
+        self._sampler.taken.clear()
+        self._sampler.requests = iter(())
+        with _default_sigchld():
+            self._results = iter(())
             self._loader = None  # its last reference: torch ends the processes and waits for them
 
 
-def _as_it_is(part: Any) -> Any:
-    return part
+def _identity(result: Any) -> Any:
+    return result
 
 
-def _begin_worker(parent: int, number: int) -> None:
-    """Ctrl-C in a terminal reaches all processes; the one that trains decides, and may still want samples."""
+def _init_loader_worker(parent: int, number: int) -> None:
+    """Ignore Ctrl-C, which a terminal sends to all processes: the training process decides, and may need samples."""
     if os.getppid() != parent:
-        os._exit(1)  # killed while this process began; torch's watchdog would wait for a change that has been
+        os._exit(1)  # the parent died while this process started; torch's watchdog would never notice
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
-def _deaf_to_children() -> Iterator[None]:
-    """The end of a child is no event inside, and what this process does about one is afterwards what it was before.
+def _default_sigchld() -> Iterator[None]:
+    """Handle SIGCHLD by default inside the `with` block, and as before afterwards.
 
-    Torch's loader would have it raise an error wherever it is, in the middle of a step, or of the loader's own end. The
-    loader notices, too, when it waits for the child's samples, which is where `read` can say what happened.
+    Torch's loader installs a handler that raises an error wherever the training process is when a loader process dies,
+    also in the middle of a step or while the loader is closed. The loader also notices a death while it waits for
+    samples, and there `read` can report it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -308,26 +314,26 @@ def _deaf_to_children() -> Iterator[None]:
 
 @dataclass(eq=False)
 class DatasetSource:
-    """Any map-style torch data set of (input, target) pairs, collated by torch's default.
+    """A source for any map-style data set of (input, target) pairs, which torch's default collation makes batches of.
 
-    Worker processes read the samples of upcoming batches ahead, so that decoding and transforms cost no time while they
-    take less of it than computing (`prefetch.py`). The data set's own transforms run for training and validation alike:
-    give two data sets where they should differ. They may draw from the global generators of torch, numpy and Python:
-    in training these are seeded from one number of torch's generator, in validation always the same, and so the samples
-    do not depend on the number of processes, nor on what was read before.
+    Worker processes read the samples of upcoming batches, so that decoding and transforms cost no time as long as they
+    are faster than computing. The data set's own transforms are applied in training and validation alike: use two data
+    sets where they should differ. Transforms may draw from the global generators of torch, numpy and Python. These are
+    seeded, in training from one number of torch's generator and in validation always equally, so that samples depend
+    neither on the number of processes nor on what was read before.
     """
 
     dataset: Dataset[Any]
     device: torch.device = torch.device("cpu")
-    workers: int | None = None
-    """Processes that read ahead. None: as many as the run says (`loader_workers`), and outside of a run none."""
-    ahead: int = 512
-    """Samples, about, that are read before they are asked for; they take up memory."""
+    loader_workers: int | None = None
+    """Processes that prefetch. None means the `loader_workers` of the run, and no processes outside of a run."""
+    prefetch: int = 512
+    """Approximate number of samples to read in advance; they are held in memory."""
     mean: Tensor | None = None
-    """Subtracted from the inputs on the device, so that bytes may travel as bytes; broadcast against one batch."""
+    """Subtracted from the inputs on the device, so that bytes can be sent as bytes; broadcast against one batch."""
     std: Tensor | None = None
-    """The inputs are divided by it; broadcast against one batch."""
-    _reader: Reader = field(init=False, repr=False)
+    """The inputs are divided by it on the device; broadcast against one batch."""
+    _reader: SampleReader = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__"):
@@ -335,58 +341,70 @@ class DatasetSource:
                 f"{type(self.dataset).__name__} is no map-style data set; expected one with __len__ and __getitem__, "
                 f"whose samples can be read in any order"
             )
-        pinned = self.device.type == "cuda"
-        self._reader = Reader(self.dataset, workers=self.workers or 0, ahead=self.ahead, pin_memory=pinned)
+        self._reader = SampleReader(
+            self.dataset,
+            loader_workers=self.loader_workers or 0,
+            prefetch=self.prefetch,
+            pin_memory=self.device.type == "cuda",
+        )
 
     def __len__(self) -> int:
         return len(cast(Sized, self.dataset))
 
     def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the samples; the data set decides what `train` means, but for its random numbers."""
-        parts = self._reader.read(_request(indices, _draw() if train else 0))
+        """Return the inputs and targets of the samples; `train` only decides how transforms are seeded."""
+        batches = self._reader.read(_make_request(indices, _draw_seed() if train else 0))
         inputs, targets = (
-            [part.to(self.device, non_blocking=True) for part in side] for side in zip(*parts, strict=True)
+            _concatenate([tensor.to(self.device, non_blocking=True) for tensor in side])
+            for side in zip(*batches, strict=True)
         )
-        return standardised(_joined(inputs), self.mean, self.std), _joined(targets)
+        return standardise(inputs, self.mean, self.std), targets
 
-    def batches(self, many: Sequence[Indices]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of a validation, one after the other; all of them are known, and are read ahead."""
-        requests = [_request(indices, 0) for indices in many]
-        with self._reader.following(lambda: iter(requests)):
-            for indices in many:
+    def validation_batches(self, batches: Sequence[Indices]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over batches of validation samples; all of them are known, so they are prefetched."""
+        requests = [_make_request(indices, 0) for indices in batches]
+        with self._reader.prefetching(lambda: iter(requests)):
+            for indices in batches:
                 yield self.batch(indices, train=False)
 
-    def follow(self, upcoming: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
-        """Read ahead what an engine says is upcoming: the seed of torch's generator and the samples of each batch."""
+    def prefetch_from(self, upcoming: Callable[[], Iterator[tuple[int, Indices]]]) -> None:
+        """Prefetch the training batches that `upcoming()` predicts: (seed of torch's generator before it, indices).
+
+        `upcoming` is called whenever prefetching restarts, and its first batch is the present one. A wrong prediction
+        costs time; it changes no batch.
+        """
         generator = torch.Generator()
-        self._reader.follow(
-            lambda: (_request(indices, _draw(generator.manual_seed(seed))) for seed, indices in upcoming())
+        self._reader.prefetch_from(
+            lambda: (_make_request(indices, _draw_seed(generator.manual_seed(seed))) for seed, indices in upcoming())
         )
 
-    def with_loader_workers(self, workers: int) -> Self:
-        """The same samples, read by so many processes, unless the source has its own number or holds tensors anyway."""
-        if self.workers is not None or isinstance(self.dataset, TensorDataset):
+    def with_loader_workers(self, loader_workers: int) -> Self:
+        """Return a source of the same samples with this number of processes.
+
+        A source that has a number of its own, or whose data set holds tensors, is returned as it is.
+        """
+        if self.loader_workers is not None or isinstance(self.dataset, TensorDataset):
             return self
-        return replace(self, workers=workers)
+        return replace(self, loader_workers=loader_workers)
 
     def close(self) -> None:
         """End the processes; the next batch starts them again."""
         self._reader.close()
 
     def to(self, device: torch.device) -> Self:
-        """The same samples, each batch moved to the device when it is fetched."""
-        mean, std = tensors_on(device, self.mean, self.std)
+        """Return a source of the same samples that moves each batch to the device."""
+        mean, std = move_all(device, self.mean, self.std)
         return replace(self, device=device, mean=mean, std=std)
 
 
-def _draw(generator: torch.Generator | None = None) -> int:
-    """The number that a batch's transforms draw from; the engine that seeds torch's generator can foretell it."""
+def _draw_seed(generator: torch.Generator | None = None) -> int:
+    """Draw the seed of a batch's transforms; it is known in advance if the seed of torch's generator is."""
     return int(torch.randint(1 << 62, (), generator=generator, device="cpu"))
 
 
-def _request(indices: Indices, seed: int) -> Request:
+def _make_request(indices: Indices, seed: int) -> Request:
     return Request(seed, tuple(indices.tolist()))
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -1,9 +1,9 @@
-"""The noisy quadratic model as a workload: `ebbflow.nqm` gives its expected loss exactly, this samples it.
+"""The noisy quadratic model as a workload: training samples the model whose exact expected loss `ebbflow.nqm` computes.
 
-A finite data set that is visited exactly once an epoch would be drawn *without* replacement, and its mini-batches would
-have less noise than the model's. So a sample here is a draw and not a row: each time it is fetched for training, its
-noise comes fresh from torch's global generator, which engines seed before every micro-batch. The noise is therefore
-independent from sample to sample and from epoch to epoch, and yet the same whenever the run is repeated.
+The samples of a finite data set are drawn *without* replacement within an epoch, so the gradients of its steps would
+have less noise than those of the model. Here, therefore, a sample is not stored: whenever it is fetched for training,
+its noise is drawn from torch's global generator, which engines seed before every micro-batch. The noise of samples is
+independent, also between epochs, and the same when the run is repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["NoiseSource", "Quadratic", "quadratic", "quadratic_task"]
 
 
 class Quadratic(nn.Module):
-    """1/2 sum h_i w_i^2 + noise . w for each vector of noise: its gradient is h_i w_i + noise_i."""
+    """The loss 1/2 sum h_i w_i^2 + noise . w for each vector of noise, with the gradient h_i w_i + noise_i."""
 
     half_curvature: Tensor
     """h_i / 2."""
@@ -34,14 +34,14 @@ class Quadratic(nn.Module):
         self.register_buffer("half_curvature", torch.tensor(model.curvature / 2, dtype=torch.float32), persistent=False)
 
     def forward(self, noise: Tensor) -> Tensor:
-        """The loss of each sample."""
+        """Return the loss of each sample."""
         weights = torch.cat(tuple(self.layers))
         return (noise + self.half_curvature * weights) @ weights
 
 
 @dataclass(frozen=True, eq=False)
 class NoiseSource:
-    """Vectors of Gaussian noise with the given deviations; no noise unless for training."""
+    """Vectors of Gaussian noise with the given standard deviations for training, and zeros for validation."""
 
     deviation: Tensor
     samples: int
@@ -50,26 +50,26 @@ class NoiseSource:
         return self.samples
 
     def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
-        """Noise, drawn anew at each call when `train`, else zeros; the targets hold nothing."""
+        """Return noise that is drawn in this call if `train` is true, otherwise zeros; the targets are unused zeros."""
         shape = (len(indices), len(self.deviation))
         device = self.deviation.device
         noise = torch.randn(shape, device=device) * self.deviation if train else torch.zeros(shape, device=device)
         return noise, torch.zeros(len(indices), device=device)
 
     def to(self, device: torch.device) -> Self:
-        """The same noise, drawn by the device's own generator."""
+        """Return a source whose noise is drawn by the device's own generator."""
         return replace(self, deviation=self.deviation.to(device))
 
 
-def _mean_loss(model: nn.Module, noise: Tensor, nothing: Tensor) -> Tensor:
+def _mean_loss(model: nn.Module, noise: Tensor, unused: Tensor) -> Tensor:
     losses: Tensor = model(noise)
     return losses.mean()
 
 
 def quadratic_task(model: NoisyQuadratic, recipe: Recipe, *, samples: int, start: float = 1.0) -> Task:
-    """The task of any such model. Training starts at `start` in every coordinate, whatever the seed.
+    """Return the task of a noisy quadratic model; all weights start at `start`, whatever the seed.
 
-    Its training loss holds the noise, so it may be negative; the validation loss is exact.
+    The training loss contains the noise, so it may be negative; the validation loss is exact.
     """
     deviation = torch.tensor(model.noise, dtype=torch.float32).sqrt()
     return Task(
@@ -81,13 +81,13 @@ def quadratic_task(model: NoisyQuadratic, recipe: Recipe, *, samples: int, start
     )
 
 
-# The rate is the best of the exact recursion for this recipe at the reference batch: docs/quadratic.md has the command.
-# Expected loss at the end, from 2.372 (batch x ... of the reference batch, throughout):
+# The learning rate is the best one for this recipe at the reference batch by the exact recursion (docs/quadratic.md has
+# the command). Expected loss at the end (2.372 at the start) if every step has 1, 4 or 12 times the reference batch:
 #                        constant    sqrt     linear
 #           x  1          0.0078     0.0078   0.0078
 #           x  4          0.0853     0.0189   0.0083
 #           x 12          0.3974     0.0727   0.0108
-# A model for which linear diverges from x 4 on: quadratic(alpha=2, noise=0.1) at lr=1.
+# With quadratic(alpha=2, noise=0.1) at lr=1, the linear rule diverges from x 4 on.
 @register_workload(
     "quadratic",
     recipe=Recipe(
@@ -107,6 +107,6 @@ def quadratic(
 ) -> Task:
     """The noisy quadratic model, whose expected loss is known exactly."""
     if samples < 1:
-        raise ConfigError(f"quadratic: samples is {samples}; expected the size of an epoch, 1 or more")
+        raise ConfigError(f"quadratic: samples is {samples}; expected the number of samples per epoch, 1 or more")
     model = NoisyQuadratic.power_law(dim=dim, alpha=alpha, noise=noise, layers=layers)
     return quadratic_task(model, recipe, samples=samples)

@@ -1,4 +1,4 @@
-"""A character-level language model of any plain text; the usual one is Shakespeare's plays, about a megabyte."""
+"""A character-level language model of any plain text, usually of Shakespeare's plays (about 1 MB)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ebbflow.workloads.workload import Recipe, Task, missing_data, register_work
 __all__ = ["shakespeare_gpt"]
 
 
-# Validation loss at the reference batch by rate, ten epochs of Shakespeare (1.1 MB), one seed, no warm-up (H200,
-# torch 2.11):   5e-4 1.724   1e-3 1.622   2e-3 1.650.
+# Validation loss at the reference batch after ten epochs of Shakespeare (1.1 MB) by learning rate; one seed, no warm-up
+# (H200, torch 2.11):   5e-4 1.724   1e-3 1.622   2e-3 1.650.
 @register_workload(
     "shakespeare-gpt",
     recipe=Recipe(
@@ -42,7 +42,7 @@ def shakespeare_gpt(
 ) -> Task:
     """A small causal transformer on the characters of a text file, with AdamW.
 
-    A sample is one block of `context` characters; blocks do not overlap, so an epoch sees every character once. The
+    A sample is a block of `context` characters. Blocks do not overlap, so every character is used once per epoch. The
     first nine tenths of the text are for training, the rest for validation. The vocabulary is that of the whole text.
     """
     if data is None:
@@ -52,7 +52,7 @@ def shakespeare_gpt(
             raise ConfigError(f"shakespeare-gpt: {name} is {value}; expected at least 1")
     if not 0 <= dropout < 1:
         raise ConfigError(f"shakespeare-gpt: dropout is {dropout:g}; expected at least 0 and less than 1")
-    text = read_text(data, error=DataError).replace("\r\n", "\n")
+    text = read_text(data, error=DataError).replace("\r\n", "\n")  # a text is the same with the line ends of Windows
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     vocabulary, numbers = np.unique(points, return_inverse=True)
     tokens = torch.from_numpy(numbers.astype(np.int64))
@@ -62,7 +62,7 @@ def shakespeare_gpt(
     if not len(train) or not len(valid):
         raise DataError(
             f"{data}: {len(tokens)} characters; a context of {context} needs {10 * (context + 1)} or more, so that the "
-            f"last tenth holds a block"
+            f"last tenth of the text holds a block"
         )
     model = GPT(vocabulary=len(vocabulary), context=context, layers=layers, heads=heads, width=width, dropout=dropout)
     return Task(model=model, train=train, valid=valid, recipe=recipe)

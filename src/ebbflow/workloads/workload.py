@@ -1,13 +1,12 @@
-"""What a workload is: a recipe known by name, and a task built from it.
+"""Workloads and tasks: a workload is a registered recipe and a function that builds a task, which engines train.
 
-A *workload* is registered under a name together with its `Recipe`. Its text form, `digits-mlp(width=128)`, is
-understood without touching data or building a model; `build` then reads the data and makes the `Task` that engines
-train.
+The text form of a workload, such as `digits-mlp(width=128)`, is parsed without reading data or building a model.
+`build` then reads the data and returns the task.
 
-    WORKLOADS.make("digits-mlp(width=128)")  ->  Workload      arguments checked, recipe at hand, nothing read
+    WORKLOADS.make("digits-mlp(width=128)")  ->  Workload      arguments are checked, the recipe is known
     .build(data=..., seed=..., device=...)   ->  Task          model, training and validation samples, loss, scores
 
-A workload of your own is a function in a file of yours:
+A workload of your own is a function in a file of your own:
 
     @ebbflow.register_workload("mine", recipe=Recipe(ref_batch=32, local_batch=8, lr=0.1, epochs=10, ...))
     def mine(recipe: Recipe, width: int = 64) -> Task:
@@ -19,8 +18,8 @@ A workload of your own is a function in a file of yours:
             recipe=recipe,
         )
 
-Three parameters are given by `build` to the functions that ask for them by name: `data` (a Path or None), `seed` and
-`recipe`. All others are arguments of the text form (int, float, bool or str) and need a default.
+Three parameters of the function are filled in by `build` if they are there: `data` (a Path or None), `seed` and
+`recipe`. All others are arguments of the text form: they are int, float, bool or str and need a default.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ from torch import Tensor, nn
 from ebbflow.core.spec import Call, Registry, parse_calls
 from ebbflow.engines.replica import Loss
 from ebbflow.errors import ConfigError, DataError, EbbflowError, InputError, SpecError
-from ebbflow.workloads.sources import PrefetchingSource, Source
+from ebbflow.workloads.prefetch import DatasetSource
+from ebbflow.workloads.sources import Source
 
 __all__ = [
     "WORKLOADS",
@@ -56,30 +56,30 @@ __all__ = [
     "register_workload",
 ]
 
-
 Builder = TypeVar("Builder", bound=Callable[..., "Task"])
-Part = TypeVar("Part")
-_GIVEN = ("data", "seed", "recipe")
+T = TypeVar("T")
+Scores = Callable[[nn.Module, Tensor, Tensor], Mapping[str, Tensor]]
+_FILLED_IN = ("data", "seed", "recipe")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a workload is trained at its reference batch: the run that every scaling rule is measured against."""
+    """How a workload is trained at its reference batch, which is what every scaling rule is compared with."""
 
     ref_batch: int
     """Batch at which `lr` was tuned, in samples."""
     local_batch: int
-    """Samples that one worker takes a step, unless the plan says otherwise."""
+    """Samples that one worker takes per step, unless the plan says otherwise."""
     lr: float
-    """Base learning rate, before schedule and rule."""
+    """Base learning rate, which schedule and rule multiply."""
     optimizer: str
-    """Text form, without the rate: sgd(momentum=0.9, weight_decay=5e-4), adamw(weight_decay=0.1)."""
+    """Text form, without the learning rate: sgd(momentum=0.9, weight_decay=5e-4), adamw(weight_decay=0.1)."""
     schedule: str
     """Text form: constant, cosine, multistep(30ep, 60ep, factor=0.1), exponential(factor=0.01)."""
     epochs: int
-    """Length of the run, in passes over the training samples."""
+    """Length of the run, in epochs."""
     metric: str
-    """The score that counts: a key of what `Task.evaluate` returns."""
+    """The score by which runs are compared: a key of what `Task.evaluate` returns."""
     higher_is_better: bool = True
     """Whether a larger metric is a better one."""
 
@@ -98,11 +98,8 @@ class Recipe:
                 raise ConfigError(f"recipe: {name}: {error}") from None
 
 
-Scores = Callable[[nn.Module, Tensor, Tensor], Mapping[str, Tensor]]
-
-
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Mean cross-entropy of logits `(samples, ..., classes)` against class numbers `(samples, ...)`."""
+    """Return the mean cross-entropy of logits `(samples, ..., classes)` for class indices `(samples, ...)`."""
     logits: Tensor = model(x)
     return F.cross_entropy(logits.flatten(0, -2), y.flatten())
 
@@ -116,8 +113,8 @@ def _accuracy_and_loss(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tens
 class Task:
     """A model with its samples, and what is needed to train and evaluate it, all on one device.
 
-    A task that a workload builds has everything. A training loop of your own needs `model` and `train` only; whatever
-    needs a part that is None says so.
+    A workload's task has all of it. A task for a training loop of your own needs `model` and `train` only; methods that
+    need a field which is None raise ConfigError.
     """
 
     model: nn.Module
@@ -199,7 +196,7 @@ class Task:
     def close(self) -> None:
         """End the processes that prefetch samples, if there are any."""
         for source in (self.train, self.valid):
-            if isinstance(source, PrefetchingSource):
+            if isinstance(source, DatasetSource):
                 source.close()
 
     def describe(self) -> dict[str, Any]:
@@ -213,7 +210,7 @@ class Task:
         }
 
 
-def _required(value: Part | None, name: str, expected: str) -> Part:
+def _required(value: T | None, name: str, expected: str) -> T:
     if value is None:
         raise ConfigError(f"the task has no {name}, which is needed here; give Task({name}=...) a {expected}")
     return value
@@ -221,14 +218,14 @@ def _required(value: Part | None, name: str, expected: str) -> Part:
 
 def _validation_batches(valid: Source, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     batches = torch.split(torch.arange(len(valid)), size)
-    if isinstance(valid, PrefetchingSource):
-        return valid.batches(batches)
+    if isinstance(valid, DatasetSource):
+        return valid.validation_batches(batches)
     return (valid.batch(indices, train=False) for indices in batches)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A registered workload with its arguments chosen; nothing is read or allocated before `build`."""
+    """A registered workload with its arguments; nothing is read or allocated before `build`."""
 
     name: str
     recipe: Recipe
@@ -237,7 +234,7 @@ class Workload:
 
     @property
     def takes_data(self) -> bool:
-        """Whether `build` accepts a data path."""
+        """Whether `build` accepts the path of a data set."""
         return "data" in inspect.signature(self.function).parameters
 
     def build(
@@ -248,20 +245,22 @@ class Workload:
         device: torch.device | str = "cpu",
         loader_workers: int = 0,
     ) -> Task:
-        """The task. Its initial weights depend on the seed only: neither on the device nor on what ran before.
+        """Read the data and return the task.
 
-        `loader_workers`: processes that read ahead, for sources that do and have no number of their own.
+        The initial weights depend on the seed only, neither on the device nor on what ran before. `loader_workers` is
+        the number of prefetching processes of sources that do not have a number of their own.
         """
         if data is not None and not self.takes_data:
             raise ConfigError(f"data={data} was given, but the workload {self.name!r} takes none; leave it out")
         target = _device(device)
         path = None if data is None else Path(data).expanduser()
         given = {"data": path, "seed": seed, "recipe": self.recipe}
-        wanted = {name: given[name] for name in _GIVEN if name in inspect.signature(self.function).parameters}
-        # Models are initialised on the CPU under a generator of their own; the generators of the caller do not move.
+        parameters = inspect.signature(self.function).parameters
+        filled_in = {name: given[name] for name in _FILLED_IN if name in parameters}
+        # Models are initialised on the CPU with a generator state of their own; the caller's generators do not change.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            task = self._call_builder(**wanted, **self.arguments)
+            task = self._call_builder(**filled_in, **self.arguments)
         if task.valid is None or task.loss is None:
             missing = "validation samples" if task.valid is None else "loss function"
             raise ConfigError(
@@ -293,7 +292,7 @@ class Workload:
         return task
 
     def _is_explained(self, error: Exception) -> bool:
-        """Whether the message of an error is enough without a line: ours from our own workloads, and lack of memory."""
+        """Whether the user needs no line of code to act on an error: ours in our own workloads, or lack of memory."""
         if isinstance(error, InputError):
             return self.function.__module__.partition(".")[0] == "ebbflow"
         memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
@@ -301,15 +300,15 @@ class Workload:
 
 
 def _builder_line(error: Exception) -> str:
-    """FILE:LINE of the innermost call in the file of the workload's function."""
+    """Return the innermost line of the traceback that is in the file of the workload's function."""
     frames = list(traceback.extract_tb(error.__traceback__))
     frames = frames[1:] or frames  # the first is our own call of the function
     last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
     return f"{last.filename}:{last.lineno}, in {last.name}"
 
 
-def _with_loader_workers(source: Source, workers: int) -> Source:
-    return source.with_loader_workers(workers) if isinstance(source, PrefetchingSource) else source
+def _with_loader_workers(source: Source, loader_workers: int) -> Source:
+    return source.with_loader_workers(loader_workers) if isinstance(source, DatasetSource) else source
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -333,22 +332,22 @@ def register_workload(name: str, *, recipe: Recipe, cite: str = "") -> Callable[
 
     def add(function: Builder) -> Builder:
         signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.name not in _GIVEN]
-        for p in own:
+        arguments = [p for p in signature.parameters.values() if p.name not in _FILLED_IN]
+        for p in arguments:
             if p.default is inspect.Parameter.empty or p.annotation is inspect.Parameter.empty:
                 raise SpecError(
                     f"workload {name!r}: the parameter {p.name!r} needs a type and a default, such as width: int = 64; "
-                    f"only {', '.join(_GIVEN)} are given by build"
+                    f"only {', '.join(_FILLED_IN)} are filled in by build"
                 )
 
         @functools.wraps(function)
-        def make(**arguments: Any) -> Workload:
-            width = arguments.get("width")
-            if isinstance(width, int) and width < 1:  # torch would build, and train, a network of nothing
+        def make(**values: Any) -> Workload:
+            width = values.get("width")
+            if isinstance(width, int) and width < 1:  # torch would build and train a network without neurons
                 raise SpecError(f"{name}: width is {width}; expected 1 or more")
-            return Workload(name=name, recipe=recipe, function=function, arguments=arguments)
+            return Workload(name=name, recipe=recipe, function=function, arguments=values)
 
-        make.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        make.__signature__ = signature.replace(parameters=arguments)  # type: ignore[attr-defined]
         WORKLOADS.register(name, cite=cite)(make)
         return function
 
@@ -359,12 +358,12 @@ register = register_workload
 
 
 def missing_data(workload: str, expected: str) -> DataError:
-    """The error of a workload that was given no data, but needs them."""
+    """Return the error for a workload that needs the path of its data and was given none."""
     return DataError(f"{workload} needs its data: give with --data (in a study: --set data=) {expected}")
 
 
 def recipe(text: str | Call) -> Recipe:
-    """The recipe of a workload, by its name or text form; reads no data and builds no model."""
+    """Return the recipe of a workload, given its text form; no data are read and no model is built."""
     return WORKLOADS.make(text).recipe
 
 
@@ -376,7 +375,7 @@ def build(
     device: torch.device | str = "cpu",
     loader_workers: int = 0,
 ) -> Task:
-    """The task of a workload, by its name or text form.
+    """Build the task of a workload, given its text form; see `Workload.build`.
 
     >>> build("digits-mlp(width=16)", seed=1).describe()["parameters"]
     1482
