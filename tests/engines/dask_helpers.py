@@ -51,6 +51,10 @@ class Witnessed:
             os.close(handle)
         return self.inputs[indices], self.targets[indices]
 
+    def take(self) -> list[int]:
+        """What was asked for since the last call, by all processes."""
+        return sorted(index for indices in self.news().values() for index in indices)
+
     def news(self) -> dict[str, list[int]]:
         """By process, what was asked for since the last call."""
         found = {}

@@ -190,6 +190,8 @@ class EngineParts:
     """The RunConfig of the run, complete."""
     ranks: Any = None
     """This process among the ranks that torchrun started; None if there is only one."""
+    faults: Faults | None = None
+    """Scripted losses of workers, for tests."""
     on_event: Callable[[str, str], None] = lambda what, text: None
     """Called with a title and a sentence when something happens that the record should tell."""
 

@@ -1,0 +1,172 @@
+"""What every engine owes: each sample exactly once under faults, the weights of plain training, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from contract.engines import CASES, CLIENT, EngineCase
+from contract.suite import (
+    EPOCHS,
+    SAMPLES,
+    Fetched,
+    Outcome,
+    changing_plan,
+    make_data,
+    make_engine,
+    make_model,
+    weights_of,
+)
+from ebbflow.data.ledger import Ledger
+from ebbflow.engines.base import Engine, Faults
+
+every_engine = pytest.mark.parametrize("case", [case.param() for case in CASES], indirect=True)
+driven_here = pytest.mark.parametrize("case", [case.param() for case in CASES if case.maker is not None], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def four_workers() -> Iterator[None]:
+    pytest.importorskip("distributed", reason="the Dask engine needs distributed: pip install 'ebbflow[dask]'")
+    from engines.dask_helpers import local_client
+
+    with local_client(4) as client:
+        CLIENT.append(client)
+        yield
+        CLIENT.clear()
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest) -> EngineCase:
+    if request.param.dask:
+        request.getfixturevalue("four_workers")
+    return request.param
+
+
+def run(case: EngineCase, *, faults: Faults | None = None, batch_norm: bool = False) -> Outcome:
+    return case.run(changing_plan(), faults or Faults(), batch_norm)
+
+
+def assert_exactly_once(outcome: Outcome) -> None:
+    for epoch in range(EPOCHS):
+        used = Counter(
+            i for step, at in zip(outcome.committed, outcome.epochs, strict=True) if at == epoch for i in step
+        )
+        assert used == Counter(range(SAMPLES)), f"epoch {epoch}"
+
+
+# Runs ---------------------------------------------------------------------------------------------------------------
+
+
+@every_engine
+def test_every_sample_counts_once_per_epoch_while_workers_change(case: EngineCase) -> None:
+    outcome = run(case)
+    assert_exactly_once(outcome)
+    assert len({len(step) for step in outcome.committed}) > 3, "the plan did change the batch"
+
+
+@every_engine
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_lost_worker_costs_a_step_and_no_sample(case: EngineCase, worker: int) -> None:
+    faults = Faults().lose(worker=worker, step=2).rejoin(worker=worker, step=9)
+    outcome = run(case, faults=faults)
+    assert faults.fired == faults.planned == 2, "a fault that never fired proves nothing"
+    assert_exactly_once(outcome)
+    assert outcome.attempts == len(outcome.committed) + 1
+
+
+@every_engine
+def test_two_lost_at_once_and_one_in_every_epoch(case: EngineCase) -> None:
+    faults = Faults().lose(worker=0, step=3).lose(worker=1, step=3).rejoin(worker=0, step=5)
+    faults.lose(worker=2, step=12).rejoin(worker=2, step=13).lose(worker=0, step=20)
+    outcome = run(case, faults=faults)
+    assert faults.fired == faults.planned
+    assert_exactly_once(outcome)
+
+
+@every_engine
+def test_a_lost_step_leaves_no_trace_in_the_model(case: EngineCase) -> None:
+    """A worker that dies and is back at once: the step is repeated with the same samples and the same result."""
+    faults = Faults().lose(worker=9, step=4)  # a worker that the step does not count: it dies, nobody is missing
+    disturbed = run(case, faults=faults, batch_norm=True)
+    undisturbed = run(case, batch_norm=True)
+    assert disturbed.attempts == undisturbed.attempts + 1
+    assert disturbed.committed == undisturbed.committed
+    torch.testing.assert_close(disturbed.weights, undisturbed.weights, rtol=1e-9, atol=1e-12)
+
+
+@every_engine
+def test_any_number_of_workers_equals_one_large_batch(case: EngineCase) -> None:
+    """Without batch norm: the same steps computed by plain torch, one batch each."""
+    outcome = run(case)
+    model = make_model()
+    x, y = make_data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in outcome.committed:
+        optimizer.param_groups[0]["lr"] = 0.1 * len(step) / 8
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[step]), y[step]).backward()
+        optimizer.step()
+    torch.testing.assert_close(outcome.weights, weights_of(model), rtol=1e-9, atol=1e-12)
+
+
+@every_engine
+def test_the_same_run_twice_is_the_same(case: EngineCase) -> None:
+    first, second = run(case, batch_norm=True), run(case, batch_norm=True)
+    assert first.committed == second.committed
+    torch.testing.assert_close(first.weights, second.weights, rtol=1e-9, atol=1e-12)
+
+
+# Single members of the contract --------------------------------------------------------------------------------------
+
+
+def made(case: EngineCase, **settings: object) -> Engine:
+    assert case.maker is not None
+    return make_engine(case.maker, changing_plan(), Fetched(), **settings)  # type: ignore[arg-type]
+
+
+@driven_here
+def test_what_a_header_and_a_checkpoint_keep_is_plain(case: EngineCase) -> None:
+    with made(case) as engine:
+        assert json.loads(json.dumps(engine.describe()))["engine"] == type(engine).__name__
+        state = json.loads(json.dumps(engine.state_dict()))
+        engine.load_state_dict(state)
+        assert engine.state_dict() == state
+        assert engine.writes_files
+        assert engine.idle_processes() == ""
+
+
+@driven_here
+def test_steps_are_measured_when_asked_for_and_the_numbers_are_those_of_the_reference(case: EngineCase) -> None:
+    def measurement(engine: Engine) -> object:
+        size = engine.participants(0)
+        engine.measure(True)
+        gradients = engine.gradients(Ledger(samples=SAMPLES).assign(size.samples), size)
+        assert engine.commit()
+        return gradients.measurement
+
+    with made(case, needs=frozenset({"moments"})) as engine, made(CASES[0], needs=frozenset({"moments"})) as reference:
+        ours, theirs = measurement(engine), measurement(reference)
+    assert ours is not None and theirs is not None
+    assert ours.sq_mean == pytest.approx(theirs.sq_mean, rel=1e-9)  # type: ignore[attr-defined]
+    assert ours.micro_batches >= 2  # type: ignore[attr-defined]
+
+
+@driven_here
+def test_stopping_is_agreed_on_and_closing_twice_is_harmless(case: EngineCase) -> None:
+    asked = False
+    with made(case) as engine:
+        should_stop = engine.agree_to_stop(lambda: asked)
+        size = engine.participants(0)
+        engine.gradients(Ledger(samples=SAMPLES).assign(size.samples), size)
+        engine.commit()
+        assert not should_stop()
+        asked = True
+        engine.gradients(Ledger(samples=SAMPLES).assign(size.samples), size)
+        engine.commit()
+        assert should_stop()
+    engine.close()
