@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ebbflow.rules.base import Scaling as Scaling
     from ebbflow.rules.base import StepContext as StepContext
     from ebbflow.rules.registry import make_rule as make_rule
+    from ebbflow.simulate.prices import register_price as register_price
     from ebbflow.traces.trace import Trace as Trace
 
 _HOME = {
@@ -51,6 +52,7 @@ _HOME = {
     "Trace": "ebbflow.traces.trace",
     "make_rule": "ebbflow.rules.registry",
     "read_record": "ebbflow.record",
+    "register_price": "ebbflow.simulate.prices",
 }
 _ROOMS = ("live", "simulate", "sklearn")
 """Packages with public names of their own."""
@@ -66,6 +68,7 @@ __all__ = [
     "__version__",
     "make_rule",
     "read_record",
+    "register_price",
 ]
 
 

@@ -10,13 +10,14 @@ import pytest
 
 from cli.answers import Ebbflow
 from ebbflow.core.units import format_seconds
-from ebbflow.plan.policies import make_policy
+from ebbflow.plan.policies import POLICIES, make_policy
 from ebbflow.report.simulation import simulation_figures
+from ebbflow.simulate import prices
 from ebbflow.simulate.prices import FlatPrice
 from ebbflow.simulate.scenario import Scenario
 from ebbflow.simulate.simulate import Simulation, simulate
 from ebbflow.simulate.stepmodel import parse_step_time
-from ebbflow.traces import load
+from ebbflow.traces import GENERATORS, load
 
 
 @pytest.fixture
@@ -212,14 +213,104 @@ def test_whatif_says_the_best_that_can_be_had(ebbflow: Ebbflow) -> None:
     )
 
 
+PLUGIN = """
+from dataclasses import dataclass
+
+import numpy as np
+
+import ebbflow
+from ebbflow.plan.policies import POLICIES
+from ebbflow.traces import GENERATORS, Trace
+
+
+@ebbflow.register_price("two-tariffs")
+@dataclass(frozen=True)
+class TwoTariffs:
+    first: float
+    later: float
+    hours: float = 1.0
+
+    def integral(self, times):
+        change = self.hours * 3600
+        return (np.minimum(times, change) * self.first + np.maximum(times - change, 0.0) * self.later) / 3600
+
+
+@ebbflow.register_price("no-price")
+@dataclass(frozen=True)
+class NoPrice:
+    pass
+
+
+@POLICIES.register("half", kind="fleet")
+@dataclass(frozen=True)
+class Half:
+    local_batch: int
+
+    def sizes(self, workers):
+        return workers // 2, workers // 2 * self.local_batch
+
+
+@GENERATORS.register("pair")
+def pair(first: int, second: int) -> Trace:
+    return Trace.parse(f"0s:{first} 10s:{second} 1h")
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A plugin with a price model, a policy and a trace generator; what it registers is forgotten after the test."""
+    for registry in (prices.PRICES, POLICIES, GENERATORS):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    path = tmp_path / "mine.py"
+    path.write_text(PLUGIN)
+    return path
+
+
+def test_prices_policies_and_traces_of_a_plugin_are_simulated(ebbflow: Ebbflow, plugin: Path) -> None:
+    # Half of 8 and of 4 workers at 10 samples each: 10 steps of 40, then 30 of 20, so 8 x 10 s + 4 x 30 s are paid:
+    # 15 s at a dollar per second, then half a dollar. 8 x 10 + 4 x 5 = 100 USD, and 4 x 25 / 2 = 50 USD.
+    mine = f"{TASK} {STEP} --plugin {plugin} --policy half --json"
+    tariffs = "two-tariffs(3600, later=1800, hours=0.004166666666666667)"
+    answer = ebbflow(f"simulate {mine} --price 36 --spot-price", tariffs, "pair(8, 4)")
+    assert answer.code == 0, answer.err
+    assert (json.loads(answer.out)["time_s"], json.loads(answer.out)["cost_usd"]) == (40.0, pytest.approx(150))
+    compared = ebbflow(f"compare {mine} --spot-price 3600 --spot-price", tariffs, "pair(8, 4)", "pair(8, second=4)")
+    assert [one["cost_usd"] for one in json.loads(compared.out)] == pytest.approx([200, 150])
+    tried = ebbflow(f"whatif {mine} --budget 160 --max-workers 4,8 --spot-price", tariffs, "pair(8, 4)")
+    assert tried.code == 0, tried.err
+    found = json.loads(tried.out)
+    assert found["cost_usd"] == pytest.approx(150)
+    varied = {one["name"]: one["cost_usd"] for one in found["sensitivity"]}
+    assert varied["price 10% higher"] == pytest.approx(165)
+
+
+def test_a_registered_class_that_is_no_price_model_is_refused(ebbflow: Ebbflow, plugin: Path) -> None:
+    answer = ebbflow(f"simulate {TASK} {STEP} --price 1 --plugin {plugin} --spot-price no-price", FLEET)
+    assert answer.code == 2
+    assert "the price model no-price is a NoPrice, which has no method integral(times)" in answer.err
+
+
+def test_a_workload_of_a_plugin_is_profiled(ebbflow: Ebbflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ebbflow.workloads import WORKLOADS
+
+    monkeypatch.setattr(WORKLOADS, "_entries", dict(WORKLOADS._entries))
+    (tmp_path / "mine.py").write_text(
+        "from ebbflow.workloads import WORKLOADS\nWORKLOADS.register('my-digits')(WORKLOADS.entry('digits-mlp').make)\n"
+    )
+    answer = ebbflow("profile my-digits --plugin mine.py --local-batch 16 --steps 2 --json")
+    assert answer.code == 0, answer.err
+    assert [one["samples"] for one in json.loads(answer.out)["measured"]] == [16]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (f"simulate {TASK} {STEP} --price 36", "give the price of a worker: --spot-price"),
         (f"simulate {TASK} {STEP} --spot-price 1", "give the on-demand price"),
-        (f"simulate {TASK} {STEP} --spot-price -1 --price 1", "the price is -1 USD an hour"),
-        (f"simulate {TASK} {STEP} --spot-price 1 --price -1", "the price is -1 USD an hour"),
+        (f"simulate {TASK} {STEP} --spot-price -1 --price 1", "the price is -1 USD per hour"),
+        (f"simulate {TASK} {STEP} --spot-price 1 --price -1", "the price is -1 USD per hour"),
         (f"simulate {TASK} {STEP} --spot-price nan --price 1", "expected a finite number"),
+        (f"simulate {TASK} {STEP} --spot-price flt(1) --price 1", "unknown price model 'flt'; did you mean 'flat'"),
         (f"simulate {TASK} {STEP} --spot-price 1 --price 1 --price-history x.csv", "one of the two"),
         (f"simulate {TASK} --step-time 0.6 {PRICES}", "duration '0.6' has no unit; write 0.6s"),
         (f"simulate {TASK} --step-time 0s {PRICES}", "expected a finite time above 0"),

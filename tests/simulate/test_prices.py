@@ -76,7 +76,7 @@ def test_a_history_can_begin_later(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a,b\n1,2\n", "expected time_s,zone,usd_per_hour"),
-        ("time_s,usd_per_hour\n0,-1\n", r"prices.csv:2: the price is -1 USD an hour"),
+        ("time_s,usd_per_hour\n0,-1\n", r"prices.csv:2: the price is -1 USD per hour"),
         ("time_s,usd_per_hour\n0,\n", r"prices.csv:2: '0,' has no time and price"),
         ("time_s,usd_per_hour\n0,nan\n", "not negative"),
         ("time_s,usd_per_hour\n5,1\n4,1\n", "expected times that increase"),

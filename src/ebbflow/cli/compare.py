@@ -33,7 +33,8 @@ def compare(
         typer.Option(help="What a change costs; repeat it to compare several systems. Default: ideal."),
     ] = None,
     spot_price: Annotated[
-        list[float] | None, typer.Option(help="USD an hour for a worker; one, or one for each trace.")
+        list[str] | None,
+        typer.Option(help="USD per hour of one worker, or a price model of a plugin; one, or one for each trace."),
     ] = None,
     out_folder: OutFolder = None,
     json: AsJson = False,
@@ -57,7 +58,7 @@ def compare(
 
 
 def _simulations(
-    options: ScenarioOptions, traces: list[str], policies: list[str], recoveries: list[str], prices: list[float]
+    options: ScenarioOptions, traces: list[str], policies: list[str], recoveries: list[str], prices: list[str]
 ) -> dict[str, Simulation]:
     """Each combination by the words in which it differs, and on-demand clusters where a price is given."""
     if len(prices) > 1 and len(prices) != len(traces):
@@ -91,11 +92,11 @@ def _simulations(
     return found
 
 
-def _label(trace: str, usd: float | None, traces: list[str]) -> str:
+def _label(trace: str, price: str | None, traces: list[str]) -> str:
     """The trace, a file without its folder if no other has its name; with the price where it is compared at several."""
     same = {other for other in traces if Path(other).name == Path(trace).name}
     name = Path(trace).name if len(same) == 1 and Path(trace).exists() else trace
-    return f"{name} at {usd:g}" if usd is not None and traces.count(trace) > 1 else name
+    return f"{name} at {price}" if price is not None and traces.count(trace) > 1 else name
 
 
 def _table(found: dict[str, Simulation], front: list[bool]) -> Table:

@@ -14,7 +14,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from ebbflow.cli.common import AsJson, err, out, print_json
+from ebbflow.cli.common import AsJson, PluginFiles, err, out, print_json
 from ebbflow.cli.whatif import numbers
 from ebbflow.core.files import write_whole
 from ebbflow.core.memory import keep_freed_memory
@@ -22,7 +22,7 @@ from ebbflow.core.units import Seconds, format_seconds
 from ebbflow.errors import ConfigError
 from ebbflow.live.account import read_account
 from ebbflow.record import Run, read_record
-from ebbflow.run.config import RunConfig
+from ebbflow.run.config import RunConfig, load_plugins
 from ebbflow.simulate.efficiency import record_file
 from ebbflow.simulate.fit import Fit, Measured, emulated_micro_batch, fit_steps, measured_steps
 from ebbflow.simulate.recovery import PerStep
@@ -56,6 +56,7 @@ def profile(
     data: Annotated[str | None, typer.Option(help="The data set, for workloads that need one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    plugin: PluginFiles = None,
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Write the model here, for simulate --profile.")
     ] = None,
@@ -64,6 +65,7 @@ def profile(
     """Measure how long a step of one worker takes here, by its samples, or fit the steps of a record."""
     if (workload is None) == (record is None):
         raise ConfigError("give a workload to measure, or a record to fit with --from, one of the two")
+    load_plugins(plugin or [])
     recovery = None
     if record is not None:
         found, recovery = _fit_run(record, emulated)
@@ -75,6 +77,7 @@ def profile(
             "data": data,
             "device": device,
             "threads": threads,
+            "plugins": tuple(plugin or ()),
         }
         fleets = [1] if workers is None else numbers(workers, what="--workers")
         measured, micro_batch = measure_workload(

@@ -13,15 +13,16 @@ from typing import Annotated, Any
 
 import typer
 
-from ebbflow.cli.common import command_line, err
+from ebbflow.cli.common import PluginFiles, command_line, err
 from ebbflow.cli.trace import FormatName
 from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError
 from ebbflow.plan.policies import POLICIES, make_policy
+from ebbflow.run.config import load_plugins
 from ebbflow.simulate.efficiency import read_noise_scale
 from ebbflow.simulate.fit import read_profile
 from ebbflow.simulate.network import NETWORKS
-from ebbflow.simulate.prices import FlatPrice, Price, read_prices
+from ebbflow.simulate.prices import Price, make_price, read_prices
 from ebbflow.simulate.recovery import RECOVERIES
 from ebbflow.simulate.scenario import Scenario
 from ebbflow.simulate.simulate import Simulation, on_demand
@@ -87,8 +88,11 @@ class ScenarioOptions:
     max_workers: Annotated[int | None, _option(FLEET, "Rent no more than so many.", min=1)] = None
     provisioning: Annotated[str, _option(FLEET, "From a worker's arrival, when it is paid, to its first step.")] = "0s"
     format: FormatName = None
+    plugin: PluginFiles = None
 
-    spot_price: Annotated[float | None, _option(MONEY, "USD an hour for a worker of the trace.")] = None
+    spot_price: Annotated[
+        str | None, _option(MONEY, "USD per hour of one worker of the trace, or a price model of a plugin.")
+    ] = None
     price_history: Annotated[
         Path | None, _option(MONEY, "Prices over time instead: a file time_s,zone,usd_per_hour.")
     ] = None
@@ -172,17 +176,17 @@ class ScenarioOptions:
     def spot(self) -> Price:
         """The price of a worker of the trace."""
         if (self.spot_price is None) == (self.price_history is None):
-            raise ConfigError("give the price of a worker: --spot-price 0.744 (USD an hour) or --price-history FILE, "
+            raise ConfigError("give the price of a worker: --spot-price 0.744 (USD per hour) or --price-history FILE, "
                               "one of the two; --spot-price 0 if money does not matter")  # fmt: skip
         if self.price_history is not None:
             return read_prices(self.price_history, zone=self.zone, offset=parse_seconds(self.price_offset))
         assert self.spot_price is not None
-        return FlatPrice(self.spot_price)
+        return make_price(self.spot_price)
 
     def beside(self, found: Simulation) -> Simulation:
         """The same training on the on-demand cluster."""
         if self.price is None:
-            raise ConfigError("give the on-demand price of a worker to compare with: --price 2.48 (USD an hour)")
+            raise ConfigError("give the on-demand price of a worker to compare with: --price 2.48 (USD per hour)")
         workers = self.on_demand_workers or max(1, int(found.mean_workers + 0.5))
         model = None if self.on_demand_step_time is None else parse_step_time(self.on_demand_step_time)
         return on_demand(found.scenario, workers=workers, usd_per_hour=self.price, model=model)
@@ -222,6 +226,7 @@ def takes_scenario(verb: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(verb)
     def command(**given: Any) -> None:
         options = ScenarioOptions(**{field.name: given.pop(field.name) for field in fields})
+        load_plugins(options.plugin or [])
         verb(options, **given)
 
     command.__signature__ = inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters])  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from ebbflow.core.units import Seconds, format_seconds
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.policies import Policy, make_policy
 from ebbflow.plan.steptime import ConstantStepTime
-from ebbflow.simulate.prices import FlatPrice, Price, PriceHistory
+from ebbflow.simulate.prices import ScaledPrice
 from ebbflow.simulate.scenario import Scenario
 from ebbflow.simulate.simulate import simulate
 from ebbflow.simulate.stepmodel import Parts, StepModel, WholeStep
@@ -171,8 +171,8 @@ def sensitivity(scenario: Scenario, *, share: float = 0.1) -> list[Outcome]:
     variations: list[tuple[str, Callable[[], Scenario]]] = [
         (f"steps {percent} slower", lambda: replace(scenario, model=_scaled(scenario.model, up))),
         (f"steps {percent} faster", lambda: replace(scenario, model=_scaled(scenario.model, down))),
-        (f"price {percent} higher", lambda: replace(scenario, price=_priced(scenario.price, up))),
-        (f"price {percent} lower", lambda: replace(scenario, price=_priced(scenario.price, down))),
+        (f"price {percent} higher", lambda: replace(scenario, price=ScaledPrice(scenario.price, up))),
+        (f"price {percent} lower", lambda: replace(scenario, price=ScaledPrice(scenario.price, down))),
         (f"fleet {percent} smaller", lambda: replace(scenario, trace=scenario.trace.scale(workers=down))),
         (f"fleet {percent} larger", lambda: replace(scenario, trace=scenario.trace.scale(workers=up))),
     ]
@@ -198,10 +198,3 @@ def sensitivity(scenario: Scenario, *, share: float = 0.1) -> list[Outcome]:
             outcome = Outcome(name=name, time_s=float("inf"), cost_usd=float("inf"))
         found.append(outcome)
     return found
-
-
-def _priced(price: Price, factor: float) -> Price:
-    if isinstance(price, PriceHistory):
-        return PriceHistory(price.times, price.usd_per_hour * factor, price.end, price.name)
-    assert isinstance(price, FlatPrice)
-    return FlatPrice(price.usd_per_hour * factor)
