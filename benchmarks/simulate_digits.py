@@ -14,13 +14,13 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from ebbflow.cli.profile import measure_workload
 from ebbflow.plan import make_policy
 from ebbflow.record import Run
 from ebbflow.run import training
 from ebbflow.run.config import RunConfig
 from ebbflow.simulate import FlatPrice, Scenario, parse_step_time, simulate
-from ebbflow.simulate.fit import Measured, fit_steps
+from ebbflow.simulate.profiles import MeasuredStep, fit_steps
+from ebbflow.studies.profiling import measure_workload
 from ebbflow.traces import load
 
 SIZES, FLEETS, LOCAL, SAMPLES = (16, 32), (2, 16), 32, 1437
@@ -37,8 +37,8 @@ def step_seconds(run: Run) -> float:
     return run.steps[-1].wall_s - sum(row.wall_s - ends[row.step] for row in between)
 
 
-def measure(workload: str) -> tuple[list[Measured], int | None]:
-    return measure_workload({"workload": workload, "rule": "linear"}, SIZES, FLEETS, steps=25)
+def measure(workload: str) -> tuple[list[MeasuredStep], int | None]:
+    return measure_workload(RunConfig(workload=workload), SIZES, FLEETS, steps=25)
 
 
 def train(workload: str, trace: str, epochs: int) -> float:
@@ -64,7 +64,7 @@ def compare(workload: str, trace: str, epochs: int) -> list[tuple[float, float]]
         measured = train(workload, trace, epochs)
         after, _ = measure(workload)
         fit = fit_steps([*before, *after], serial=True, micro_batch=micro_batch)
-        seconds = fit.model.parts(plan.stretches.workers[plan.runs.legs], plan.runs.sizes).total
+        seconds = fit.model.breakdown(plan.segments.workers[plan.runs.segments], plan.runs.sizes).total
         found.append((float((plan.runs.counts * seconds).sum()), measured))
         before = after
     return found

@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from ebbflow.cli.profile import live_records, live_recovery
 from ebbflow.live.account import read_account
 from ebbflow.plan import make_policy
 from ebbflow.record import Run, read_record
 from ebbflow.simulate import FlatPrice, Scenario, simulate
-from ebbflow.simulate.fit import Measured, fit_steps, measured_steps
-from ebbflow.simulate.recovery import PerStep
+from ebbflow.simulate.profiles import MeasuredStep, fit_steps, measured_steps
+from ebbflow.simulate.recovery import StepRecovery
+from ebbflow.studies.profiling import live_records, live_recovery
 from ebbflow.traces import Trace, load
 
 LOCAL, SAMPLES = 32, 1442
@@ -123,7 +123,7 @@ def fleet_of(folder: Path, trace: str) -> Trace:
     return Trace(times[last], counts[last], played.end)
 
 
-def known(case: str) -> tuple[list[Measured], PerStep]:
+def known(case: str) -> tuple[list[MeasuredStep], StepRecovery]:
     """What a replay tells: the time of steps, and what changes cost."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "job"
@@ -133,7 +133,7 @@ def known(case: str) -> tuple[list[Measured], PerStep]:
         return [one for path in live_records(folder) for one in measured_steps(read_record(path))], recovery
 
 
-def compare(case: str, epochs: int) -> tuple[PerStep, float, float]:
+def compare(case: str, epochs: int) -> tuple[StepRecovery, float, float]:
     """(what changes cost, simulated seconds, measured seconds)."""
     before, recovery = known(case)
     with tempfile.TemporaryDirectory() as place:

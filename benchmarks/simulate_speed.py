@@ -14,10 +14,9 @@ import numpy as np
 from ebbflow.core.units import Seconds
 from ebbflow.plan import make_policy
 from ebbflow.simulate import ComputeAndNetwork, FlatPrice, Scenario, Simulation, parse_step_time, simulate
-from ebbflow.simulate.network import Ring
 from ebbflow.simulate.recovery import RECOVERIES
 from ebbflow.simulate.search import Setting, outcomes
-from ebbflow.simulate.stepmodel import StepModel
+from ebbflow.simulate.step_models import Ring, StepModel
 from ebbflow.traces import Trace, load
 from plan_speed import best_of
 

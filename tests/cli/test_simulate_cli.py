@@ -11,12 +11,8 @@ import pytest
 from cli.answers import Ebbflow
 from ebbflow.core.units import format_seconds
 from ebbflow.plan.policies import POLICIES, make_policy
-from ebbflow.report.simulation import simulation_figures
-from ebbflow.simulate import prices
-from ebbflow.simulate.prices import FlatPrice
-from ebbflow.simulate.scenario import Scenario
-from ebbflow.simulate.simulate import Simulation, simulate
-from ebbflow.simulate.stepmodel import parse_step_time
+from ebbflow.report.simulation_page import simulation_figures
+from ebbflow.simulate import FlatPrice, Scenario, Simulation, parse_step_time, prices, simulate
 from ebbflow.traces import GENERATORS, load
 
 

@@ -18,7 +18,7 @@ from ebbflow.cli.main import app
 from ebbflow.moments.estimate import Moments
 from ebbflow.record import read_record
 from ebbflow.report.results import load_results
-from ebbflow.report.tables import Cell, summarise
+from ebbflow.report.summary import Cell, summarise
 from ebbflow.rules.base import Rule, StepContext
 from ebbflow.rules.registry import RULES, make_rule
 from ebbflow.run.config import load_plugins

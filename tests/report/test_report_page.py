@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.errors import ConfigError, OutputError
-from ebbflow.report.html import ReportPaths, write_report
+from ebbflow.report.report_page import ReportPaths, write_report
 
 FIGURES = {f"{kind}-{name}" for kind in ("validation", "loss", "batch", "rate", "multiplier")
            for name in ("digits-mlp", "tiny-gpt")} | {"traces"}  # fmt: skip
@@ -132,7 +132,7 @@ def test_a_report_that_fails_half_way_leaves_the_old_one(
     def full(*args: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ebbflow.report.html.render_page", full)
+    monkeypatch.setattr("ebbflow.report.report_page.render_page", full)
     with pytest.raises(OutputError, match="No space left on device"):
         write_report(path)
     assert (tmp_path / "report" / "index.html").read_text() == before
@@ -141,7 +141,7 @@ def test_a_report_that_fails_half_way_leaves_the_old_one(
 
 def test_a_report_needs_neither_torch_nor_pyplot(study: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from ebbflow.report.html import write_report; "
+        "import sys; from pathlib import Path; from ebbflow.report.report_page import write_report; "
         "write_report(Path(sys.argv[1]), out=Path(sys.argv[2])); "
         "print([name for name in ('torch', 'matplotlib.pyplot') if name in sys.modules])"
     )

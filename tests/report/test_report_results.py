@@ -12,7 +12,7 @@ import pytest
 
 from ebbflow.errors import RecordError
 from ebbflow.report.results import load_results
-from ebbflow.report.tables import summarise
+from ebbflow.report.summary import summarise
 
 MakeRecord = Callable[..., Path]
 

@@ -15,10 +15,9 @@ from ebbflow.core.units import Seconds
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan import BatchPlan, make_policy
 from ebbflow.simulate import ComputeAndNetwork, FlatPrice, Scenario, on_demand, parse_step_time, simulate
-from ebbflow.simulate.network import Affine
 from ebbflow.simulate.recovery import RECOVERIES
-from ebbflow.simulate.simulate import Simulation
-from ebbflow.simulate.stragglers import Rare
+from ebbflow.simulate.simulation import Simulation
+from ebbflow.simulate.step_models import Affine, RareDelay
 from ebbflow.traces import Trace, load
 
 
@@ -176,12 +175,12 @@ def test_emulated_workers_compute_one_after_another() -> None:
 
 def test_stragglers_make_a_step_wait_for_the_slowest() -> None:
     # Each of two workers takes three times as long with a chance of a half: the slowest does so in 3 of 4 steps.
-    found = simulate(scenario("constant(2, duration=1h)", samples=200, stragglers=Rare(0.5, factor=3.0)))
+    found = simulate(scenario("constant(2, duration=1h)", samples=200, stragglers=RareDelay(0.5, factor=3.0)))
     assert parts(found) == {"compute": 10.0, "waiting": 10 * 2 * 0.75}
 
 
 def test_drawn_stragglers_are_the_same_for_the_same_seed_and_right_on_average() -> None:
-    one = scenario("square(2, 4, period=1min, duration=10h)", samples=100_000, stragglers=Rare(0.5, factor=3.0))
+    one = scenario("square(2, 4, period=1min, duration=10h)", samples=100_000, stragglers=RareDelay(0.5, factor=3.0))
     times = [simulate(one, rng=np.random.default_rng(seed)).time_s for seed in range(40)]
     assert simulate(one, rng=np.random.default_rng(0)).time_s == times[0] != times[1]
     assert np.mean(times) == pytest.approx(simulate(one).time_s, rel=0.005)
@@ -266,12 +265,12 @@ def test_steps_longer_than_any_trace_are_refused(step: str) -> None:
 counts = st.lists(st.tuples(st.floats(0.1, 50).map(lambda x: round(x, 2)), st.integers(0, 5)), min_size=1, max_size=8)
 
 
-@given(stretches=counts, samples=st.integers(1, 300), epochs=st.integers(1, 3), cut=st.booleans())
+@given(fleet=counts, samples=st.integers(1, 300), epochs=st.integers(1, 3), cut=st.booleans())
 def test_without_interruptions_a_simulation_is_the_plan(
-    stretches: list[tuple[float, int]], samples: int, epochs: int, cut: bool
+    fleet: list[tuple[float, int]], samples: int, epochs: int, cut: bool
 ) -> None:
-    times = np.cumsum([0.0, *(length for length, _ in stretches)])
-    trace = Trace(times[:-1], np.array([workers for _, workers in stretches]), float(times[-1]))
+    times = np.cumsum([0.0, *(length for length, _ in fleet)])
+    trace = Trace(times[:-1], np.array([workers for _, workers in fleet]), float(times[-1]))
     one = replace(scenario("constant(1)", batch=3, step="0.6s", samples=samples, epochs=epochs, cut=cut), trace=trace)
     try:
         found = simulate(one)

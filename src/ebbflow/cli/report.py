@@ -34,8 +34,8 @@ def show_report(folder: Path, *, out_folder: Path | None = None, as_json: bool =
     """Write the report, print its table and what to take from it (or the cells as JSON); the path of the page."""
     # Imported here: matplotlib and jinja2 take a while that other verbs need not wait for.
     from ebbflow.report.export import terminal
-    from ebbflow.report.html import write_report
-    from ebbflow.report.takeaway import takeaways
+    from ebbflow.report.report_page import write_report
+    from ebbflow.report.summary import takeaways
 
     paths = write_report(folder, out=out_folder)
     for problem in paths.results.problems:
