@@ -22,7 +22,7 @@ from ebbflow.report.summary import Cell, summarise
 from ebbflow.rules.base import Rule, StepContext
 from ebbflow.rules.registry import RULES, make_rule
 from ebbflow.run.config import load_plugins
-from ebbflow.studies.study import load_study
+from ebbflow.studies.grid import load_study
 
 EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence"
 PLUGIN = EVIDENCE / "andre" / "published_adascale.py"

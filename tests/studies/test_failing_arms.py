@@ -16,9 +16,8 @@ import torch
 from ebbflow.errors import ConfigError
 from ebbflow.record import read_record
 from ebbflow.report.results import load_results
-from ebbflow.studies.arm import record_failure, run_arm
-from ebbflow.studies.runner import Progress, default_jobs, run_study
-from ebbflow.studies.study import Study, parse_study
+from ebbflow.studies.grid import Study, parse_study
+from ebbflow.studies.runner import ArmProgress, default_jobs, record_failure, run_arm, run_study
 
 PLUGIN = '''
 import os, signal
@@ -67,9 +66,9 @@ def test_whatever_happens_to_an_arm_the_others_go_on_and_its_record_says_why(tmp
         {"rule": "sqrt", "set": {"device": "cuda:99"}},
         {"rule": "linear", "set": {"data": str(tmp_path / "nowhere")}},
     ]
-    told: dict[str, Progress] = {}
+    told: dict[str, ArmProgress] = {}
 
-    def on_progress(progress: Progress) -> None:
+    def on_progress(progress: ArmProgress) -> None:
         told[progress.arm] = progress
 
     (tmp_path / "mine.py").write_text(PLUGIN)

@@ -11,8 +11,8 @@ from ebbflow.optim.build import OPTIMIZERS
 from ebbflow.optim.schedules import make_schedule
 from ebbflow.run.planning import check_measurable, foresee_steps, make_growth, make_plan
 from ebbflow.run.training import resolve
+from ebbflow.studies.grid import Arm, Study, check_arms, load_study, recipe_names
 from ebbflow.studies.scaling import scaled
-from ebbflow.studies.study import Arm, Study, check_arms, load_study, recipe_names
 
 CIFAR = 50_000
 PAPERS = [name for name in recipe_names() if name.startswith(("lena", "andre", "dynamic", "holt"))]

@@ -15,8 +15,8 @@ import pytest
 
 from ebbflow.errors import ConfigError, OutputError
 from ebbflow.record import Run, read_record
-from ebbflow.studies.runner import Progress, run_study
-from ebbflow.studies.study import Study, load_study, parse_study
+from ebbflow.studies.grid import Study, load_study, parse_study
+from ebbflow.studies.runner import ArmProgress, run_study
 
 
 def small(**changes: Any) -> Study:
@@ -40,7 +40,7 @@ def digests(out: Path) -> dict[str, str]:
 
 
 def test_a_study_runs_every_arm_once_and_then_has_nothing_to_do(tmp_path: Path) -> None:
-    told: list[Progress] = []
+    told: list[ArmProgress] = []
     run_study(small(), tmp_path, jobs=2, on_progress=told.append)
     assert {run.status for run in records(tmp_path).values()} == {"finished"}
     assert (
@@ -66,7 +66,7 @@ def test_arms_that_were_made_from_data_elsewhere_are_found_with_a_word(tmp_path:
     for name in ("one.txt", "two.txt"):
         (tmp_path / name).write_text("to be or not to be, " * 20, encoding="utf-8")
     chosen = {"workloads": ["shakespeare-gpt(width=8, layers=1, heads=1, context=8)"], "rules": ["constant"]}
-    told: list[Progress] = []
+    told: list[ArmProgress] = []
     for name in ("one.txt", "one.txt", "two.txt"):
         study = small(**chosen, settings={"epochs": 1, "local_batch": 4, "data": str(tmp_path / name)})
         run_study(study, tmp_path / "out", on_progress=told.append)
@@ -77,7 +77,7 @@ def test_arms_that_were_made_from_data_elsewhere_are_found_with_a_word(tmp_path:
 def test_a_study_grows_by_seeds_and_rules_and_keeps_what_was_run(tmp_path: Path) -> None:
     run_study(small(rules=["constant"]), tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("arms/*/record.jsonl")}
-    told: list[Progress] = []
+    told: list[ArmProgress] = []
     run_study(small(seeds=2), tmp_path, jobs=2, on_progress=told.append)
     assert sorted(p.what for p in told if p.what != "moved") == ["finished"] * 3 + ["found"] + ["started"] * 3
     assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in before.items())
@@ -90,7 +90,7 @@ def test_a_study_grows_by_seeds_and_rules_and_keeps_what_was_run(tmp_path: Path)
 
 def test_a_study_that_was_moved_with_its_traces_is_the_same_study(tmp_path: Path) -> None:
     text = "time_s,accelerators\n0,4\n60,2\n120,2\n"
-    told: list[Progress] = []
+    told: list[ArmProgress] = []
     for home in ("here", "there"):
         (tmp_path / home).mkdir()
         (tmp_path / home / "spot.csv").write_text(text)
@@ -146,7 +146,7 @@ STARTED: list[subprocess.Popen[bytes]] = []
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_running() -> Iterator[None]:
-    """Whatever a test that fails has left behind; the arms of a study that is gone end by themselves."""
+    """Kill what a failed test has left behind; the arms of a killed study end by themselves."""
     yield
     while STARTED:
         with STARTED.pop() as process:
