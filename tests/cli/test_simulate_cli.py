@@ -1,4 +1,4 @@
-"""simulate, compare, whatif and profile as scripts and people meet them: fixed shapes, pages, and bad input."""
+"""simulate, compare, whatif and profile as scripts and users see them: fixed JSON, pages, and bad input."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ WHATIF = "whatif --samples 800 --epochs 10 --step-time 1s --spot-price 3600"
 def test_whatif_finds_the_cheapest_before_a_deadline(ebbflow: Ebbflow) -> None:
     answer = ebbflow(f"{WHATIF} --deadline 300s --max-workers 1,3,7 --local-batch 10 --json", "0s:8 10h")
     found = json.loads(answer.out)
-    # 80, 27 or 12 steps an epoch: 800, 270 or 120 s for 800, 810 or 840 USD.
+    # 80, 27 or 12 steps per epoch: 800, 270 or 120 s for 800, 810 or 840 USD.
     assert found["setting"] == {"max_workers": 3, "local_batch": 10, "policy": "follow"}
     assert (found["time_s"], found["cost_usd"]) == (270.0, pytest.approx(810))
     assert found["settings"] == {"tried": 3, "ended": 3}
@@ -195,7 +195,7 @@ def test_of_settings_that_cost_the_same_to_the_cent_the_fastest_is_the_cheapest(
 def test_whatif_finds_the_fastest_within_a_budget(ebbflow: Ebbflow) -> None:
     text = f"{WHATIF} --budget 820 --max-workers 1:7:2 --local-batch 10 --policy follow --policy capped(max_batch=20)"
     found = json.loads(ebbflow(f"{text} --json", "0s:8 10h").out)
-    # 5 workers take 16 steps an epoch: 160 s for 800 USD.
+    # 5 workers take 16 steps per epoch: 160 s for 800 USD.
     assert (found["setting"]["max_workers"], found["time_s"]) == (5, 160.0)
     assert found["settings"]["tried"] == 8
 
@@ -316,8 +316,7 @@ def test_a_workload_of_a_plugin_is_profiled(ebbflow: Ebbflow, tmp_path: Path, mo
         (f"simulate {TASK} --step-time 4:1s,4:2s {PRICES}", "have 4 workers twice"),
         (f"simulate {TASK} {STEP} {PRICES} --overlap 0.5", "--overlap would change nothing"),
         (f"simulate {TASK} {STEP} {PRICES} --on-demand-workers 0", "Invalid value for '--on-demand-workers'"),
-        (f"simulate --samples 1000 --epochs 1 {STEP} {PRICES}", "lacks local_batch, the samples a worker takes in a "
-         "step; give --local-batch 32, or write it into the policy: follow(32)"),
+        (f"simulate --samples 1000 --epochs 1 {STEP} {PRICES}", "or write it into the policy: follow(32)"),
         (f"simulate {TASK} --compute-sample 1ms {PRICES} --network rign(1,gbps=1)", "did you mean 'ring'"),
         (f"simulate {TASK} --compute-sample 1ms {PRICES} --network ring(1,gbps=1,latency=5)", "has no unit"),
         (f"simulate {TASK} {STEP} {PRICES} --recovery chekpoint", "did you mean 'checkpoint'"),
@@ -336,7 +335,7 @@ def test_a_workload_of_a_plugin_is_profiled(ebbflow: Ebbflow, tmp_path: Path, mo
         (f"{WHATIF} --local-batch 1:2000 --max-workers 1:2000 --budget 5", "settings are too many"),
     ],
 )  # fmt: skip
-def test_bad_input_is_told_without_a_traceback(ebbflow: Ebbflow, text: str, message: str) -> None:
+def test_bad_input_is_reported_without_a_traceback(ebbflow: Ebbflow, text: str, message: str) -> None:
     answer = ebbflow(text, FLEET)
     assert answer.code == 2, answer
     assert message in answer.err
@@ -368,7 +367,9 @@ def test_profile_fits_the_steps_of_a_record(ebbflow: Ebbflow) -> None:
     assert "give a workload to measure, or a record" in neither.err
 
 
-def test_profile_of_a_live_job_fits_all_replicas_and_tells_what_changes_cost(ebbflow: Ebbflow, tmp_path: Path) -> None:
+def test_profile_of_a_live_job_fits_all_replicas_and_measures_what_changes_cost(
+    ebbflow: Ebbflow, tmp_path: Path
+) -> None:
     # Steps of 1 s on one replica and 1.5 s on two. The second comes before step 3, which begins 0.25 s later than
     # usual, and is lost before step 6, which begins 0.75 s later than usual.
     def row(step: int, start: float, end: float, workers: int) -> dict[str, object]:
@@ -390,7 +391,7 @@ def test_profile_of_a_live_job_fits_all_replicas_and_tells_what_changes_cost(ebb
     found = json.loads(answer.out)
     assert found["recovery"] == "step(0.75s, join=0.25s)"
     assert found["serial"] is False
-    # Without the steps that hold the gain and the loss: three on one replica, two on two, as both tell.
+    # Without the steps that include the gain and the loss: three on one replica, and two on two in both records.
     measured = {one["workers"]: (one["seconds"], one["steps"]) for one in found["measured"]}
     assert measured == {1: (pytest.approx(1.0), 3), 2: (pytest.approx(1.5), 4)}
     assert '--recovery "step(0.75s, join=0.25s)"' in ebbflow("profile --from job").out

@@ -1,4 +1,4 @@
-"""The page: complete, self-contained, escaped, and looked at in a real browser."""
+"""The page is complete, self-contained and escaped; it is also opened in a real browser."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def browse(browser: str, page: Path, profile: Path, *, width: int = 1280) -> tup
     requests = [
         event["params"] for event in net["events"] if event["type"] == start and "url" in event.get("params", {})
     ]
-    # A browser has errands of its own (the time, updates); those have no page as their initiator.
+    # A browser makes requests of its own (the time, updates), which have no page as their initiator.
     return done.stdout, [request["url"] for request in requests if request["initiator"] != "not an origin"]
 
 
@@ -199,7 +199,7 @@ def probe(page: Path, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("width", [1280, 500])
-def test_a_browser_shows_the_tables_and_every_figure_and_asks_nobody(
+def test_a_browser_shows_the_tables_and_every_figure_and_makes_no_request(
     report: ReportPaths, browser: str, tmp_path: Path, width: int
 ) -> None:
     dom, urls = browse(browser, probe(report.page, tmp_path / "index.html"), tmp_path / "profile", width=width)

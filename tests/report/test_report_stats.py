@@ -1,4 +1,4 @@
-"""Figures of what rules say of steps and layers."""
+"""Figures of what rules record per step and per layer."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_multiplier_over_epochs_is_drawn_only_where_it_is_more_than_a_functi
     }
 
 
-def test_a_statistic_that_nobody_listed_is_drawn_all_the_same(tmp_path: Path, make_record: Callable[..., Path]) -> None:
+def test_a_statistic_that_is_not_listed_is_drawn_nevertheless(tmp_path: Path, make_record: Callable[..., Path]) -> None:
     drawing = drawings(make_record(tmp_path / "record.jsonl", last=(0.9,), stats=lambda p: {"tide_height": p}))[
         "stat-tide-height-digits-mlp"
     ]

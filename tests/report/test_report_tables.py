@@ -34,7 +34,7 @@ LINEAR = "linear+warmup(2ep)"
 
 
 def arm(value: float | None, *, rule: str = "linear", trace: str = "gpu", seed: int = 0, **more: object) -> ArmResult:
-    """An arm whose last three validations are all `value`; None: it has a record, and its metric is not a number."""
+    """An arm whose last three validations are all `value`; with None its record has a metric that is not a number."""
     values = np.full(3, math.nan if value is None else value)
     fields = {"id": "a", "workload": "w", "status": "finished", "header": Header(), "values": values, **more}
     return ArmResult(rule=rule, trace=trace, seed=seed, **fields)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def test_the_value_of_a_run_is_the_mean_of_its_last_three_validations() -> None:
     assert run_value(arm(0.0, values=np.array([0.0, 0.2, 0.4, 0.9]))) == pytest.approx(0.5)
 
 
-def test_fewer_than_three_validations_are_averaged_and_told() -> None:
+def test_fewer_than_three_validations_are_averaged_and_reported() -> None:
     short = summarise([arm(0.0, values=np.array([0.2, 0.4]))])
     assert short.cells[0].mean == pytest.approx(0.3)
     assert short.short == ("w, gpu, linear, seed 0: 2",)

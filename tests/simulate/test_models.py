@@ -56,7 +56,7 @@ COUNTS = np.array([1, 2, 8, 96])
         ("ring(100, gbps=8, latency=1ms)", [0.0, 0.102, 14 * (0.001 + 0.0125), 190 * (0.001 + 0.1 / 96)]),
         # Tree: twice log2 W levels (0, 1, 3, 7) of 1 ms, and the gradients down and up.
         ("tree(100, gbps=8, latency=1ms)", [0.0, 0.202, 0.206, 0.214]),
-        # One server: everybody's gradients in, everybody's weights out.
+        # One server: it receives the gradients of all workers and sends the weights to all.
         ("server(100, gbps=8, latency=1ms)", [0.202, 0.402, 1.602, 19.202]),
         # Four servers share it, but a worker's own link still takes 0.1 s.
         ("server(100, gbps=8, servers=4)", [0.2, 0.2, 0.4, 4.8]),
@@ -204,8 +204,8 @@ def test_what_was_not_observed_is_left_out() -> None:
     assert emulated.model.serial
 
 
-def test_pieces_may_be_single_samples() -> None:
-    # Two workers share 6 samples: three micro-batches of one each, 0.5 s a micro-batch and 0.25 s a sample.
+def test_micro_batches_may_be_single_samples() -> None:
+    # Two workers share 6 samples: three micro-batches of one each, 0.5 s per micro-batch and 0.25 s per sample.
     model = ComputeAndNetwork(per_step=Seconds(0.5), per_sample=Seconds(0.25), micro_batch=1)
     assert model.breakdown(np.array([2]), np.array([6])).compute.tolist() == [2.25]
 
@@ -214,16 +214,16 @@ def test_pieces_may_be_single_samples() -> None:
 def test_passes_of_an_emulated_step_are_those_that_the_engine_makes(
     workers: int, samples: int, micro_batch: int
 ) -> None:
-    # Shares as even as whole samples allow, the larger ones first; a worker without a sample has no group.
+    # Worker batches as even as whole samples allow, the larger ones first; a worker without a sample has none.
     each, more = divmod(samples, workers)
     sizes = [size for size in [each + 1] * more + [each] * (workers - more) if size]
     found = emulated_passes(np.array([workers]), np.array([samples]), micro_batch)
     assert found.tolist() == [len(cut(sizes, samples=micro_batch))]
 
 
-def test_a_fit_of_emulated_steps_tells_passes_from_samples() -> None:
-    # 0.2 s an update, 0.05 s a pass of at most 128 samples, 0.001 s a sample. 16 workers: 512 samples are four passes;
-    # 413 are 13 shares of 26 and 3 of 25, at most four of which go into a pass: 4 + 1 passes.
+def test_a_fit_of_emulated_steps_separates_passes_from_samples() -> None:
+    # 0.2 s per update, 0.05 s per pass of at most 128 samples, 0.001 s per sample. 16 workers: 512 samples are four
+    # passes; 413 are 13 worker batches of 26 and 3 of 25, at most four of which go into a pass: 4 + 1 passes.
     passes = {(2, 64): 1, (16, 256): 2, (16, 512): 4, (16, 413): 5, (8, 256): 2}
     steps = [
         MeasuredStep(workers=w, samples=b, seconds=0.2 + 0.05 * count + 0.001 * b) for (w, b), count in passes.items()
@@ -239,7 +239,7 @@ def test_noise_does_not_make_a_fitted_model_too_fast() -> None:
     # The same step at 1 s and at 3 s is one of 2 s; the least relative errors would be at 1.2 s.
     twice = [MeasuredStep(workers=1, samples=8, seconds=1.0), MeasuredStep(workers=1, samples=8, seconds=3.0)]
     assert fit_steps(twice).seconds(twice[0]) == pytest.approx(2.0)
-    # Two kinds that the model cannot tell apart, one exchange being all that more workers cost it: 2 s for both.
+    # Two kinds of steps that the model cannot distinguish, since their worker batches are equal: 2 s for both.
     alike = [MeasuredStep(workers=2, samples=16, seconds=1.0), MeasuredStep(workers=2, samples=15, seconds=3.0)]
     assert [fit_steps(alike).seconds(one) for one in alike] == pytest.approx([2.0, 2.0])
 
@@ -252,7 +252,7 @@ def test_a_fit_is_never_negative() -> None:
 
 
 def test_steps_of_a_record_are_measured_without_validations_and_gaps() -> None:
-    # 1 s a step; 5 s of validation lie before step 2, and step 3 is missing.
+    # 1 s per step; 5 s of validation lie before step 2, and step 3 is missing.
     run = record(row(0, 1), row(1, 2), row(2, 8), row(4, 10), row(5, 11), validations=(2,))
     assert measured_steps(run) == [MeasuredStep(workers=2, samples=8, seconds=1.0, steps=2)]
     with pytest.raises(RecordError, match="a longer run is needed"):
@@ -307,7 +307,7 @@ def found(one: Scenario, *caps: int) -> list[Outcome]:
 
 
 def test_the_cheapest_before_a_deadline_and_the_fastest_within_a_budget(one: Scenario) -> None:
-    # 800 samples an epoch in steps of 10, 30 and 70: 80, 27 and 12 steps of a second, a dollar a worker-second.
+    # 800 samples per epoch in steps of 10, 30 and 70: 80, 27 and 12 steps of 1 s, a dollar per worker-second.
     results = found(one, 1, 3, 7)
     assert [(o.time_s, o.cost_usd) for o in results] == [
         (800, 800),
@@ -357,7 +357,7 @@ def test_sensitivity_changes_one_thing_at_a_time(one: Scenario) -> None:
     assert by_name["steps 10% slower"].time_s == pytest.approx(110.0)
     assert by_name["price 10% lower"].cost_usd == pytest.approx(720.0)
     assert by_name["price 10% lower"].time_s == 100
-    assert by_name["half the noise scale"].time_s == 100  # at the reference batch nothing hangs on it
+    assert by_name["half the noise scale"].time_s == 100  # at the reference batch it does not matter
     assert any(name.startswith("begun") for name in by_name)
 
 

@@ -118,7 +118,7 @@ def test_dynamic_sgd_changes_the_workers_at_the_ends_of_epochs_20_and_70() -> No
     fixed = found["12x at epoch 20", "constant"]
     assert steps(fixed) == 90 * 391
     late = make_plan(resolve(fixed.config), CIFAR)[0].at(20 * 391)
-    assert (late.workers, late.samples) == (12, 128)  # 10.7 samples a worker, as 1,024 on 96
+    assert (late.workers, late.samples) == (12, 128)  # 10.7 samples per worker, as 1,024 on 96
 
 
 @pytest.mark.parametrize("trace", [f"{scale}x {letter}" for scale in (12, 16) for letter in "abcde"])

@@ -1,4 +1,4 @@
-"""`ebbflow simulate`: the time and cost of a training on a trace, beside an on-demand cluster."""
+"""`ebbflow simulate`: the time and cost of a training on a trace, next to an on-demand cluster."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ebbflow.simulate.simulation import (
     BREAKDOWN,
     Interval,
     Simulation,
+    comparison_cluster,
     interval_of,
-    on_demand_beside,
     reseeded_simulations,
     simulate,
 )
@@ -37,57 +37,57 @@ def simulate_verb(
     out_folder: OutFolder = None,
     json: AsJson = False,
 ) -> None:
-    """Say how long a training takes on a trace and what it costs, without training, beside an on-demand cluster.
+    """Estimate how long a training takes on a trace and what it costs, next to an on-demand cluster.
 
     Where the time goes: compute; network (what computing does not hide);
     waiting (for workers, a booting worker, the slowest worker, data); lost
     (steps that did not count); restart; checkpoint (writing them).
     """
     found = simulate(settings.scenario(trace))
-    beside = on_demand_beside(found, settings)
+    cluster = comparison_cluster(found, settings)
     spread = None
     if seeds is not None:
         draws = reseeded_simulations(settings, trace, seeds)
         drawn = list(track(draws, description="drawing", total=seeds, console=err, transient=True))
         spread = {name: interval_of([getattr(one, name) for one in drawn]) for name in ("time_s", "cost_usd")}
-    write_page({"spot": found, "on demand": beside}, folder=out_folder, name=found.scenario.trace.name or trace)
+    write_page({"spot": found, "on demand": cluster}, folder=out_folder, name=found.scenario.trace.name or trace)
     if json:
-        answer = _answer(found, beside)
+        answer = _answer(found, cluster)
         if spread is not None:
             answer["seeds"] = {"count": seeds, **{name: dataclasses.asdict(part) for name, part in spread.items()}}
         print_json(answer)
         return
     out.print(trace, style="bold", markup=False, soft_wrap=True)
-    out.print(_table(found, beside, spread))
+    out.print(_table(found, cluster, spread))
     out.print(_time_table(found))
 
 
-def _answer(found: Simulation, beside: Simulation) -> dict[str, Any]:
+def _answer(found: Simulation, cluster: Simulation) -> dict[str, Any]:
     figures = found.as_json()
-    cluster = {"time_s": beside.time_s, "cost_usd": beside.cost_usd, "workers": int(beside.trace.workers[0])}
     head = {name: figures.pop(name) for name in ("time_s", "cost_usd")}
-    return {**head, "on_demand": cluster, **figures}
+    demand = {"time_s": cluster.time_s, "cost_usd": cluster.cost_usd, "workers": int(cluster.trace.workers[0])}
+    return {**head, "on_demand": demand, **figures}
 
 
-def _table(found: Simulation, beside: Simulation, spread: dict[str, Interval] | None) -> Table:
+def _table(found: Simulation, cluster: Simulation, spread: dict[str, Interval] | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("spot", justify="right")
     if spread is not None:
         table.add_column("mean, 5 to 95 % of seeds", justify="right")
-    table.add_column(f"{int(beside.trace.workers[0])} on demand", justify="right")
+    table.add_column(f"{int(cluster.trace.workers[0])} on demand", justify="right")
     times = costs = ""
     if spread is not None:
         time, cost = spread["time_s"], spread["cost_usd"]
         times = f"{format_seconds(time.mean)}, {format_seconds(time.low)} to {format_seconds(time.high)}"
         costs = f"{cost.mean:,.2f}, {cost.low:,.2f} to {cost.high:,.2f} USD"
     rows = [
-        ("time", format_seconds(found.time_s), times, format_seconds(beside.time_s)),
-        ("cost", f"{found.cost_usd:,.2f} USD", costs, f"{beside.cost_usd:,.2f} USD"),
-        ("workers, mean", f"{found.mean_workers:.1f}", "", f"{beside.mean_workers:.1f}"),
-        ("steps", f"{found.steps:,}", "", f"{beside.steps:,}"),
-        ("samples", f"{found.samples:,}", "", f"{beside.samples:,}"),
-        ("goodput", f"{found.goodput:,.0f} samples/s", "", f"{beside.goodput:,.0f} samples/s"),
+        ("time", format_seconds(found.time_s), times, format_seconds(cluster.time_s)),
+        ("cost", f"{found.cost_usd:,.2f} USD", costs, f"{cluster.cost_usd:,.2f} USD"),
+        ("workers, mean", f"{found.mean_workers:.1f}", "", f"{cluster.mean_workers:.1f}"),
+        ("steps", f"{found.steps:,}", "", f"{cluster.steps:,}"),
+        ("samples", f"{found.samples:,}", "", f"{cluster.samples:,}"),
+        ("goodput", f"{found.goodput:,.0f} samples/s", "", f"{cluster.goodput:,.0f} samples/s"),
     ]
     for name, spot, middle, demand in rows:
         table.add_row(name, spot, *([middle] if spread is not None else []), demand)

@@ -20,7 +20,7 @@ from ebbflow.plan.policies import Policy, make_policy
 from ebbflow.plan.steptime import ConstantStepTime
 from ebbflow.simulate.prices import ScaledPrice
 from ebbflow.simulate.scenario import Scenario, ScenarioSettings
-from ebbflow.simulate.simulation import Simulation, on_demand_beside, simulate
+from ebbflow.simulate.simulation import Simulation, comparison_cluster, simulate
 from ebbflow.simulate.step_models import StepBreakdown, StepModel, WholeStep
 
 __all__ = [
@@ -92,7 +92,7 @@ def compare_fleets(
             raise PlanError(f"{name}: {error}") from None
         found[name] = one
         if settings.price is not None and policy not in clusters:
-            clusters[policy] = on_demand_beside(one, settings)
+            clusters[policy] = comparison_cluster(one, settings)
     for policy, one in clusters.items():
         name = f"{int(one.trace.workers[0])} on demand"
         found[name if len(policies) == 1 else f"{name} · {policy}"] = one

@@ -50,7 +50,7 @@ __all__ = [
     "reseeded_simulations",
     "interval_of",
     "on_demand",
-    "on_demand_beside",
+    "comparison_cluster",
     "reseeded",
     "simulate",
 ]
@@ -239,7 +239,7 @@ def on_demand(scenario: Scenario, *, workers: int, usd_per_hour: float, model: S
     )  # fmt: skip
 
 
-def on_demand_beside(spot: Simulation, settings: ScenarioSettings) -> Simulation:
+def comparison_cluster(spot: Simulation, settings: ScenarioSettings) -> Simulation:
     """The on-demand cluster to compare a simulation with; by default it has the mean number of workers of that one."""
     if settings.price is None:
         raise ConfigError("give the on-demand price of a worker to compare with: --price 2.48 (USD per hour)")
