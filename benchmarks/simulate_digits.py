@@ -1,11 +1,12 @@
-"""The simulated time of emulated trainings on the digits beside the measured one, after `ebbflow profile`.
+"""The simulated time of emulated trainings on the digits compared with the measured one, after `ebbflow profile`.
 
-One machine computes for all workers, so the model is one of emulated steps (`ebbflow profile --workers`). The fleet of
-an emulated run lives on the clock of its trace, a step a second here, and its computing on ours: the steps are those of
-the simulated plan, their time is that of the model. Compared is the time of all steps, without validations.
+One machine computes for all workers, so the step model is that of emulated steps (`ebbflow profile --workers`). The
+fleet of an emulated run follows the clock of its trace, at one step per second here, and not the real time: the number
+of steps comes from the simulated plan, and the time of each from the step model. The times of all steps are compared,
+without validations.
 
-A busy machine is slower at one moment than at another. Each case therefore has several short trainings, with a profile
-before and after each; printed are the medians of the simulated time, of the measured time and of their ratio.
+A busy machine is sometimes slower. Each case therefore has several short trainings, with a profile before and after
+each; the benchmark prints the medians of the simulated time, of the measured time and of their ratio.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ROUNDS = 7
 
 
 def step_seconds(run: Run) -> float:
-    """Of all steps, without the validations between them."""
+    """Seconds of all steps, without the validations between them."""
     ends = {row.step + 1: row.wall_s for row in run.steps}
     between = [row for row in run.validations if row.step <= run.steps[-1].step]
     return run.steps[-1].wall_s - sum(row.wall_s - ends[row.step] for row in between)
