@@ -10,7 +10,8 @@ launch to the last committed step.
 How long a replica takes to start depends on the load of the machine and is not simulated: the simulated fleet is that
 of the replay, with each replica from its first step on. On shared cores, replicas that start and other programs slow
 down those that train, which no simulation can know. Steps are therefore measured in a replay before and in one after
-the training. """
+the training.
+"""
 
 from __future__ import annotations
 

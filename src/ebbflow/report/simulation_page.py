@@ -20,7 +20,7 @@ __all__ = ["simulation_figures", "write_simulations"]
 Simulations = Mapping[str, Simulation]
 _COLOURS = dict(zip(BREAKDOWN, (PALETTE[0], PALETTE[4], BAND, PALETTE[1], PALETTE[3], PALETTE[6]), strict=True))
 _MEANINGS = {
-    "compute": "computing gradients",
+    "compute": "forward and backward passes",
     "network": "exchange that computing does not hide",
     "waiting": "for workers, booting, the slowest worker, data",
     "lost": "steps that did not count",
