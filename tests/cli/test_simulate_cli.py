@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from cli.answers import Ebbflow
+from ebbflow.cli.main import app
 from ebbflow.core.units import format_seconds
 from ebbflow.plan.policies import POLICIES, make_policy
 from ebbflow.report.simulation_page import simulation_figures
-from ebbflow.simulate import FlatPrice, Scenario, Simulation, parse_step_time, prices, simulate
+from ebbflow.simulate import FlatPrice, Scenario, ScenarioSettings, Simulation, parse_step_time, prices, simulate
 from ebbflow.traces import GENERATORS, load
 
 
@@ -207,6 +210,14 @@ def test_whatif_says_the_best_that_can_be_had(ebbflow: Ebbflow) -> None:
         "none of 3 settings ends within 10.0 s; the fastest takes 2.0 min and costs 840.00 USD: at most 7 workers"
         in (refused.err)
     )
+
+
+@pytest.mark.parametrize("verb", ["simulate", "compare", "whatif"])
+def test_every_setting_of_a_scenario_is_an_option_of_each_verb(verb: str) -> None:
+    (command,) = [command for command in get_command(app).commands.values() if command.name == verb]  # type: ignore[attr-defined]
+    options = {option for parameter in command.params for option in parameter.opts}
+    settings = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(ScenarioSettings)}
+    assert settings | {"--plugin", "--json"} <= options
 
 
 PLUGIN = """

@@ -17,7 +17,7 @@ from ebbflow.engines.emulated.chunks import cut
 from ebbflow.errors import ConfigError, EbbflowError, PlanError, RecordError
 from ebbflow.plan import make_policy
 from ebbflow.record import Header, Run, StepRow, ValidationRow
-from ebbflow.simulate import FlatPrice, Scenario, parse_step_time
+from ebbflow.simulate import FlatPrice, Scenario, ScenarioSettings, parse_step_time
 from ebbflow.simulate.prices import PriceHistory
 from ebbflow.simulate.profiles import (
     MeasuredStep,
@@ -29,7 +29,18 @@ from ebbflow.simulate.profiles import (
     record_path,
 )
 from ebbflow.simulate.recovery import RECOVERIES
-from ebbflow.simulate.search import Goal, Outcome, Setting, best_outcome, outcomes, pareto, sensitivity
+from ebbflow.simulate.search import (
+    Goal,
+    Outcome,
+    Setting,
+    best_outcome,
+    compare_fleets,
+    find_setting,
+    outcomes,
+    pareto,
+    sensitivity,
+    settings_grid,
+)
 from ebbflow.simulate.segments import provisioned_trace
 from ebbflow.simulate.simulation import draw_simulations, interval_of, reseeded
 from ebbflow.simulate.step_models import (
@@ -344,6 +355,29 @@ def test_a_setting_that_outlasts_the_prices_is_left_out_and_so_is_a_variation(on
     ends = {o.name: o.time_s for o in sensitivity(known)}
     assert ends["steps 10% slower"] == math.inf
     assert ends["steps 10% faster"] == pytest.approx(90.0)
+
+
+def test_a_search_gives_the_best_setting_what_it_depends_on_and_the_alternatives(one: Scenario) -> None:
+    result = find_setting(one, settings_grid([1, 3, 7], [10], ["follow"]), Goal(deadline=300.0))
+    assert (result.best.time_s, result.tried, result.ended) == (270, 3, 3)
+    assert [alternative.time_s for alternative in result.front] == [120, 270, 800]
+    assert [varied.name for varied in result.variations][:2] == ["steps 10% slower", "steps 10% faster"]
+    with pytest.raises(PlanError, match="none of 2 settings comes to an end; the first: the trace is too short"):
+        find_setting(
+            replace(one, trace=load("constant(8, duration=90s)")), settings_grid([4, 8], [10], ["follow"]),
+            Goal(budget=1e6),
+        )  # fmt: skip
+
+
+def test_fleets_are_compared_by_what_differs_between_them() -> None:
+    settings = ScenarioSettings(samples=800, epochs=1, local_batch=10, step_time="1s", price=3600.0)
+    found = compare_fleets(
+        settings, ["0s:8 1h", "0s:4 1h"], policies=["follow"], recoveries=["ideal"], prices=["1800", "3600"]
+    )
+    # 10 steps on 8 workers and 20 on 4, at half a dollar and a dollar per worker-second; on demand 8 at a dollar.
+    assert {name: (round(run.time_s), round(run.cost_usd)) for name, run in found.items()} == {
+        "0s:8 1h": (10, 40), "0s:4 1h": (20, 80), "8 on demand": (10, 80),
+    }  # fmt: skip
 
 
 def test_a_goal_is_a_deadline_or_a_budget() -> None:
