@@ -131,13 +131,13 @@ def _earlier_result(folder: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 @contextmanager
-def _lock(folder: Path, *, busy: str | None = None) -> Iterator[None]:
-    """Create a folder and hold it. If another process holds it, raise a ConfigError that says `busy`, or wait.
+def _hold_lock(path: Path, *, busy: str | None = None) -> Iterator[None]:
+    """Hold a lock on a file, which is created with its folder, until the process ends, also if it is killed.
 
-    The lock ends with the process, also if that is killed.
+    If another process holds the lock, a ConfigError with the text `busy` is raised; without `busy` this waits.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX if busy is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -150,7 +150,7 @@ def _study_folder(study: Study, out: Path, command: str) -> Iterator[None]:
     """Create the folder, or check that it holds this study or a part of it; hold it while the study runs."""
     try:
         (out / "arms").mkdir(parents=True, exist_ok=True)
-        with _lock(out, busy=f"another study is running in {out}; wait for it or choose another folder"):
+        with _hold_lock(out / ".lock", busy=f"another study is running in {out}; wait for it or choose another folder"):
             _check_and_write(study, out, command)
             yield
     except OutputError:
@@ -320,7 +320,7 @@ def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) ->
             return "failed", text
 
     try:
-        with _lock(folder):  # an arm of a killed study releases the folder at its next report
+        with _hold_lock(folder / ".lock"):  # an arm of a killed study releases the folder at its next report
             what, text = train_arm()
     except KeyboardInterrupt:
         what, text = "failed", "interrupted"
