@@ -28,9 +28,14 @@ from ebbflow.report.export import (
     terminal,
 )
 from ebbflow.report.results import ArmResult, load_results
-from ebbflow.report.summary import Summary, outcome, run_value, summarise, takeaway, takeaways
+from ebbflow.report.summary import Summary, outcome, run_value, summarise, takeaways
 
 LINEAR = "linear+warmup(2ep)"
+
+
+def takeaway(summary: Summary) -> str:
+    """All conclusions as one text."""
+    return " ".join(takeaways(summary))
 
 
 def arm(value: float | None, *, rule: str = "linear", trace: str = "gpu", seed: int = 0, **more: object) -> ArmResult:

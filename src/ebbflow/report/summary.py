@@ -18,7 +18,7 @@ from typing import Any
 
 from ebbflow.report.results import ArmResult
 
-__all__ = ["LAST", "Cell", "NumberFormat", "Summary", "outcome", "run_value", "summarise", "takeaway", "takeaways"]
+__all__ = ["LAST", "Cell", "NumberFormat", "Summary", "outcome", "run_value", "summarise", "takeaways"]
 
 LAST = 3
 """The value of a run is the mean of this many validations."""
@@ -290,11 +290,6 @@ def _mark_best(cells: list[Cell]) -> list[Cell]:
 
 
 # -- conclusions -------------------------------------------------------------------------------------------------------
-
-
-def takeaway(summary: Summary) -> str:
-    """All conclusions as one text."""
-    return " ".join(takeaways(summary))
 
 
 def takeaways(summary: Summary) -> list[str]:

@@ -299,11 +299,11 @@ def reseeded(text: str, seed: int) -> str:
     return str(Call(call.name, call.args, (*kwargs, ("seed", str(seed)))))
 
 
-def draw_simulations(scenario_of: Callable[[int], Scenario], seeds: int, *, first: int = 0) -> Iterator[Simulation]:
+def draw_simulations(scenario_of: Callable[[int], Scenario], seeds: int) -> Iterator[Simulation]:
     """One simulation per seed: of the scenario that the seed gives, with stragglers drawn by the seed."""
     if seeds < 1:
         raise ConfigError(f"{seeds} seeds; expected at least 1")
-    for seed in range(first, first + seeds):
+    for seed in range(seeds):
         try:
             # Not the seed alone, which draws the trace: stragglers must be independent of the trace.
             yield simulate(scenario_of(seed), rng=np.random.default_rng((seed, 1)))
