@@ -1,11 +1,12 @@
-"""The simulated time of emulated trainings on the digits beside the measured one, after `ebbflow profile`.
+"""The simulated time of emulated trainings on the digits compared with the measured one, after `ebbflow profile`.
 
-One machine computes for all workers, so the model is one of emulated steps (`ebbflow profile --workers`). The fleet of
-an emulated run lives on the clock of its trace, a step a second here, and its computing on ours: the steps are those of
-the simulated plan, their time is that of the model. Compared is the time of all steps, without validations.
+One machine computes for all workers, so the step model is that of emulated steps (`ebbflow profile --workers`). The
+fleet of an emulated run follows the clock of its trace, at one step per second here, and not the real time: the number
+of steps comes from the simulated plan, and the time of each from the step model. The times of all steps are compared,
+without validations.
 
-A busy machine is slower at one moment than at another. Each case therefore has several short trainings, with a profile
-before and after each; printed are the medians of the simulated time, of the measured time and of their ratio.
+A busy machine is sometimes slower. Each case therefore has several short trainings, with a profile before and after
+each; the benchmark prints the medians of the simulated time, of the measured time and of their ratio.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from ebbflow.cli.profile import measure_workload
 from ebbflow.plan import make_policy
 from ebbflow.record import Run
 from ebbflow.run import training
 from ebbflow.run.config import RunConfig
 from ebbflow.simulate import FlatPrice, Scenario, parse_step_time, simulate
-from ebbflow.simulate.fit import Measured, fit_steps
+from ebbflow.simulate.profiles import MeasuredStep, fit_steps
+from ebbflow.studies.profiling import measure_workload
 from ebbflow.traces import load
 
 SIZES, FLEETS, LOCAL, SAMPLES = (16, 32), (2, 16), 32, 1437
@@ -31,14 +32,14 @@ ROUNDS = 7
 
 
 def step_seconds(run: Run) -> float:
-    """Of all steps, without the validations between them."""
+    """Seconds of all steps, without the validations between them."""
     ends = {row.step + 1: row.wall_s for row in run.steps}
     between = [row for row in run.validations if row.step <= run.steps[-1].step]
     return run.steps[-1].wall_s - sum(row.wall_s - ends[row.step] for row in between)
 
 
-def measure(workload: str) -> tuple[list[Measured], int | None]:
-    return measure_workload({"workload": workload, "rule": "linear"}, SIZES, FLEETS, steps=25)
+def measure(workload: str) -> tuple[list[MeasuredStep], int | None]:
+    return measure_workload(RunConfig(workload=workload), SIZES, FLEETS, steps=25)
 
 
 def train(workload: str, trace: str, epochs: int) -> float:
@@ -64,7 +65,7 @@ def compare(workload: str, trace: str, epochs: int) -> list[tuple[float, float]]
         measured = train(workload, trace, epochs)
         after, _ = measure(workload)
         fit = fit_steps([*before, *after], serial=True, micro_batch=micro_batch)
-        seconds = fit.model.parts(plan.stretches.workers[plan.runs.legs], plan.runs.sizes).total
+        seconds = fit.model.breakdown(plan.segments.workers[plan.runs.segments], plan.runs.sizes).total
         found.append((float((plan.runs.counts * seconds).sum()), measured))
         before = after
     return found

@@ -1,16 +1,16 @@
-"""The simulated time of live replays on loopback beside the measured one, after `ebbflow profile --from`.
+"""The simulated time of live replays on loopback compared with the measured one, after `ebbflow profile --from`.
 
-Real replicas come and are killed as a trace says. What is known beforehand comes from a replay of another trace: its
-records give the step model and what a loss and a gain cost. With that a training on a second trace is simulated, and
-replayed. Both times run from the launch to the last committed step.
+Real replicas are started and killed as a trace says. The records of a replay of one trace give the step model and what
+a loss and a gain cost. With them a training on a second trace is simulated, and then replayed. Both times run from the
+launch to the last committed step.
 
-    waiting      a pause of 30 ms and 1 ms a sample stands for a device that each replica has for itself
+    waiting      a pause of 30 ms and 1 ms per sample stands for a device that each replica has for itself
     digits-mlp   all replicas compute on the cores of this machine
 
-How long a replica takes to start is a matter of the machine's load and not simulated: the fleet of the simulation is
-that of the replay, each replica from its first step on. On shared cores replicas that start also slow down those that
-train, and whatever else runs there slows them down at one moment and not at another; no simulation knows that. Steps
-are therefore measured in a replay before and in one after the training.
+How long a replica takes to start depends on the load of the machine and is not simulated: the simulated fleet is that
+of the replay, with each replica from its first step on. On shared cores, replicas that start and other programs slow
+down those that train, which no simulation can know. Steps are therefore measured in a replay before and in one after
+the training.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from ebbflow.cli.profile import live_records, live_recovery
 from ebbflow.live.account import read_account
 from ebbflow.plan import make_policy
 from ebbflow.record import Run, read_record
 from ebbflow.simulate import FlatPrice, Scenario, simulate
-from ebbflow.simulate.fit import Measured, fit_steps, measured_steps
-from ebbflow.simulate.recovery import PerStep
+from ebbflow.simulate.profiles import MeasuredStep, fit_steps, measured_steps
+from ebbflow.simulate.recovery import StepRecovery
+from ebbflow.studies.profiling import live_records, live_recovery
 from ebbflow.traces import Trace, load
 
 LOCAL, SAMPLES = 32, 1442
@@ -43,7 +43,7 @@ CASES = {"waiting": 32, "digits-mlp": 200}
 
 
 def replica(epochs: int) -> None:
-    """A training that waits where others compute."""
+    """A training that waits instead of computing."""
     import torch
     from torch.nn.functional import mse_loss
 
@@ -79,7 +79,7 @@ def replay(case: str, trace: str, epochs: int, folder: Path, *more: str) -> None
         raise SystemExit(f"the replay of {trace} ended with {done.returncode}:\n{done.stderr[-2000:]}")
 
 
-# -- what the files of a replay tell -----------------------------------------------------------------------------------
+# -- what the files of a replay contain --------------------------------------------------------------------------------
 
 
 def launched(folder: Path) -> float:
@@ -87,20 +87,20 @@ def launched(folder: Path) -> float:
 
 
 def status(record: Path) -> dict[str, Any]:
-    """The last word of a replica."""
+    """The final status of a replica."""
     return dict(json.loads((record.parent / "status.json").read_text()))
 
 
 def survivor(folder: Path) -> tuple[Run, float]:
-    """A replica that was there from the first step to the last, and its end in seconds from the launch.
+    """A replica that took part from the first step to the last, and its end in seconds from the launch.
 
-    Its rows have one clock; those of a replica that was killed and came back do not.
+    Its rows have one clock; those of a replica that was killed and restarted do not.
     """
     for path in live_records(folder):
         run, said = read_record(path), status(path)
         if said["state"] == "finished" and run.steps[0].step == 0:
             return run, said["time"] - launched(folder)
-    raise SystemExit(f"no replica of {folder} was there from the first step to the last")
+    raise SystemExit(f"no replica of {folder} took part from the first step to the last")
 
 
 def joins_s(folder: Path) -> list[float]:
@@ -119,12 +119,12 @@ def fleet_of(folder: Path, trace: str) -> Trace:
     ends = np.repeat(played.times[1:], lost).tolist()
     changes = sorted([(0.0, 0), *((time, 1) for time in joins_s(folder)), *((time, -1) for time in ends)])
     times, counts = np.array([time for time, _ in changes]), np.cumsum([count for _, count in changes])
-    last = np.append(times[1:] > times[:-1], True)  # of those that come at the same moment
+    last = np.append(times[1:] > times[:-1], True)  # of several changes at the same time
     return Trace(times[last], counts[last], played.end)
 
 
-def known(case: str) -> tuple[list[Measured], PerStep]:
-    """What a replay tells: the time of steps, and what changes cost."""
+def known(case: str) -> tuple[list[MeasuredStep], StepRecovery]:
+    """The time of steps in a replay, and what changes cost."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "job"
         replay(case, KNOWN, 10**6, folder)
@@ -133,7 +133,7 @@ def known(case: str) -> tuple[list[Measured], PerStep]:
         return [one for path in live_records(folder) for one in measured_steps(read_record(path))], recovery
 
 
-def compare(case: str, epochs: int) -> tuple[PerStep, float, float]:
+def compare(case: str, epochs: int) -> tuple[StepRecovery, float, float]:
     """(what changes cost, simulated seconds, measured seconds)."""
     before, recovery = known(case)
     with tempfile.TemporaryDirectory() as place:

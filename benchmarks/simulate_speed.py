@@ -1,7 +1,7 @@
-"""10^7 steps over 10^5 changes: a simulation beside a plain loop over the steps; a search over 10,000 settings.
+"""10^7 steps over 10^5 changes: a simulation compared with a plain loop over the steps; a search over 10,000 settings.
 
-The loop takes one step at a time, as a simulator without events would; it is run on a thousandth of the trace and
-scaled. The largest fleet is 100,000 workers for a month.
+The loop makes one step at a time; it is run for a thousandth of the steps, and its time is scaled. The largest fleet is
+100,000 workers for a month.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import numpy as np
 from ebbflow.core.units import Seconds
 from ebbflow.plan import make_policy
 from ebbflow.simulate import ComputeAndNetwork, FlatPrice, Scenario, Simulation, parse_step_time, simulate
-from ebbflow.simulate.network import Ring
 from ebbflow.simulate.recovery import RECOVERIES
 from ebbflow.simulate.search import Setting, outcomes
-from ebbflow.simulate.stepmodel import StepModel
+from ebbflow.simulate.step_models import Ring, StepModel
 from ebbflow.traces import Trace, load
 from plan_speed import best_of
 
@@ -42,7 +41,7 @@ def scenario(trace: Trace, model: StepModel, recovery: str, *, share: float = 0.
 
 
 def loop(trace: Trace, steps: int) -> tuple[float, float]:
-    """Time and worker-seconds of so many steps, one at a time."""
+    """Time and worker-seconds of this many steps, one at a time."""
     times, workers = trace.times.tolist(), trace.workers.tolist()
     now = spent = 0.0
     position = samples = 0
@@ -56,7 +55,7 @@ def loop(trace: Trace, steps: int) -> tuple[float, float]:
 
 
 def figures(found: Simulation) -> object:
-    """All aggregates, computed anew: a simulation keeps them."""
+    """All aggregates, computed anew, since a simulation caches them."""
     fresh = Simulation(**{name: getattr(found, name) for name in Simulation.__dataclass_fields__})
     return fresh.as_json()
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ebbflow.run.config import RunConfig as RunConfig
     from ebbflow.run.session import Session as Session
     from ebbflow.run.training import train as train
+    from ebbflow.simulate.prices import register_price as register_price
     from ebbflow.traces.trace import Trace as Trace
     from ebbflow.workloads import register_workload as register_workload
 
@@ -61,6 +62,7 @@ _HOME = {
     "register_engine": "ebbflow.engines.base",
     "register_workload": "ebbflow.workloads",
     "train": "ebbflow.run.training",
+    "register_price": "ebbflow.simulate.prices",
 }
 _PACKAGES = ("live", "simulate", "sklearn")
 """Packages with public names of their own."""
@@ -81,6 +83,7 @@ __all__ = [
     "register_engine",
     "register_workload",
     "train",
+    "register_price",
 ]
 
 

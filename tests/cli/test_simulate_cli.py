@@ -1,22 +1,22 @@
-"""simulate, compare, whatif and profile as scripts and people meet them: fixed shapes, pages, and bad input."""
+"""simulate, compare, whatif and profile as scripts and users see them: fixed JSON, pages, and bad input."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from cli.answers import Ebbflow
+from ebbflow.cli.main import app
 from ebbflow.core.units import format_seconds
-from ebbflow.plan.policies import make_policy
-from ebbflow.report.simulation import simulation_figures
-from ebbflow.simulate.prices import FlatPrice
-from ebbflow.simulate.scenario import Scenario
-from ebbflow.simulate.simulate import Simulation, simulate
-from ebbflow.simulate.stepmodel import parse_step_time
-from ebbflow.traces import load
+from ebbflow.plan.policies import POLICIES, make_policy
+from ebbflow.report.simulation_page import simulation_figures
+from ebbflow.simulate import FlatPrice, Scenario, ScenarioSettings, Simulation, parse_step_time, prices, simulate
+from ebbflow.traces import GENERATORS, load
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ WHATIF = "whatif --samples 800 --epochs 10 --step-time 1s --spot-price 3600"
 def test_whatif_finds_the_cheapest_before_a_deadline(ebbflow: Ebbflow) -> None:
     answer = ebbflow(f"{WHATIF} --deadline 300s --max-workers 1,3,7 --local-batch 10 --json", "0s:8 10h")
     found = json.loads(answer.out)
-    # 80, 27 or 12 steps an epoch: 800, 270 or 120 s for 800, 810 or 840 USD.
+    # 80, 27 or 12 steps per epoch: 800, 270 or 120 s for 800, 810 or 840 USD.
     assert found["setting"] == {"max_workers": 3, "local_batch": 10, "policy": "follow"}
     assert (found["time_s"], found["cost_usd"]) == (270.0, pytest.approx(810))
     assert found["settings"] == {"tried": 3, "ended": 3}
@@ -198,7 +198,7 @@ def test_of_settings_that_cost_the_same_to_the_cent_the_fastest_is_the_cheapest(
 def test_whatif_finds_the_fastest_within_a_budget(ebbflow: Ebbflow) -> None:
     text = f"{WHATIF} --budget 820 --max-workers 1:7:2 --local-batch 10 --policy follow --policy capped(max_batch=20)"
     found = json.loads(ebbflow(f"{text} --json", "0s:8 10h").out)
-    # 5 workers take 16 steps an epoch: 160 s for 800 USD.
+    # 5 workers take 16 steps per epoch: 160 s for 800 USD.
     assert (found["setting"]["max_workers"], found["time_s"]) == (5, 160.0)
     assert found["settings"]["tried"] == 8
 
@@ -212,14 +212,112 @@ def test_whatif_says_the_best_that_can_be_had(ebbflow: Ebbflow) -> None:
     )
 
 
+@pytest.mark.parametrize("verb", ["simulate", "compare", "whatif"])
+def test_every_setting_of_a_scenario_is_an_option_of_each_verb(verb: str) -> None:
+    (command,) = [command for command in get_command(app).commands.values() if command.name == verb]  # type: ignore[attr-defined]
+    options = {option for parameter in command.params for option in parameter.opts}
+    settings = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(ScenarioSettings)}
+    assert settings | {"--plugin", "--json"} <= options
+
+
+PLUGIN = """
+from dataclasses import dataclass
+
+import numpy as np
+
+import ebbflow
+from ebbflow.plan.policies import POLICIES
+from ebbflow.traces import GENERATORS, Trace
+
+
+@ebbflow.register_price("two-tariffs")
+@dataclass(frozen=True)
+class TwoTariffs:
+    first: float
+    later: float
+    hours: float = 1.0
+
+    def integral(self, times):
+        change = self.hours * 3600
+        return (np.minimum(times, change) * self.first + np.maximum(times - change, 0.0) * self.later) / 3600
+
+
+@ebbflow.register_price("no-price")
+@dataclass(frozen=True)
+class NoPrice:
+    pass
+
+
+@POLICIES.register("half", kind="fleet")
+@dataclass(frozen=True)
+class Half:
+    local_batch: int
+
+    def sizes(self, workers):
+        return workers // 2, workers // 2 * self.local_batch
+
+
+@GENERATORS.register("pair")
+def pair(first: int, second: int) -> Trace:
+    return Trace.parse(f"0s:{first} 10s:{second} 1h")
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A plugin with a price model, a policy and a trace generator; what it registers is forgotten after the test."""
+    for registry in (prices.PRICES, POLICIES, GENERATORS):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    path = tmp_path / "mine.py"
+    path.write_text(PLUGIN)
+    return path
+
+
+def test_prices_policies_and_traces_of_a_plugin_are_simulated(ebbflow: Ebbflow, plugin: Path) -> None:
+    # Half of 8 and of 4 workers at 10 samples each: 10 steps of 40, then 30 of 20, so 8 x 10 s + 4 x 30 s are paid:
+    # 15 s at a dollar per second, then half a dollar. 8 x 10 + 4 x 5 = 100 USD, and 4 x 25 / 2 = 50 USD.
+    mine = f"{TASK} {STEP} --plugin {plugin} --policy half --json"
+    tariffs = "two-tariffs(3600, later=1800, hours=0.004166666666666667)"
+    answer = ebbflow(f"simulate {mine} --price 36 --spot-price", tariffs, "pair(8, 4)")
+    assert answer.code == 0, answer.err
+    assert (json.loads(answer.out)["time_s"], json.loads(answer.out)["cost_usd"]) == (40.0, pytest.approx(150))
+    compared = ebbflow(f"compare {mine} --spot-price 3600 --spot-price", tariffs, "pair(8, 4)", "pair(8, second=4)")
+    assert [one["cost_usd"] for one in json.loads(compared.out)] == pytest.approx([200, 150])
+    tried = ebbflow(f"whatif {mine} --budget 160 --max-workers 4,8 --spot-price", tariffs, "pair(8, 4)")
+    assert tried.code == 0, tried.err
+    found = json.loads(tried.out)
+    assert found["cost_usd"] == pytest.approx(150)
+    varied = {one["name"]: one["cost_usd"] for one in found["sensitivity"]}
+    assert varied["price 10% higher"] == pytest.approx(165)
+
+
+def test_a_registered_class_that_is_no_price_model_is_refused(ebbflow: Ebbflow, plugin: Path) -> None:
+    answer = ebbflow(f"simulate {TASK} {STEP} --price 1 --plugin {plugin} --spot-price no-price", FLEET)
+    assert answer.code == 2
+    assert "the price model no-price is a NoPrice, which has no method integral(times)" in answer.err
+
+
+def test_a_workload_of_a_plugin_is_profiled(ebbflow: Ebbflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ebbflow.workloads import WORKLOADS
+
+    monkeypatch.setattr(WORKLOADS, "_entries", dict(WORKLOADS._entries))
+    (tmp_path / "mine.py").write_text(
+        "from ebbflow.workloads import WORKLOADS\nWORKLOADS.register('my-digits')(WORKLOADS.entry('digits-mlp').make)\n"
+    )
+    answer = ebbflow("profile my-digits --plugin mine.py --local-batch 16 --steps 2 --json")
+    assert answer.code == 0, answer.err
+    assert [one["samples"] for one in json.loads(answer.out)["measured"]] == [16]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (f"simulate {TASK} {STEP} --price 36", "give the price of a worker: --spot-price"),
         (f"simulate {TASK} {STEP} --spot-price 1", "give the on-demand price"),
-        (f"simulate {TASK} {STEP} --spot-price -1 --price 1", "the price is -1 USD an hour"),
-        (f"simulate {TASK} {STEP} --spot-price 1 --price -1", "the price is -1 USD an hour"),
+        (f"simulate {TASK} {STEP} --spot-price -1 --price 1", "the price is -1 USD per hour"),
+        (f"simulate {TASK} {STEP} --spot-price 1 --price -1", "the price is -1 USD per hour"),
         (f"simulate {TASK} {STEP} --spot-price nan --price 1", "expected a finite number"),
+        (f"simulate {TASK} {STEP} --spot-price flt(1) --price 1", "unknown price model 'flt'; did you mean 'flat'"),
         (f"simulate {TASK} {STEP} --spot-price 1 --price 1 --price-history x.csv", "one of the two"),
         (f"simulate {TASK} --step-time 0.6 {PRICES}", "duration '0.6' has no unit; write 0.6s"),
         (f"simulate {TASK} --step-time 0s {PRICES}", "expected a finite time above 0"),
@@ -229,8 +327,7 @@ def test_whatif_says_the_best_that_can_be_had(ebbflow: Ebbflow) -> None:
         (f"simulate {TASK} --step-time 4:1s,4:2s {PRICES}", "have 4 workers twice"),
         (f"simulate {TASK} {STEP} {PRICES} --overlap 0.5", "--overlap would change nothing"),
         (f"simulate {TASK} {STEP} {PRICES} --on-demand-workers 0", "Invalid value for '--on-demand-workers'"),
-        (f"simulate --samples 1000 --epochs 1 {STEP} {PRICES}", "lacks local_batch, the samples a worker takes in a "
-         "step; give --local-batch 32, or write it into the policy: follow(32)"),
+        (f"simulate --samples 1000 --epochs 1 {STEP} {PRICES}", "or write it into the policy: follow(32)"),
         (f"simulate {TASK} --compute-sample 1ms {PRICES} --network rign(1,gbps=1)", "did you mean 'ring'"),
         (f"simulate {TASK} --compute-sample 1ms {PRICES} --network ring(1,gbps=1,latency=5)", "has no unit"),
         (f"simulate {TASK} {STEP} {PRICES} --recovery chekpoint", "did you mean 'checkpoint'"),
@@ -249,7 +346,7 @@ def test_whatif_says_the_best_that_can_be_had(ebbflow: Ebbflow) -> None:
         (f"{WHATIF} --local-batch 1:2000 --max-workers 1:2000 --budget 5", "settings are too many"),
     ],
 )  # fmt: skip
-def test_bad_input_is_told_without_a_traceback(ebbflow: Ebbflow, text: str, message: str) -> None:
+def test_bad_input_is_reported_without_a_traceback(ebbflow: Ebbflow, text: str, message: str) -> None:
     answer = ebbflow(text, FLEET)
     assert answer.code == 2, answer
     assert message in answer.err
@@ -281,7 +378,9 @@ def test_profile_fits_the_steps_of_a_record(ebbflow: Ebbflow) -> None:
     assert "give a workload to measure, or a record" in neither.err
 
 
-def test_profile_of_a_live_job_fits_all_replicas_and_tells_what_changes_cost(ebbflow: Ebbflow, tmp_path: Path) -> None:
+def test_profile_of_a_live_job_fits_all_replicas_and_measures_what_changes_cost(
+    ebbflow: Ebbflow, tmp_path: Path
+) -> None:
     # Steps of 1 s on one replica and 1.5 s on two. The second comes before step 3, which begins 0.25 s later than
     # usual, and is lost before step 6, which begins 0.75 s later than usual.
     def row(step: int, start: float, end: float, workers: int) -> dict[str, object]:
@@ -303,7 +402,7 @@ def test_profile_of_a_live_job_fits_all_replicas_and_tells_what_changes_cost(ebb
     found = json.loads(answer.out)
     assert found["recovery"] == "step(0.75s, join=0.25s)"
     assert found["serial"] is False
-    # Without the steps that hold the gain and the loss: three on one replica, two on two, as both tell.
+    # Without the steps that include the gain and the loss: three on one replica, and two on two in both records.
     measured = {one["workers"]: (one["seconds"], one["steps"]) for one in found["measured"]}
     assert measured == {1: (pytest.approx(1.0), 3), 2: (pytest.approx(1.5), 4)}
     assert '--recovery "step(0.75s, join=0.25s)"' in ebbflow("profile --from job").out

@@ -15,14 +15,14 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbflow.cli.main import app
+from ebbflow.core.plugins import load_plugins
 from ebbflow.moments.estimate import Moments
 from ebbflow.record import read_record
 from ebbflow.report.results import load_results
-from ebbflow.report.tables import Cell, summarise
+from ebbflow.report.summary import Cell, summarise
 from ebbflow.rules.base import Rule, StepContext
 from ebbflow.rules.registry import RULES, make_rule
-from ebbflow.run.config import load_plugins
-from ebbflow.studies.study import load_study
+from ebbflow.studies.grid import load_study
 
 EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence"
 PLUGIN = EVIDENCE / "andre" / "published_adascale.py"

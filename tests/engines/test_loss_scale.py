@@ -14,7 +14,7 @@ from ebbflow.data.ledger import Ledger
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.emulated import FusedEngine
 from ebbflow.plan.plan import BatchPlan
-from ebbflow.run import training
+from ebbflow.run import loop, training
 from ebbflow.run.config import RunConfig
 from ebbflow.workloads import Recipe, Task, TensorSource
 
@@ -103,7 +103,7 @@ def test_a_run_that_rested_has_the_scale_of_one_that_did_not(tmp_path: Path) -> 
         return steps == 3
 
     with pytest.raises(KeyboardInterrupt):
-        training.train(config, tmp_path / "rested", callbacks=training.Callbacks(should_stop=after_three))
+        training.train(config, tmp_path / "rested", callbacks=loop.Callbacks(should_stop=after_three))
     rested = training.train(config, tmp_path / "rested")
     assert [row.loss for row in rested.steps] == [row.loss for row in whole.steps]
     assert whole.end is not None and rested.end is not None

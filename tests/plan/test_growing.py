@@ -28,7 +28,8 @@ from ebbflow.rules.damping import scale_damped
 from ebbflow.rules.registry import make_rule
 from ebbflow.run.config import RunConfig
 from ebbflow.run.flow import Flow
-from ebbflow.run.training import Callbacks, train
+from ebbflow.run.loop import Callbacks
+from ebbflow.run.training import train
 from ebbflow.traces.trace import Trace
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ebbflow.record import End, Event, Header, RecordWriter, StepRow, ValidationRow
-from ebbflow.report.html import ReportPaths, write_report
+from ebbflow.report.report_page import ReportPaths, write_report
 
 TRACES: dict[str, dict[str, Any]] = {
     "static": {"name": "static", "times": [0.0], "workers": [8], "end": 2400.0},

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.report.figures import all_figures
-from ebbflow.report.html import ReportPaths, inline_svg
+from ebbflow.report.plotting import PALETTE, Drawing, RuleStyle, changes, envelope, over_seeds, save
+from ebbflow.report.report_page import ReportPaths, inline_svg
 from ebbflow.report.results import load_results
-from ebbflow.report.series import changes, envelope, over_seeds
-from ebbflow.report.style import PALETTE, Drawing, RuleStyle, save
-from ebbflow.report.tables import summarise
+from ebbflow.report.summary import summarise
 
 
 def drawings(path: Path) -> dict[str, Drawing]:

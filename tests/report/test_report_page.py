@@ -1,4 +1,4 @@
-"""The page: complete, self-contained, escaped, and looked at in a real browser."""
+"""The page is complete, self-contained and escaped; it is also opened in a real browser."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.errors import ConfigError, OutputError
-from ebbflow.report.html import ReportPaths, write_report
+from ebbflow.report.report_page import ReportPaths, write_report
 
 FIGURES = {f"{kind}-{name}" for kind in ("validation", "loss", "batch", "rate", "multiplier")
            for name in ("digits-mlp", "tiny-gpt")} | {"traces"}  # fmt: skip
@@ -132,7 +132,7 @@ def test_a_report_that_fails_half_way_leaves_the_old_one(
     def full(*args: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ebbflow.report.html.render_page", full)
+    monkeypatch.setattr("ebbflow.report.report_page.render_page", full)
     with pytest.raises(OutputError, match="No space left on device"):
         write_report(path)
     assert (tmp_path / "report" / "index.html").read_text() == before
@@ -141,7 +141,7 @@ def test_a_report_that_fails_half_way_leaves_the_old_one(
 
 def test_a_report_needs_neither_torch_nor_pyplot(study: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from ebbflow.report.html import write_report; "
+        "import sys; from pathlib import Path; from ebbflow.report.report_page import write_report; "
         "write_report(Path(sys.argv[1]), out=Path(sys.argv[2])); "
         "print([name for name in ('torch', 'matplotlib.pyplot') if name in sys.modules])"
     )
@@ -177,7 +177,7 @@ def browse(browser: str, page: Path, profile: Path, *, width: int = 1280) -> tup
     requests = [
         event["params"] for event in net["events"] if event["type"] == start and "url" in event.get("params", {})
     ]
-    # A browser has errands of its own (the time, updates); those have no page as their initiator.
+    # A browser makes requests of its own (the time, updates), which have no page as their initiator.
     return done.stdout, [request["url"] for request in requests if request["initiator"] != "not an origin"]
 
 
@@ -199,7 +199,7 @@ def probe(page: Path, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("width", [1280, 500])
-def test_a_browser_shows_the_tables_and_every_figure_and_asks_nobody(
+def test_a_browser_shows_the_tables_and_every_figure_and_makes_no_request(
     report: ReportPaths, browser: str, tmp_path: Path, width: int
 ) -> None:
     dom, urls = browse(browser, probe(report.page, tmp_path / "index.html"), tmp_path / "profile", width=width)

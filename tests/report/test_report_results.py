@@ -12,7 +12,7 @@ import pytest
 
 from ebbflow.errors import RecordError
 from ebbflow.report.results import load_results
-from ebbflow.report.tables import summarise
+from ebbflow.report.summary import summarise
 
 MakeRecord = Callable[..., Path]
 
@@ -56,7 +56,7 @@ def test_progress_counts_epochs_with_their_fraction(tmp_path: Path, make_record:
 def test_the_smaller_last_step_of_an_epoch_is_left_out_of_whole_steps(tmp_path: Path, make_record: MakeRecord) -> None:
     path = make_record(tmp_path / "record.jsonl", last=(0.9,), trace="static")
     (arm,) = load_results(path).arms
-    # 1437 = 22 * 64 + 29: 23 steps an epoch, the last one with 29 samples; 8 epochs.
+    # 1437 = 22 * 64 + 29: 23 steps per epoch, the last one with 29 samples; 8 epochs.
     assert arm.steps == 8 * 23
     (batch,) = arm.whole_steps("batch")
     assert batch.size == 8 * 22

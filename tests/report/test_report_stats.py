@@ -1,4 +1,4 @@
-"""Figures of what rules say of steps and layers."""
+"""Figures of what rules record per step and per layer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 
 from ebbflow.record import Header, LayersRow, RecordWriter, Run, StepRow, read_record
 from ebbflow.report.figures import all_figures
-from ebbflow.report.layers import LAYER_FIGURES, gradient_variance
+from ebbflow.report.plotting import MUTED, Drawing, save
 from ebbflow.report.results import LayerCurves, load_results
-from ebbflow.report.stepstats import STATISTICS, Statistic
-from ebbflow.report.style import MUTED, Drawing, save
-from ebbflow.report.tables import summarise
+from ebbflow.report.step_figures import LAYER_FIGURES, STATISTICS, Statistic, gradient_variance
+from ebbflow.report.summary import summarise
 
 AGREED = ("gain", "gain_min", "gain_max", "noise", "signal", "noise_scale", "ramp", "warming", "progress")
 """The names that rules and the optimizer write."""
@@ -89,7 +88,7 @@ def test_the_multiplier_over_epochs_is_drawn_only_where_it_is_more_than_a_functi
     }
 
 
-def test_a_statistic_that_nobody_listed_is_drawn_all_the_same(tmp_path: Path, make_record: Callable[..., Path]) -> None:
+def test_a_statistic_that_is_not_listed_is_drawn_nevertheless(tmp_path: Path, make_record: Callable[..., Path]) -> None:
     drawing = drawings(make_record(tmp_path / "record.jsonl", last=(0.9,), stats=lambda p: {"tide_height": p}))[
         "stat-tide-height-digits-mlp"
     ]
@@ -130,7 +129,7 @@ def with_layers(path: Path, *, names: list[str] | None, layers: int = 3) -> Run:
 
 
 def test_the_gradient_variance_of_a_layer_is_its_gain(tmp_path: Path) -> None:
-    curves = LayerCurves.of(with_layers(tmp_path / "record.jsonl", names=["a", "b", "c"]))
+    curves = LayerCurves.from_run(with_layers(tmp_path / "record.jsonl", names=["a", "b", "c"]))
     assert curves is not None
     assert (curves.names, curves.position.tolist()) == (("a", "b", "c"), [0.25, 0.5, 0.75, 1.0])
     # B0 = 8, B = 16. Noise 8, signal 1: (8/8 + 1)/(8/16 + 1) = 4/3. No noise: 1. A signal below zero counts as 0: B/B0.
@@ -163,14 +162,14 @@ def test_the_short_last_step_of_an_epoch_is_left_out(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     lines[-2:] = [line.replace('"batch":16', '"batch":8') for line in lines[-2:]]
     path.write_text("\n".join(lines) + "\n")
-    curves = LayerCurves.of(read_record(path))
+    curves = LayerCurves.from_run(read_record(path))
     assert curves is not None
     assert curves.batch.tolist() == [16, 16, 16]
 
 
 @pytest.mark.parametrize("names", [None, ["only one"]])
 def test_layers_without_names_are_numbered(tmp_path: Path, names: list[str] | None) -> None:
-    curves = LayerCurves.of(with_layers(tmp_path / "record.jsonl", names=names))
+    curves = LayerCurves.from_run(with_layers(tmp_path / "record.jsonl", names=names))
     assert curves is not None
     assert curves.names == ("0", "1", "2")
 
@@ -179,7 +178,7 @@ def test_a_number_that_was_not_finite_leaves_a_gap(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     with_layers(path, names=None)
     path.write_text(path.read_text().replace('"noise":[8.0,', '"noise":[null,', 1))
-    curves = LayerCurves.of(read_record(path))
+    curves = LayerCurves.from_run(read_record(path))
     assert curves is not None
     assert np.isnan(gradient_variance(curves, 8)[0, 0])
     assert "layer-variance-quadratic" in drawings(path)

@@ -28,14 +28,18 @@ from ebbflow.report.export import (
     terminal,
 )
 from ebbflow.report.results import ArmResult, load_results
-from ebbflow.report.tables import Summary, outcome, run_value, summarise
-from ebbflow.report.takeaway import takeaway, takeaways
+from ebbflow.report.summary import Summary, outcome, run_value, summarise, takeaways
 
 LINEAR = "linear+warmup(2ep)"
 
 
+def takeaway(summary: Summary) -> str:
+    """All conclusions as one text."""
+    return " ".join(takeaways(summary))
+
+
 def arm(value: float | None, *, rule: str = "linear", trace: str = "gpu", seed: int = 0, **more: object) -> ArmResult:
-    """An arm whose last three validations are all `value`; None: it has a record, and its metric is not a number."""
+    """An arm whose last three validations are all `value`; with None its record has a metric that is not a number."""
     values = np.full(3, math.nan if value is None else value)
     fields = {"id": "a", "workload": "w", "status": "finished", "header": Header(), "values": values, **more}
     return ArmResult(rule=rule, trace=trace, seed=seed, **fields)  # type: ignore[arg-type]
@@ -51,7 +55,7 @@ def test_the_value_of_a_run_is_the_mean_of_its_last_three_validations() -> None:
     assert run_value(arm(0.0, values=np.array([0.0, 0.2, 0.4, 0.9]))) == pytest.approx(0.5)
 
 
-def test_fewer_than_three_validations_are_averaged_and_told() -> None:
+def test_fewer_than_three_validations_are_averaged_and_reported() -> None:
     short = summarise([arm(0.0, values=np.array([0.2, 0.4]))])
     assert short.cells[0].mean == pytest.approx(0.3)
     assert short.short == ("w, gpu, linear, seed 0: 2",)
@@ -70,7 +74,7 @@ def test_a_cell_is_mean_and_sample_deviation_over_seeds(summary: Summary) -> Non
 def test_one_seed_has_no_deviation() -> None:
     cell = summarise([arm(0.5)]).cells[0]
     assert cell.std is None
-    assert cell_text(cell, summarise([arm(0.5)]).scale("w")) == "50.0"
+    assert cell_text(cell, summarise([arm(0.5)]).number_format("w")) == "50.0"
 
 
 def test_runs_that_did_not_finish_are_named_and_not_averaged(summary: Summary) -> None:
@@ -88,7 +92,7 @@ def test_runs_that_did_not_finish_are_named_and_not_averaged(summary: Summary) -
 def test_a_cell_whose_runs_all_diverged_says_so() -> None:
     all_lost = summarise([arm(None, status="diverged"), arm(0.4, status="diverged", seed=1)])
     assert all_lost.cells[0].mean is None
-    assert cell_text(all_lost.cells[0], all_lost.scale("w")) == "diverged"
+    assert cell_text(all_lost.cells[0], all_lost.number_format("w")) == "diverged"
 
 
 def test_a_finished_run_without_a_finite_result_counts_as_diverged_and_without_any_as_failed() -> None:
@@ -99,7 +103,7 @@ def test_a_finished_run_without_a_finite_result_counts_as_diverged_and_without_a
 
 def test_the_best_of_each_row_is_marked_in_the_direction_of_the_metric(summary: Summary) -> None:
     def best(workload: str, trace: str) -> set[str]:
-        return {c.rule for c in summary.of(workload) if c.trace == trace and c.best}
+        return {c.rule for c in summary.cells_of(workload) if c.trace == trace and c.best}
 
     assert best("digits-mlp", "gpu") == {"sqrt"}  # 0.96 is the highest accuracy
     assert best("tiny-gpt", "gpu") == {"sqrt"}  # 1.55 is the lowest loss
@@ -157,7 +161,7 @@ def test_latex_is_escaped_and_set_with_booktabs(summary: Summary) -> None:
 def test_decimals_grow_until_a_deviation_is_visible() -> None:
     # Deviation of 0.9000 and 0.9002: sqrt(2 * 0.0001^2) = 0.000141 = 0.0141 %; two decimals show 0.01.
     near = summarise([arm(0.9000), arm(0.9002, seed=1)])
-    assert cell_text(near.cells[0], near.scale("w")) == "90.01 ± 0.01"
+    assert cell_text(near.cells[0], near.number_format("w")) == "90.01 ± 0.01"
 
 
 def test_the_terminal_table_fits_80_columns_with_any_number_of_rules() -> None:
@@ -216,7 +220,7 @@ def test_a_huge_loss_is_written_by_its_power_of_ten() -> None:
     arms = [arm(value, rule=rule, metric="loss", higher_is_better=False)
             for rule, value in (("linear", 11_215_563_776.0), ("sqrt", 0.077))]  # fmt: skip
     found = summarise(arms)
-    scale = found.scale("w")
+    scale = found.number_format("w")
     assert [cell_text(cell, scale) for cell in found.cells] == ["1.12e+10", "0.077"]
 
 
@@ -301,8 +305,8 @@ def test_published_values_stand_beside_ours_with_their_sources() -> None:
     cell = summary.cell("w", "gpu", "linear")
     assert cell is not None
     assert (cell.published, cell.published_steps) == (0.9494, 29240.0)
-    assert published_text(cell, summary.scale("w")) == "paper 94.94; 29,240 steps, paper 29,240"
-    assert published_text(summary.cell("w", "gpu", "sqrt"), summary.scale("w")) == ""
+    assert published_text(cell, summary.number_format("w")) == "paper 94.94; 29,240 steps, paper 29,240"
+    assert published_text(summary.cell("w", "gpu", "sqrt"), summary.number_format("w")) == ""
     assert "(paper 94.94; 29,240 steps, paper 29,240)" in markdown(summary)
     assert "Published: A 2022, Table 1; B 2021." in caption(summary, "w")
     assert summary.as_json()["cells"][0]["published"] == 0.9494

@@ -15,7 +15,8 @@ from ebbflow.errors import CheckpointError, ConfigError, PlanError
 from ebbflow.record import Run, StepRow, read_record
 from ebbflow.run import training
 from ebbflow.run.config import RunConfig
-from ebbflow.run.training import Callbacks, train
+from ebbflow.run.loop import Callbacks
+from ebbflow.run.training import train
 from ebbflow.workloads import Recipe, Task, TensorSource
 
 RECIPE = Recipe(

@@ -1,4 +1,4 @@
-"""The rules of a walk once more, a step at a time, and what random walks are made of."""
+"""A reference simulator that makes every step by itself, and the random scenarios on which it is compared."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import strategies as st
 
 from ebbflow.plan.epochs import cut_step
-from ebbflow.simulate.legs import SNAP, Legs, Walk, Work
-from ebbflow.simulate.recovery import DRAIN, FINISH, LOSE, Checkpoint, Ideal, PerStep, Recovery
+from ebbflow.simulate.recovery import DRAIN, FINISH, LOSE, CheckpointRecovery, Ideal, Recovery, StepRecovery
+from ebbflow.simulate.scenario import TrainingWork
+from ebbflow.simulate.segments import SNAP, Segments, SegmentSteps, SimulatedSteps
+from ebbflow.simulate.step_models import StepBreakdown
 
-__all__ = ["Naive", "assert_same", "legs_of", "recoveries", "stretches", "works"]
+__all__ = ["NaiveSimulator", "assert_same", "fleets", "recoveries", "segments_of", "steps_of", "works"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass
-class Naive:
-    """The rules once more, a step at a time: a clock, a list of steps, and what is under way at a change."""
+class NaiveSimulator:
+    """The same rules, one step at a time: a clock, a list of steps, and what is in progress at a change."""
 
-    legs: Legs | Callable[[int, int], Legs]  # the stretches, or those after so many steps and samples
-    work: Work
+    segments: Segments | Callable[[int, int], Segments]  # or the segments after this many steps and samples
+    work: TrainingWork
     steps: list[tuple[int, float, float]] = field(default_factory=list)  # samples, start, duration; one each
     now: float = 0.0
     waiting: float = 0.0
@@ -31,22 +37,22 @@ class Naive:
     checkpoint: float = 0.0
     done: bool = False
 
-    def run(self) -> Naive:
-        count, leg, fresh = len(self._legs().stops), 0, True
+    def run(self) -> NaiveSimulator:
+        count, index, fresh = len(self._segments().stops), 0, True
         kept = 0  # steps that a checkpoint holds
         saving, pause, before = False, 0.0, None
-        while leg < count:
-            legs = self._legs()
-            reaction, write, stop = legs.reaction, legs.reaction.write, float(legs.stops[leg])
-            end, every, size = int(reaction.ends[leg]), int(reaction.every[leg]), int(legs.samples[leg])
+        while index < count:
+            segments = self._segments()
+            reaction, write, stop = segments.reaction, segments.reaction.write, float(segments.stops[index])
+            end, every, size = int(reaction.ends[index]), int(reaction.every[index]), int(segments.steps.samples[index])
             if self._reference() >= self._needed and self.now <= stop:
                 break
-            if fresh:  # what a change costs is a matter of those who were at work before it
-                pause = max(pause, float((before or legs).reaction.pauses[leg]))
-            before = legs
-            leg, fresh, here = leg + 1, True, leg
+            if fresh:  # what a change costs depends on the workers before it
+                pause = max(pause, float((before or segments).reaction.pauses[index]))
+            before = segments
+            index, fresh, here = index + 1, True, index
             if self.now < stop and size == 0:
-                begin = math.ceil(stop / legs.grid - SNAP) * legs.grid if legs.grid else stop
+                begin = math.ceil(stop / segments.grid - SNAP) * segments.grid if segments.grid else stop
                 self.waiting += begin - self.now
                 self.now, pause = begin, 0.0
                 continue
@@ -59,7 +65,7 @@ class Naive:
                 self.now, self.restart, pause = self.now + idle, self.restart + idle, pause - idle
                 until = stop - write if end == DRAIN and reaction.saves[here] else stop
                 while True:
-                    samples, seconds = self._next(legs, here)
+                    samples, seconds = self._next(segments, here)
                     within = until - self.now if end == FINISH else until - self.now - seconds
                     if within <= SNAP * seconds if end == FINISH else within < -SNAP * seconds:
                         break
@@ -68,13 +74,15 @@ class Naive:
                     if self._reference() >= self._needed:
                         break
                     if every and len(self.steps) - kept == every:
-                        if self.now + write > until + SNAP * float(legs.seconds[here]):
+                        if self.now + write > until + SNAP * float(segments.steps.seconds[here]):
                             saving = end == FINISH
                             break
                         self.now, self.checkpoint = self.now + write, self.checkpoint + write
                         kept = len(self.steps)
-                    if self._legs() is not legs and self.now < stop - SNAP * float(legs.seconds[here]):
-                        leg, fresh = here, False  # the rest of this stretch has other steps
+                    if self._segments() is not segments and self.now < stop - SNAP * float(
+                        segments.steps.seconds[here]
+                    ):
+                        index, fresh = here, False  # the rest of this segment has other steps
                         break
                 if not fresh or self._reference() >= self._needed:
                     continue
@@ -95,13 +103,14 @@ class Naive:
         self.done = self._reference() >= self._needed
         return self
 
-    def _legs(self) -> Legs:
-        if isinstance(self.legs, Legs):
-            return self.legs
-        return self.legs(len(self.steps), sum(samples for samples, _, _ in self.steps))
+    def _segments(self) -> Segments:
+        if isinstance(self.segments, Segments):
+            return self.segments
+        return self.segments(len(self.steps), sum(samples for samples, _, _ in self.steps))
 
-    def _next(self, legs: Legs, leg: int) -> tuple[int, float]:
-        size, whole, empty = int(legs.samples[leg]), float(legs.seconds[leg]), float(legs.empty[leg])
+    def _next(self, segments: Segments, index: int) -> tuple[int, float]:
+        steps = segments.steps
+        size, whole, empty = int(steps.samples[index]), float(steps.seconds[index]), float(steps.empty_seconds[index])
         if not self.work.cut:
             return size, whole
         left = self.work.epoch - sum(samples for samples, _, _ in self.steps) % self.work.epoch
@@ -116,18 +125,25 @@ class Naive:
         return sum(self.work.worth(samples) for samples, _, _ in self.steps)
 
 
-def legs_of(
-    stretches: list[tuple[float, int]], recovery: Recovery, *, batch: int, step: float, more: float, fixed: float,
+def steps_of(workers: Ints, samples: Ints, seconds: Floats, fixed: float) -> SegmentSteps:
+    """Steps that take these seconds, of which the fraction `fixed` does not depend on the samples."""
+    none = np.zeros(len(workers))
+    whole, empty = (StepBreakdown(compute=time, network=none, waiting=none) for time in (seconds, seconds * fixed))
+    return SegmentSteps(workers=workers, samples=samples, whole=whole, empty=empty)
+
+
+def segments_of(
+    fleet: list[tuple[float, int]], recovery: Recovery, *, batch: int, step: float, more: float, fixed: float,
     grid: bool = False,
-) -> Legs:  # fmt: skip
-    lengths, workers = np.array([s[0] for s in stretches]), np.array([s[1] for s in stretches], np.int64)
-    seconds = step + more * np.maximum(workers, 1)
-    return Legs(
+) -> Segments:  # fmt: skip
+    """The segments of a fleet, which is a list of (seconds, workers)."""
+    lengths, workers = np.array([s[0] for s in fleet]), np.array([s[1] for s in fleet], np.int64)
+    # Where there are no workers `SegmentSteps.seconds` is 1.
+    steps = steps_of(workers, workers * batch, np.where(workers > 0, step + more * workers, 1.0), fixed)
+    return Segments(
         stops=np.cumsum(lengths),
-        samples=workers * batch,
-        seconds=seconds,
-        empty=seconds * fixed,
-        reaction=recovery.react(workers, seconds),
+        steps=steps,
+        reaction=recovery.react(workers, steps.seconds),
         grid=step if grid else 0.0,
     )
 
@@ -135,14 +151,14 @@ def legs_of(
 recoveries = st.one_of(
     st.sampled_from([Ideal("finish"), Ideal("lose")]),
     st.builds(
-        PerStep,
+        StepRecovery,
         detect=st.sampled_from([0.0, 0.7, 4.0]),
         restart=st.sampled_from([0.0, 1.3]),
         join=st.sampled_from([0.0, 2.1]),
         notice=st.sampled_from([0.0, 1.1, 30.0]),
     ),
     st.builds(
-        Checkpoint,
+        CheckpointRecovery,
         every=st.sampled_from([0.1, 3.0, 11.0]),
         write=st.sampled_from([0.0, 0.9]),
         detect=st.sampled_from([0.0, 0.7]),
@@ -150,11 +166,11 @@ recoveries = st.one_of(
         notice=st.sampled_from([0.0, 30.0]),
     ),
 )
-stretches = st.lists(
+fleets = st.lists(
     st.tuples(st.floats(0.05, 30.0).map(lambda x: round(x, 3)), st.integers(0, 4)), min_size=1, max_size=12
 )
 works = st.builds(
-    Work,
+    TrainingWork,
     epoch=st.integers(1, 97),
     needed=st.integers(1, 400).map(float),
     cut=st.booleans(),
@@ -163,7 +179,7 @@ works = st.builds(
 )
 
 
-def assert_same(found: Walk, naive: Naive) -> None:
+def assert_same(found: SimulatedSteps, naive: NaiveSimulator) -> None:
     assert found.done == naive.done
     assert found.time == pytest.approx(naive.now)
     for name in ("waiting", "lost", "restart", "checkpoint"):
@@ -174,5 +190,5 @@ def assert_same(found: Walk, naive: Naive) -> None:
     if runs:
         firsts = np.cumsum(runs.counts) - runs.counts
         starts = np.array([start for _, start, _ in naive.steps])[firsts]
-        # A checkpoint is written inside a run, so only the first step of a run is known to begin where it says.
+        # A checkpoint may be written among equal steps, so only the first of them is known to begin at its start.
         np.testing.assert_allclose(runs.starts, starts, atol=1e-6)

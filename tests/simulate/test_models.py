@@ -17,17 +17,41 @@ from ebbflow.engines.emulated.fused import cut_into_passes
 from ebbflow.errors import ConfigError, EbbflowError, PlanError, RecordError
 from ebbflow.plan import make_policy
 from ebbflow.record import Header, Run, StepRow, ValidationRow
-from ebbflow.simulate import FlatPrice, Scenario, parse_step_time
-from ebbflow.simulate.efficiency import noise_scale_of, read_noise_scale, record_file
-from ebbflow.simulate.fit import Measured, fit_steps, measured_steps, read_profile
-from ebbflow.simulate.fleet import provisioned
-from ebbflow.simulate.montecarlo import draws, interval, reseeded
-from ebbflow.simulate.network import NETWORKS, Affine
+from ebbflow.simulate import FlatPrice, Scenario, ScenarioSettings, parse_step_time
 from ebbflow.simulate.prices import PriceHistory
+from ebbflow.simulate.profiles import (
+    MeasuredStep,
+    fit_steps,
+    measured_steps,
+    noise_scale_of,
+    read_noise_scale,
+    read_profile,
+    record_path,
+)
 from ebbflow.simulate.recovery import RECOVERIES
-from ebbflow.simulate.search import Goal, Outcome, Setting, best, outcomes, pareto, sensitivity
-from ebbflow.simulate.stepmodel import ComputeAndNetwork, emulated_passes
-from ebbflow.simulate.stragglers import STRAGGLERS, Lognormal, Stragglers
+from ebbflow.simulate.search import (
+    Goal,
+    Outcome,
+    Setting,
+    best_outcome,
+    compare_fleets,
+    find_setting,
+    outcomes,
+    pareto,
+    sensitivity,
+    settings_grid,
+)
+from ebbflow.simulate.segments import provisioned_trace
+from ebbflow.simulate.simulation import draw_simulations, interval_of, reseeded
+from ebbflow.simulate.step_models import (
+    NETWORKS,
+    STRAGGLERS,
+    Affine,
+    ComputeAndNetwork,
+    LognormalSpread,
+    Stragglers,
+    emulated_passes,
+)
 from ebbflow.traces import Trace, load
 
 COUNTS = np.array([1, 2, 8, 96])
@@ -43,7 +67,7 @@ COUNTS = np.array([1, 2, 8, 96])
         ("ring(100, gbps=8, latency=1ms)", [0.0, 0.102, 14 * (0.001 + 0.0125), 190 * (0.001 + 0.1 / 96)]),
         # Tree: twice log2 W levels (0, 1, 3, 7) of 1 ms, and the gradients down and up.
         ("tree(100, gbps=8, latency=1ms)", [0.0, 0.202, 0.206, 0.214]),
-        # One server: everybody's gradients in, everybody's weights out.
+        # One server: it receives the gradients of all workers and sends the weights to all.
         ("server(100, gbps=8, latency=1ms)", [0.202, 0.402, 1.602, 19.202]),
         # Four servers share it, but a worker's own link still takes 0.1 s.
         ("server(100, gbps=8, servers=4)", [0.2, 0.2, 0.4, 4.8]),
@@ -82,7 +106,7 @@ def test_the_slowest_worker_is_as_slow_as_a_simulation_says(text: str) -> None:
 
 
 def _factors(model: Stragglers, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    if isinstance(model, Lognormal):
+    if isinstance(model, LognormalSpread):
         return np.exp(model.spread * rng.standard_normal(shape))
     if hasattr(model, "delay"):
         return 1 + model.delay * rng.exponential(size=shape)
@@ -104,7 +128,7 @@ def test_impossible_stragglers_are_refused(text: str) -> None:
 def test_workers_are_ready_when_they_were_there_all_the_time_before(points: list[tuple[int, int]], delay: int) -> None:
     times = np.cumsum([0, *(length for length, _ in points)]).astype(np.float64)
     trace = Trace(times[:-1], np.array([count for _, count in points]), float(times[-1]))
-    ready = provisioned(trace, Seconds(float(delay)))
+    ready = provisioned_trace(trace, Seconds(float(delay)))
     for time in np.arange(0, trace.end, 0.5):
         window = np.arange(time - delay, time + 0.25, 0.5)
         least = min(trace.at(float(t)) if t >= 0 else 0 for t in window)
@@ -153,8 +177,8 @@ def test_a_mean_that_is_not_above_zero_gives_no_noise_scale(noise: float, signal
 
 
 def test_a_record_may_be_named_by_the_folder_of_its_run(tmp_path: Path) -> None:
-    assert record_file(tmp_path) == tmp_path / "record.jsonl"
-    assert record_file(tmp_path / "other.jsonl") == tmp_path / "other.jsonl"
+    assert record_path(tmp_path) == tmp_path / "record.jsonl"
+    assert record_path(tmp_path / "other.jsonl") == tmp_path / "other.jsonl"
 
 
 @pytest.mark.parametrize("text", ["0", "-5", "nan"])
@@ -168,7 +192,7 @@ def test_a_noise_scale_must_be_above_zero(text: str) -> None:
 
 def test_a_fit_finds_the_times_that_steps_were_made_of() -> None:
     steps = [
-        Measured(workers=w, samples=w * b, seconds=0.02 + 0.003 * b + (0.05 + 0.01 * (w - 2) if w > 1 else 0))
+        MeasuredStep(workers=w, samples=w * b, seconds=0.02 + 0.003 * b + (0.05 + 0.01 * (w - 2) if w > 1 else 0))
         for w in (1, 2, 5)
         for b in (8, 32)
     ]
@@ -181,61 +205,67 @@ def test_a_fit_finds_the_times_that_steps_were_made_of() -> None:
 
 
 def test_what_was_not_observed_is_left_out() -> None:
-    one_size = fit_steps([Measured(workers=4, samples=64, seconds=0.32)])
+    one_size = fit_steps([MeasuredStep(workers=4, samples=64, seconds=0.32)])
     assert one_size.model.per_sample == pytest.approx(0.02)
     assert one_size.model.network is None
-    emulated = fit_steps([Measured(workers=w, samples=8 * w, seconds=0.1 + 0.08 * w) for w in (1, 2, 4)], serial=True)
+    emulated = fit_steps(
+        [MeasuredStep(workers=w, samples=8 * w, seconds=0.1 + 0.08 * w) for w in (1, 2, 4)], serial=True
+    )
     assert (emulated.model.per_step, emulated.model.per_sample) == pytest.approx((0.1, 0.01))
     assert emulated.model.serial
 
 
-def test_pieces_may_be_single_samples() -> None:
-    # Two workers share 6 samples: three micro-batches of one each, 0.5 s a micro-batch and 0.25 s a sample.
+def test_micro_batches_may_be_single_samples() -> None:
+    # Two workers share 6 samples: three micro-batches of one each, 0.5 s per micro-batch and 0.25 s per sample.
     model = ComputeAndNetwork(per_step=Seconds(0.5), per_sample=Seconds(0.25), micro_batch=1)
-    assert model.parts(np.array([2]), np.array([6])).compute.tolist() == [2.25]
+    assert model.breakdown(np.array([2]), np.array([6])).compute.tolist() == [2.25]
 
 
 @given(workers=st.integers(1, 40), samples=st.integers(1, 2000), micro_batch=st.integers(1, 300))
 def test_passes_of_an_emulated_step_are_those_that_the_engine_makes(
     workers: int, samples: int, micro_batch: int
 ) -> None:
-    # Shares as even as whole samples allow, the larger ones first; a worker without a sample has no group.
+    # Worker batches as even as whole samples allow, the larger ones first; a worker without a sample has none.
     each, more = divmod(samples, workers)
     sizes = [size for size in [each + 1] * more + [each] * (workers - more) if size]
     found = emulated_passes(np.array([workers]), np.array([samples]), micro_batch)
     assert found.tolist() == [len(cut_into_passes(sizes, samples=micro_batch))]
 
 
-def test_a_fit_of_emulated_steps_tells_passes_from_samples() -> None:
-    # 0.2 s an update, 0.05 s a pass of at most 128 samples, 0.001 s a sample. 16 workers: 512 samples are four passes;
-    # 413 are 13 shares of 26 and 3 of 25, at most four of which go into a pass: 4 + 1 passes.
+def test_a_fit_of_emulated_steps_separates_passes_from_samples() -> None:
+    # 0.2 s per update, 0.05 s per pass of at most 128 samples, 0.001 s per sample. 16 workers: 512 samples are four
+    # passes; 413 are 13 worker batches of 26 and 3 of 25, at most four of which go into a pass: 4 + 1 passes.
     passes = {(2, 64): 1, (16, 256): 2, (16, 512): 4, (16, 413): 5, (8, 256): 2}
-    steps = [Measured(workers=w, samples=b, seconds=0.2 + 0.05 * count + 0.001 * b) for (w, b), count in passes.items()]
+    steps = [
+        MeasuredStep(workers=w, samples=b, seconds=0.2 + 0.05 * count + 0.001 * b) for (w, b), count in passes.items()
+    ]
     found = fit_steps(steps, serial=True, micro_batch=128)
     assert found.error < 1e-9
     assert (found.model.per_update, found.model.per_step, found.model.per_sample) == pytest.approx((0.2, 0.05, 0.001))
-    unseen = found.model.parts(np.array([16]), np.array([290]))  # 2 of 19 and 14 of 18: 1 + 2 passes
+    unseen = found.model.breakdown(np.array([16]), np.array([290]))  # 2 of 19 and 14 of 18: 1 + 2 passes
     assert unseen.total[0] == pytest.approx(0.2 + 0.05 * 3 + 0.29)
 
 
 def test_noise_does_not_make_a_fitted_model_too_fast() -> None:
     # The same step at 1 s and at 3 s is one of 2 s; the least relative errors would be at 1.2 s.
-    twice = [Measured(workers=1, samples=8, seconds=1.0), Measured(workers=1, samples=8, seconds=3.0)]
+    twice = [MeasuredStep(workers=1, samples=8, seconds=1.0), MeasuredStep(workers=1, samples=8, seconds=3.0)]
     assert fit_steps(twice).seconds(twice[0]) == pytest.approx(2.0)
-    # Two kinds that the model cannot tell apart, one exchange being all that more workers cost it: 2 s for both.
-    alike = [Measured(workers=2, samples=16, seconds=1.0), Measured(workers=2, samples=15, seconds=3.0)]
+    # Two kinds of steps that the model cannot distinguish, since their worker batches are equal: 2 s for both.
+    alike = [MeasuredStep(workers=2, samples=16, seconds=1.0), MeasuredStep(workers=2, samples=15, seconds=3.0)]
     assert [fit_steps(alike).seconds(one) for one in alike] == pytest.approx([2.0, 2.0])
 
 
 def test_a_fit_is_never_negative() -> None:
-    found = fit_steps([Measured(workers=1, samples=10, seconds=0.2), Measured(workers=1, samples=20, seconds=0.1)])
+    found = fit_steps(
+        [MeasuredStep(workers=1, samples=10, seconds=0.2), MeasuredStep(workers=1, samples=20, seconds=0.1)]
+    )
     assert found.model.per_sample == 0 and found.model.per_step > 0
 
 
 def test_steps_of_a_record_are_measured_without_validations_and_gaps() -> None:
-    # 1 s a step; 5 s of validation lie before step 2, and step 3 is missing.
+    # 1 s per step; 5 s of validation lie before step 2, and step 3 is missing.
     run = record(row(0, 1), row(1, 2), row(2, 8), row(4, 10), row(5, 11), validations=(2,))
-    assert measured_steps(run) == [Measured(workers=2, samples=8, seconds=1.0, steps=2)]
+    assert measured_steps(run) == [MeasuredStep(workers=2, samples=8, seconds=1.0, steps=2)]
     with pytest.raises(RecordError, match="a longer run is needed"):
         measured_steps(record(row(0, 1)))
 
@@ -244,18 +274,19 @@ def test_what_a_change_cost_is_not_the_time_of_a_step() -> None:
     # A loss before step 2 takes 0.9 s besides the step's own 1 s; that is what the recovery is for.
     run = record(row(0, 1), row(1, 2), row(2, 3.9, workers=1, batch=4), row(3, 4.9, workers=1, batch=4))
     assert measured_steps(run) == [
-        Measured(workers=1, samples=4, seconds=pytest.approx(1.0), steps=1),
-        Measured(workers=2, samples=8, seconds=1.0, steps=1),
+        MeasuredStep(workers=1, samples=4, seconds=pytest.approx(1.0), steps=1),
+        MeasuredStep(workers=2, samples=8, seconds=1.0, steps=1),
     ]
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
-    found = fit_steps([Measured(workers=w, samples=w * b, seconds=0.1 + b + w) for w in (1, 2, 3) for b in (1, 2)])
+    found = fit_steps([MeasuredStep(workers=w, samples=w * b, seconds=0.1 + b + w) for w in (1, 2, 3) for b in (1, 2)])
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(found.as_json()))
     assert read_profile(path) == found.model
     passes = [
-        Measured(workers=w, samples=b, seconds=s) for w, b, s in [(2, 8, 0.3), (4, 32, 0.9), (3, 9, 0.5), (4, 30, 1.5)]
+        MeasuredStep(workers=w, samples=b, seconds=s)
+        for w, b, s in [(2, 8, 0.3), (4, 32, 0.9), (3, 9, 0.5), (4, 30, 1.5)]
     ]
     emulated = fit_steps(passes, serial=True, micro_batch=8)
     assert emulated.model.micro_batch == 8
@@ -287,32 +318,32 @@ def found(one: Scenario, *caps: int) -> list[Outcome]:
 
 
 def test_the_cheapest_before_a_deadline_and_the_fastest_within_a_budget(one: Scenario) -> None:
-    # 800 samples an epoch in steps of 10, 30 and 70: 80, 27 and 12 steps of a second, a dollar a worker-second.
+    # 800 samples per epoch in steps of 10, 30 and 70: 80, 27 and 12 steps of 1 s, a dollar per worker-second.
     results = found(one, 1, 3, 7)
     assert [(o.time_s, o.cost_usd) for o in results] == [
         (800, 800),
         (270, pytest.approx(810)),
         (120, pytest.approx(840)),
     ]
-    assert best(results, Goal(deadline=300.0)).setting == settings(3)[0]
-    assert best(results, Goal(deadline=120.0)).setting == settings(7)[0]
-    assert best(results, Goal(budget=820.0)).setting == settings(3)[0]
+    assert best_outcome(results, Goal(deadline=300.0)).setting == settings(3)[0]
+    assert best_outcome(results, Goal(deadline=120.0)).setting == settings(7)[0]
+    assert best_outcome(results, Goal(budget=820.0)).setting == settings(3)[0]
 
 
 def test_what_cannot_be_had_says_the_best_that_can(one: Scenario) -> None:
     with pytest.raises(
         PlanError, match=r"none of 2 settings ends within 50.0 s; the fastest takes 100.0 s and costs 800"
     ):
-        best(found(one, 4, 8), Goal(deadline=50.0))
+        best_outcome(found(one, 4, 8), Goal(deadline=50.0))
     with pytest.raises(PlanError, match=r"costs at most 5.00 USD; the cheapest takes .* and costs 800.00 USD"):
-        best(found(one, 4, 8), Goal(budget=5.0))
+        best_outcome(found(one, 4, 8), Goal(budget=5.0))
 
 
 def test_a_setting_that_never_ends_is_left_out(one: Scenario) -> None:
     short = replace(one, trace=load("constant(8, duration=150s)"))
     assert [isinstance(o, Outcome) for o in outcomes(short, settings(4, 8))] == [False, True]
     with pytest.raises(PlanError, match="no setting comes to an end"):
-        best([], Goal(deadline=1.0))
+        best_outcome([], Goal(deadline=1.0))
 
 
 def test_a_setting_that_outlasts_the_prices_is_left_out_and_so_is_a_variation(one: Scenario) -> None:
@@ -326,6 +357,29 @@ def test_a_setting_that_outlasts_the_prices_is_left_out_and_so_is_a_variation(on
     assert ends["steps 10% faster"] == pytest.approx(90.0)
 
 
+def test_a_search_gives_the_best_setting_what_it_depends_on_and_the_alternatives(one: Scenario) -> None:
+    result = find_setting(one, settings_grid([1, 3, 7], [10], ["follow"]), Goal(deadline=300.0))
+    assert (result.best.time_s, result.tried, result.ended) == (270, 3, 3)
+    assert [alternative.time_s for alternative in result.front] == [120, 270, 800]
+    assert [varied.name for varied in result.variations][:2] == ["steps 10% slower", "steps 10% faster"]
+    with pytest.raises(PlanError, match="none of 2 settings comes to an end; the first: the trace is too short"):
+        find_setting(
+            replace(one, trace=load("constant(8, duration=90s)")), settings_grid([4, 8], [10], ["follow"]),
+            Goal(budget=1e6),
+        )  # fmt: skip
+
+
+def test_fleets_are_compared_by_what_differs_between_them() -> None:
+    settings = ScenarioSettings(samples=800, epochs=1, local_batch=10, step_time="1s", price=3600.0)
+    found = compare_fleets(
+        settings, ["0s:8 1h", "0s:4 1h"], policies=["follow"], recoveries=["ideal"], prices=["1800", "3600"]
+    )
+    # 10 steps on 8 workers and 20 on 4, at half a dollar and a dollar per worker-second; on demand 8 at a dollar.
+    assert {name: (round(run.time_s), round(run.cost_usd)) for name, run in found.items()} == {
+        "0s:8 1h": (10, 40), "0s:4 1h": (20, 80), "8 on demand": (10, 80),
+    }  # fmt: skip
+
+
 def test_a_goal_is_a_deadline_or_a_budget() -> None:
     for bad in ({}, {"deadline": 1.0, "budget": 1.0}, {"deadline": 0.0}, {"budget": -1.0}):
         with pytest.raises(ConfigError):
@@ -337,7 +391,7 @@ def test_sensitivity_changes_one_thing_at_a_time(one: Scenario) -> None:
     assert by_name["steps 10% slower"].time_s == pytest.approx(110.0)
     assert by_name["price 10% lower"].cost_usd == pytest.approx(720.0)
     assert by_name["price 10% lower"].time_s == 100
-    assert by_name["half the noise scale"].time_s == 100  # at the reference batch nothing hangs on it
+    assert by_name["half the noise scale"].time_s == 100  # at the reference batch it does not matter
     assert any(name.startswith("begun") for name in by_name)
 
 
@@ -358,7 +412,7 @@ def test_the_front_is_what_nothing_beats(points: list[tuple[float, float]]) -> N
 
 def test_workers_that_need_no_time_leave_the_trace_as_it_is() -> None:
     trace = Trace.from_points([(0, 4), (60, 2)])  # an event log that stops with an event: two are left at the end
-    assert provisioned(trace, Seconds(0)) == trace
+    assert provisioned_trace(trace, Seconds(0)) == trace
 
 
 def test_another_seed_leaves_every_other_argument_as_it_was() -> None:
@@ -369,16 +423,16 @@ def test_another_seed_leaves_every_other_argument_as_it_was() -> None:
 
 def test_draws_of_no_seed_are_refused(one: Scenario) -> None:
     with pytest.raises(ConfigError, match="0 seeds; expected at least 1"):
-        list(draws(lambda seed: one, 0))
+        list(draw_simulations(lambda seed: one, 0))
 
 
 def test_draws_give_the_same_for_the_same_seed_and_differ_between_seeds(one: Scenario) -> None:
     def scenario(seed: int) -> Scenario:
         return replace(one, trace=load(reseeded("poisson(8, preempt_every=1min, provision=20s, duration=2h)", seed)))
 
-    times = [found.time_s for found in draws(scenario, 5)]
-    assert times == [found.time_s for found in draws(scenario, 5)]
+    times = [found.time_s for found in draw_simulations(scenario, 5)]
+    assert times == [found.time_s for found in draw_simulations(scenario, 5)]
     assert len(set(times)) > 1
-    spread = interval(times)
+    spread = interval_of(times)
     assert min(times) <= spread.low <= spread.mean <= spread.high <= max(times)
     assert not math.isnan(spread.mean)

@@ -40,7 +40,7 @@ def test_a_history_is_a_step_function_of_time() -> None:
 
 def test_a_worker_shorter_than_the_minimum_is_billed_for_the_minimum() -> None:
     trace = Trace.parse("0s:2 100s:3 130s:2 1h")
-    price = FlatPrice(3600.0)  # a dollar a second
+    price = FlatPrice(3600.0)  # a dollar per second
     # 2 x 600 s, and one worker of 30 s that is billed for 60 s.
     assert cost(trace, 600.0, price, minimum=Seconds(60.0)) == pytest.approx(1260.0)
     assert cost(trace, 600.0, price, minimum=Seconds(30.0)) == pytest.approx(1230.0)
@@ -76,7 +76,7 @@ def test_a_history_can_begin_later(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a,b\n1,2\n", "expected time_s,zone,usd_per_hour"),
-        ("time_s,usd_per_hour\n0,-1\n", r"prices.csv:2: the price is -1 USD an hour"),
+        ("time_s,usd_per_hour\n0,-1\n", r"prices.csv:2: the price is -1 USD per hour"),
         ("time_s,usd_per_hour\n0,\n", r"prices.csv:2: '0,' has no time and price"),
         ("time_s,usd_per_hour\n0,nan\n", "not negative"),
         ("time_s,usd_per_hour\n5,1\n4,1\n", "expected times that increase"),

@@ -23,7 +23,7 @@ from ebbflow.simulate import (
     parse_step_time,
     simulate,
 )
-from ebbflow.simulate.network import Affine, Network, ParameterServer, Ring
+from ebbflow.simulate.step_models import Affine, Network, ParameterServer, Ring
 from ebbflow.traces import load
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "costs.md"
@@ -89,7 +89,7 @@ ROWS = (("8 GPUs, 1,024 samples", 8, 1024, 4944), ("96 GPUs, 1,024 samples", 96,
 def throughput(gbps: float, overlap: float) -> list[float]:
     model = ComputeAndNetwork(per_sample=PER_SAMPLE, network=Ring(MEGABYTES, gbps, per_machine=8), overlap=overlap)
     workers, samples = np.array([row[1] for row in ROWS]), np.array([row[2] for row in ROWS])
-    return list(samples / model.parts(workers, samples).total)
+    return list(samples / model.breakdown(workers, samples).total)
 
 
 def test_the_growing_batch_fits_a_ring_and_the_fixed_one_fits_none() -> None:

@@ -15,10 +15,9 @@ from ebbflow.core.units import Seconds
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan import BatchPlan, make_policy
 from ebbflow.simulate import ComputeAndNetwork, FlatPrice, Scenario, on_demand, parse_step_time, simulate
-from ebbflow.simulate.network import Affine
 from ebbflow.simulate.recovery import RECOVERIES
-from ebbflow.simulate.simulate import Simulation
-from ebbflow.simulate.stragglers import Rare
+from ebbflow.simulate.simulation import Simulation
+from ebbflow.simulate.step_models import Affine, RareDelay
 from ebbflow.traces import Trace, load
 
 
@@ -29,7 +28,7 @@ def scenario(fleet: str, *, batch: int = 10, step: str = "1s", samples: int = 10
         "model": parse_step_time(step),
         "samples": samples,
         "epochs": epochs,
-        "price": FlatPrice(3.6),  # a tenth of a cent a worker-second
+        "price": FlatPrice(3.6),  # a tenth of a cent per worker-second
     }
     return Scenario(**{**given, **more})  # type: ignore[arg-type]
 
@@ -64,7 +63,7 @@ def test_a_gap_without_workers_is_waited_for_and_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("recovery", ["ideal(lose)", "step(detect=0s)", "checkpoint(1s, 0s, detect=0s, restart=0s)"])
-def test_where_nobody_is_there_a_step_may_take_no_time(recovery: str) -> None:
+def test_where_there_are_no_workers_a_step_may_take_no_time(recovery: str) -> None:
     # 8 workers x 10 samples x 0.1 s: steps of 1 s. Three before the gap of 7 s, seven after it, twice in the trace.
     model = ComputeAndNetwork(per_sample=Seconds(0.1))
     found = simulate(
@@ -74,7 +73,7 @@ def test_where_nobody_is_there_a_step_may_take_no_time(recovery: str) -> None:
 
 
 def test_a_step_that_a_change_cuts_is_finished_or_lost() -> None:
-    # Steps of 4 s: two end at 8 s, the third is under way at 10 s. Finished, it has the old batch of 40 and ends at
+    # Steps of 4 s: two end at 8 s, the third is in progress at 10 s. Finished, it has the old batch of 40 and ends at
     # 12 s. Then 88 samples in steps of 20: five, the last one smaller. Lost, 2 s go with it; 128 samples take seven.
     finished = simulate(scenario("0s:4 10s:2 1h", step="4s", samples=208))
     assert (finished.steps, finished.time_s) == (8, 12 + 5 * 4.0)
@@ -141,7 +140,7 @@ def test_a_cap_on_the_fleet_is_not_paid_for_and_a_cap_of_the_policy_is() -> None
     assert idle.cost_usd == pytest.approx(0.2)
 
 
-def test_computing_network_and_waiting_are_told_apart() -> None:
+def test_computing_network_and_waiting_are_distinguished() -> None:
     model = ComputeAndNetwork(
         per_step=Seconds(0.2), per_sample=Seconds(0.03), network=Affine(first=Seconds(0.4)), overlap=0.5,
         loading=Seconds(0.09),
@@ -160,7 +159,7 @@ def test_a_cut_step_pays_what_does_not_depend_on_samples_in_full() -> None:
     assert found.time_s == pytest.approx(4 * (0.3 + 0.25))
 
 
-def test_accumulation_pays_the_fixed_time_of_every_piece_and_one_exchange() -> None:
+def test_accumulation_pays_the_fixed_time_of_every_micro_batch_and_one_exchange() -> None:
     model = ComputeAndNetwork(
         per_step=Seconds(0.1), per_sample=Seconds(0.01), network=Affine(first=Seconds(1.0)), micro_batch=4
     )
@@ -176,12 +175,12 @@ def test_emulated_workers_compute_one_after_another() -> None:
 
 def test_stragglers_make_a_step_wait_for_the_slowest() -> None:
     # Each of two workers takes three times as long with a chance of a half: the slowest does so in 3 of 4 steps.
-    found = simulate(scenario("constant(2, duration=1h)", samples=200, stragglers=Rare(0.5, factor=3.0)))
+    found = simulate(scenario("constant(2, duration=1h)", samples=200, stragglers=RareDelay(0.5, factor=3.0)))
     assert parts(found) == {"compute": 10.0, "waiting": 10 * 2 * 0.75}
 
 
 def test_drawn_stragglers_are_the_same_for_the_same_seed_and_right_on_average() -> None:
-    one = scenario("square(2, 4, period=1min, duration=10h)", samples=100_000, stragglers=Rare(0.5, factor=3.0))
+    one = scenario("square(2, 4, period=1min, duration=10h)", samples=100_000, stragglers=RareDelay(0.5, factor=3.0))
     times = [simulate(one, rng=np.random.default_rng(seed)).time_s for seed in range(40)]
     assert simulate(one, rng=np.random.default_rng(0)).time_s == times[0] != times[1]
     assert np.mean(times) == pytest.approx(simulate(one).time_s, rel=0.005)
@@ -194,7 +193,7 @@ class OneStepInTen:
         return np.full(len(workers), 1.4), np.full(len(workers), 1.44)
 
 
-def test_drawn_stragglers_are_right_on_average_where_a_stretch_has_two_steps() -> None:
+def test_drawn_stragglers_are_right_on_average_where_a_segment_has_two_steps() -> None:
     # A step takes 1.4 s, with a deviation of 1.2 s, and the fleet changes every 3 s. 350,000 samples in steps of 100
     # and 110 are 3,333 steps or 4,667 s, with a deviation of 1.2 s x sqrt(3,333) = 69 s.
     changes = " ".join(f"{3 * i}s:{10 + i % 2}" for i in range(2000))
@@ -232,8 +231,8 @@ def test_a_trace_that_is_too_short_says_how_far_it_reaches() -> None:
         simulate(scenario("0s:1 120s", epochs=2))
 
 
-def test_a_fleet_that_never_completes_a_step_is_told() -> None:
-    # Every stretch is shorter than a step, and every change throws it away.
+def test_a_fleet_that_never_completes_a_step_is_reported() -> None:
+    # Every segment is shorter than a step, and every change discards the step in progress.
     recovery = RECOVERIES.make("ideal(lose)")
     with pytest.raises(PlanError, match="no step is completed"):
         simulate(scenario("square(1, 2, period=2s, duration=1h)", step="5s", recovery=recovery, repeat=True))
@@ -266,12 +265,12 @@ def test_steps_longer_than_any_trace_are_refused(step: str) -> None:
 counts = st.lists(st.tuples(st.floats(0.1, 50).map(lambda x: round(x, 2)), st.integers(0, 5)), min_size=1, max_size=8)
 
 
-@given(stretches=counts, samples=st.integers(1, 300), epochs=st.integers(1, 3), cut=st.booleans())
+@given(fleet=counts, samples=st.integers(1, 300), epochs=st.integers(1, 3), cut=st.booleans())
 def test_without_interruptions_a_simulation_is_the_plan(
-    stretches: list[tuple[float, int]], samples: int, epochs: int, cut: bool
+    fleet: list[tuple[float, int]], samples: int, epochs: int, cut: bool
 ) -> None:
-    times = np.cumsum([0.0, *(length for length, _ in stretches)])
-    trace = Trace(times[:-1], np.array([workers for _, workers in stretches]), float(times[-1]))
+    times = np.cumsum([0.0, *(length for length, _ in fleet)])
+    trace = Trace(times[:-1], np.array([workers for _, workers in fleet]), float(times[-1]))
     one = replace(scenario("constant(1)", batch=3, step="0.6s", samples=samples, epochs=epochs, cut=cut), trace=trace)
     try:
         found = simulate(one)

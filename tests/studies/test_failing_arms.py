@@ -1,4 +1,4 @@
-"""Arms that cannot run or end badly: each says why, in its record too, and the others go on."""
+"""Arms that cannot run or that fail: the reason is reported and recorded, and the others go on."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import torch
 from ebbflow.errors import ConfigError
 from ebbflow.record import read_record
 from ebbflow.report.results import load_results
-from ebbflow.studies.arm import record_failure, run_arm
-from ebbflow.studies.runner import Progress, default_jobs, run_study
-from ebbflow.studies.study import Study, parse_study
+from ebbflow.studies.grid import Study, parse_study
+from ebbflow.studies.runner import ArmProgress, default_jobs, record_failure, run_arm, run_study
 
 PLUGIN = '''
 import os, signal
@@ -67,10 +66,10 @@ def test_whatever_happens_to_an_arm_the_others_go_on_and_its_record_says_why(tmp
         {"rule": "sqrt", "set": {"device": "cuda:99"}},
         {"rule": "linear", "set": {"data": str(tmp_path / "nowhere")}},
     ]
-    told: dict[str, Progress] = {}
+    reported: dict[str, ArmProgress] = {}
 
-    def on_progress(progress: Progress) -> None:
-        told[progress.arm] = progress
+    def on_progress(progress: ArmProgress) -> None:
+        reported[progress.arm] = progress
 
     (tmp_path / "mine.py").write_text(PLUGIN)
     settings = {"epochs": 2, "local_batch": 16, "plugins": [str(tmp_path / "mine.py")]}
@@ -88,10 +87,10 @@ def test_whatever_happens_to_an_arm_the_others_go_on_and_its_record_says_why(tmp
     for arm in chosen.arms():
         status, text = expected[arm.config.rule]
         run = runs[arm.config.rule]
-        assert (run.status, told[arm.id].what) == (status, status)
+        assert (run.status, reported[arm.id].what) == (status, status)
         assert run.end is not None
         assert text in run.end.text
-        assert text in told[arm.id].text
+        assert text in reported[arm.id].text
     assert len(runs["memory"].steps) == 10, "what was recorded before is kept"
     results = load_results(tmp_path / "out")
     assert {arm.rule: arm.status for arm in results.arms} == {rule: status for rule, (status, _) in expected.items()}
@@ -111,7 +110,7 @@ def test_a_data_folder_that_is_not_there_is_an_arms_failure(tmp_path: Path) -> N
     assert "nowhere" in runs[0].end.text
 
 
-def test_nobody_there_in_the_middle_of_a_trace_costs_time_and_nothing_else(tmp_path: Path) -> None:
+def test_a_gap_without_workers_costs_time_and_nothing_else(tmp_path: Path) -> None:
     traces = {"gap": "gap.csv", "never": "never.csv"}
     (tmp_path / "gap.csv").write_text("time_s,accelerators\n0,3\n40,0\n400,2\n900,2\n")
     (tmp_path / "never.csv").write_text("time_s,accelerators\n0,0\n900,0\n")
@@ -185,7 +184,7 @@ def test_a_missing_gpu_is_said_before_anything_is_trained(tmp_path: Path) -> Non
         train(RunConfig(workload="digits-mlp", device="cuda"), tmp_path)
 
 
-def test_an_arm_whose_study_is_gone_leaves_without_a_failure(tmp_path: Path) -> None:
+def test_an_arm_whose_study_was_killed_exits_without_a_failure(tmp_path: Path) -> None:
     (arm,) = study().arms()
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
@@ -199,7 +198,7 @@ def test_an_arm_whose_study_is_gone_leaves_without_a_failure(tmp_path: Path) -> 
     assert '"kind":"end"' not in record, "nothing was wrong with the arm: it can be continued"
 
 
-def test_ctrl_c_while_torch_is_imported_is_no_concern_of_the_process_that_imports_it() -> None:
+def test_the_server_ignores_ctrl_c_while_it_imports_torch() -> None:
     program = (
         "import multiprocessing, re; from multiprocessing.forkserver import _forkserver as server; "
         "from pathlib import Path; from ebbflow.studies.runner import _start_server; "

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.studies.forecast import Board, Timed, remaining_s, speed_of
+from ebbflow.studies.forecast import ArmPace, StudyForecast, remaining_s, speed_of
 
-MLP = Timed(work=10, kind=("mlp", "static"))
+MLP = ArmPace(epochs=10, kind=("mlp", "static"))
 
 
 def test_nothing_is_known_before_anything_was_timed() -> None:
@@ -20,9 +20,9 @@ def test_nothing_is_known_before_anything_was_timed() -> None:
 
 
 def test_the_most_similar_arms_say_how_fast_a_new_one_is() -> None:
-    static = replace(MLP, gained=10, seconds=20)  # 0.5 epochs a second
-    spot = replace(MLP, kind=("mlp", "spot"), gained=4, seconds=2)  # 2
-    cnn = replace(MLP, kind=("cnn", "static"), gained=1, seconds=10)  # 0.1
+    static = replace(MLP, timed_epochs=10, timed_s=20)  # 0.5 epochs per second
+    spot = replace(MLP, kind=("mlp", "spot"), timed_epochs=4, timed_s=2)  # 2
+    cnn = replace(MLP, kind=("cnn", "static"), timed_epochs=1, timed_s=10)  # 0.1
     known = [static, spot, cnn]
     assert speed_of(("mlp", "static"), known) == 0.5
     assert speed_of(("mlp", "tpu"), known) == pytest.approx(14 / 22)  # both of mlp
@@ -30,67 +30,67 @@ def test_the_most_similar_arms_say_how_fast_a_new_one_is() -> None:
 
 
 def test_arms_fill_the_slots_as_they_become_free() -> None:
-    # 1 epoch a second; 3 and 6 s to go in two slots, then 10 s, 10 s and 4 s in the order of waiting:
+    # 1 epoch per second; 3 and 6 s to go in two slots, then 10 s, 10 s and 4 s in the order of waiting:
     # slot A: 3 -> 13, slot B: 6 -> 16, then A again: 13 -> 17.
-    running = [replace(MLP, done=0.7, gained=7, seconds=7), replace(MLP, done=0.4, gained=4, seconds=4)]
-    waiting = [MLP, MLP, replace(MLP, work=4)]
+    running = [replace(MLP, done=0.7, timed_epochs=7, timed_s=7), replace(MLP, done=0.4, timed_epochs=4, timed_s=4)]
+    waiting = [MLP, MLP, replace(MLP, epochs=4)]
     assert remaining_s(running, waiting, [], jobs=2) == pytest.approx(17)
     # With a third slot, which is free now: 10 s in it, 3 + 10 in A, 6 + 4 in B.
     assert remaining_s(running, waiting, [], jobs=3) == pytest.approx(13)
 
 
-def test_an_arm_that_runs_keeps_its_own_pace() -> None:
-    slow = replace(MLP, done=0.1, gained=1, seconds=5)
-    fast = replace(MLP, done=0.5, gained=5, seconds=1)
+def test_a_running_arm_keeps_its_own_speed() -> None:
+    slow = replace(MLP, done=0.1, timed_epochs=1, timed_s=5)
+    fast = replace(MLP, done=0.5, timed_epochs=5, timed_s=1)
     assert remaining_s([slow, fast], [], [], jobs=2) == pytest.approx(45)
-    fresh = replace(MLP, kind=("mlp", "spot"))  # has just begun: as fast as both together, 1 epoch a second
+    fresh = replace(MLP, kind=("mlp", "spot"))  # has just begun: as fast as both together, 1 epoch per second
     assert remaining_s([fresh], [], [slow, fast], jobs=1) == pytest.approx(10)
 
 
-def test_the_work_that_a_resumed_arm_had_done_says_nothing_of_its_pace() -> None:
-    board = Board(waiting={"a": MLP, "b": MLP})
-    board.start("a")
-    assert board.remaining_s(2) is None
-    board.move("a", 0.8, now=100.0)  # continued from a checkpoint
-    assert board.remaining_s(2) is None
-    board.move("a", 0.9, now=104.0)  # one epoch in 4 s
-    assert board.remaining_s(2) == pytest.approx(40)  # the other one, at once
-    assert board.remaining_s(1) == pytest.approx(44)
-    board.end("a")
-    board.start("b")
-    assert board.remaining_s(1) == pytest.approx(40)
+def test_what_a_resumed_arm_had_done_before_does_not_count_for_its_speed() -> None:
+    forecast = StudyForecast(waiting={"a": MLP, "b": MLP})
+    forecast.start("a")
+    assert forecast.remaining_s(2) is None
+    forecast.move("a", 0.8, now=100.0)  # continued from a checkpoint
+    assert forecast.remaining_s(2) is None
+    forecast.move("a", 0.9, now=104.0)  # one epoch in 4 s
+    assert forecast.remaining_s(2) == pytest.approx(40)  # the other one, at once
+    assert forecast.remaining_s(1) == pytest.approx(44)
+    forecast.end("a")
+    forecast.start("b")
+    assert forecast.remaining_s(1) == pytest.approx(40)
 
 
 def test_the_longest_arm_is_started_first() -> None:
-    long, short, unlike = MLP, replace(MLP, work=2), replace(MLP, work=3, kind=("cnn", "static"))
-    board = Board(waiting={"short": short, "unlike": unlike, "long": long, "also long": long, "cnn": unlike})
-    assert board.longest(["short", "unlike", "long", "also long"]) == "long"
-    board.start("cnn")
-    board.move("cnn", 0.0, now=0.0)
-    board.move("cnn", 1.0, now=300.0)
-    board.start("also long")
-    board.move("also long", 0.0, now=0.0)
-    board.move("also long", 0.5, now=1.0)
+    long, short, unlike = MLP, replace(MLP, epochs=2), replace(MLP, epochs=3, kind=("cnn", "static"))
+    forecast = StudyForecast(waiting={"short": short, "unlike": unlike, "long": long, "also long": long, "cnn": unlike})
+    assert forecast.longest(["short", "unlike", "long", "also long"]) == "long"
+    forecast.start("cnn")
+    forecast.move("cnn", 0.0, now=0.0)
+    forecast.move("cnn", 1.0, now=300.0)
+    forecast.start("also long")
+    forecast.move("also long", 0.0, now=0.0)
+    forecast.move("also long", 0.5, now=1.0)
     # 3 epochs of 100 s are longer than 10 of 0.2 s.
-    assert board.longest(["short", "unlike", "long"]) == "unlike"
+    assert forecast.longest(["short", "unlike", "long"]) == "unlike"
 
 
 arms = st.builds(
-    Timed,
-    work=st.floats(1, 100),
+    ArmPace,
+    epochs=st.floats(1, 100),
     kind=st.sampled_from([("a", "x"), ("a", "y"), ("b", "x")]),
     done=st.floats(0, 1),
-    gained=st.floats(0.1, 50),
-    seconds=st.floats(0.1, 50),
+    timed_epochs=st.floats(0.1, 50),
+    timed_s=st.floats(0.1, 50),
 )
 
 
 @given(st.lists(arms, min_size=1, max_size=4), st.lists(arms, max_size=6), st.integers(1, 6))
 def test_a_forecast_lies_between_sharing_perfectly_and_one_after_the_other(
-    running: list[Timed], waiting: list[Timed], jobs: int
+    running: list[ArmPace], waiting: list[ArmPace], jobs: int
 ) -> None:
     jobs = max(jobs, len(running))
-    expected = [arm.left / (arm.gained / arm.seconds) for arm in running]
+    expected = [arm.left / (arm.timed_epochs / arm.timed_s) for arm in running]
     expected += [arm.left / speed for arm in waiting if (speed := speed_of(arm.kind, running))]
     forecast = remaining_s(running, waiting, [], jobs=jobs)
     assert forecast is not None

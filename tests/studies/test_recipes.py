@@ -9,10 +9,13 @@ import pytest
 
 from ebbflow.optim.build import OPTIMIZERS
 from ebbflow.optim.schedules import make_schedule
-from ebbflow.run.planning import check_measurable, foresee_steps, make_growth, make_plan
-from ebbflow.run.training import resolve
+from ebbflow.plan import BatchPlan, Growing, Growth, foresee, make_policy
+from ebbflow.rules.registry import make_rule
+from ebbflow.run.assemble import resolve
+from ebbflow.run.config import RunConfig
+from ebbflow.run.planning import check_measurable, make_plan
+from ebbflow.studies.grid import Arm, Study, check_arms, load_study, recipe_names
 from ebbflow.studies.scaling import scaled
-from ebbflow.studies.study import Arm, Study, check_arms, load_study, recipe_names
 
 CIFAR = 50_000
 PAPERS = [name for name in recipe_names() if name.startswith(("lena", "andre", "dynamic", "holt"))]
@@ -29,10 +32,24 @@ def arms(study: Study) -> dict[tuple[str, str], Arm]:
     return {(arm.config.label, arm.config.rule): arm for arm in first}
 
 
+def growing(config: RunConfig) -> Growing | None:
+    policy = make_policy(config.policy, config.local_batch)
+    return policy if isinstance(policy, Growing) else None
+
+
+def foreseen(config: RunConfig) -> BatchPlan:
+    """The steps of a run, as far as they are known before it."""
+    plan, policy = make_plan(config, CIFAR)[0], growing(config)
+    assert config.epochs and config.ref_batch
+    if policy is None:
+        return plan
+    return foresee(policy, plan, samples=CIFAR, epochs=config.epochs, ref_batch=config.ref_batch)
+
+
 def steps(arm: Arm) -> int:
     config = resolve(arm.config)
     assert config.epochs
-    return foresee_steps(config, CIFAR).for_epochs(CIFAR, config.epochs).steps
+    return foreseen(config).for_epochs(CIFAR, config.epochs).steps
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.1])
@@ -46,7 +63,7 @@ def test_every_recipe_has_a_summary_known_parts_and_plans_that_reach(name: str, 
         if arm.config.seed == 0:
             config = resolve(arm.config)
             plan, _ = make_plan(config, samples(arm))
-            check_measurable(config, plan, samples(arm))
+            check_measurable(config, plan, samples(arm), growing(config), make_rule(config.rule))
             OPTIMIZERS.make(config.optimizer or "")
             make_schedule(config.schedule)
 
@@ -118,7 +135,7 @@ def test_dynamic_sgd_changes_the_workers_at_the_ends_of_epochs_20_and_70() -> No
     fixed = found["12x at epoch 20", "constant"]
     assert steps(fixed) == 90 * 391
     late = make_plan(resolve(fixed.config), CIFAR)[0].at(20 * 391)
-    assert (late.workers, late.samples) == (12, 128)  # 10.7 samples a worker, as 1,024 on 96
+    assert (late.workers, late.samples) == (12, 128)  # 10.7 samples per worker, as 1,024 on 96
 
 
 @pytest.mark.parametrize("trace", [f"{scale}x {letter}" for scale in (12, 16) for letter in "abcde"])
@@ -167,15 +184,16 @@ def test_growing_batches_take_exactly_the_published_updates_and_workers() -> Non
     assert by_hand == {value.trace: value.value for value in study.paper}
     found = {label: arm for (label, _), arm in arms(study).items()}
     assert {label: steps(arm) for label, arm in found.items()} == by_hand
-    most = {label: int(foresee_steps(resolve(arm.config), CIFAR).workers.max()) for label, arm in found.items()}
+    most = {label: int(foreseen(resolve(arm.config)).workers.max()) for label, arm in found.items()}
     assert most == {"128": 1, "640": 5, "3.2k": 25, "16k": 125, "5.1k (*2)": 40}
 
 
 def test_growing_batches_reduce_rate_over_batch_by_five_at_each_point() -> None:
     for arm in load_study("holt-table1").arms():
         config = resolve(arm.config)
-        plan, growth = make_plan(config, CIFAR)[0], make_growth(config, CIFAR)
-        assert growth is not None
+        plan, policy = make_plan(config, CIFAR)[0], growing(config)
+        assert policy is not None and config.ref_batch is not None
+        growth = Growth(policy, ref_batch=config.ref_batch, epoch_samples=CIFAR)
         first, ratios = growth.allow(plan.at(0)).samples, []
         for samples in (0, 60 * CIFAR, 60 * CIFAR, 60 * CIFAR):
             if samples:

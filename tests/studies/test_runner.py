@@ -15,8 +15,8 @@ import pytest
 
 from ebbflow.errors import ConfigError, OutputError
 from ebbflow.record import Run, read_record
-from ebbflow.studies.runner import Progress, run_study
-from ebbflow.studies.study import Study, load_study, parse_study
+from ebbflow.studies.grid import Study, load_study, parse_study
+from ebbflow.studies.runner import ArmProgress, run_study
 
 
 def small(**changes: Any) -> Study:
@@ -40,18 +40,18 @@ def digests(out: Path) -> dict[str, str]:
 
 
 def test_a_study_runs_every_arm_once_and_then_has_nothing_to_do(tmp_path: Path) -> None:
-    told: list[Progress] = []
-    run_study(small(), tmp_path, jobs=2, on_progress=told.append)
+    reported: list[ArmProgress] = []
+    run_study(small(), tmp_path, jobs=2, on_progress=reported.append)
     assert {run.status for run in records(tmp_path).values()} == {"finished"}
     assert (
-        sorted(progress.what for progress in told if progress.what != "moved")
+        sorted(progress.what for progress in reported if progress.what != "moved")
         == ["finished", "finished"] + ["started"] * 2
     )
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("arms/*/record.jsonl")}
 
-    told.clear()
-    run_study(small(), tmp_path, jobs=2, on_progress=told.append)
-    assert [progress.what for progress in told] == ["found", "found"]
+    reported.clear()
+    run_study(small(), tmp_path, jobs=2, on_progress=reported.append)
+    assert [progress.what for progress in reported] == ["found", "found"]
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("arms/*/record.jsonl")}
     assert not list(tmp_path.glob("arms/*/checkpoint.pt"))
 
@@ -62,24 +62,24 @@ def test_a_folder_of_another_study_is_refused_and_the_difference_named(tmp_path:
         run_study(small(rules=["linear"]), tmp_path)
 
 
-def test_arms_that_were_made_from_data_elsewhere_are_found_with_a_word(tmp_path: Path) -> None:
+def test_arms_that_were_made_from_other_data_are_found_with_a_warning(tmp_path: Path) -> None:
     for name in ("one.txt", "two.txt"):
         (tmp_path / name).write_text("to be or not to be, " * 20, encoding="utf-8")
     chosen = {"workloads": ["shakespeare-gpt(width=8, layers=1, heads=1, context=8)"], "rules": ["constant"]}
-    told: list[Progress] = []
+    reported: list[ArmProgress] = []
     for name in ("one.txt", "one.txt", "two.txt"):
         study = small(**chosen, settings={"epochs": 1, "local_batch": 4, "data": str(tmp_path / name)})
-        run_study(study, tmp_path / "out", on_progress=told.append)
-    found = [progress.other_data for progress in told if progress.what == "found"]
+        run_study(study, tmp_path / "out", on_progress=reported.append)
+    found = [progress.other_data for progress in reported if progress.what == "found"]
     assert found == ["", f"its data was {tmp_path / 'one.txt'}, now it is {tmp_path / 'two.txt'}"]
 
 
 def test_a_study_grows_by_seeds_and_rules_and_keeps_what_was_run(tmp_path: Path) -> None:
     run_study(small(rules=["constant"]), tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("arms/*/record.jsonl")}
-    told: list[Progress] = []
-    run_study(small(seeds=2), tmp_path, jobs=2, on_progress=told.append)
-    assert sorted(p.what for p in told if p.what != "moved") == ["finished"] * 3 + ["found"] + ["started"] * 3
+    reported: list[ArmProgress] = []
+    run_study(small(seeds=2), tmp_path, jobs=2, on_progress=reported.append)
+    assert sorted(p.what for p in reported if p.what != "moved") == ["finished"] * 3 + ["found"] + ["started"] * 3
     assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in before.items())
     assert {(run.header.config["rule"], run.header.config["seed"]) for run in records(tmp_path).values()} == {
         ("constant", 0), ("linear", 0), ("constant", 1), ("linear", 1),
@@ -90,13 +90,13 @@ def test_a_study_grows_by_seeds_and_rules_and_keeps_what_was_run(tmp_path: Path)
 
 def test_a_study_that_was_moved_with_its_traces_is_the_same_study(tmp_path: Path) -> None:
     text = "time_s,accelerators\n0,4\n60,2\n120,2\n"
-    told: list[Progress] = []
+    reported: list[ArmProgress] = []
     for home in ("here", "there"):
         (tmp_path / home).mkdir()
         (tmp_path / home / "spot.csv").write_text(text)
         study = small(rules=["linear"], traces={"spot": str(tmp_path / home / "spot.csv")})
-        run_study(study, tmp_path / "out", on_progress=told.append)
-    assert [progress.what for progress in told if progress.what != "moved"] == ["started", "finished", "found"]
+        run_study(study, tmp_path / "out", on_progress=reported.append)
+    assert [progress.what for progress in reported if progress.what != "moved"] == ["started", "finished", "found"]
     (tmp_path / "there" / "spot.csv").write_text(text.replace("60,2", "60,3"))
     with pytest.raises(
         ConfigError, match=r"not in this study: digits-cnn-width-4_spot_linear_s0_.*; a trace or plan was edited since"
@@ -146,7 +146,7 @@ STARTED: list[subprocess.Popen[bytes]] = []
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_running() -> Iterator[None]:
-    """Whatever a test that fails has left behind; the arms of a study that is gone end by themselves."""
+    """Kill what a failed test has left behind; the arms of a killed study end by themselves."""
     yield
     while STARTED:
         with STARTED.pop() as process:
@@ -165,7 +165,7 @@ def start(study: Path, out: Path, checkpoint_every: str, stderr: Any = subproces
 def wait_for(condition: Any, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "the condition did not come true in time"
         time.sleep(0.02)
 
 
@@ -176,32 +176,32 @@ def rows(out: Path) -> int:
 def test_killed_with_kill_9_the_same_command_ends_with_the_same_weights(tmp_path: Path) -> None:
     study = tmp_path / "study.toml"
     study.write_text(STUDY)
-    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
-    assert start(study, calm, "1h").wait(timeout=120) == 0
+    undisturbed, killed_often = tmp_path / "undisturbed", tmp_path / "killed_often"
+    assert start(study, undisturbed, "1h").wait(timeout=120) == 0
 
     killed = 0
     for _ in range(3):
-        process = start(study, stormy, "0s")  # a checkpoint after every step
-        seen = rows(stormy) if stormy.exists() else 0
-        wait_for(lambda seen=seen, process=process: rows(stormy) > seen + 20 or process.poll() is not None)
+        process = start(study, killed_often, "0s")  # a checkpoint after every step
+        seen = rows(killed_often) if killed_often.exists() else 0
+        wait_for(lambda seen=seen, process=process: rows(killed_often) > seen + 20 or process.poll() is not None)
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
             killed += 1
         process.wait(timeout=60)
     assert killed >= 2, "the study ended before it was killed"
-    assert start(study, stormy, "0s").wait(timeout=120) == 0
+    assert start(study, killed_often, "0s").wait(timeout=120) == 0
 
-    assert digests(stormy) == digests(calm)
-    assert len(digests(calm)) == 2
-    for name, run in records(stormy).items():
+    assert digests(killed_often) == digests(undisturbed)
+    assert len(digests(undisturbed)) == 2
+    for name, run in records(killed_often).items():
         assert any(event.what == "resumed" for event in run.events), "it did continue from a checkpoint"
         assert [row.step for row in run.steps] == list(range(len(run.steps))), "no step is missing or twice"
-        straight = records(calm)[name]
+        straight = records(undisturbed)[name]
         assert [(row.samples, row.loss) for row in run.steps] == [(row.samples, row.loss) for row in straight.steps]
         assert [row.metrics for row in run.validations] == [row.metrics for row in straight.validations]
 
 
-def let_go(out: Path) -> bool:
+def released(out: Path) -> bool:
     """Whether no process holds the folder of an arm."""
     for path in out.glob("arms/*/.lock"):
         with path.open() as lock:
@@ -220,8 +220,8 @@ def test_the_arms_of_a_killed_study_stop_and_have_not_failed(tmp_path: Path) -> 
     wait_for(lambda: len(list(out.glob("arms/*/checkpoint.pt"))) == 2 or process.poll() is not None)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=60)
-    wait_for(lambda: let_go(out))
-    time.sleep(0.3)  # for a last word that an arm had after it let go
+    wait_for(lambda: released(out))
+    time.sleep(0.3)  # for what an arm might still write after it released its lock
     assert {run.status for run in records(out).values()} == {"interrupted"}
     assert "Traceback" not in said.read_text()
 
@@ -238,7 +238,7 @@ def test_ctrl_c_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "study.json").read_text())["config"]["name"] == "study"
 
 
-def test_two_studies_in_one_folder_do_not_meet(tmp_path: Path) -> None:
+def test_a_second_study_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     study = tmp_path / "study.toml"
     study.write_text(STUDY.replace("epochs = 6", "epochs = 500"))
     start(study, tmp_path / "out", "1h")

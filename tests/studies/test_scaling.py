@@ -16,8 +16,8 @@ from ebbflow.core.spec import parse_calls
 from ebbflow.errors import ConfigError
 from ebbflow.run.planning import make_plan
 from ebbflow.run.training import resolve
+from ebbflow.studies.grid import Study, load_study, parse_study, recipe_names, recipe_text
 from ebbflow.studies.scaling import scaled
-from ebbflow.studies.study import Study, load_study, parse_study, recipe_names, recipe_text
 
 VALUES: dict[str, Any] = {
     "name": "mine",
@@ -98,8 +98,8 @@ def test_runs_of_different_lengths_must_shrink_by_the_same_part() -> None:
 
 
 @pytest.mark.parametrize("factor", [0, -1, 1.5, float("nan"), float("inf")])
-def test_a_scale_that_is_no_part_is_refused(factor: float) -> None:
-    with pytest.raises(ConfigError, match="expected a part of the study"):
+def test_a_scale_that_is_no_fraction_is_refused(factor: float) -> None:
+    with pytest.raises(ConfigError, match="expected a fraction of the study"):
         scaled(study(), factor)
 
 

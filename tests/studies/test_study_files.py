@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ebbflow.errors import ConfigError, EbbflowError
-from ebbflow.studies.study import check_arms, load_study, parse_study, recipe_text, with_settings
+from ebbflow.studies.grid import check_arms, load_study, parse_study, recipe_text, with_plugins, with_settings
 
 MINIMAL: dict[str, Any] = {
     "workloads": ["digits-mlp"],
@@ -67,8 +67,8 @@ def test_files_of_both_kinds_with_paths_relative_to_the_file(tmp_path: Path, suf
         ({"seeds": 0}, "seeds is 0; expected how many"),
         ({"seeds": [1, 1]}, "entry twice"),
         ({"seeds": True}, "seeds is True"),
-        ({"settings": {"rule": "sqrt"}}, "rule is no setting, it is given by rules"),
-        ({"override": [{"trace": "spot", "set": {"seed": 3}}]}, "seed is no setting, it is given by seeds"),
+        ({"settings": {"rule": "sqrt"}}, "rule is not a setting, it is given by rules"),
+        ({"override": [{"trace": "spot", "set": {"seed": 3}}]}, "seed is not a setting, it is given by seeds"),
         ({"settings": {"epoch": 3}}, "unknown setting 'epoch'; did you mean 'epochs'"),
         ({"settings": {"epochs": "3"}}, "epochs is '3'; expected a whole number$"),
         ({"settings": {"step_time": 5}}, 'step_time is 5; expected a text, such as "5s": in quotation marks'),
@@ -183,9 +183,16 @@ def test_settings_are_given_as_texts_and_overrides_still_win() -> None:
     assert changed.arms()[0].config.lr == 0.5
     for text, message in (("epochs", "has no value"), ("=3", "has no value"), ("epoch=3", "did you mean 'epochs'"),
                           ("epochs=many", "expected a whole number"),
-                          ("rule=sqrt", "rule is no setting, it is given by rules")):  # fmt: skip
+                          ("rule=sqrt", "rule is not a setting, it is given by rules")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             with_settings(study, [text])
+
+
+def test_plugins_are_added_to_those_of_the_study_and_leave_its_arms_the_same() -> None:
+    study = parse(settings={"plugins": ["theirs.py"]})
+    more = with_plugins(study, ["mine.py"])
+    assert {arm.config.plugins for arm in more.arms()} == {("theirs.py", "mine.py")}
+    assert [arm.id for arm in more.arms()] == [arm.id for arm in study.arms()]
 
 
 def test_a_recipe_s_file_can_be_begun_from(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from ebbflow.record import Run, read_record
 from ebbflow.run.assemble import loader_workers
 from ebbflow.run.checkpoint import load_checkpoint
 from ebbflow.run.config import RunConfig
-from ebbflow.run.training import Callbacks, train
+from ebbflow.run.loop import Callbacks
+from ebbflow.run.training import train
+from ebbflow.studies.grid import Study
 from ebbflow.studies.runner import run_study
-from ebbflow.studies.study import Study
 from workloads.drawing import SAMPLES
 from workloads.loader_runs import RECIPE
 

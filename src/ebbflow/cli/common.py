@@ -15,13 +15,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-__all__ = ["AsJson", "command_line", "err", "interruptible", "out", "print_json"]
+__all__ = ["AsJson", "PluginFiles", "command_line", "err", "interruptible", "out", "print_json"]
 
 out = Console(highlight=False)
 """Answers."""
 err = Console(stderr=True, highlight=False)
 """Progress, notes and errors: never mixed into an answer that a script reads."""
 
+PluginFiles = Annotated[
+    list[str] | None,
+    typer.Option("--plugin", help="A Python file that registers your own traces, policies, ...; repeatable."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer with JSON on standard output.")]
 
 

@@ -1,4 +1,4 @@
-"""`ebbflow demo`: the main job, a real answer in two minutes."""
+"""`ebbflow demo`: a small study that answers a real question in two minutes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from ebbflow.cli.common import AsJson, err
 from ebbflow.cli.report import show_report
 from ebbflow.cli.study import Jobs, run_with_progress
-from ebbflow.studies.study import load_study
+from ebbflow.studies.grid import load_study
 
 __all__ = ["demo"]
 
@@ -20,7 +20,7 @@ def demo(
     jobs: Jobs = None,
     json: AsJson = False,
 ) -> None:
-    """Three rules on two spot traces and a static fleet, two seeds each, on handwritten digits: about two minutes."""
+    """Compare three rules on two spot traces and a static fleet, on handwritten digits: about two minutes."""
     study = load_study("demo")
     err.print(
         f"Which learning-rate rule suits a small network when its workers come and go?\n"

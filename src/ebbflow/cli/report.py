@@ -1,4 +1,4 @@
-"""`ebbflow report`: from the records of a study or a run to the table, the page and the figures."""
+"""`ebbflow report`: the table, the page and the figures of a study or a run, from its records."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ __all__ = ["report", "show_report"]
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a study or a run, or one record file.")],
     out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the report; by default 'report' beside the records.")
+        Path | None, typer.Option("--out", help="Folder of the report. Default: 'report' beside the records.")
     ] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Make the report of a study: the table, one self-contained HTML page, figures as SVG and PNG.
+    """Make the report of a study or a run: the table, one self-contained HTML page, figures as SVG and PNG.
 
-    Reads records only, so it works while a study is running, after a crash, and again at any time.
+    It reads records only, so it can be made while a study is running, after a
+    crash, and again at any time.
     """
     page = show_report(folder, out_folder=out_folder, as_json=json)
     if open_page:
@@ -31,11 +32,11 @@ def report(
 
 
 def show_report(folder: Path, *, out_folder: Path | None = None, as_json: bool = False) -> Path:
-    """Write the report, print its table and what to take from it (or the cells as JSON); the path of the page."""
-    # Imported here: matplotlib and jinja2 take a while that other verbs need not wait for.
+    """Write the report and print its table and conclusions, or the cells as JSON; returns the path of the page."""
+    # Imported here, since only this needs matplotlib and jinja2, which take long to import.
     from ebbflow.report.export import terminal
-    from ebbflow.report.html import write_report
-    from ebbflow.report.takeaway import takeaways
+    from ebbflow.report.report_page import write_report
+    from ebbflow.report.summary import takeaways
 
     paths = write_report(folder, out=out_folder)
     for problem in paths.results.problems:

@@ -10,40 +10,43 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
+from ebbflow.cli.common import AsJson, PluginFiles, command_line, err, interruptible, out, print_json
 from ebbflow.cli.report import show_report
 from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import ConfigError
-from ebbflow.studies import runner
+from ebbflow.studies.grid import Study, load_study, recipe_names, recipe_text, with_plugins, with_settings
+from ebbflow.studies.runner import ArmProgress, run_study
 from ebbflow.studies.scaling import scaled
-from ebbflow.studies.study import Study, load_study, recipe_names, recipe_text, with_settings
 
 __all__ = ["run_with_progress", "study"]
 
-Jobs = Annotated[int | None, typer.Option(help="Arms at once; default: one a core, or three on a GPU.")]
+Jobs = Annotated[int | None, typer.Option(help="Arms that run at once. Default: one per core, or three on a GPU.")]
 
 
 def study(
-    config: Annotated[str | None, typer.Argument(help="A study file (.toml, .yaml), or a recipe by name.")] = None,
-    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder of the study; default: below runs/.")] = None,
+    config: Annotated[str | None, typer.Argument(help="A study file (.toml, .yaml), or the name of a recipe.")] = None,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder of the study. Default: below runs/.")] = None,
     scale: Annotated[
-        float, typer.Option(help="Shrink it: this part of the epochs and narrower models, same structure.")
+        float, typer.Option(help="Shrink the study: this fraction of the epochs, narrower models, same structure.")
     ] = 1.0,
-    seeds: Annotated[int | None, typer.Option(help="How many seeds; default: the study's.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Number of seeds. Default: as in the study.")] = None,
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A setting for every run, such as device=cuda; repeatable."),
     ] = None,
+    plugin: PluginFiles = None,
     jobs: Jobs = None,
     checkpoint_every: Annotated[str, typer.Option(help="Time between checkpoints of an arm.")] = "30s",
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the final weights of every arm.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the recipes that come with ebbflow.")] = False,
-    shown: Annotated[bool, typer.Option("--show", help="Print the file of a recipe, to begin your own from.")] = False,
+    shown: Annotated[
+        bool, typer.Option("--show", help="Print the file of a recipe, as a start for your own study.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Run rules x traces x workloads x seeds in parallel and report. The same command continues after a kill.
 
-    Exit code 1: the report is there, but arms have failed.
+    Exit code 1: the report is written, but some arms have failed.
     """
     if listed:
         _list(as_json=json)
@@ -55,7 +58,7 @@ def study(
     if shown:
         print(recipe_text(config), end="")
         return
-    chosen = with_settings(load_study(config), setting or [])
+    chosen = with_plugins(with_settings(load_study(config), setting or []), plugin or [])
     if seeds is not None:
         if seeds < 1:
             raise ConfigError(f"seeds is {seeds}; expected how many, 1 or more")
@@ -76,7 +79,7 @@ def _list(*, as_json: bool) -> None:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("name", no_wrap=True)
     shown.add_column("runs", justify="right")
-    shown.add_column("what it is")
+    shown.add_column("description")
     for name, study in recipes:
         shown.add_row(name, str(len(study.arms())), study.summary)
     out.print(shown)
@@ -90,10 +93,10 @@ def run_with_progress(
     checkpoint_every: str = "30s",
     keep_weights: bool = False,
 ) -> int:
-    """Run a study with one bar for all of it; failures are told at once, on standard error. How many arms failed."""
+    """Run a study with one progress bar, and print failures at once on standard error; returns how many arms failed."""
     arms = chosen.arms()
     fractions = dict.fromkeys((arm.id for arm in arms), 0.0)
-    over: dict[str, str] = {}
+    ended: dict[str, str] = {}
     warned: set[str] = set()
     with interruptible(), Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn(),
@@ -101,22 +104,22 @@ def run_with_progress(
     ) as bar:  # fmt: skip
         task = bar.add_task(f"0/{len(arms)} arms", total=len(arms), left="")
 
-        def on_progress(progress: runner.Progress) -> None:
+        def on_progress(progress: ArmProgress) -> None:
             fractions[progress.arm] = max(fractions[progress.arm], progress.fraction)
             if progress.what in ("found", "finished", "diverged", "failed"):
-                over[progress.arm] = progress.what
+                ended[progress.arm] = progress.what
             if progress.other_data and progress.other_data not in warned:
                 warned.add(progress.other_data)
                 err.print(
-                    f"warning: {progress.arm} has ended before and is kept as it is, but {progress.other_data}; for "
-                    f"other data choose another folder with --out", markup=False, soft_wrap=True,
+                    f"warning: {progress.arm} has ended before and is kept, but {progress.other_data}; for other data "
+                    f"choose another folder with --out", markup=False, soft_wrap=True,
                 )  # fmt: skip
             if progress.what in ("failed", "diverged"):
                 err.print(f"{progress.arm} {progress.what}: {progress.text}", markup=False)
             left = f"{format_seconds(progress.left_s)} left" if progress.left_s else ""
-            bar.update(task, completed=sum(fractions.values()), description=f"{len(over)}/{len(arms)} arms", left=left)
+            bar.update(task, completed=sum(fractions.values()), description=f"{len(ended)}/{len(arms)} arms", left=left)
 
-        runner.run_study(
+        run_study(
             chosen,
             folder,
             jobs=jobs,
@@ -125,4 +128,4 @@ def run_with_progress(
             keep_weights=keep_weights,
             on_progress=on_progress,
         )
-    return sum(what == "failed" for what in over.values())
+    return sum(what == "failed" for what in ended.values())

@@ -1,20 +1,15 @@
-"""What came out: records in; tables, figures and one HTML page out.
+"""Reports: from records and simulations to tables, figures and one HTML page.
 
-    results.py    a folder of records -> Results: all arms, also the missing ones, and what became of each
-    tables.py     arms -> Summary: mean and deviation over seeds of each workload x trace x rule
-    takeaway.py   Summary -> the sentences that a user should take from the table
-    export.py     Summary -> terminal, Markdown, CSV, LaTeX, JSON
-    series.py     long series -> what a figure of some hundred pixels can show
-    style.py      colours, fonts, panels and files that all figures share
-    figures.py    Results -> the figures, one function each
-    stepstats.py  what rules say at each step (gain, noise scale, ...): one line a figure
-    layers.py     what layer-wise rules say of each layer
-    templates.py  a template and its content -> a page as text
-    page.py       Results -> what the page says, as plain values for page.html
-    html.py       Results -> the report folder: the page, the figures, the tables
-    simulation.py simulations -> a page of time, cost and where the time goes
+    results.py          a folder of records -> Results: all arms, also the missing ones, and how each ended
+    summary.py          arms -> Summary: mean and deviation over seeds of each workload x trace x rule, and conclusions
+    export.py           Summary -> terminal, Markdown, CSV, LaTeX, JSON
+    plotting.py         colours, fonts, panels, files and shortened series that all figures share
+    figures.py          Results -> the figures, one function each
+    step_figures.py     what rules record per step (gain, noise scale, ...) and per layer -> figures
+    report_page.py      Results -> the report folder: the page, the figures, the tables
+    simulation_page.py  simulations -> a page of time, cost and where the time goes
 
-Nothing here trains or imports torch, and nothing is read but records, so a report can be made anew at any time.
+Nothing here trains or imports torch. Reports are made from records only, so they can be made again at any time.
 """
 
 from __future__ import annotations

@@ -1,37 +1,40 @@
-"""The figures of a report, one function each; `all_figures` yields those that the records can fill.
+"""The figures of a report, one function each; `all_figures` yields those that the records have data for.
 
-Every figure has one panel a trace, so that figures can be read across. Runs that did not finish are drawn as thin lines
-that end in a cross and are left out of the mean, as in the tables.
+Every figure has one panel per trace, in the same order. Runs that did not finish are drawn as thin lines that end in a
+cross; as in the tables, they are not in the mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.report.layers import layer_figures
-from ebbflow.report.results import ArmResult, Results
-from ebbflow.report.series import changes, envelope, over_seeds, smooth
-from ebbflow.report.stepstats import on_trace, over_epochs, statistic_figures
-from ebbflow.report.style import (
+from ebbflow.report.plotting import (
     BAND,
     INK,
     MUTED,
     Drawing,
     RuleStyle,
+    WorkloadArms,
+    changes,
     drawing_style,
+    envelope,
     legend,
     log_if_wide,
     outer_labels,
+    over_seeds,
     panels,
     plain_ticks,
     slugs,
+    smooth,
 )
-from ebbflow.report.tables import Summary, outcome
+from ebbflow.report.results import ArmResult, Results
+from ebbflow.report.step_figures import layer_figures, over_epochs, statistic_figures
+from ebbflow.report.summary import Summary, outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,40 +47,37 @@ Curve = Callable[[ArmResult], tuple[Array, Array]]
 
 
 def all_figures(results: Results, summary: Summary) -> Iterator[Drawing]:
-    """All figures of a study, one at a time, so that no more than one is in memory."""
-    with_rows = [arm for arm in results.arms if arm.header is not None and arm.steps]
+    """All figures of a study, one at a time, so that only one is in memory."""
+    with_steps = [arm for arm in results.arms if arm.header is not None and arm.steps]
     style = RuleStyle(summary.rules)
     for workload, name in slugs(summary.workloads).items():
-        arms = [arm for arm in with_rows if arm.workload == workload]
+        arms = [arm for arm in with_steps if arm.workload == workload]
         traces = [trace for trace in summary.traces_of(workload) if any(arm.trace == trace for arm in arms)]
+        of = WorkloadArms(workload=workload, name=name, arms=arms, traces=traces, style=style)
         for make in (_validation, _loss, _batch, _rate, _multiplier):
             with drawing_style():
-                drawing = make(arms, traces, style, workload, name)
+                drawing = make(of) if arms else None
             if drawing is not None:
                 yield drawing
-        yield from statistic_figures(arms, traces, style, workload, name)
-        yield from layer_figures(arms, traces, style, workload, name)
+        yield from statistic_figures(of)
+        yield from layer_figures(of)
     with drawing_style():
-        drawing = _traces(with_rows, summary.traces)
+        drawing = _traces(with_steps, summary.traces)
     if drawing is not None:
         yield drawing
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawn:
-    """What lies in the panels of a figure, to choose their common axis by."""
+    """What is drawn in the panels of a figure, from which the range of the vertical axis is chosen."""
 
-    means: list[Array]
-    bands: list[Array]
-    crosses: list[Line2D]
-
-    @classmethod
-    def nothing(cls) -> _Drawn:
-        return cls(means=[], bands=[], crosses=[])
+    means: list[Array] = field(default_factory=list)
+    bands: list[Array] = field(default_factory=list)
+    crosses: list[Line2D] = field(default_factory=list)
 
 
 def _draw_rules(axis: Axes, arms: Sequence[ArmResult], style: RuleStyle, curve: Curve, drawn: _Drawn) -> None:
-    """Mean line and band of each rule over its finished seeds, a thin line with a cross for every other run."""
+    """Draw the mean and band of each rule over its finished seeds, and a thin line with a cross for every other run."""
     for rule in style.rules:
         mine = [arm for arm in arms if arm.rule == rule]
         x, mean, low, high = over_seeds([curve(arm) for arm in mine if outcome(arm) == "finished"])
@@ -89,11 +89,11 @@ def _draw_rules(axis: Axes, arms: Sequence[ArmResult], style: RuleStyle, curve: 
                 drawn.bands.extend([low, high])
         for arm in mine:
             if outcome(arm) != "finished":
-                _draw_lost(axis, curve(arm), style.line(rule), drawn)
+                _draw_unfinished(axis, curve(arm), style.line(rule), drawn)
 
 
-def _draw_lost(axis: Axes, curve: tuple[Array, Array], line: dict[str, Any], drawn: _Drawn) -> None:
-    """The line of a run that did not finish, up to its last finite value."""
+def _draw_unfinished(axis: Axes, curve: tuple[Array, Array], line: dict[str, Any], drawn: _Drawn) -> None:
+    """Draw the line of a run that did not finish, up to its last finite value."""
     x, y = (values[np.isfinite(curve[1])] for values in curve)
     if x.size:
         axis.plot(x, y, **{**line, "linewidth": 0.9, "alpha": 0.75})
@@ -102,14 +102,14 @@ def _draw_lost(axis: Axes, curve: tuple[Array, Array], line: dict[str, Any], dra
 
 
 def _zoom(axes: Sequence[Axes], drawn: _Drawn) -> bool:
-    """Leave the first values out of the axis where they would press all later differences flat; True if it did so.
+    """Restrict the axis to later values if the first ones would make differences invisible; True if it did so.
 
-    Crosses beyond the axis are put on its edge.
+    Crosses outside of the axis are put on its edge.
     """
     if not drawn.means:
         return False
     everything = np.concatenate(drawn.means)
-    # What counts is where the curves end up: the later three quarters of each, with their bands.
+    # What matters is where the curves end: the last three quarters of each, with their bands.
     late = np.concatenate([values[values.size // 4 :] for values in (*drawn.means, *drawn.bands)])
     low, high = float(late.min()), float(late.max())
     if high <= low or float(np.ptp(everything)) < 2 * (high - low):
@@ -124,98 +124,76 @@ def _zoom(axes: Sequence[Axes], drawn: _Drawn) -> bool:
 
 def _band_text(arms: Sequence[ArmResult]) -> str:
     many = len({arm.seed for arm in arms}) > 1
-    lost = any(outcome(arm) != "finished" for arm in arms)
+    unfinished = any(outcome(arm) != "finished" for arm in arms)
     text = " Line: mean over seeds; band: lowest to highest seed." if many else ""
-    return text + (" A thin line with a cross: a run that diverged, failed or is unfinished." if lost else "")
+    return text + (" A thin line with a cross: a run that diverged, failed or is unfinished." if unfinished else "")
 
 
-def _validation(
-    arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
-) -> Drawing | None:
-    if not any(arm.values.size for arm in arms):
+def _validation(of: WorkloadArms) -> Drawing | None:
+    if not any(arm.values.size for arm in of.arms):
         return None
-    metric, percent = arms[0].metric, arms[0].metric == "accuracy"
+    metric, percent = of.arms[0].metric, of.arms[0].metric == "accuracy"
     factor = 100.0 if percent else 1.0
-    figure, axes = panels(traces, height=2.7)
-    drawn = _Drawn.nothing()
-    for axis, trace in zip(axes, traces, strict=True):
-        _draw_rules(axis, on_trace(arms, trace), style, lambda arm: (arm.epochs, arm.values * factor), drawn)
+    figure, axes = panels(of.traces, height=2.7)
+    drawn = _Drawn()
+    for axis, trace in zip(axes, of.traces, strict=True):
+        _draw_rules(axis, of.on_trace(trace), of.style, lambda arm: (arm.epochs, arm.values * factor), drawn)
     zoomed = _zoom(axes, drawn)
     outer_labels(axes, "epoch", f"validation {metric}" + (" (%)" if percent else ""))
     legend(figure, axes)
-    note = " The vertical axis shows where the curves end up; the first epochs lie outside." if zoomed else ""
-    return Drawing(
-        stem=f"validation-{name}",
-        kind="validation",
-        title=f"Validation {metric}",
-        caption=f"Validation {metric} over the epochs on each trace.{_band_text(arms)}{note}",
-        figure=figure,
-        workload=workload,
-    )
+    note = " The vertical axis shows where the curves end; the first epochs lie outside." if zoomed else ""
+    caption = f"Validation {metric} over the epochs on each trace.{_band_text(of.arms)}{note}"
+    return of.drawing("validation", f"Validation {metric}", caption, figure)
 
 
-def _loss(
-    arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
-) -> Drawing | None:
-    if not any(np.isfinite(arm.columns["loss"]).any() for arm in arms):
+def _loss(of: WorkloadArms) -> Drawing | None:
+    if not any(np.isfinite(arm.columns["loss"]).any() for arm in of.arms):
         return None
-    end = max(float(arm.columns["position"][-1]) for arm in arms)
-    figure, axes = panels(traces, height=2.5)
-    drawn = _Drawn.nothing()
-    for axis, trace in zip(axes, traces, strict=True):
-        curve: Curve = lambda arm: smooth(arm.columns["position"], arm.columns["loss"], end=end)  # noqa: E731
-        _draw_rules(axis, on_trace(arms, trace), style, curve, drawn)
+    end = max(float(arm.columns["position"][-1]) for arm in of.arms)
+    figure, axes = panels(of.traces, height=2.5)
+    drawn = _Drawn()
+
+    def curve(arm: ArmResult) -> tuple[Array, Array]:
+        return smooth(arm.columns["position"], arm.columns["loss"], end=end)
+
+    for axis, trace in zip(axes, of.traces, strict=True):
+        _draw_rules(axis, of.on_trace(trace), of.style, curve, drawn)
     log_if_wide(axes, drawn.means, wide=20)
     outer_labels(axes, "epoch", "training loss")
     legend(figure, axes)
-    return Drawing(
-        stem=f"loss-{name}",
-        kind="loss",
-        title="Training loss",
-        caption=f"Training loss, the mean of neighbouring steps.{_band_text(arms)}",
-        figure=figure,
-        workload=workload,
-    )
+    caption = f"Training loss, averaged over neighbouring steps.{_band_text(of.arms)}"
+    return of.drawing("loss", "Training loss", caption, figure)
 
 
-def _batch(
-    arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
-) -> Drawing | None:
-    """Batch sizes over the clock. Arms of one trace mostly share them; each different course is drawn once."""
-    if not arms:
-        return None
-    figure, axes = panels(traces, height=2.1)
-    for axis, trace in zip(axes, traces, strict=True):
-        courses: dict[bytes, ArmResult] = {}
-        for arm in sorted(on_trace(arms, trace), key=lambda arm: -arm.steps):
-            course = arm.whole_steps("batch")[0].tobytes()
-            if not any(longer.startswith(course) for longer in courses):  # a run that stopped early is a part of one
-                courses[course] = arm
-        shared = len(courses) == 1
-        for arm in courses.values():
+def _batch(of: WorkloadArms) -> Drawing:
+    """Batch sizes over time. Arms of one trace mostly share them; each distinct sequence is drawn once."""
+    figure, axes = panels(of.traces, height=2.1)
+    for axis, trace in zip(axes, of.traces, strict=True):
+        sequences: dict[bytes, ArmResult] = {}
+        for arm in sorted(of.on_trace(trace), key=lambda arm: -arm.steps):
+            sequence = arm.whole_steps("batch")[0].tobytes()
+            if not any(longer.startswith(sequence) for longer in sequences):  # a run that stopped early begins like one
+                sequences[sequence] = arm
+        for arm in sequences.values():
             times, batches = _with_idle(arm)
             x, y = envelope(*changes(times / 60, batches))
-            line = {"color": INK, "linewidth": 1.1} if shared else {**style.line(arm.rule), "linewidth": 1.1}
-            axis.plot(x, y, drawstyle="steps-post", **line)
-        if (ref := arms[0].ref_batch) is not None:
+            look = {"color": INK} if len(sequences) == 1 else of.style.line(arm.rule)
+            axis.plot(x, y, drawstyle="steps-post", **{**look, "linewidth": 1.1})
+        if (ref := of.arms[0].ref_batch) is not None:
             axis.axhline(ref, color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
-    for axis in axes:  # not before all are drawn: they share this axis, and setting one end fixes the other
+    for axis in axes:  # only after all are drawn: they share this axis, and setting one end fixes the other
         axis.set_ylim(bottom=0)
-    outer_labels(axes, "minutes on the trace's clock", "samples a step")
+    outer_labels(axes, "minutes of the trace", "samples per step")
     legend(figure, axes)
-    return Drawing(
-        stem=f"batch-{name}",
-        kind="batch",
-        title="Batch size",
-        caption="Global batch size over time. The dashed line is the reference batch, at which every rule leaves the "
-        "learning rate as it is. The last step of an epoch, which takes what is left of the data, is not shown.",
-        figure=figure,
-        workload=workload,
+    caption = (
+        "Global batch size over time. The dashed line is the reference batch, at which every rule leaves the learning "
+        "rate unchanged. The last step of an epoch, which takes the remaining samples, is not shown."
     )
+    return of.drawing("batch", "Batch size", caption, figure)
 
 
 def _with_idle(arm: ArmResult) -> tuple[Array, Array]:
-    """Times and batch sizes of the steps, with a zero where the trace has no worker: nothing is trained meanwhile."""
+    """Times and batch sizes of the steps, with a zero where the trace has no workers."""
     times, batches = arm.whole_steps("time_s", "batch")
     trace = arm.header.trace if arm.header else {}
     idle = [
@@ -234,55 +212,43 @@ def _with_idle(arm: ArmResult) -> tuple[Array, Array]:
     )
 
 
-def _rate(
-    arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
-) -> Drawing | None:
-    if not arms:
-        return None
-    figure, axes = panels(traces, height=2.4)
+def _rate(of: WorkloadArms) -> Drawing:
+    figure, axes = panels(of.traces, height=2.4)
     drawn: list[Array] = []
-    for axis, trace in zip(axes, traces, strict=True):
-        drawn += over_epochs(axis, on_trace(arms, trace), style, "lr")
+    for axis, trace in zip(axes, of.traces, strict=True):
+        drawn += over_epochs(axis, of.on_trace(trace), of.style, "lr")
     wide = log_if_wide(axes, drawn, wide=50)
-    if wide:  # a cosine ends at almost nothing: three decades say enough
+    if wide:  # a cosine ends at almost nothing; three decades are enough
         top = max(float(np.nanmax(values)) for values in drawn)
         axes[0].set_ylim(bottom=max(axes[0].get_ylim()[0], top / 1000))
     outer_labels(axes, "epoch", "learning rate")
     legend(figure, axes)
-    return Drawing(
-        stem=f"rate-{name}",
-        kind="rate",
-        title="Learning rate",
-        caption="The learning rate that each rule made of the batch and the schedule (one seed)."
-        + (" Logarithmic, down to a thousandth of the highest." if wide else ""),
-        figure=figure,
-        workload=workload,
-    )
+    caption = "The learning rate of each rule: base rate of the schedule times multiplier (one seed)."
+    caption += " Logarithmic, down to a thousandth of the highest." if wide else ""
+    return of.drawing("rate", "Learning rate", caption, figure)
 
 
-def _multiplier(
-    arms: Sequence[ArmResult], traces: Sequence[str], style: RuleStyle, workload: str, name: str
-) -> Drawing | None:
-    """How each rule answers a batch; nothing to see if the batch is the same throughout."""
-    answers: dict[str, dict[str, Array]] = {trace: {} for trace in traces}
-    for arm in arms:
+def _multiplier(of: WorkloadArms) -> Drawing | None:
+    """The multiplier of each rule by the batch; there is nothing to show if all batches are the same."""
+    pairs_of: dict[str, dict[str, Array]] = {trace: {} for trace in of.traces}
+    for arm in of.arms:
         if arm.ref_batch and arm.steps:
             batch, multiplier = arm.whole_steps("batch", "multiplier")
             pairs = np.column_stack([batch / arm.ref_batch, multiplier])
-            before = answers[arm.trace].get(arm.rule, np.empty((0, 2)))
-            answers[arm.trace][arm.rule] = np.unique(np.concatenate([before, pairs.round(4)]), axis=0)
-    ratios = {trace: {pair[0] for pairs in rules.values() for pair in pairs} for trace, rules in answers.items()}
-    shown = [trace for trace in traces if len(ratios[trace]) > 1]
+            before = pairs_of[arm.trace].get(arm.rule, np.empty((0, 2)))
+            pairs_of[arm.trace][arm.rule] = np.unique(np.concatenate([before, pairs.round(4)]), axis=0)
+    ratios = {trace: {pair[0] for pairs in rules.values() for pair in pairs} for trace, rules in pairs_of.items()}
+    shown = [trace for trace in of.traces if len(ratios[trace]) > 1]
     if not shown:
         return None
     figure, axes = panels(shown, height=2.7)
     for axis, trace in zip(axes, shown, strict=True):
-        for rule in style.rules:
-            pairs = answers[trace].get(rule, np.empty((0, 2)))
+        for rule in of.style.rules:
+            pairs = pairs_of[trace].get(rule, np.empty((0, 2)))
             pairs = pairs[np.isfinite(pairs).all(axis=1) & (pairs > 0).all(axis=1)]
             pairs = pairs[:: len(pairs) // 400 + 1]
             if len(pairs):
-                look = {**style.line(rule), "linestyle": "", "marker": "o", "markersize": 4, "alpha": 0.75}
+                look = {**of.style.line(rule), "linestyle": "", "marker": "o", "markersize": 4, "alpha": 0.75}
                 axis.plot(pairs[:, 0], pairs[:, 1], markeredgewidth=0, **look)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
@@ -290,15 +256,11 @@ def _multiplier(
             plain_ticks(which)
     outer_labels(axes, "batch / reference batch", "learning rate multiplier")
     legend(figure, axes)
-    return Drawing(
-        stem=f"multiplier-{name}",
-        kind="multiplier",
-        title="What each rule makes of a batch",
-        caption="Learning rate multiplier against the batch relative to the reference batch, both logarithmic; one "
-        "point for each pair that occurred.",
-        figure=figure,
-        workload=workload,
+    caption = (
+        "Learning rate multiplier against the batch relative to the reference batch, both logarithmic; one point for "
+        "each pair that occurred."
     )
+    return of.drawing("multiplier", "Multiplier by batch", caption, figure)
 
 
 def _traces(arms: Sequence[ArmResult], traces: Sequence[str]) -> Drawing | None:
@@ -316,7 +278,7 @@ def _traces(arms: Sequence[ArmResult], traces: Sequence[str]) -> Drawing | None:
         trace = shown[name]
         times, workers = np.array(trace["times"], dtype=float), np.array(trace["workers"], dtype=float)
         end = float(trace.get("end") or times[-1])
-        clock = [arm.columns["time_s"] for arm in on_trace(arms, name)]
+        clock = [arm.columns["time_s"] for arm in arms if arm.trace == name]
         first, last = min(float(c.min()) for c in clock), max(float(c.max()) for c in clock)
         unit, per = ("hours", 3600.0) if end > 3 * 3600 else ("minutes", 60.0)
         x, y = envelope(*changes(np.append(times, end) / per, np.append(workers, workers[-1])))

@@ -1,6 +1,6 @@
-// Conveniences only: the page says everything without them.
+// Only for convenience: the page is complete without scripts.
 (() => {
-  // Point at a rule (in a table's head, a cell or the legend) and its lines stand out in all figures.
+  // Pointing at a rule (in the head of a table, a cell or the legend) highlights its lines in all figures.
   const lines = document.querySelectorAll(".plot .line");
   const show = (rule) => lines.forEach((line) => {
     line.style.opacity = rule === null || line.classList.contains(`rule-${rule}`) ? "" : "0.12";

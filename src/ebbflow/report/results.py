@@ -1,8 +1,8 @@
-"""A folder of records as a study: its arms, what became of each, and what is missing.
+"""The results of a study from its records: all arms, how each ended, and which are missing.
 
-Three things can be read: a study folder (`study.json` and `arms/<id>/record.jsonl`), the folder of one run (a
-`record.jsonl` in it), and one record file. Whatever is wrong with an arm is told, never hidden: a damaged last line, a
-record that cannot be read, an arm of the grid that has no record yet, several records of one arm.
+Three things can be read: a study folder (`study.json` and `arms/<id>/record.jsonl`), the folder of one run (with a
+`record.jsonl` in it), and one record file. Every problem of an arm is reported: a damaged last line, a record that
+cannot be read, an arm of the grid that has no record yet, several records of one arm.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _EMPTY: Array = np.empty(0)
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCurves:
-    """What a run recorded of its layers: one row a recorded step, one column a layer."""
+    """What a run recorded about its layers, in arrays of one row per recorded step and one column per layer."""
 
     names: tuple[str, ...]
     position: Array
-    """Epochs committed after each of these steps."""
+    """Epochs that were committed after each of these steps."""
     batch: Array
     noise: Array
     signal: Array
     multiplier: Array
 
     @classmethod
-    def of(cls, run: Run) -> LayerCurves | None:
-        """The curves of a record; None if it has none. A layer without a name is called by its number.
+    def from_run(cls, run: Run) -> LayerCurves | None:
+        """The curves of a record; None if it has none. A layer without a name gets its number.
 
         As in `whole_steps`, the smaller last step of an epoch is left out.
         """
-        short = {row.step for row, tail in zip(run.steps, _tails(_columns(run)), strict=True) if tail}
+        short = {row.step for row, tail in zip(run.steps, _smaller_last_steps(_columns(run)), strict=True) if tail}
         rows = [row for row in run.layers if row.step not in short]
         if not rows:
             return None
@@ -67,9 +67,9 @@ class LayerCurves:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmResult:
-    """One run of a study: workload x trace x rule x seed, and what became of it.
+    """One run of a study (workload x trace x rule x seed) and how it ended.
 
-    The rows of the record are kept as one array a column, so that a study of many long arms fits in memory.
+    The rows of the record are kept as one array per column, so that a study of many long arms fits into memory.
     """
 
     id: str
@@ -81,39 +81,39 @@ class ArmResult:
     metric: str = "accuracy"
     higher_is_better: bool = True
     note: str = ""
-    """Why it failed, where it stopped, how often it was resumed."""
+    """Why the run failed, where it stopped, how often it was resumed."""
     damage: str = ""
-    """What was wrong with the last line of its record, or empty."""
+    """What is wrong with the last line of the record; empty if nothing is."""
     header: Header | None = None
     epochs: Array = field(default_factory=lambda: _EMPTY)
-    """Epochs committed before each validation."""
+    """Epochs that were committed before each validation."""
     values: Array = field(default_factory=lambda: _EMPTY)
     """The metric at each validation; NaN where it was not a finite number."""
     columns: Mapping[str, Array] = field(default_factory=dict)
-    """One array a column of the steps: position (in epochs), time_s, epoch, workers, batch, lr, ..."""
+    """One array per column of the steps: position (in epochs), time_s, epoch, workers, batch, lr, ..."""
     stats: tuple[str, ...] = ()
-    """Those columns that a rule or an engine added."""
+    """The columns that a rule or an engine added."""
     layers: LayerCurves | None = None
-    """Of a layer-wise rule."""
+    """What a layer-wise rule recorded; None for other rules."""
     steps: int = 0
     samples: int = 0
     wall_s: float = 0.0
 
     @property
     def ref_batch(self) -> int | None:
-        """The batch at which the base learning rate holds, if the record says so."""
+        """The reference batch, if the record has it."""
         config = self.header.config if self.header else {}
         value = config.get("ref_batch") or config.get("task", {}).get("recipe", {}).get("ref_batch")
         return int(value) if value else None
 
     def whole_steps(self, *names: str) -> tuple[Array, ...]:
-        """These columns without the smaller last step of each epoch, which says nothing of the fleet or the rule."""
-        tails = _tails(self.columns)
+        """These columns without the smaller last step of each epoch, which shows neither the fleet nor the rule."""
+        tails = _smaller_last_steps(self.columns)
         return tuple(self.columns[name][~tails] for name in names)
 
     @classmethod
-    def of(cls, run: Run, *, id: str = "") -> ArmResult:
-        """The arm that a record tells of."""
+    def from_run(cls, run: Run, *, id: str = "") -> ArmResult:
+        """The arm of a record."""
         config, rows = run.header.config, run.steps
         metric = str(config.get("metric", "accuracy"))
         epochs, values = run.metric(metric)
@@ -136,9 +136,9 @@ class ArmResult:
             values=values,
             columns=own | {name: run.column(name) for name in stats},
             stats=stats,
-            layers=LayerCurves.of(run),
+            layers=LayerCurves.from_run(run),
             steps=len(rows),
-            # An end that was written for a killed process knows less than the last step.
+            # The end that a study writes for a killed process has less than the last step.
             samples=max(run.end.samples if run.end else 0, last.samples if last else 0),
             wall_s=max(run.end.wall_s if run.end else 0.0, last.wall_s if last else 0.0),
         )
@@ -146,7 +146,7 @@ class ArmResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What came out of a study or a run: all arms in the order of the configuration, and what the study's file says."""
+    """The results of a study or a run: all arms in the order of the configuration, and the content of study.json."""
 
     name: str
     folder: Path
@@ -154,11 +154,11 @@ class Results:
     config: Mapping[str, Any] = field(default_factory=dict)
     arms: tuple[ArmResult, ...]
     replaced: tuple[str, ...] = ()
-    """Which records were left out because another of the same arm is newer."""
+    """Messages about records that are not used because another record of the same arm is newer."""
 
     @property
     def problems(self) -> list[str]:
-        """What a reader should know of the records: damaged last lines, those that cannot be read or do not count."""
+        """Messages about damaged last lines, records that cannot be read, and records that are not used."""
         damaged = [arm.damage or arm.note for arm in self.arms if arm.damage or arm.status == "unreadable"]
         return [*damaged, *self.replaced]
 
@@ -175,12 +175,12 @@ def _note(run: Run) -> str:
 
 
 def _columns(run: Run) -> dict[str, Array]:
-    """The columns that every record has."""
+    """The columns of the steps that every record has."""
     return {"position": run.column("samples") / _epoch_samples(run)} | {name: run.column(name) for name in _COLUMNS}
 
 
-def _tails(columns: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
-    """Which steps are the last of their epoch and smaller than the one before, and not for want of workers."""
+def _smaller_last_steps(columns: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
+    """For each step, whether it is the last of its epoch and smaller than the one before with as many workers."""
     batch, workers, epoch = (columns[name] for name in ("batch", "workers", "epoch"))
     if not epoch.size:
         return np.zeros(0, dtype=bool)
@@ -192,43 +192,43 @@ def _tails(columns: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
 
 
 def _epoch_samples(run: Run) -> float:
-    """Samples in an epoch, as the rows tell."""
+    """Samples per epoch, derived from the rows."""
     whole = [row.samples / row.epoch for row in run.validations if row.epoch > 0]
     if whole:
         return whole[-1]
-    # No validation yet: the first epoch's last step tells its size, if a second epoch has begun.
+    # No validation yet: the first epoch ends with its last step, if a second epoch has begun.
     first = [row.samples for row in run.steps if row.epoch == 0]
     return float(max(first or [row.samples for row in run.steps], default=1))
 
 
 def _labels(value: Any) -> list[str]:
-    """The names in a list of a study's configuration, or the keys of a mapping."""
+    """The entries of a list in the configuration, or the keys of a mapping."""
     return [str(item) for item in value] if isinstance(value, list | Mapping) else []
 
 
 def _missing(config: Mapping[str, Any], arms: Iterable[ArmResult]) -> list[ArmResult]:
-    """Arms of the configured grid that have no record, less those that the study leaves out on purpose."""
+    """Arms of the configured grid that have no record, without those that the study skips."""
     there = {(arm.workload, arm.trace, arm.rule, arm.seed) for arm in arms}
     axes = [_labels(config.get(key)) for key in ("workloads", "traces", "rules", "seeds")]
     grid = ((w, t, r, int(s)) for w, t, r, s in product(*axes) if s.lstrip("-").isdigit())
     return [
         ArmResult(id="", workload=w, trace=t, rule=r, seed=s, status="missing", note="no record that can be read")
         for w, t, r, s in grid
-        if (w, t, r, s) not in there and not any(_meant(entry, w, t, r, s) for entry in config.get("skip") or ())
+        if (w, t, r, s) not in there and not any(_matches(entry, w, t, r, s) for entry in config.get("skip") or ())
     ]
 
 
-def _meant(entry: Mapping[str, Any], workload: str, trace: str, rule: str, seed: int) -> bool:
-    """Whether an entry of `skip` means this arm: each of its selectors is a value, or a list of values."""
+def _matches(entry: Mapping[str, Any], workload: str, trace: str, rule: str, seed: int) -> bool:
+    """Whether an entry of `skip` selects this arm: each of its selectors is a value, or a list of values."""
     own = {"workload": workload, "trace": trace, "rule": rule, "seed": seed}
     return all(own.get(key) in (value if isinstance(value, list) else [value]) for key, value in entry.items())
 
 
 def _newest(arms: Iterable[ArmResult]) -> tuple[list[ArmResult], list[str]]:
-    """One record of each arm, and what is said of the others.
+    """The newest record of each arm, and messages about the others.
 
-    A seed must not count twice: another version of the package, or a study whose file was deleted, names the folders of
-    the same arms differently, and the old ones stay behind.
+    A seed must not count twice: another version of the package, or a study whose file was deleted, may have given the
+    folders of the same arms other names, and the old folders are still there.
     """
     found: dict[tuple[str, str, str, int], ArmResult] = {}
     replaced = []
@@ -242,7 +242,7 @@ def _newest(arms: Iterable[ArmResult]) -> tuple[list[ArmResult], list[str]]:
 
 
 def _ordered(config: Mapping[str, Any], arms: list[ArmResult]) -> tuple[ArmResult, ...]:
-    """Arms by the order of the configuration; what it does not name keeps the order of appearance."""
+    """The arms in the order of the configuration; names that it does not have keep their order of appearance."""
 
     def rank(key: str, names: Iterable[str]) -> dict[str, int]:
         return {name: i for i, name in enumerate(dict.fromkeys([*_labels(config.get(key)), *names]))}
@@ -269,9 +269,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_arm(path: Path) -> ArmResult:
-    """An arm; one whose record cannot be read says so instead of ending the report of all others."""
+    """The arm of a record. A record that cannot be read gives an arm with that status, and the report goes on."""
     try:
-        return ArmResult.of(read_record(path))
+        return ArmResult.from_run(read_record(path))
     except RecordError as error:
         return ArmResult(
             id=path.parent.name, workload="", trace="", rule="", seed=0, status="unreadable", note=str(error)
@@ -279,7 +279,7 @@ def _read_arm(path: Path) -> ArmResult:
 
 
 def load_results(path: Path) -> Results:
-    """The study, or the single run, at a path; an error if there is no record that can be read."""
+    """The results of the study or run at a path; a RecordError if there is no record that can be read."""
     if path.is_file():
         return _single(path)
     if (path / "record.jsonl").is_file():
@@ -313,7 +313,7 @@ def load_results(path: Path) -> Results:
 
 def _single(path: Path) -> Results:
     run = read_record(path)
-    arm = ArmResult.of(run, id=path.resolve().parent.name)
+    arm = ArmResult.from_run(run, id=path.resolve().parent.name)
     return Results(
         name=f"{arm.workload} on {arm.trace}",
         folder=path.parent,

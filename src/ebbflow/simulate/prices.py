@@ -1,53 +1,107 @@
-"""What workers cost: a flat price or a history of prices, in USD an hour of one worker.
+"""What workers cost: a flat price, a history of prices, or a price model of one's own, in USD per hour of one worker.
 
-All workers that are there are paid for, from their arrival to the end of training, whether they take part in a step or
-not: a cap in the policy leaves workers idle and paid, a cap on the fleet does not rent them.
+Every available worker is paid for, from its arrival to the end of training, whether it takes part in a step or not. A
+policy that limits the workers of a step leaves the others idle and paid; a limit on the fleet does not rent them.
+
+A plugin (`--plugin FILE`) registers a price model by name, and `--spot-price "night(0.9)"` chooses it:
+
+    @ebbflow.register_price("night")
+    @dataclass(frozen=True)
+    class NightPrice:
+        day: float
+        night: float = 0.5
+
+        def integral(self, times): ...   # USD that one worker costs from 0 s to each of these times (a numpy array)
 """
 
 from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from ebbflow.core.files import read_text
-from ebbflow.core.spec import nearest
+from ebbflow.core.spec import Registry, nearest, param, parse_call, render
 from ebbflow.core.units import Seconds, Usd, format_seconds
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.traces import Trace
 
-__all__ = ["FlatPrice", "Price", "PriceHistory", "cost", "cost_over_time", "read_prices"]
+__all__ = [
+    "PRICES",
+    "FlatPrice",
+    "Price",
+    "PriceHistory",
+    "ScaledPrice",
+    "cost",
+    "cost_over_time",
+    "make_price",
+    "read_prices",
+    "register_price",
+]
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 _NONE = Seconds(0.0)
 
 
 @runtime_checkable
 class Price(Protocol):
-    """Money as a function of time."""
+    """The price of one worker as a function of time."""
 
     def integral(self, times: Floats) -> Floats:
-        """USD that one worker costs from 0 s to each time."""
+        """USD that one worker costs from 0 s to each time; 0 s is the start of training."""
         ...
+
+
+PRICES: Registry[Price] = Registry("price model")
+_Model = TypeVar("_Model", bound=Callable[..., Price])
+
+
+def register_price(name: str, *, cite: str = "") -> Callable[[_Model], _Model]:
+    """Register a price model, a class or a function that returns a `Price`, under a name (a decorator).
+
+    `--spot-price "name(arguments)"` then finds it. Arguments are converted by their annotations.
+    """
+    return PRICES.register(name, cite=cite)
+
+
+def make_price(text: str | float) -> Price:
+    """A price from its text: USD per hour, or the text form of a registered price model.
+
+    >>> make_price("0.744"), make_price("flat(0.744)")
+    (FlatPrice(usd_per_hour=0.744), FlatPrice(usd_per_hour=0.744))
+    """
+    try:
+        usd = float(text)
+    except ValueError:
+        call = parse_call(str(text))
+        price = PRICES.make(call)
+        if not isinstance(price, Price):
+            raise ConfigError(
+                f"the price model {call} is a {type(price).__name__}, which has no method integral(times); expected "
+                f"one that gives the USD that one worker costs from 0 s to each time"
+            ) from None
+        return price
+    return FlatPrice(usd)
 
 
 def _check_price(usd: float, where: str) -> None:
     if not (math.isfinite(usd) and usd >= 0):
-        raise ConfigError(f"{where} is {usd:g} USD an hour; expected a finite number that is not negative")
+        raise ConfigError(f"{where} is {usd:g} USD per hour; expected a finite number that is not negative")
 
 
+@PRICES.register("flat")
 @dataclass(frozen=True)
 class FlatPrice:
-    """Always the same."""
+    """The same price at all times."""
 
-    usd_per_hour: float
+    usd_per_hour: float = param(doc="USD per hour of one worker")
 
     def __post_init__(self) -> None:
         _check_price(self.usd_per_hour, "the price")
@@ -56,10 +110,25 @@ class FlatPrice:
         """Proportional to the time."""
         return times * (self.usd_per_hour / 3600)
 
+    def __str__(self) -> str:
+        return render("flat", self)
+
+
+@dataclass(frozen=True)
+class ScaledPrice:
+    """Another price, multiplied by a factor."""
+
+    price: Price
+    factor: float
+
+    def integral(self, times: Floats) -> Floats:
+        """The integral of the other price times the factor."""
+        return self.price.integral(times) * self.factor
+
 
 @dataclass(frozen=True, eq=False)
 class PriceHistory:
-    """A step function of time, right-continuous, from its first time to the end of what is known.
+    """A step function of time, right-continuous, from its first time to its end.
 
     >>> history = PriceHistory(np.array([0.0, 3600.0]), np.array([1.0, 2.0]), end=7200.0)
     >>> history.integral(np.array([1800.0, 5400.0]))
@@ -80,7 +149,7 @@ class PriceHistory:
         return np.append(0.0, np.cumsum(self.usd_per_hour[:-1] * np.diff(self.times)) / 3600)
 
     def integral(self, times: Floats) -> Floats:
-        """The area below the prices; a time beyond the end is a PlanError that says how far the history reaches."""
+        """The area under the prices. A time after the end is a PlanError that says how far the history reaches."""
         if len(times) and not times.max() <= self.end * (1 + 1e-12):
             raise PlanError(
                 f"{self.name or 'the price history'} covers {format_seconds(self.end)}, the run takes "
@@ -91,11 +160,11 @@ class PriceHistory:
         return self._before[index] + (times - self.times[index]) * self.usd_per_hour[index] / 3600
 
     def shift(self, offset: Seconds) -> PriceHistory:
-        """Without its first `offset` seconds."""
+        """The history without its first `offset` seconds."""
         if not self.times[0] <= offset < self.end:
             raise ConfigError(
-                f"{self.name or 'the price history'} has prices from {self.times[0]:g} to {self.end:g} s; a beginning "
-                f"at {offset:g} s lies outside of it; choose another with --price-offset"
+                f"{self.name or 'the price history'} has prices from {self.times[0]:g} to {self.end:g} s; it cannot "
+                f"begin at {offset:g} s; choose another time with --price-offset"
             )
         low = int(np.searchsorted(self.times, offset, side="right")) - 1
         times = np.maximum(self.times[low:] - offset, 0.0)
@@ -105,9 +174,9 @@ class PriceHistory:
 def read_prices(path: Path, *, zone: str | None = None, offset: Seconds = _NONE) -> PriceHistory:
     """A price history from a CSV file `time_s,zone,usd_per_hour` (the zone column may be missing).
 
-    `zone` takes the prices of one zone; without it workers are spread evenly, and pay the mean of the zones that have
-    had a price by then. A row holds until the next of its zone; what is known ends with the last row of the file.
-    `offset`: the time in the file at which training begins.
+    `zone` selects the prices of one zone. Without it, workers are spread evenly over the zones and pay the mean of all
+    zones that have had a price by then. A price holds until the next row of its zone; the history ends with the last
+    row of the file. `offset` is the time in the file at which training begins.
     """
     rows = list(csv.reader(read_text(path, error=ConfigError).splitlines()))
     header = [name.strip().lower() for name in rows[0]]
@@ -119,7 +188,7 @@ def read_prices(path: Path, *, zone: str | None = None, offset: Seconds = _NONE)
     for number, row in enumerate(rows[1:], start=2):
         if not row:
             continue
-        time, usd, name = _row(path, number, row, columns)
+        time, usd, name = _parse_row(path, number, row, columns)
         times, prices = zones.setdefault(name, ([], []))
         if times and time < times[-1]:
             raise ConfigError(f"{path}:{number}: {time:g} s follows {times[-1]:g} s; expected times that increase")
@@ -131,10 +200,12 @@ def read_prices(path: Path, *, zone: str | None = None, offset: Seconds = _NONE)
     if zone is not None and zone not in zones:
         raise ConfigError(f"{path}: has no zone {zone!r}; {nearest(zone, list(zones))}")
     chosen = [zones[zone]] if zone is not None else list(zones.values())
-    return _mean_of(chosen, end, name=path.name if zone is None else f"{path.name} ({zone})").shift(offset)
+    return _mean_of_zones(chosen, end, name=path.name if zone is None else f"{path.name} ({zone})").shift(offset)
 
 
-def _row(path: Path, number: int, row: list[str], columns: tuple[int, int, int | None]) -> tuple[float, float, str]:
+def _parse_row(
+    path: Path, number: int, row: list[str], columns: tuple[int, int, int | None]
+) -> tuple[float, float, str]:
     time_at, usd_at, zone_at = columns
     try:
         time, usd = float(row[time_at]), float(row[usd_at])
@@ -147,7 +218,7 @@ def _row(path: Path, number: int, row: list[str], columns: tuple[int, int, int |
     return time, usd, name
 
 
-def _mean_of(zones: list[tuple[list[float], list[float]]], end: float, name: str) -> PriceHistory:
+def _mean_of_zones(zones: list[tuple[list[float], list[float]]], end: float, name: str) -> PriceHistory:
     """The mean over the zones that have had a price so far."""
     edges = np.unique(np.concatenate([np.asarray(times) for times, _ in zones]))
     edges = edges[edges < end] if len(edges) > 1 else edges
@@ -162,8 +233,8 @@ def _mean_of(zones: list[tuple[list[float], list[float]]], end: float, name: str
 def cost(trace: Trace, until: float, price: Price, *, minimum: Seconds = _NONE) -> Usd:
     """USD for all workers of the trace from 0 s until a time, at which they are given back.
 
-    `minimum`: every worker is billed for at least so long. Nobody knows which worker leaves; the newest is taken to
-    leave first, which is the dearest case.
+    Every worker is billed for at least `minimum`. Which worker leaves is not known; the newest is assumed to leave
+    first, which costs most.
     """
     high = int(np.searchsorted(trace.times, until, side="right"))
     usd = float(np.einsum("i,i", np.diff(price.integral(np.append(trace.times[:high], until))), trace.workers[:high]))
@@ -178,7 +249,7 @@ def cost(trace: Trace, until: float, price: Price, *, minimum: Seconds = _NONE) 
 
 
 def cost_over_time(trace: Trace, times: Floats, price: Price) -> Floats:
-    """USD spent up to each time, billed by the second; the times lie inside the trace."""
+    """USD spent up to each time, billed per second; the times lie inside the trace."""
     last = float(times.max()) if len(times) else 0.0
     high = int(np.searchsorted(trace.times, last, side="right"))
     starts, workers = trace.times[:high], trace.workers[:high].astype(np.float64)
@@ -190,7 +261,7 @@ def cost_over_time(trace: Trace, times: Floats, price: Price) -> Floats:
 
 
 def _short_rentals(trace: Trace, until: float, minimum: float) -> Floats:
-    """(end, worker-seconds missing to the minimum) of the rentals that are shorter than it; the newest leave first."""
+    """(end, worker-seconds missing to the minimum) of all shorter rentals; the newest workers leave first."""
     stack: list[tuple[float, int]] = []
     short: list[tuple[float, float]] = []
     have = 0
@@ -198,12 +269,12 @@ def _short_rentals(trace: Trace, until: float, minimum: float) -> Floats:
     def leave(time: float, count: int) -> None:
         while count:
             begin, size = stack.pop()
-            gone = min(size, count)
+            leaving = min(size, count)
             if time - begin < minimum:
-                short.append((time, gone * (minimum - (time - begin))))
-            if gone < size:
-                stack.append((begin, size - gone))
-            count -= gone
+                short.append((time, leaving * (minimum - (time - begin))))
+            if leaving < size:
+                stack.append((begin, size - leaving))
+            count -= leaving
 
     for time, workers in zip(trace.times.tolist(), trace.workers.tolist(), strict=True):
         if time >= until:

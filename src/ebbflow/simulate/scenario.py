@@ -1,58 +1,113 @@
-"""What is simulated: a training, a fleet, a system and a price."""
+"""What is simulated: a training, a fleet, a training system and a price.
+
+`Scenario` holds the parts as objects. `ScenarioSettings` holds them as a user writes them, and makes the scenario; the
+options of `ebbflow simulate`, `compare` and `whatif` are generated from its fields.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from ebbflow.core.units import Seconds
+import numpy as np
+import numpy.typing as npt
+
+from ebbflow.core.units import Seconds, parse_seconds
 from ebbflow.errors import ConfigError
 from ebbflow.plan.growing import Growing
-from ebbflow.plan.policies import Policy
-from ebbflow.simulate.legs import Work
-from ebbflow.simulate.prices import Price
-from ebbflow.simulate.recovery import Ideal, Recovery
-from ebbflow.simulate.stepmodel import StepModel
-from ebbflow.simulate.stragglers import Stragglers
-from ebbflow.traces import Trace
+from ebbflow.plan.policies import POLICIES, Policy, make_policy
+from ebbflow.simulate.prices import Price, make_price, read_prices
+from ebbflow.simulate.profiles import read_noise_scale, read_profile
+from ebbflow.simulate.recovery import RECOVERIES, Ideal, Recovery
+from ebbflow.simulate.step_models import (
+    NETWORKS,
+    STRAGGLERS,
+    ComputeAndNetwork,
+    StepModel,
+    Stragglers,
+    parse_step_time,
+)
+from ebbflow.traces import Trace, load
 
-__all__ = ["EXACT", "Scenario"]
+__all__ = ["LARGEST_EXACT", "Scenario", "ScenarioSettings", "TrainingWork", "rented_trace"]
 
-EXACT = 2**53
-"""Whole numbers up to here are exact as floats."""
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+LARGEST_EXACT = 2**53
+"""Whole numbers up to this one are exact as floats."""
 _NONE = Seconds(0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingWork:
+    """How much training is needed, and how much of it one step does.
+
+    A step of B samples is worth B (phi + B0) / (phi + B) samples at the reference batch B0, where phi is the noise
+    scale: the efficiency of Pollux (Qiao et al. 2021), which is AdaScale's gain divided by the batch ratio. One noise
+    scale is used for the whole training, although it usually grows; `ebbflow whatif` shows how much depends on it.
+    """
+
+    epoch: int
+    """Samples per epoch."""
+    needed: float
+    """Reference samples after which training ends."""
+    cut: bool = True
+    """Whether the last step of an epoch is cut to the samples that the epoch has left."""
+    noise_scale: float = math.inf
+    ref_batch: int = 1
+
+    def worth(self, samples: int) -> float:
+        """The reference samples that a step is worth; all of its samples up to the reference batch.
+
+        >>> TrainingWork(epoch=1, needed=1, noise_scale=300, ref_batch=100).worth(500)  # 500 x 400 / 800
+        250.0
+        """
+        if self.noise_scale == math.inf or samples <= self.ref_batch:
+            return float(samples)
+        return samples * (self.noise_scale + self.ref_batch) / (self.noise_scale + samples)
+
+    def worths(self, samples: Ints) -> Floats:
+        """`worth` for each of several steps."""
+        sizes = samples.astype(np.float64)
+        if self.noise_scale == math.inf:
+            return sizes
+        return sizes * np.minimum((self.noise_scale + self.ref_batch) / (self.noise_scale + sizes), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A training, a fleet, a system and a price."""
+    """A training, a fleet, a training system and a price."""
 
     trace: Trace
     policy: Policy
     model: StepModel
     samples: int
-    """Of an epoch."""
+    """Samples per epoch."""
     epochs: int
     price: Price
-    """Of one worker that the trace gives."""
+    """The price of one worker of the trace."""
     recovery: Recovery = field(default_factory=Ideal)
     stragglers: Stragglers | None = None
     offset: Seconds = _NONE
-    """Where in the trace training begins."""
+    """The time in the trace at which training begins."""
     repeat: bool = False
-    """Play the trace again when it ends too early."""
+    """Repeat the trace if it ends before the training."""
     max_workers: int | None = None
-    """Rent no more than so many."""
+    """The largest number of workers to rent."""
     provisioning: Seconds = _NONE
-    """A worker is paid for from its arrival and computes so much later."""
+    """Time from the arrival of a worker, from which on it is paid for, until it can compute."""
     minimum_billing: Seconds = _NONE
+    """Time for which every worker is billed at least."""
     cut: bool = True
-    """Each epoch ends with a smaller step; else steps run across epoch ends."""
+    """Each epoch ends with a smaller step; otherwise steps run across the ends of epochs."""
     noise_scale: float = math.inf
-    """In samples; then training ends not with the last epoch but when what was done is worth the epochs at the
-    reference batch."""
+    """In samples. If it is finite, training ends when its steps are worth the epochs at the reference batch."""
     ref_batch: int | None = None
-    """The batch at which the epochs would do, and with which a growing policy begins; None: not given."""
+    """The batch at which the epochs are enough, and with which a growing policy begins."""
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, Growing):
@@ -60,7 +115,7 @@ class Scenario:
         if self.samples < 1 or self.epochs < 1:
             raise ConfigError(f"{self.epochs} epochs of {self.samples} samples are no training; expected at least one "
                               f"of each")  # fmt: skip
-        if self.samples * self.epochs > EXACT:
+        if self.samples * self.epochs > LARGEST_EXACT:
             raise ConfigError(f"{self.epochs:,} epochs of {self.samples:,} samples are more than 2^53 samples, beyond "
                               f"which numbers are not exact; count in larger units, such as sequences")  # fmt: skip
         if not self.noise_scale > 0 or (self.ref_batch is not None and self.ref_batch < 1):
@@ -68,9 +123,9 @@ class Scenario:
                               f"is not possible; expected both above 0")  # fmt: skip
 
     @property
-    def work(self) -> Work:
-        """What is to be done."""
-        return Work(
+    def work(self) -> TrainingWork:
+        """How much training is needed."""
+        return TrainingWork(
             epoch=self.samples,
             needed=float(self.samples * self.epochs),
             cut=self.cut,
@@ -88,3 +143,152 @@ def _check_growing(policy: Growing, ref_batch: int | None) -> None:
         )
     if policy.initial is None and ref_batch is None:
         raise ConfigError(f"the policy {policy} begins with the reference batch; give it (--ref-batch), or initial=")
+
+
+def rented_trace(trace: Trace, *, offset: Seconds, max_workers: int | None) -> Trace:
+    """The workers that are paid for: the trace from `offset` on, with at most `max_workers`."""
+    if max_workers is not None and max_workers < 1:
+        raise ConfigError(f"the fleet is limited to {max_workers} workers; expected at least 1")
+    if not 0 <= offset < trace.end:
+        raise ConfigError(f"the offset of {offset:g} s lies outside of the trace, which covers 0 to {trace.end:g} s")
+    shifted = trace.shift(offset)
+    return shifted if max_workers is None else shifted.clip(maximum=max_workers)
+
+
+# -- a scenario as a user writes it ------------------------------------------------------------------------------------
+
+_TRAINING, _STEP, _FLEET, _MONEY = "The training", "How long a step takes", "The fleet", "Money"
+
+
+def _setting(group: str, doc: str, default: Any = dataclasses.MISSING, *, minimum: int | None = None) -> Any:
+    """A field with what the command shows of it: its group of options, its help text and its least value."""
+    return field(default=default, metadata={"group": group, "doc": doc, "minimum": minimum})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScenarioSettings:
+    """A scenario as a user writes it: times, models and policies as text.
+
+    >>> settings = ScenarioSettings(samples=1000, epochs=1, local_batch=10, step_time="1s", spot_price="3.6")
+    >>> settings.scenario("0s:4 10s:2 1h").policy
+    Follow(local_batch=10)
+    """
+
+    samples: int = _setting(_TRAINING, "Samples per epoch.", minimum=1)
+    epochs: int = _setting(_TRAINING, "Epochs to train.", minimum=1)
+    local_batch: int | None = _setting(_TRAINING, "Samples that one worker takes per step.", None, minimum=1)
+    policy: str = _setting(_TRAINING, f"How the batch follows the workers: {', '.join(POLICIES.names())}.", "follow")
+    noise_scale: str | None = _setting(
+        _TRAINING, "Noise scale in samples, or a record to take it from: gives time and cost to accuracy.", None
+    )
+    ref_batch: int | None = _setting(
+        _TRAINING, "Batch at which the epochs are enough, and with which growing policies begin.", None
+    )
+    across_epochs: bool = _setting(_TRAINING, "Let steps run across epoch ends instead of cutting them there.", False)
+
+    step_time: str | None = _setting(_STEP, "A measured time such as 0.6s, or one by workers: '1:0.5s 8:0.62s'.", None)
+    profile: Path | None = _setting(_STEP, "A step model that ebbflow profile wrote.", None)
+    compute_step: str | None = _setting(_STEP, "Computing time per step, whatever its samples, such as 20ms.", None)
+    compute_sample: str | None = _setting(_STEP, "Computing time per sample of one worker, such as 4.5ms.", None)
+    network: str | None = _setting(
+        _STEP, f"{', '.join(NETWORKS.names())}: ring(megabytes=102, gbps=25, latency=50us).", None
+    )
+    overlap: float = _setting(_STEP, "Fraction of the computing that hides the network, 0 to 1.", 0.0)
+    loading: str = _setting(_STEP, "Time to read one sample, in the background.", "0s")
+    micro_batch: int | None = _setting(_STEP, "Samples that fit into a worker at once; more are accumulated.", None)
+    emulated: bool = _setting(_STEP, "One machine computes for all workers.", False)
+    stragglers: str | None = _setting(
+        _STEP, f"{', '.join(STRAGGLERS.names())}: lognormal(0.1), rare(0.01, factor=3).", None
+    )
+
+    recovery: str = _setting(
+        _FLEET, f"What a change costs: {', '.join(RECOVERIES.names())}, such as step(detect=1s).", "ideal"
+    )
+    offset: str = _setting(_FLEET, "Begin at this time of the trace, such as 30min.", "0s")
+    repeat: bool = _setting(_FLEET, "Repeat the trace until the training is done.", False)
+    max_workers: int | None = _setting(_FLEET, "Largest number of workers to rent.", None, minimum=1)
+    provisioning: str = _setting(_FLEET, "Time from a worker's arrival, when it is paid, to its first step.", "0s")
+    format: str | None = _setting(_FLEET, "Format of the trace file, if it cannot be detected.", None)
+
+    spot_price: str | None = _setting(
+        _MONEY, "USD per hour of one worker of the trace, or a price model of a plugin.", None
+    )
+    price_history: Path | None = _setting(_MONEY, "Prices over time instead: a file time_s,zone,usd_per_hour.", None)
+    zone: str | None = _setting(_MONEY, "Use the prices of one zone. Default: the mean of all zones.", None)
+    price_offset: str = _setting(_MONEY, "Time in the price history at which training begins.", "0s")
+    minimum_billing: str = _setting(_MONEY, "Time for which every worker is billed at least, such as 60s.", "0s")
+    price: float | None = _setting(_MONEY, "USD per hour of one worker on demand.", None)
+    on_demand_workers: int | None = _setting(
+        _MONEY, "Size of the on-demand cluster. Default: the mean number of workers of the trace.", None, minimum=1
+    )
+    on_demand_step_time: str | None = _setting(_MONEY, "Step time of the on-demand cluster, if it differs.", None)
+
+    def scenario(self, trace: str) -> Scenario:
+        """The scenario on a trace, which is a file or the text of a generator."""
+        if self.noise_scale is not None and self.ref_batch is None:
+            raise ConfigError("--noise-scale needs --ref-batch: the batch at which the epochs asked for are enough")
+        return Scenario(
+            trace=load(trace, format=self.format),
+            policy=make_policy(self.policy, self.local_batch),
+            model=self.step_model(),
+            samples=self.samples,
+            epochs=self.epochs,
+            price=self.worker_price(),
+            recovery=RECOVERIES.make(self.recovery),
+            stragglers=None if self.stragglers is None else STRAGGLERS.make(self.stragglers),
+            offset=parse_seconds(self.offset),
+            repeat=self.repeat,
+            max_workers=self.max_workers,
+            provisioning=parse_seconds(self.provisioning),
+            minimum_billing=parse_seconds(self.minimum_billing),
+            cut=not self.across_epochs,
+            noise_scale=math.inf if self.noise_scale is None else read_noise_scale(self.noise_scale),
+            ref_batch=self.ref_batch,
+        )
+
+    def step_model(self) -> StepModel:
+        """The step model: a measured step time, a profile, or times for computing and network."""
+        given = [self.step_time is not None, self.profile is not None, bool(self.compute_step or self.compute_sample)]
+        if sum(given) != 1:
+            raise ConfigError(
+                "say how long a step takes in one way: --step-time 0.6s, --profile FILE (ebbflow profile writes it) "
+                "or --compute-step and --compute-sample"
+            )
+        if self.step_time is not None:
+            without_effect = {
+                "--network": self.network is not None,
+                "--overlap": self.overlap != 0,
+                "--loading": self.loading != "0s",
+                "--micro-batch": self.micro_batch is not None,
+                "--emulated": self.emulated,
+            }
+            if any(without_effect.values()):
+                found = " and ".join(name for name, is_given in without_effect.items() if is_given)
+                raise ConfigError(
+                    f"--step-time is the time of the whole step; {found} would change nothing. Leave it out, or give "
+                    f"--profile or --compute-sample instead of --step-time"
+                )
+            return parse_step_time(self.step_time)
+        if self.profile is not None:
+            base = read_profile(self.profile)
+        else:
+            base = ComputeAndNetwork(
+                per_step=parse_seconds(self.compute_step or "0s"), per_sample=parse_seconds(self.compute_sample or "0s")
+            )
+        return dataclasses.replace(
+            base,
+            network=base.network if self.network is None else NETWORKS.make(self.network),
+            overlap=self.overlap,
+            loading=parse_seconds(self.loading),
+            micro_batch=base.micro_batch if self.micro_batch is None else self.micro_batch,
+            serial=base.serial or self.emulated,
+        )
+
+    def worker_price(self) -> Price:
+        """The price of one worker of the trace."""
+        if self.price_history is not None and self.spot_price is None:
+            return read_prices(self.price_history, zone=self.zone, offset=parse_seconds(self.price_offset))
+        if self.spot_price is not None and self.price_history is None:
+            return make_price(self.spot_price)
+        raise ConfigError("give the price of a worker: --spot-price 0.744 (USD per hour) or --price-history FILE, "
+                          "one of the two; --spot-price 0 if money does not matter")  # fmt: skip

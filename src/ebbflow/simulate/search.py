@@ -1,10 +1,15 @@
-"""Which of many settings: the cheapest before a deadline, the fastest within a budget, and what the answer hangs on."""
+"""Many scenarios: comparing fleets, the best setting for a deadline or a budget, and how sensitive the answer is."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,22 +18,103 @@ from ebbflow.core.units import Seconds, format_seconds
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.policies import Policy, make_policy
 from ebbflow.plan.steptime import ConstantStepTime
-from ebbflow.simulate.prices import FlatPrice, Price, PriceHistory
-from ebbflow.simulate.scenario import Scenario
-from ebbflow.simulate.simulate import simulate
-from ebbflow.simulate.stepmodel import Parts, StepModel, WholeStep
+from ebbflow.simulate.prices import ScaledPrice
+from ebbflow.simulate.scenario import Scenario, ScenarioSettings
+from ebbflow.simulate.simulation import Simulation, comparison_cluster, simulate
+from ebbflow.simulate.step_models import StepBreakdown, StepModel, WholeStep
 
-__all__ = ["Goal", "Outcome", "Setting", "best", "outcomes", "pareto", "sensitivity", "to_the_cent"]
+__all__ = [
+    "Goal",
+    "Outcome",
+    "SearchResult",
+    "Setting",
+    "best_outcome",
+    "compare_fleets",
+    "find_setting",
+    "outcomes",
+    "pareto",
+    "round_to_cents",
+    "sensitivity",
+    "settings_grid",
+]
 
 Ints = npt.NDArray[np.int64]
+_MOST_SETTINGS = 1_000_000
+
+
+def round_to_cents(usd: float) -> float:
+    """Money as it is shown: of two settings that cost the same to the cent, the faster one is better."""
+    return round(usd, 2)
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """For each point, whether no other is at least as small in both coordinates and smaller in one.
+
+    >>> pareto([(1, 5), (2, 2), (3, 3), (5, 1), (2, 2)])
+    [True, True, False, True, True]
+    """
+    order = sorted(range(len(points)), key=lambda i: points[i])
+    front, least, last = [False] * len(points), math.inf, (math.nan, math.nan)
+    for i in order:
+        if points[i][1] < least or points[i] == last:
+            front[i], least, last = True, points[i][1], points[i]
+    return front
+
+
+# -- compare -----------------------------------------------------------------------------------------------------------
+
+
+def compare_fleets(
+    settings: ScenarioSettings, traces: Sequence[str], *, policies: Sequence[str], recoveries: Sequence[str],
+    prices: Sequence[str] = (), progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+) -> dict[str, Simulation]:  # fmt: skip
+    """All combinations by name, and on-demand clusters if the settings have an on-demand price.
+
+    `prices` holds one price for all traces, or one for each. Names consist of what differs between combinations.
+    `progress` wraps the sequence of combinations, to show how far the comparison is.
+    """
+    if len(prices) > 1 and len(prices) != len(traces):
+        raise ConfigError(f"{len(prices)} spot prices for {len(traces)} traces; give one, or one for each trace")
+    each = list(prices) if len(prices) == len(traces) else [prices[0] if prices else None] * len(traces)
+    fleets = [(trace, price, _fleet_name(trace, price, traces)) for trace, price in zip(traces, each, strict=True)]
+    axes = ([name for _, _, name in fleets], policies, recoveries)
+    found: dict[str, Simulation] = {}
+    clusters: dict[str, Simulation] = {}
+    for (trace, price, fleet), policy, recovery in progress(list(itertools.product(fleets, policies, recoveries))):
+        words = [word for word, axis in zip((fleet, policy, recovery), axes, strict=True) if len(set(axis)) > 1]
+        name = " · ".join(words) or fleet
+        if name in found:
+            raise ConfigError(f"{name} is given twice; each trace, policy and recovery is compared once")
+        try:
+            one = simulate(replace(settings, policy=policy, recovery=recovery, spot_price=price).scenario(trace))
+            _ = one.cost_usd  # computed here, so that the error for prices that end too early has the name
+        except PlanError as error:
+            raise PlanError(f"{name}: {error}") from None
+        found[name] = one
+        if settings.price is not None and policy not in clusters:
+            clusters[policy] = comparison_cluster(one, settings)
+    for policy, one in clusters.items():
+        name = f"{int(one.trace.workers[0])} on demand"
+        found[name if len(policies) == 1 else f"{name} · {policy}"] = one
+    return found
+
+
+def _fleet_name(trace: str, price: str | None, traces: Sequence[str]) -> str:
+    """The trace, without its folder if no other file has its name; with the price if it is compared at several."""
+    same = {other for other in traces if Path(other).name == Path(trace).name}
+    name = Path(trace).name if len(same) == 1 and Path(trace).exists() else trace
+    return f"{name} at {price}" if price is not None and list(traces).count(trace) > 1 else name
+
+
+# -- what if -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What can be chosen."""
+    """What a user can choose."""
 
     max_workers: int | None
-    """Rent no more than so many; None: all that the trace has."""
+    """The largest number of workers to rent; None: all that the trace has."""
     local_batch: int | None
     policy: str
 
@@ -43,23 +129,47 @@ class Setting:
 
 @lru_cache(maxsize=4096)
 def _policy(text: str, local_batch: int | None) -> Policy:
-    """Read once, not for each of the many settings that share it."""
+    """A policy, parsed once for all settings that share it."""
     return make_policy(text, local_batch=local_batch)
+
+
+def settings_grid(
+    max_workers: Sequence[int | None], local_batches: Sequence[int | None], policies: Sequence[str]
+) -> list[Setting]:
+    """All combinations; None leaves the workers, or the local batch, as the scenario has them."""
+    count = len(max_workers) * len(local_batches) * len(policies)
+    if count > _MOST_SETTINGS:
+        raise ConfigError(f"{count:,} settings are too many; expected at most {_MOST_SETTINGS:,}")
+    return [
+        Setting(max_workers=workers, local_batch=local, policy=policy)
+        for policy, local, workers in itertools.product(policies, local_batches, max_workers)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a setting, or a variation of one, comes to."""
+    """Time and cost of a setting, or of a variation of one; infinite if it does not come to an end."""
 
     name: str
     time_s: float
     cost_usd: float
     setting: Setting | None = None
 
+    def as_json(self) -> dict[str, Any]:
+        """The outcome as `ebbflow whatif --json` prints it."""
+        setting = {} if self.setting is None else {"setting": dataclasses.asdict(self.setting)}
+        finite = math.isfinite(self.time_s)
+        return {
+            "name": self.name,
+            **setting,
+            "time_s": self.time_s if finite else None,
+            "cost_usd": self.cost_usd if finite else None,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """The cheapest before a deadline (seconds), or the fastest within a budget (USD)."""
+    """The cheapest setting within a deadline (seconds), or the fastest within a budget (USD)."""
 
     deadline: float | None = None
     budget: float | None = None
@@ -81,27 +191,78 @@ class Goal:
         return outcome.cost_usd <= self.budget
 
     def order(self, outcome: Outcome) -> tuple[float, ...]:
-        """What is to be small: cost under a deadline, to the cent, for nobody waits for less; time under a budget."""
+        """What should be small: the cost in whole cents within a deadline, the time within a budget."""
         if self.deadline is not None:
-            return to_the_cent(outcome.cost_usd), outcome.time_s, outcome.cost_usd
+            return round_to_cents(outcome.cost_usd), outcome.time_s, outcome.cost_usd
         return outcome.time_s, outcome.cost_usd
 
-    def refuse(self, found: Sequence[Outcome]) -> str:
-        """Why no setting will do, and the best that can be had."""
+    def refusal(self, found: Sequence[Outcome]) -> str:
+        """Why no setting meets the goal, and the one that comes closest."""
         if self.deadline is not None:
             closest = min(found, key=lambda one: (one.time_s, one.cost_usd))
-            wish, what = f"ends within {format_seconds(self.deadline)}", "the fastest"
+            limit, what = f"ends within {format_seconds(self.deadline)}", "the fastest"
         else:
             closest = min(found, key=lambda one: (one.cost_usd, one.time_s))
-            wish, what = f"costs at most {self.budget:,.2f} USD", "the cheapest"
+            limit, what = f"costs at most {self.budget:,.2f} USD", "the cheapest"
         return (
-            f"none of {len(found):,} settings {wish}; {what} takes {format_seconds(closest.time_s)} and costs "
+            f"none of {len(found):,} settings {limit}; {what} takes {format_seconds(closest.time_s)} and costs "
             f"{closest.cost_usd:,.2f} USD: {closest.name}"
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The best setting for a goal, what the answer depends on, and the alternatives."""
+
+    goal: Goal
+    best: Outcome
+    variations: list[Outcome]
+    """The best setting with one assumption changed at a time."""
+    front: list[Outcome]
+    """The settings than which no other is both faster and cheaper, the fastest first."""
+    tried: int
+    ended: int
+    """Settings that came to an end on the trace and within the prices."""
+
+    def as_json(self) -> dict[str, Any]:
+        """What `ebbflow whatif --json` prints."""
+        return {
+            **self.best.as_json(),
+            "goal": {"deadline_s": self.goal.deadline, "budget_usd": self.goal.budget},
+            "settings": {"tried": self.tried, "ended": self.ended},
+            "sensitivity": [{**one.as_json(), "met": self.goal.met(one)} for one in self.variations],
+            "pareto": [one.as_json() for one in self.front],
+        }
+
+
+def find_setting(
+    scenario: Scenario, settings: Sequence[Setting], goal: Goal,
+    *, progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> SearchResult:  # fmt: skip
+    """Try all settings and choose the best; a PlanError says what comes closest if none meets the goal.
+
+    `progress` wraps the outcomes, to show how far the search is.
+    """
+    results: list[Outcome | PlanError] = list(progress(outcomes(scenario, settings)))
+    found = [one for one in results if isinstance(one, Outcome)]
+    if not found and results:
+        many = f"none of {len(results):,} settings comes to an end; the first: " if len(results) > 1 else ""
+        raise PlanError(f"{many}{results[0]}")
+    best = best_outcome(found, goal)
+    assert best.setting is not None
+    in_front = pareto([(one.time_s, round_to_cents(one.cost_usd)) for one in found])
+    return SearchResult(
+        goal=goal,
+        best=best,
+        variations=sensitivity(best.setting.apply(scenario)),
+        front=sorted(itertools.compress(found, in_front), key=lambda one: one.time_s),
+        tried=len(settings),
+        ended=len(found),
+    )
+
+
 def outcomes(scenario: Scenario, settings: Iterable[Setting]) -> Iterator[Outcome | PlanError]:
-    """What each setting comes to, in order; one for which the trace or the prices are too short gives the error."""
+    """The outcome of each setting, in order; the error if the trace or the prices are too short for it."""
     for setting in settings:
         try:
             found = simulate(setting.apply(scenario))
@@ -112,56 +273,17 @@ def outcomes(scenario: Scenario, settings: Iterable[Setting]) -> Iterator[Outcom
             yield outcome
 
 
-def best(found: Sequence[Outcome], goal: Goal) -> Outcome:
-    """The best outcome within the limit, or a PlanError that says the best that can be had."""
+def best_outcome(found: Sequence[Outcome], goal: Goal) -> Outcome:
+    """The best outcome within the limit, or a PlanError that says what comes closest."""
     if not found:
         raise PlanError("no setting comes to an end on this trace; repeat it (--repeat) or ask for fewer epochs")
     within = [one for one in found if goal.met(one)]
     if not within:
-        raise PlanError(goal.refuse(found))
+        raise PlanError(goal.refusal(found))
     return min(within, key=goal.order)
 
 
-def to_the_cent(usd: float) -> float:
-    """Money as it is shown: of two settings that cost the same to the cent, the faster one is better."""
-    return round(usd, 2)
-
-
-def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Whether no other point is at least as good in both coordinates and better in one; small is good.
-
-    >>> pareto([(1, 5), (2, 2), (3, 3), (5, 1), (2, 2)])
-    [True, True, False, True, True]
-    """
-    order = sorted(range(len(points)), key=lambda i: points[i])
-    front, least, last = [False] * len(points), float("inf"), (float("nan"), float("nan"))
-    for i in order:
-        if points[i][1] < least or points[i] == last:
-            front[i], least, last = True, points[i][1], points[i]
-    return front
-
-
-@dataclass(frozen=True)
-class _Scaled:
-    """A step model whose times are all multiplied."""
-
-    model: StepModel
-    factor: float
-
-    def parts(self, workers: Ints, samples: Ints) -> Parts:
-        found = self.model.parts(workers, samples)
-        return Parts(
-            compute=found.compute * self.factor,
-            network=found.network * self.factor,
-            waiting=found.waiting * self.factor,
-        )
-
-
-def _scaled(model: StepModel, factor: float) -> StepModel:
-    """A constant step time stays one: only then are steps on a grid, as in a plan."""
-    if isinstance(model, WholeStep) and isinstance(model.step_time, ConstantStepTime):
-        return WholeStep(ConstantStepTime(Seconds(model.step_time.step * factor)))
-    return _Scaled(model, factor)
+# -- sensitivity -------------------------------------------------------------------------------------------------------
 
 
 def sensitivity(scenario: Scenario, *, share: float = 0.1) -> list[Outcome]:
@@ -171,12 +293,12 @@ def sensitivity(scenario: Scenario, *, share: float = 0.1) -> list[Outcome]:
     variations: list[tuple[str, Callable[[], Scenario]]] = [
         (f"steps {percent} slower", lambda: replace(scenario, model=_scaled(scenario.model, up))),
         (f"steps {percent} faster", lambda: replace(scenario, model=_scaled(scenario.model, down))),
-        (f"price {percent} higher", lambda: replace(scenario, price=_priced(scenario.price, up))),
-        (f"price {percent} lower", lambda: replace(scenario, price=_priced(scenario.price, down))),
+        (f"price {percent} higher", lambda: replace(scenario, price=ScaledPrice(scenario.price, up))),
+        (f"price {percent} lower", lambda: replace(scenario, price=ScaledPrice(scenario.price, down))),
         (f"fleet {percent} smaller", lambda: replace(scenario, trace=scenario.trace.scale(workers=down))),
         (f"fleet {percent} larger", lambda: replace(scenario, trace=scenario.trace.scale(workers=up))),
     ]
-    if scenario.noise_scale < float("inf"):
+    if scenario.noise_scale < math.inf:
         variations += [
             ("half the noise scale", lambda: replace(scenario, noise_scale=scenario.noise_scale / 2)),
             ("twice the noise scale", lambda: replace(scenario, noise_scale=scenario.noise_scale * 2)),
@@ -195,13 +317,29 @@ def sensitivity(scenario: Scenario, *, share: float = 0.1) -> list[Outcome]:
             result = simulate(vary())
             outcome = Outcome(name=name, time_s=result.time_s, cost_usd=result.cost_usd)
         except PlanError:
-            outcome = Outcome(name=name, time_s=float("inf"), cost_usd=float("inf"))
+            outcome = Outcome(name=name, time_s=math.inf, cost_usd=math.inf)
         found.append(outcome)
     return found
 
 
-def _priced(price: Price, factor: float) -> Price:
-    if isinstance(price, PriceHistory):
-        return PriceHistory(price.times, price.usd_per_hour * factor, price.end, price.name)
-    assert isinstance(price, FlatPrice)
-    return FlatPrice(price.usd_per_hour * factor)
+@dataclass(frozen=True)
+class _ScaledModel:
+    """A step model whose times are all multiplied by a factor."""
+
+    model: StepModel
+    factor: float
+
+    def breakdown(self, workers: Ints, samples: Ints) -> StepBreakdown:
+        found = self.model.breakdown(workers, samples)
+        return StepBreakdown(
+            compute=found.compute * self.factor,
+            network=found.network * self.factor,
+            waiting=found.waiting * self.factor,
+        )
+
+
+def _scaled(model: StepModel, factor: float) -> StepModel:
+    """A constant step time stays one: only then are steps on a grid, as in a plan."""
+    if isinstance(model, WholeStep) and isinstance(model.step_time, ConstantStepTime):
+        return WholeStep(ConstantStepTime(Seconds(model.step_time.step * factor)))
+    return _ScaledModel(model, factor)

@@ -1,9 +1,10 @@
-"""Runs the arms of a study in parallel processes; the same command after a kill continues where it stopped.
+"""Runs the arms of a study in parallel processes; after a kill the same command continues where it stopped.
 
-One process an arm: an arm that crashes, runs out of memory or is killed takes no other with it. The processes are
-forked from a server that has imported torch once, so starting one costs milliseconds. If the study itself is killed,
-its arms notice that they are orphans and stop; a lock on each arm's folder keeps a restarted study from running
-beside them. What takes long to read is read once for all arms (`workloads/disk_cache.py`).
+Every arm has its own process, so an arm that crashes, runs out of memory or is killed does not affect the others. The
+processes are forked from a server that has imported torch once, so starting one takes milliseconds. If the study itself
+is killed, its arms notice that nobody receives their reports and stop; a lock on the folder of each arm keeps a
+restarted study from running the same arm beside them. Data that takes long to read is decoded once for all arms
+(`workloads/disk_cache.py`).
 """
 
 from __future__ import annotations
@@ -27,39 +28,44 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ebbflow.core.files import write_whole
-from ebbflow.errors import ConfigError, OutputError, RecordError
-from ebbflow.record import read_record
-from ebbflow.studies.arm import DISK_CACHE, killed, record_failure, run_arm
-from ebbflow.studies.forecast import Board, Timed
-from ebbflow.studies.study import Arm, Study, check_arms
+from ebbflow.core.memory import keep_freed_memory
+from ebbflow.core.signals import StopSignal
+from ebbflow.errors import ConfigError, EbbflowError, OutputError, RecordError
+from ebbflow.record import End, Header, RecordWriter, StepRow, read_record
+from ebbflow.studies.forecast import ArmPace, StudyForecast
+from ebbflow.studies.grid import Arm, Study, check_arms
 
-__all__ = ["Progress", "default_jobs", "run_study"]
+__all__ = ["ArmProgress", "default_jobs", "record_failure", "run_arm", "run_study"]
 
 VERSION = 1
+"""Version of study.json."""
 JOBS_ON_A_GPU = 3
-"""Without MPS they share the GPU's time and gain none of it (H200, ResNet-18: one alone 76,160 images/s, three together
-75,978), but one is always starting, reading, compiling or validating."""
+"""Without MPS three arms share the time of a GPU and gain none (H200, ResNet-18: one alone 76,160 images/s, three
+together 75,978), but one of them is always starting, reading, compiling or validating."""
+_DISK_CACHE = ".kept"
+"""The folder with data that the arms of a study share while it runs."""
+_REPORT_EVERY_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
-    """What happened to an arm, for whoever shows it."""
+class ArmProgress:
+    """What happened to an arm, for showing it to the user."""
 
     arm: str
     what: Literal["found", "started", "moved", "finished", "diverged", "failed"]
     fraction: float = 0.0
     text: str = ""
     other_data: str = ""
-    """Of an arm that was found: where its data was, if that is not where it is now."""
+    """For an arm that was found: where its data was, if its data is somewhere else now."""
     left_s: float | None = None
-    """How long the whole study will still take, as far as that can be told (`forecast.py`)."""
+    """How long the whole study will still take, if that can be estimated (`forecast.py`)."""
+
+
+# -- the study ---------------------------------------------------------------------------------------------------------
 
 
 def default_jobs(arms: Sequence[Arm], *, cores: int) -> int:
-    """Arms to run at once: what fills a GPU, or the cores of the machine, and no more than there are.
-
-    Arms on a GPU take turns on it while one of them reads, validates or waits for Python.
-    """
+    """How many arms to run at once: as many as fill a GPU, or the cores of the machine."""
     if any(arm.config.device.startswith("cuda") for arm in arms):
         fitting = JOBS_ON_A_GPU
     else:
@@ -75,14 +81,15 @@ def run_study(
     command: str = "",
     checkpoint_every_s: float = 30.0,
     keep_weights: bool = False,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[ArmProgress], None] = lambda progress: None,
 ) -> None:
-    """Run every arm that is not finished yet, by default as many at once as fill the device.
+    """Run every arm that has not finished yet, by default as many at once as fill the device.
 
-    The results are the records under `out`/arms. Seeds come one after the other, so that an interrupted study has whole
-    tables of fewer seeds; of a seed's arms those that take longest come first. Arms that failed in an earlier call are
-    tried again. An arm that fails does not stop the others; its record says why. A folder may hold a part of the study:
-    seeds, rules, traces and workloads can be added. Raises ConfigError if it holds runs that the study does not have.
+    The results are the records under `out`/arms. Seeds are run one after another, so that an interrupted study has
+    complete tables of fewer seeds; among the arms of one seed those that take longest are started first. Arms that
+    failed in an earlier call are tried again. An arm that fails does not stop the others; its record says why. The
+    folder may hold a part of the study: seeds, rules, traces and workloads can be added. Raises ConfigError if it holds
+    runs that the study does not have.
     """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs is {jobs}; expected the number of arms to run at once, 1 or more")
@@ -96,26 +103,26 @@ def run_study(
     with _study_folder(study, out, command):
         waiting = []
         for arm in arms:
-            status, recorded = _found(out / "arms" / arm.id)
+            status, recorded = _earlier_result(out / "arms" / arm.id)
             if status in ("finished", "diverged"):
                 other = arm.config.other_data(recorded)
-                on_progress(Progress(arm=arm.id, what="found", fraction=1.0, text=status, other_data=other))
+                on_progress(ArmProgress(arm=arm.id, what="found", fraction=1.0, text=status, other_data=other))
             else:
                 waiting.append(arm)
         options = {"command": command, "checkpoint_every_s": checkpoint_every_s, "keep_weights": keep_weights}
         _run_arms(waiting, out, jobs, options, on_progress)
-        shutil.rmtree(out / DISK_CACHE, ignore_errors=True)
+        shutil.rmtree(out / _DISK_CACHE, ignore_errors=True)
 
 
 def _cores() -> int:
-    """Those that this process may use, where the system tells."""
+    """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _found(folder: Path) -> tuple[str, Mapping[str, Any]]:
-    """What became of an arm in an earlier call, and the settings that its record tells."""
+def _earlier_result(folder: Path) -> tuple[str, Mapping[str, Any]]:
+    """How an arm ended in an earlier call, and the settings in its record."""
     try:
         run = read_record(folder / "record.jsonl")
     except RecordError:
@@ -124,15 +131,26 @@ def _found(folder: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 @contextmanager
+def _hold_lock(path: Path, *, busy: str | None = None) -> Iterator[None]:
+    """Hold a lock on a file, which is created with its folder, until the process ends, also if it is killed.
+
+    If another process holds the lock, a ConfigError with the text `busy` is raised; without `busy` this waits.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX if busy is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(busy or "") from None
+        yield
+
+
+@contextmanager
 def _study_folder(study: Study, out: Path, command: str) -> Iterator[None]:
-    """Create the folder, or check that it holds this study or part of it; keep others out while the study runs."""
+    """Create the folder, or check that it holds this study or a part of it; hold it while the study runs."""
     try:
         (out / "arms").mkdir(parents=True, exist_ok=True)
-        with (out / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"another study is running in {out}; wait for it or choose another folder") from None
+        with _hold_lock(out / ".lock", busy=f"another study is running in {out}; wait for it or choose another folder"):
             _check_and_write(study, out, command)
             yield
     except OutputError:
@@ -142,23 +160,23 @@ def _study_folder(study: Study, out: Path, command: str) -> Iterator[None]:
 
 
 def _check_and_write(study: Study, out: Path, command: str) -> None:
-    """A study may grow by seeds, rules, traces and workloads; runs that it does not have would enter its tables."""
+    """Refuse a folder with runs that the study does not have, which would enter its tables; write study.json."""
     path = out / "study.json"
     own = {arm.id for arm in study.arms()}
-    strange = sorted(folder.name for folder in (out / "arms").iterdir() if folder.is_dir() and folder.name not in own)
-    if strange:
-        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
+    unknown = sorted(folder.name for folder in (out / "arms").iterdir() if folder.is_dir() and folder.name not in own)
+    if unknown:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ConfigError(
-            f"{out} holds runs that are not in this study: {', '.join(strange[:3])}{more}{_changed(study, path)}; "
-            f"a study may grow, but what was run stays as it was: choose another folder with --out, or delete those "
+            f"{out} holds runs that are not in this study: {', '.join(unknown[:3])}{more}{_differences(study, path)}; "
+            f"a study may grow, but runs that exist must stay in it: choose another folder with --out, or delete those "
             f"under {out / 'arms'}"
         )
     content = {"version": VERSION, "command": command, "config": study.as_dict()}
     write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def _changed(study: Study, path: Path) -> str:
-    """In which keys the study differs from the one that was run in the folder, if that can still be read."""
+def _differences(study: Study, path: Path) -> str:
+    """The keys in which the study differs from the one that was run in the folder, if that can still be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["config"]
         wanted = study.as_dict()
@@ -174,83 +192,175 @@ def _run_arms(
     out: Path,
     jobs: int,
     options: Mapping[str, Any],
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[ArmProgress], None],
 ) -> None:
     context = multiprocessing.get_context("forkserver")
     _start_server(context)
     running: dict[Connection, tuple[Arm, BaseProcess]] = {}
     queue = {arm.id: arm for arm in waiting}
-    board = Board(waiting={arm.id: _timed(arm) for arm in waiting})
+    forecast = StudyForecast(waiting={arm.id: _pace(arm) for arm in waiting})
 
-    def tell(progress: Progress) -> None:
-        on_progress(replace(progress, left_s=board.remaining_s(jobs)))
+    def report(progress: ArmProgress) -> None:
+        on_progress(replace(progress, left_s=forecast.remaining_s(jobs)))
 
     try:
         while queue or running:
             while queue and len(running) < jobs:
-                arm = queue.pop(_next(queue, board))
-                board.start(arm.id)
+                arm = queue.pop(_next_arm(queue, forecast))
+                forecast.start(arm.id)
                 ours, theirs = context.Pipe(duplex=False)
-                with_loader_workers = replace(
-                    arm, config=arm.config.with_loader_workers(cores=_cores(), processes=jobs)
-                )
-                child = context.Process(target=run_arm, args=(with_loader_workers, out, dict(options), theirs))
+                config = arm.config.with_loader_workers(cores=_cores(), processes=jobs)
+                child = context.Process(target=run_arm, args=(replace(arm, config=config), out, dict(options), theirs))
                 child.start()
                 theirs.close()
                 running[ours] = (arm, child)
-                tell(Progress(arm=arm.id, what="started"))
+                report(ArmProgress(arm=arm.id, what="started"))
             for ready in wait(list(running)):
                 assert isinstance(ready, Connection)
                 arm, process = running[ready]
                 try:
                     what, value = ready.recv()
-                except EOFError:  # ended without a word: killed, or out of memory
+                except EOFError:  # the process ended without a report: killed, or out of memory
                     process.join()
-                    what, value = "failed", killed(process.exitcode)
+                    what, value = "failed", _why_ended(process.exitcode)
                     record_failure(arm, out / "arms" / arm.id, value)
                 if what == "moved":
-                    board.move(arm.id, value, time.monotonic())
-                    tell(Progress(arm=arm.id, what="moved", fraction=value))
+                    forecast.move(arm.id, value, time.monotonic())
+                    report(ArmProgress(arm=arm.id, what="moved", fraction=value))
                     continue
-                board.end(arm.id)
-                tell(Progress(arm=arm.id, what=what, fraction=1.0, text=value))
+                forecast.end(arm.id)
+                report(ArmProgress(arm=arm.id, what=what, fraction=1.0, text=value))
                 ready.close()
                 process.join()
                 del running[ready]
     finally:
         for _, process in running.values():
-            process.terminate()  # interrupted: each arm writes a checkpoint and leaves
+            process.terminate()  # interrupted: each arm writes a checkpoint and exits
         for _, process in running.values():
             process.join(timeout=10)
             process.kill()
 
 
 def _start_server(context: ForkServerContext) -> None:
-    """Start the process that the arms are forked from, deaf to Ctrl-C from its first moment on.
+    """Start the process that the arms are forked from, with SIGINT ignored from the beginning.
 
-    It would become so by itself, but only after the imports, and until then answer Ctrl-C with a traceback.
+    It ignores SIGINT by itself, but only after its imports; until then Ctrl-C would give a traceback.
     """
-    # torch imports the second one, which takes longer than the rest, when the first optimizer is made.
+    # torch imports torch._dynamo, which takes longer than the rest, when the first optimizer is made.
     context.set_forkserver_preload(["ebbflow.run.training", "torch._dynamo"])
-    if threading.current_thread() is not threading.main_thread():  # handlers are the main thread's
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         forkserver.ensure_running()
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is ignored stays so in a program that is started
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a new process inherits that a signal is ignored
     try:
         forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _next(queue: Mapping[str, Arm], board: Board) -> str:
-    """The arm to start next: of the first seed that is left, the one that takes longest."""
+def _next_arm(queue: Mapping[str, Arm], forecast: StudyForecast) -> str:
+    """The arm to start next: among those of the first seed that is left, the one that takes longest."""
     seed = next(iter(queue.values())).config.seed
-    return board.longest([name for name, arm in queue.items() if arm.config.seed == seed])
+    return forecast.longest([name for name, arm in queue.items() if arm.config.seed == seed])
 
 
-def _timed(arm: Arm) -> Timed:
+def _pace(arm: Arm) -> ArmPace:
     from ebbflow import workloads  # imports torch, which describing a study does not need
 
     config = arm.config
     epochs = config.epochs or workloads.recipe(config.workload).epochs
-    return Timed(work=epochs, kind=(config.workload, config.label))
+    return ArmPace(epochs=epochs, kind=(config.workload, config.label))
+
+
+# -- one arm -----------------------------------------------------------------------------------------------------------
+
+
+def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) -> None:
+    """The main function of an arm's process; how the arm ends is sent through `report` and written into its record.
+
+    If nobody receives the reports any more, the study has ended, and the process exits without an entry in the record:
+    whoever continues the study starts from the checkpoint. (The parent process is no sign of that: it is the server
+    that forked this process, and it outlives the study.)
+    """
+    folder = out / "arms" / arm.id
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the study, which then terminates its arms
+    keep_freed_memory()
+    from ebbflow.run.loop import Callbacks
+    from ebbflow.run.training import train
+    from ebbflow.workloads.disk_cache import disk_cached_in
+
+    reported = 0.0
+    total = 1
+
+    def send(what: str, value: str | float) -> None:
+        try:
+            report.send((what, value))
+        except OSError:
+            os._exit(1)
+
+    def on_start(done: int, all_samples: int) -> None:
+        nonlocal total
+        total = all_samples
+
+    def on_step(row: StepRow) -> None:
+        nonlocal reported
+        now = time.monotonic()
+        if now - reported > _REPORT_EVERY_S:
+            reported = now
+            send("moved", min(1.0, row.samples / total))  # a run whose length follows the gain may take more samples
+
+    def train_arm() -> tuple[str, str]:
+        try:
+            with disk_cached_in(out / _DISK_CACHE), StopSignal(signal.SIGTERM) as stop:
+                callbacks = Callbacks(on_start=on_start, on_step=on_step, should_stop=lambda: stop.requested)
+                run = train(arm.config, folder, callbacks=callbacks, **options)
+            return run.status, run.end.text if run.end else ""
+        except Exception as error:  # whatever a user's model raises: the study goes on with the other arms
+            text = str(error) if isinstance(error, EbbflowError) else f"{type(error).__name__}: {error}"
+            record_failure(arm, folder, text)  # while the folder is held, since another study may wait for it
+            return "failed", text
+
+    try:
+        with _hold_lock(folder / ".lock"):  # an arm of a killed study releases the folder at its next report
+            what, text = train_arm()
+    except KeyboardInterrupt:
+        what, text = "failed", "interrupted"
+    except OSError as error:  # the folder itself
+        what, text = "failed", f"{type(error).__name__}: {error}"
+    send(what, text)
+
+
+def record_failure(arm: Arm, folder: Path, text: str) -> None:
+    """Write into the record why an arm failed; an arm that failed before it had a record gets one that says only that.
+
+    All rows are kept, except for a last line that was cut off when the process was killed.
+    """
+    path = folder / "record.jsonl"
+    try:
+        if not path.exists() or not path.stat().st_size:
+            config = arm.config.as_dict() | {"trace": arm.config.label, "trace_text": arm.config.trace}
+            with RecordWriter(path) as record:
+                record.write(Header(config=config, device=arm.config.device))
+        run = read_record(path)
+        if run.status in ("finished", "diverged"):
+            return
+        steps = run.steps
+        end = End(
+            status="failed", steps=len(steps), text=text,
+            samples=steps[-1].samples if steps else 0, wall_s=steps[-1].wall_s if steps else 0.0,
+        )  # fmt: skip
+        with RecordWriter(path, resume_at=path.read_bytes().rfind(b"\n") + 1) as record:
+            record.write(end)
+    except (EbbflowError, OSError):
+        pass  # the record cannot be written; the caller reports the failure anyway
+
+
+def _why_ended(code: int | None) -> str:
+    """Why a process ended without a report.
+
+    >>> _why_ended(-9), _why_ended(1)
+    ('its process was killed by SIGKILL (out of memory?)', 'its process ended with code 1')
+    """
+    if code is not None and code < 0:
+        return f"its process was killed by {signal.Signals(-code).name} (out of memory?)"
+    return f"its process ended with code {code}"

@@ -1,14 +1,14 @@
 """A smaller study with the same structure: fewer epochs and narrower models, everything else in proportion.
 
-    epochs                       times the factor, rounded, at least 1; the ratio that comes out is used from here on
-    spans in rules, schedules    warmup(5ep), multistep(30ep, 60ep): times the ratio, also where a default counts epochs
-    spans in policies            geo(60ep): as in rules; pada(rate=...) counts steps and stays
-    step_time                    divided by the ratio: the run spans the same part of its trace; fit does so by itself
+    epochs                       times the factor, rounded, at least 1; the resulting ratio is used for the rest
+    spans in rules, schedules    warmup(5ep), multistep(30ep, 60ep): times the ratio, also for defaults in epochs
+    spans in policies            geo(60ep): as in rules; pada(rate=...) counts steps and is unchanged
+    step_time                    divided by the ratio: the run covers the same part of its trace; fit does so by itself
     width of a workload          times the root of the factor, to a multiple of 8: a sample costs about the factor
 
-Rules, traces, seeds, batches and rates stay: a batch is no smaller a part of the data set, and a rule sees the same
-changes of workers. What cannot stay is the number of steps, so whatever takes its time in steps (momentum, a ramp, the
-memory of an average) takes a larger part of a smaller study.
+Rules, traces, seeds, batches and rates are unchanged: a batch is the same fraction of the data set, and a rule sees the
+same changes of workers. The number of steps does change, so whatever is counted in steps (momentum, a ramp, the memory
+of an average) is a larger part of a smaller study.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ebbflow.core.spec import Call, Registry, parse_call, parse_calls
 from ebbflow.core.units import Span, parse_seconds, parse_span
 from ebbflow.errors import ConfigError, UnitError
 from ebbflow.plan.policies import POLICIES
-from ebbflow.studies.study import Study
+from ebbflow.studies.grid import Study
 
 __all__ = ["scaled"]
 
@@ -31,13 +31,13 @@ _WIDTH_STEP = 8
 
 
 def scaled(study: Study, factor: float) -> Study:
-    """The study at `factor` of its epochs; 1 gives the study itself.
+    """The study with its epochs multiplied by `factor`; 1 gives the study itself.
 
-    All runs shrink by the same ratio. If rounding would give two lengths of run different ratios, or if a batch plan
-    is a file, whose steps cannot shrink, that is a ConfigError.
+    All runs shrink by the same ratio. It is a ConfigError if rounding would give runs of different lengths different
+    ratios, or if a batch plan is a file, whose steps cannot be scaled.
     """
     if not (math.isfinite(factor) and 0 < factor <= 1):
-        raise ConfigError(f"the scale is {factor:g}; expected a part of the study, above 0 and at most 1")
+        raise ConfigError(f"the scale is {factor:g}; expected a fraction of the study, above 0 and at most 1")
     if factor == 1:
         return study
     from ebbflow import workloads  # imports torch, as the schedules do
@@ -62,7 +62,7 @@ def scaled(study: Study, factor: float) -> Study:
             result["step_time"] = f"{parse_seconds(result['step_time']) / ratio:.12g}s"
         return result
 
-    # A workload's own epochs and schedule shrink where the study leaves them to it.
+    # The epochs and the schedule of a workload's recipe shrink if the study does not set them.
     own = [(name, workloads.recipe(name)) for name in study.workloads]
     defaults: list[tuple[str, dict[str, Any]]] = []
     for name, recipe in own:
@@ -100,21 +100,21 @@ def scaled(study: Study, factor: float) -> Study:
 
 
 def _ratio(epochs: set[int], factor: float) -> float:
-    """What all runs shrink by, once their epochs are whole numbers again."""
+    """The ratio by which all runs shrink, with epochs rounded to whole numbers."""
     shorter = {before: max(1, round(before * factor)) for before in sorted(epochs)}
     ratios = [after / before for before, after in shorter.items()]
     if max(ratios) - min(ratios) > 1e-9:
         lengths = " and ".join(str(before) for before in shorter)
         raise ConfigError(
             f"runs of {lengths} epochs scaled by {factor:g} would take {' and '.join(map(str, shorter.values()))} "
-            f"epochs, which is not the same part of each; choose a scale that gives whole epochs, such as "
+            f"epochs, which is not the same fraction of each; choose a scale that gives whole epochs, such as "
             f"{1 / math.gcd(*shorter):.3g}"
         )
     return ratios[0]
 
 
 def _shorter(text: str, ratio: float, registry: Registry[Any]) -> str:
-    """The text with every amount of training in it multiplied by the ratio, defaults included."""
+    """The text with every span in it multiplied by the ratio, including defaults."""
     calls = []
     for call in parse_calls(text):
         parameters = registry.entry(call.name).parameters
@@ -138,13 +138,13 @@ def _span(text: str) -> Span | None:
 
 
 def _times(text: str, ratio: float) -> str:
-    """A span in the text times the ratio, to six digits: it is part of a name, which tables show."""
+    """A span times the ratio, to six digits, since it is part of a name that tables show; other text is unchanged."""
     span = _span(text)
     return text if span is None else str(Span(float(f"{span.value * ratio:.6g}"), span.unit))
 
 
 def _narrower(text: str, factor: float, registry: Registry[Any]) -> str:
-    """The workload with a smaller width, if it has one: a convolution's work goes with the square of it."""
+    """The workload with a smaller width, if it has one; the work of a convolution grows with its square."""
     call = parse_call(text)
     parameters = [(name, default) for name, default, _ in registry.entry(call.name).parameters]
     position = next((i for i, (name, _) in enumerate(parameters) if name == "width"), None)

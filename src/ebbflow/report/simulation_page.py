@@ -1,4 +1,4 @@
-"""The page of simulations: time and cost of each, where the time goes, money over time, which to choose."""
+"""The page of simulations: time and cost of each, where the time goes, money over time, and which to choose."""
 
 from __future__ import annotations
 
@@ -10,41 +10,37 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbflow.core.units import format_seconds
-from ebbflow.report.html import VARIABLES, embedded, replacing
-from ebbflow.report.style import BAND, INK, MUTED, PALETTE, Drawing, RuleStyle, drawing_style, legend, panels, save
-from ebbflow.report.templates import render
-from ebbflow.simulate.search import pareto, to_the_cent
-from ebbflow.simulate.simulate import BREAKDOWN, Simulation
+from ebbflow.report.plotting import BAND, INK, MUTED, PALETTE, Drawing, RuleStyle, drawing_style, legend, panels
+from ebbflow.report.report_page import CSS_VARIABLES, render_template, replace_folder, write_figures
+from ebbflow.simulate.search import pareto, round_to_cents
+from ebbflow.simulate.simulation import BREAKDOWN, Simulation
 
 __all__ = ["simulation_figures", "write_simulations"]
 
 Simulations = Mapping[str, Simulation]
 _COLOURS = dict(zip(BREAKDOWN, (PALETTE[0], PALETTE[4], BAND, PALETTE[1], PALETTE[3], PALETTE[6]), strict=True))
 _MEANINGS = {
-    "compute": "gradients",
+    "compute": "forward and backward passes",
     "network": "exchange that computing does not hide",
-    "waiting": "nobody there, booting, the slowest worker, data",
+    "waiting": "for workers, booting, the slowest worker, data",
     "lost": "steps that did not count",
-    "restart": "noticing a change and starting again",
+    "restart": "noticing a change and restarting",
     "checkpoint": "writing checkpoints",
 }
 _POINTS = 400
+"""The most points of a line."""
 _MARKERS = "osD^v"
-"""One shape each time the colours start again: two simulations never look the same."""
+"""The next shape is used each time the colours start again, so that no two simulations look the same."""
 
 
 def write_simulations(found: Simulations, *, out: Path, name: str, command: str = "") -> Path:
-    """One self-contained page with the figures beside it; an earlier report at that place is replaced as a whole."""
-    with replacing(out) as partial:
-        (partial / "figures").mkdir()
-        figures = []
-        for drawing in simulation_figures(found):
-            svg, _ = save(drawing.figure, partial / "figures", drawing.stem)
-            figures.append(embedded(drawing, svg.read_text(encoding="utf-8")))
-        page = render(
+    """Write one self-contained page with the figures beside it; an earlier report there is replaced as a whole."""
+    with replace_folder(out) as partial:
+        figures = write_figures(simulation_figures(found), partial)
+        page = render_template(
             "simulation.html",
             name=name,
-            takeaways=takeaways(found),
+            takeaways=_takeaways(found),
             rows=_rows(found),
             parts=[
                 {"name": part, "meaning": _MEANINGS[part], "colour": _variable(part)}
@@ -59,8 +55,8 @@ def write_simulations(found: Simulations, *, out: Path, name: str, command: str 
     return out / "index.html"
 
 
-def takeaways(found: Simulations) -> list[str]:
-    """What a user should take from the figures, in sentences."""
+def _takeaways(found: Simulations) -> list[str]:
+    """What a user should conclude, in sentences."""
     cheapest = min(found, key=lambda name: (found[name].cost_usd, found[name].time_s))
     fastest = min(found, key=lambda name: (found[name].time_s, found[name].cost_usd))
     low, quick = found[cheapest], found[fastest]
@@ -84,7 +80,7 @@ def _money(one: Simulation) -> str:
 
 
 def _rows(found: Simulations) -> list[dict[str, Any]]:
-    front = pareto([(one.time_s, to_the_cent(one.cost_usd)) for one in found.values()])
+    front = pareto([(one.time_s, round_to_cents(one.cost_usd)) for one in found.values()])
     return [
         {
             "name": name,
@@ -110,12 +106,12 @@ def _rows(found: Simulations) -> list[dict[str, Any]]:
 
 
 def _variable(part: str) -> str:
-    """The colour of a part, as the page names it in both of its schemes."""
-    return f"var({VARIABLES[_COLOURS[part]]})"
+    """The colour of a part as a variable of the page, which has a light and a dark scheme."""
+    return f"var({CSS_VARIABLES[_COLOURS[part]]})"
 
 
 def _assumptions(found: Simulations) -> list[dict[str, str]]:
-    """What each simulation took for granted."""
+    """What each simulation assumed."""
     return [
         {
             "name": name,
@@ -168,7 +164,7 @@ def _money_over_time(found: Simulations) -> Drawing:
     scale, unit = _unit(max(one.time_s for one in found.values()))
     style = RuleStyle(list(found))
     for name, one in found.items():
-        times = _moments(one)
+        times = _times_of_changes(one)
         spent = one.cost_until(times)
         axis.plot(times / scale, spent, **style.line(name))
         axis.plot(times[-1] / scale, spent[-1], marker="o", markersize=4, color=style.line(name)["color"])
@@ -179,14 +175,14 @@ def _money_over_time(found: Simulations) -> Drawing:
     legend(figure, [axis])
     return Drawing(
         stem="cost", kind="cost", title="Money spent over time",
-        caption="All workers that are there are paid for, whether they take part in a step or not; the dot is the "
-        "end of training. What a minimum of billing adds is not in the lines.",
+        caption="All available workers are paid for, whether they take part in a step or not; the dot is the end of "
+        "training. The lines do not include what minimum billing adds.",
         figure=figure,
     )  # fmt: skip
 
 
-def _moments(one: Simulation) -> npt.NDArray[np.float64]:
-    """Times at which the cost bends, thinned to what a figure can show."""
+def _times_of_changes(one: Simulation) -> npt.NDArray[np.float64]:
+    """Times at which the slope of the cost changes, thinned to what a figure can show."""
     changes = one.trace.times[one.trace.times < one.time_s]
     if len(changes) > _POINTS:
         changes = changes[np.linspace(0, len(changes) - 1, _POINTS).astype(np.int64)]
@@ -194,10 +190,10 @@ def _moments(one: Simulation) -> npt.NDArray[np.float64]:
 
 
 def _trade(found: Simulations) -> Drawing:
-    """Cost against time; those that nothing beats joined by a line."""
+    """Cost against time; the Pareto front is joined by a line."""
     figure, (axis,) = panels([""], height=3.6)
     scale, unit = _unit(max(one.time_s for one in found.values()))
-    points = [(one.time_s / scale, to_the_cent(one.cost_usd)) for one in found.values()]
+    points = [(one.time_s / scale, round_to_cents(one.cost_usd)) for one in found.values()]
     front = pareto(points)
     ahead = sorted(point for point, best in zip(points, front, strict=True) if best)
     axis.plot(*zip(*ahead, strict=True), color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
@@ -214,14 +210,14 @@ def _trade(found: Simulations) -> Drawing:
     legend(figure, [axis])
     return Drawing(
         stem="trade", kind="trade", title="Cost against time",
-        caption="Down and to the left is better. Filled, and joined by the dashed line: no other is both faster and "
-        "cheaper (the Pareto front).",
+        caption="Down and to the left is better. Filled and joined by the dashed line are those than which no other is "
+        "both faster and cheaper (the Pareto front).",
         figure=figure,
     )  # fmt: skip
 
 
 def _unit(seconds: float) -> tuple[float, str]:
-    """Seconds in one unit of the axis, and its name."""
+    """The unit of the time axis: its length in seconds, and its name."""
     for size, name in ((2 * 86400.0, "days"), (2 * 3600.0, "hours"), (120.0, "minutes")):
         if seconds >= size:
             return {"days": 86400.0, "hours": 3600.0, "minutes": 60.0}[name], name

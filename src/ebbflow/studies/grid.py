@@ -1,4 +1,4 @@
-"""A study as data: the grid of runs that a small TOML or YAML file describes.
+"""A study as data: the grid of runs that a TOML or YAML file describes.
 
 name = "which rule for my model"
 summary = "One line for `ebbflow study --list`."
@@ -17,15 +17,15 @@ epochs = 30
 rule = "linear"
 set = { lr = 0.02 }
 
-[[skip]]                                    # runs that the grid shall not hold
+[[skip]]                                    # runs that are left out of the grid
 rule = ["sqrt", "linear"]
 trace = "static"
 
 [[paper]]                                   # published values, which a report shows beside ours
 source = "Somebody 2022, Table 1"
-workload = "digits-mlp"                     # need not be said when there is one
+workload = "digits-mlp"                     # may be left out if there is only one
 rule = "sqrt"
-values = { mine = 0.9488 }                  # by trace; in units of the metric, or of what = "steps"
+values = { mine = 0.9488 }                  # by trace; in units of the metric, or with what = "steps"
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ __all__ = [
     "parse_study",
     "recipe_names",
     "recipe_text",
+    "with_plugins",
     "with_settings",
 ]
 
 _KEYS = ["name", "summary", "workloads", "rules", "traces", "seeds", "settings", "override", "skip", "paper"]
 _SELECTORS = ["workload", "trace", "rule", "seed"]
 _AXES = {"workload": "workloads", "trace": "[traces]", "rule": "rules", "seed": "seeds", "label": "[traces]"}
-"""What the grid itself says of each run, and where: no setting."""
+"""What the grid itself determines for each run, and the key that does so: these are not settings."""
 _PAPER_KEYS = ["source", "workload", "rule", "values", "what"]
 _MEASURED = ["metric", "steps"]
 
@@ -75,27 +76,27 @@ class Arm:
     """One run of a study."""
 
     id: str
-    """Name of its folder: readable, and different for different configurations."""
+    """Name of the folder: readable, and distinct for distinct configurations."""
     config: RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperValue:
-    """What a paper reports for one cell of the grid."""
+    """The value that a paper reports for one cell of the grid."""
 
     workload: str
     trace: str
     rule: str
     value: float
     source: str
-    """Authors, year, table, and what was different there."""
+    """Authors, year, table, and what was different in the paper."""
     what: str = "metric"
-    """What the value is: the workload's metric, in our units, or the number of steps."""
+    """What the value is: metric (of the workload, in our units) or steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """The grid; `arms()` are its runs, in the order in which they are started."""
+    """The grid of runs."""
 
     name: str
     workloads: tuple[str, ...]
@@ -108,12 +109,12 @@ class Study:
     paper: tuple[PaperValue, ...] = ()
     summary: str = ""
     scale: float = 1.0
-    """The part of the study as it was written that this one is (`scaling.scaled`)."""
+    """Fraction of the epochs of the study as it was written (`scaling.scaled`)."""
     source: str = "study"
-    """Where it was read from, for errors."""
+    """Where the study was read from, for errors."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The configuration as JSON: what `study.json` keeps."""
+        """The configuration that `study.json` keeps."""
         always = {
             "name": self.name,
             "workloads": list(self.workloads),
@@ -131,7 +132,7 @@ class Study:
         return always | {key: value for key, value in sometimes.items() if value}
 
     def arms(self) -> list[Arm]:
-        """All runs: seeds outermost, so that an interrupted study has whole tables of fewer seeds."""
+        """All runs, ordered by seed, so that an interrupted study has complete tables of fewer seeds."""
         return [
             self._arm(workload=workload, trace=trace, rule=rule, seed=seed)
             for seed in self.seeds
@@ -148,7 +149,7 @@ class Study:
                 settings |= entry["set"]
         if wrong := sorted(_AXES.keys() & settings.keys()):
             place = _AXES[wrong[0]]
-            raise ConfigError(f"{self.source}: {wrong[0]} is no setting, it is given by {place}; change it there")
+            raise ConfigError(f"{self.source}: {wrong[0]} is not a setting, it is given by {place}; change it there")
         values = {**settings, "workload": workload, "trace": self.traces[trace], "rule": rule, "seed": seed}
         config = RunConfig.from_mapping({**values, "label": trace}, where=self.source)
         readable = "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip("-") for text in (workload, trace, rule))
@@ -157,7 +158,7 @@ class Study:
 
 
 def _matches(entry: Mapping[str, Any], **chosen: Any) -> bool:
-    """Whether a run is meant by the selectors of an [[override]] or [[skip]]: each a value, or a list of values."""
+    """Whether the selectors of an [[override]] or [[skip]] match a run: each is a value, or a list of values."""
     return all(chosen[key] in _values(value) for key, value in entry.items() if key != "set")
 
 
@@ -166,20 +167,20 @@ def _values(value: Any) -> list[Any]:
 
 
 def recipe_names() -> list[str]:
-    """The studies that come with the package, by name."""
+    """The names of the studies that come with the package."""
     folder = resources.files("ebbflow.studies").joinpath("recipes")
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def recipe_text(name: str) -> str:
-    """The file of a recipe: what to begin an own study from."""
+    """The file of a recipe, from which a user can start a study of their own."""
     if name not in recipe_names():
         raise ConfigError(f"{name!r} is not a recipe; {nearest(name, recipe_names())}")
     return resources.files("ebbflow.studies").joinpath("recipes", f"{name}.toml").read_text(encoding="utf-8")
 
 
 def load_study(text: str) -> Study:
-    """The study of a file (.toml, .yaml, .yml), or of a recipe that comes with the package."""
+    """A study from a file (.toml, .yaml, .yml), or a recipe that comes with the package."""
     if text in recipe_names():
         return parse_study(tomllib.loads(recipe_text(text)), source=text, folder=None)
     path = Path(text)
@@ -188,7 +189,7 @@ def load_study(text: str) -> Study:
             f"{text!r} is neither a study file (.toml, .yaml, .yml) nor a recipe; {nearest(text, recipe_names())}"
         )
     try:
-        content = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
+        content = path.read_text(encoding="utf-8-sig")  # editors on Windows put a byte order mark at the beginning
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
@@ -199,7 +200,7 @@ def load_study(text: str) -> Study:
 
 
 def parse_study(values: Any, *, source: str, folder: Path | None) -> Study:
-    """Check the content of a study file. Paths in it are relative to the folder it lies in."""
+    """A study from the content of a file, which is checked. Paths in it are relative to the folder of the file."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{source}: expected the keys {', '.join(_KEYS)}, found {type(values).__name__}")
     for key in values:
@@ -228,15 +229,15 @@ def parse_study(values: Any, *, source: str, folder: Path | None) -> Study:
     )
     _check_selections(study)
     study = replace(study, paper=_paper(values.get("paper", []), study))
-    if not study.arms():  # which also finds wrong settings, before anything is started
+    if not study.arms():  # this also finds wrong settings, before anything is started
         raise ConfigError(f"{source}: skip leaves nothing to run")
     return study
 
 
 def with_settings(study: Study, texts: Sequence[str]) -> Study:
-    """The study with settings for every run from texts such as epochs=5 or device=cuda; its overrides still win.
+    """The study with further settings for every run, from texts such as epochs=5 or device=cuda.
 
-    A value is read as TOML; what is not TOML is a text.
+    A value is parsed as TOML; a value that is not TOML is a text. The overrides of the study take precedence.
     """
     settings = dict(study.settings)
     for text in texts:
@@ -250,6 +251,12 @@ def with_settings(study: Study, texts: Sequence[str]) -> Study:
     changed = replace(study, settings=settings)
     changed.arms()
     return changed
+
+
+def with_plugins(study: Study, files: Sequence[str]) -> Study:
+    """The study with further plugins for every run."""
+    plugins = [*study.settings.get("plugins", []), *files]
+    return replace(study, settings={**study.settings, "plugins": plugins}) if files else study
 
 
 def _texts(values: Mapping[str, Any], key: str, source: str) -> tuple[str, ...]:
@@ -272,7 +279,7 @@ def _table(values: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:
 
 
 def _traces(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A table label -> trace; a plain list is labelled by the texts themselves."""
+    """A table from label to trace; in a plain list the texts are their own labels."""
     if "traces" not in values:
         raise ConfigError(f"{source}: traces is missing; expected a table such as static = 'constant(workers=8)'")
     found = values["traces"]
@@ -307,7 +314,7 @@ def _selections(values: Mapping[str, Any], key: str, source: str) -> tuple[dict[
 
 
 def _check_selections(study: Study) -> None:
-    """A selector that names nothing of the study is a misprint: the runs it was meant for would go on without it."""
+    """Refuse selectors that match nothing in the study: with a typo, an override would silently have no effect."""
     known: dict[str, Sequence[Any]] = {
         "workload": study.workloads, "trace": list(study.traces), "rule": study.rules, "seed": study.seeds,
     }  # fmt: skip
@@ -321,7 +328,7 @@ def _check_selections(study: Study) -> None:
 
 
 def _paper(found: Any, study: Study) -> tuple[PaperValue, ...]:
-    """The [[paper]] tables, one a row of a published table, as values of single cells."""
+    """The values of the [[paper]] tables; each table holds one row of a published table."""
     if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
         raise ConfigError(f"{study.source}: paper is {found!r}; expected [[paper]] tables")
     result = []
@@ -348,10 +355,10 @@ def _paper(found: Any, study: Study) -> tuple[PaperValue, ...]:
 
 
 def _anchor(text: str, folder: Path | None) -> str:
-    """A path in a study file is relative to that file."""
+    """A path in a study file, which is relative to that file; a text that is not a path is unchanged."""
     try:
         found = folder is not None and (folder / text).exists()
-    except OSError:  # longer than a path can be: the text of a trace
+    except OSError:  # too long for a path: it is the text of a trace
         found = False
     return str(folder / text) if folder is not None and found else text
 
@@ -365,11 +372,12 @@ def _anchor_paths(settings: dict[str, Any], folder: Path | None) -> None:
 
 
 def check_arms(arms: Sequence[Arm]) -> None:
-    """Refuse a study before it starts if anything that is given by name in it cannot be made; reads no data set.
+    """Refuse a study before it starts if a rule, trace, optimizer, ... in it cannot be made; reads no data set.
 
-    Found later, a misprint would fail every arm, and their records would keep the mended study out of its folder.
+    A typo that is found later would make every arm fail, and their records would keep the corrected study out of its
+    folder.
     """
-    import torch  # which describing a study does not need
+    import torch  # not needed to describe a study
 
     from ebbflow import workloads
     from ebbflow.optim.build import build_optimizer

@@ -1,8 +1,7 @@
-"""A batch that grows: equal to a simulation step by step, to what the policy wants, and to `ebbflow plan`."""
+"""A batch that grows: equal to a simulation step by step, to what the policy requests, and to `ebbflow plan`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -16,14 +15,14 @@ from ebbflow.errors import ConfigError
 from ebbflow.plan import StepSize, make_policy, plan_growing
 from ebbflow.plan.growing import Geo, Growing, Pada
 from ebbflow.plan.growth import allow
-from ebbflow.simulate import FlatPrice, Scenario, on_demand, parse_step_time, simulate
-from ebbflow.simulate.grow import Phases, limited, walk_growing
-from ebbflow.simulate.legs import Legs, Work
+from ebbflow.simulate import ComputeAndNetwork, FlatPrice, Scenario, on_demand, parse_step_time, simulate
+from ebbflow.simulate.advance import GrowthPhases, simulate_growing
 from ebbflow.simulate.recovery import RECOVERIES, Recovery
+from ebbflow.simulate.scenario import TrainingWork
 from ebbflow.simulate.search import Setting, outcomes
-from ebbflow.simulate.stepmodel import ComputeAndNetwork
+from ebbflow.simulate.segments import Segments, limit_batches
 from ebbflow.traces import Trace, load
-from simulate.naive import Naive, assert_same, recoveries, stretches, works
+from simulate.naive import NaiveSimulator, assert_same, fleets, recoveries, steps_of, works
 
 policies = st.one_of(
     st.builds(
@@ -37,16 +36,9 @@ policies = st.one_of(
 )
 
 
-class Part:
-    """Some stretches of a wish."""
-
-    def __init__(self, legs_of: Callable[[int], Legs], requested: int, first: int, stop: int) -> None:
-        self.legs = legs_of(requested).part(first, stop)
-
-
 @settings(max_examples=400)
 @given(
-    stretches=stretches,
+    fleet=fleets,
     recovery=recoveries,
     work=works,
     policy=policies,
@@ -55,40 +47,40 @@ class Part:
     each=st.sampled_from([0.0, 0.083]),
     fixed=st.sampled_from([0.0, 0.3, 1.0]),
 )
-def test_a_growing_walk_equals_one_step_by_step(
-    stretches: list[tuple[float, int]], recovery: Recovery, work: Work, policy: Growing, local: int, step: float,
+def test_a_growing_simulation_equals_one_step_by_step(
+    fleet: list[tuple[float, int]], recovery: Recovery, work: TrainingWork, policy: Growing, local: int, step: float,
     each: float, fixed: float,
 ) -> None:  # fmt: skip
-    stops, there = np.cumsum([s[0] for s in stretches]), np.array([s[1] for s in stretches], np.int64)
-    phases = Phases(policy=policy, ref_batch=4, epoch_samples=work.epoch, most=max(int(there.max()) * local, 1))
+    stops, there = np.cumsum([s[0] for s in fleet]), np.array([s[1] for s in fleet], np.int64)
+    phases = GrowthPhases(policy=policy, ref_batch=4, epoch_samples=work.epoch, most=max(int(there.max()) * local, 1))
 
     @cache
-    def legs_of(requested: int) -> Legs:
-        workers, samples = limited(there, there * local, requested)
-        seconds = step + each * samples
-        return Legs(
-            stops=stops, samples=samples, seconds=seconds, empty=seconds * fixed,
-            reaction=recovery.react(workers, seconds),
-        )  # fmt: skip
+    def segments_of(requested: int) -> Segments:
+        workers, samples = limit_batches(there, there * local, requested)
+        steps = steps_of(workers, samples, step + each * samples, fixed)
+        return Segments(stops=stops, steps=steps, reaction=recovery.react(workers, steps.seconds))
 
-    naive = Naive(lambda steps, samples: legs_of(phases.requested(steps, samples)), work).run()
-    walked, used = walk_growing(phases, lambda *part: Part(legs_of, *part), len(stops), work)
-    assert_same(walked, naive)
-    if walked.rows or walked.blocks:  # the numbers of the stretches are those of the parts
-        sizes = np.concatenate([part.legs.samples[:count] for part, count in used])
-        assert (walked.runs().sizes <= sizes[walked.runs().legs] + 1).all()  # no lone sample is left over
+    def part_of(requested: int, first: int, stop: int) -> Segments:
+        return segments_of(requested).part(first, stop)
+
+    naive = NaiveSimulator(lambda steps, samples: segments_of(phases.requested(steps, samples)), work).run()
+    found, used = simulate_growing(phases, part_of, len(stops), work)
+    assert_same(found, naive)
+    if found.rows or found.blocks:  # the numbers of the segments are those of the parts
+        sizes = np.concatenate([part.steps.samples[:count] for part, count in used])
+        assert (found.runs().sizes <= sizes[found.runs().segments] + 1).all()  # no lone sample is left over
 
 
 @given(workers=st.integers(1, 40), local=st.integers(1, 64), requested=st.integers(1, 3000))
 def test_what_a_step_takes_is_what_training_allows(workers: int, local: int, requested: int) -> None:
     taken = allow(StepSize(workers=workers, samples=workers * local, time_s=0.0, duration_s=1.0), requested)
-    found = limited(np.array([workers]), np.array([workers * local]), requested)
+    found = limit_batches(np.array([workers]), np.array([workers * local]), requested)
     assert (int(found[0][0]), int(found[1][0])) == (taken.workers, taken.samples)
 
 
 @given(policy=policies, steps=st.integers(0, 500), samples=st.integers(0, 5000))
-def test_a_phase_lasts_as_long_as_the_policy_wants_the_same(policy: Growing, steps: int, samples: int) -> None:
-    phases = Phases(policy=policy, ref_batch=4, epoch_samples=100, most=1000)
+def test_a_phase_lasts_as_long_as_the_policy_requests_the_same_batch(policy: Growing, steps: int, samples: int) -> None:
+    phases = GrowthPhases(policy=policy, ref_batch=4, epoch_samples=100, most=1000)
     phase = phases.at(steps, samples)
     assert phase.requested == phases.requested(steps, samples)
     if phase.until_steps < 2**62:
@@ -137,7 +129,7 @@ def test_the_time_of_a_growing_batch_by_hand() -> None:
     assert found.steps == 8
     assert found.time_s == pytest.approx(1.55)
     assert found.breakdown["compute"] == pytest.approx(1.55)
-    assert found.stretches.workers[found.runs.legs].tolist() == [2, 4, 4]  # the last step is one of a whole of 40
+    assert found.segments.workers[found.runs.segments].tolist() == [2, 4, 4]  # the last step is one of a whole of 40
 
 
 def test_a_loss_may_throw_training_back_into_the_phase_before() -> None:
@@ -178,7 +170,7 @@ def test_policies_that_need_a_training_are_refused() -> None:
         growing("geo(2ep)", "constant(4)", ref_batch=None)
 
 
-def test_a_long_trace_is_walked_in_windows() -> None:
+def test_a_long_trace_is_simulated_in_windows() -> None:
     times = np.arange(3000) * 5.0
     trace = Trace(times, 2 + np.arange(3000) % 2, 15_000.0)
     scenario = replace(growing("pada(rate=0.01)", "constant(2)", epochs=100, samples=3000), trace=trace)

@@ -1,0 +1,263 @@
+"""Figures of what rules record per step (gain, noise scale, warm-up) and per layer.
+
+A further figure is one entry of `STATISTICS` or `LAYER_FIGURES`. A column of the records that is not listed there gets
+a plain figure, so everything that was recorded is shown. The gradient variance of each layer over the epochs is Figure
+3 of Ko et al. (2022); when layers end their warm-up, their Figure 7, is the statistic `warming`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbflow.report.plotting import (
+    MUTED,
+    PALETTE,
+    Drawing,
+    RuleStyle,
+    WorkloadArms,
+    drawing_style,
+    envelope,
+    legend,
+    log_if_wide,
+    outer_labels,
+    panels,
+    slug,
+)
+from ebbflow.report.results import ArmResult, LayerCurves
+from ebbflow.rules.gain import gain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = [
+    "LAYER_FIGURES",
+    "STATISTICS",
+    "LayerFigure",
+    "Statistic",
+    "gradient_variance",
+    "layer_figures",
+    "over_epochs",
+    "statistic_figures",
+]
+
+Array = npt.NDArray[np.float64]
+_NAMED_LAYERS = 10
+"""Up to this many layers the legend names each of them; otherwise the first and the last."""
+
+
+# -- per step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """How one column of the steps is drawn over the epochs."""
+
+    column: str
+    title: str
+    caption: str
+    label: str = ""
+    """Label of the vertical axis; by default the title."""
+    wide: float = 50.0
+    """The axis is logarithmic if the values span more than this factor."""
+    with_batch: bool = False
+    """Whether to draw the batch behind it, which has the same unit."""
+    beside: frozenset[str] = frozenset()
+    """For a column that every record has: it is drawn only if one of these columns was recorded, too."""
+
+    def drawn_for(self, recorded: frozenset[str]) -> bool:
+        """Whether records with these columns have anything to show here."""
+        return bool(recorded & (self.beside or {self.column}))
+
+
+STATISTICS = (
+    Statistic(
+        column="multiplier", title="Multiplier", label="multiplier of the rate",
+        beside=frozenset({"gain", "ramp", "warming"}),
+        caption="The multiplier of the learning rate in each step, with warm-up and ramp; the mean over layers that "
+        "differ.",
+    ),
+    Statistic(
+        column="gain", title="Gain", label="gain (reference steps)",
+        caption="How many steps at the reference batch one step was worth, by the noise and signal of its gradient.",
+    ),
+    Statistic(
+        column="gain_min", title="Lowest gain of a layer", label="gain (reference steps)",
+        caption="The gain of the layer whose gradient is least noisy, for layer-wise rules.",
+    ),
+    Statistic(
+        column="gain_max", title="Highest gain of a layer", label="gain (reference steps)",
+        caption="The gain of the layer whose gradient is noisiest, for layer-wise rules.",
+    ),
+    Statistic(
+        column="noise_scale", title="Noise scale", label="samples", wide=5.0, with_batch=True,
+        caption="The noise scale, noise divided by signal, in samples (McCandlish et al. 2018). The gradient of a "
+        "smaller batch is mostly noise and gains from more workers; far above it, more samples hardly help. Grey: the "
+        "batch.",
+    ),
+    Statistic(
+        column="noise", title="Noise", label="trace of the covariance", wide=5.0,
+        caption="Noise: the variance of one sample's gradient, summed over all parameters.",
+    ),
+    Statistic(
+        column="signal", title="Signal", label="squared norm", wide=5.0,
+        caption="Signal: the estimated squared norm of the true gradient.",
+    ),
+    Statistic(
+        column="ramp", title="Ramp", label="multiplier / its target",
+        caption="The multiplier in force divided by the one that the rule asks for: below 1 while it rises after an "
+        "increase of the batch.",
+    ),
+    Statistic(
+        column="warming", title="Layers in warm-up", label="layers",
+        caption="Layers that are still in their warm-up; a decrease by n means that n layers ended it there, as in "
+        "Figure 7 of Ko et al. (2022). A rule for the whole model has one warm-up.",
+    ),
+    Statistic(
+        column="progress", title="Progress", label="reference steps",
+        caption="Reference steps that the run was worth so far, which its schedule follows.",
+    ),
+)  # fmt: skip
+
+
+def statistic_figures(of: WorkloadArms) -> Iterator[Drawing]:
+    """One figure per recorded statistic: those of `STATISTICS` in their order, then all others."""
+    recorded = frozenset(column for arm in of.arms for column in arm.stats)
+    known = {statistic.column for statistic in STATISTICS}
+    for statistic in (*STATISTICS, *map(_plain, sorted(recorded - known))):
+        if statistic.drawn_for(recorded):
+            with drawing_style():
+                drawing = _draw_statistic(statistic, of)
+            yield drawing
+
+
+def _plain(column: str) -> Statistic:
+    title = column.replace("_", " ")
+    title = title[:1].upper() + title[1:]
+    return Statistic(column=column, title=title, caption=f"{title}, as recorded in each step.")
+
+
+def _draw_statistic(statistic: Statistic, of: WorkloadArms) -> Drawing:
+    figure, axes = panels(of.traces, height=2.4)
+    drawn: list[Array] = []
+    for axis, trace in zip(axes, of.traces, strict=True):
+        arms = of.on_trace(trace)
+        drawn += over_epochs(axis, arms, of.style, statistic.column)
+        if statistic.with_batch:
+            drawn += _batch_behind(axis, arms, statistic.column)
+    log_if_wide(axes, drawn, wide=statistic.wide)
+    outer_labels(axes, "epoch", statistic.label or statistic.title.lower())
+    legend(figure, axes)
+    caption = f"{statistic.caption} One seed."
+    return of.drawing(statistic.column, statistic.title, caption, figure, stem=f"stat-{slug(statistic.column)}")
+
+
+def over_epochs(axis: Axes, arms: Sequence[ArmResult], style: RuleStyle, column: str) -> list[Array]:
+    """Draw one line per rule, of its longest run, since rules hardly depend on the seed; returns all drawn values."""
+    drawn = []
+    for rule in style.rules:
+        mine = [arm for arm in arms if arm.rule == rule and column in arm.columns]
+        if not mine:
+            continue
+        longest = max(mine, key=lambda arm: arm.steps)
+        x, y = envelope(*longest.whole_steps("position", column))
+        axis.plot(x, y, drawstyle="steps-pre", **{**style.line(rule), "linewidth": 1.2})  # x is the end of the step
+        drawn.append(y)
+    return drawn
+
+
+def _batch_behind(axis: Axes, arms: Sequence[ArmResult], column: str) -> list[Array]:
+    """Draw the batch of the longest arm that has the column, as a thin grey line."""
+    mine = [arm for arm in arms if column in arm.columns]
+    if not mine:
+        return []
+    x, y = envelope(*max(mine, key=lambda arm: arm.steps).whole_steps("position", "batch"))
+    axis.plot(x, y, drawstyle="steps-pre", color=MUTED, linewidth=0.8, alpha=0.8, zorder=1)
+    return [y]
+
+
+# -- per layer ---------------------------------------------------------------------------------------------------------
+
+
+def gradient_variance(curves: LayerCurves, ref_batch: int) -> Array:
+    """The gradient variance of each layer by Ko et al. (2022, eq. 4): from 1 (all signal) to B/B0 (all noise).
+
+    It is the gain of the layer at the batch of the step, from the averages of noise and signal; NaN where they are NaN.
+    """
+    value = np.full_like(curves.noise, np.nan)
+    for row, column in np.argwhere(np.isfinite(curves.noise) & np.isfinite(curves.signal)):
+        noise, signal = float(curves.noise[row, column]), float(curves.signal[row, column])
+        value[row, column] = gain(noise / ref_batch, signal, float(curves.batch[row]) / ref_batch)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFigure:
+    """One quantity of the layers."""
+
+    kind: str
+    title: str
+    label: str
+    caption: str
+    values: Callable[[LayerCurves, int], Array]
+    """From the curves and the reference batch: one row per recorded step, one column per layer."""
+
+
+LAYER_FIGURES = (
+    LayerFigure(
+        kind="layer-variance", title="Gradient variance of the layers", label="gradient variance",
+        values=gradient_variance,
+        caption="The gradient variance of each layer as Ko et al. (2022) define it, their Figure 3: from 1, where all "
+        "micro-batches agree, to B/B0, where they are all noise.",
+    ),
+    LayerFigure(
+        kind="layer-multiplier", title="Multiplier of the layers", label="multiplier of the rate",
+        values=lambda curves, ref_batch: curves.multiplier,
+        caption="The multiplier of the learning rate of each layer, with warm-up and ramp.",
+    ),
+)  # fmt: skip
+
+
+def layer_figures(of: WorkloadArms) -> Iterator[Drawing]:
+    """The figures of `LAYER_FIGURES`, with one panel per rule and trace; none if no arm recorded its layers."""
+    shown: dict[str, ArmResult] = {}
+    for rule in of.style.rules:
+        for trace in of.traces:
+            mine = [arm for arm in of.on_trace(trace) if arm.rule == rule and arm.layers and arm.ref_batch]
+            if mine:
+                shown[f"{rule}, {trace}"] = max(mine, key=lambda arm: arm.steps)
+    if not shown:
+        return
+    for what in LAYER_FIGURES:
+        with drawing_style():
+            drawing = _draw_layers(what, shown, of)
+        yield drawing
+
+
+def _draw_layers(what: LayerFigure, shown: dict[str, ArmResult], of: WorkloadArms) -> Drawing:
+    figure, axes = panels(list(shown), height=2.4)
+    drawn = [_layer_lines(axis, arm, what, of.style) for axis, arm in zip(axes, shown.values(), strict=True)]
+    log_if_wide(axes, drawn, wide=50)
+    outer_labels(axes, "epoch", what.label)
+    legend(figure, axes)
+    caption = f"{what.caption} One line per parameter tensor, from blue (nearest the input) to orange. One seed."
+    return of.drawing(what.kind, what.title, caption, figure)
+
+
+def _layer_lines(axis: Axes, arm: ArmResult, what: LayerFigure, style: RuleStyle) -> Array:
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+    assert arm.layers is not None and arm.ref_batch is not None  # layer_figures chose arms that have both
+    values = what.values(arm.layers, arm.ref_batch)
+    count = len(arm.layers.names)
+    colours = LinearSegmentedColormap.from_list("depth", [PALETTE[0], PALETTE[5], PALETTE[4], PALETTE[1]])
+    gid = style.line(arm.rule)["gid"]
+    for i, layer in enumerate(arm.layers.names):
+        named = count <= _NAMED_LAYERS or i in (0, count - 1)
+        look: dict[str, Any] = {"color": to_hex(colours(i / max(count - 1, 1))), "linewidth": 1.1, "gid": gid}
+        axis.plot(arm.layers.position, values[:, i], label=layer if named else None, **look)
+    return values
