@@ -131,7 +131,7 @@ def joined(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[Gro
         # Before this process ends and the others notice: whoever comes later has nothing to tell.
         if _first(store) or isinstance(error, KeyboardInterrupt):
             raise
-        raise RankLost("another rank has failed", told=True) from error
+        raise RankLost("another rank has failed", reported=True) from error
     finally:
         with contextlib.suppress(Exception):  # a rank that is gone is no reason to fail
             dist.destroy_process_group()
