@@ -34,25 +34,39 @@ if TYPE_CHECKING:
     from ebbflow.data.sampler import ElasticSampler as ElasticSampler
     from ebbflow.errors import EbbflowError as EbbflowError
     from ebbflow.optim.elastic import ElasticOptimizer as ElasticOptimizer
-    from ebbflow.plan.plan import BatchPlan as BatchPlan
+    from ebbflow.optim.optimizers import register_optimizer as register_optimizer
+    from ebbflow.optim.schedules import register_schedule as register_schedule
+    from ebbflow.plan.batch_plan import BatchPlan as BatchPlan
+    from ebbflow.plan.policies import register_policy as register_policy
     from ebbflow.record import read_record as read_record
-    from ebbflow.rules.base import Scaling as Scaling
-    from ebbflow.rules.base import StepContext as StepContext
-    from ebbflow.rules.registry import make_rule as make_rule
-    from ebbflow.traces.trace import Trace as Trace
+    from ebbflow.rules.rule import Scaling as Scaling
+    from ebbflow.rules.rule import StepContext as StepContext
+    from ebbflow.rules.rule import make_rule as make_rule
+    from ebbflow.rules.rule import register_modifier as register_modifier
+    from ebbflow.rules.rule import register_rule as register_rule
+    from ebbflow.traces.availability import Trace as Trace
+    from ebbflow.traces.formats import register_trace_format as register_trace_format
+    from ebbflow.traces.synthetic import register_trace as register_trace
 
 _HOME = {
-    "BatchPlan": "ebbflow.plan.plan",
+    "BatchPlan": "ebbflow.plan.batch_plan",
     "EbbflowError": "ebbflow.errors",
     "ElasticOptimizer": "ebbflow.optim.elastic",
     "ElasticSampler": "ebbflow.data.sampler",
-    "Scaling": "ebbflow.rules.base",
-    "StepContext": "ebbflow.rules.base",
-    "Trace": "ebbflow.traces.trace",
-    "make_rule": "ebbflow.rules.registry",
+    "Scaling": "ebbflow.rules.rule",
+    "StepContext": "ebbflow.rules.rule",
+    "Trace": "ebbflow.traces.availability",
+    "make_rule": "ebbflow.rules.rule",
     "read_record": "ebbflow.record",
+    "register_modifier": "ebbflow.rules.rule",
+    "register_optimizer": "ebbflow.optim.optimizers",
+    "register_policy": "ebbflow.plan.policies",
+    "register_rule": "ebbflow.rules.rule",
+    "register_schedule": "ebbflow.optim.schedules",
+    "register_trace": "ebbflow.traces.synthetic",
+    "register_trace_format": "ebbflow.traces.formats",
 }
-_ROOMS = ("live", "simulate", "sklearn")
+_PACKAGES = ("live", "simulate", "sklearn")
 """Packages with public names of their own."""
 
 __all__ = [
@@ -66,11 +80,18 @@ __all__ = [
     "__version__",
     "make_rule",
     "read_record",
+    "register_modifier",
+    "register_optimizer",
+    "register_policy",
+    "register_rule",
+    "register_schedule",
+    "register_trace",
+    "register_trace_format",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return importlib.import_module(f"ebbflow.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'ebbflow' has no attribute {name!r}; public names: {', '.join(__all__)}")

@@ -29,9 +29,8 @@ import numpy.typing as npt
 
 from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Averages, Measurement, Moments
-from ebbflow.optim.schedules import Progress, Schedule, make_schedule
-from ebbflow.rules.base import Rule, Scaling, StepContext
-from ebbflow.rules.registry import make_rule
+from ebbflow.optim.schedules import Schedule, TrainingProgress, make_schedule
+from ebbflow.rules.rule import Rule, Scaling, StepContext, make_rule
 
 __all__ = ["NoisyQuadratic", "SecondMoments", "Trajectory", "best_rate", "expected_run"]
 
@@ -186,7 +185,7 @@ def expected_run(
                 epoch_samples=epoch_samples, total_samples=sum(sizes), moments=moments,
             )  # fmt: skip
             scaling, state = made.scale(context, state)
-            position = Progress(
+            position = TrainingProgress(
                 samples=progress, epoch_samples=epoch_samples, total_samples=sum(sizes), ref_batch=ref_batch
             )
             second = second.stepped(

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ebbflow.engines.base import Faults
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.plan.policies import Follow
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 
 SAMPLES = 97  # a prime: no step size divides it
 EPOCHS = 3

@@ -15,7 +15,7 @@ from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
 from ebbflow.engines.dask import DaskEngine
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 from engines.dask_helpers import Witnessed, local_client

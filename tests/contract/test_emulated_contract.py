@@ -14,7 +14,7 @@ from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.emulated.base import EmulatedEngine
 from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 

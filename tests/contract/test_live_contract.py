@@ -22,7 +22,7 @@ from contract.suite import SAMPLES, EngineContract, Outcome
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.base import Faults
 from ebbflow.live.lineage import read_fleet
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 from live import replicas
 
 SURVIVORS = ("s0", "s1")

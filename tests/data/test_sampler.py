@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from ebbflow.data.ledger import Ledger, micro_batch_sizes
-from ebbflow.data.sampler import ElasticSampler, SamplerMicroBatch
+from ebbflow.data.sampler import ElasticSampler, MicroBatchInfo
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.plan.plan import BatchPlan
-from ebbflow.traces.trace import Trace
+from ebbflow.plan.batch_plan import BatchPlan
+from ebbflow.traces.availability import Trace
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,7 @@ def make(samples: int, plan: Any, **options: Any) -> ElasticSampler:
     return ElasticSampler(samples, plan.plan() if isinstance(plan, Fleet) else plan, **options)
 
 
-def train(
-    sampler: ElasticSampler, micro_batches: int, *, ahead: int = 0
-) -> Iterator[tuple[SamplerMicroBatch, list[int]]]:
+def train(sampler: ElasticSampler, micro_batches: int, *, ahead: int = 0) -> Iterator[tuple[MicroBatchInfo, list[int]]]:
     """Train on micro-batches, epoch after epoch, while the reader is `ahead` micro-batches before the training."""
     trained = 0
     while trained < micro_batches:
@@ -84,7 +82,7 @@ def test_steps_follow_the_trace_and_the_last_one_is_smaller() -> None:
 def test_a_piece_tells_its_place_in_the_step() -> None:
     sampler = ElasticSampler(33, 1, local_batch=33, shuffle=False)
     assert sampler.peek() == sampler.peek()  # looking changes nothing
-    assert sampler.consume() == SamplerMicroBatch(
+    assert sampler.consume() == MicroBatchInfo(
         step=0, size=33, batch=33, workers=1, index=0, count=1, epoch=0, start=0, time_s=0.0, next_size=None
     )
     # The largest micro-batch is 16: 33 = 11 + 11 + 11.

@@ -15,13 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbflow.cli.main import app
+from ebbflow.core.plugins import load_plugins
 from ebbflow.moments.estimate import Moments
 from ebbflow.record import read_record
 from ebbflow.report.results import load_results
 from ebbflow.report.tables import Cell, summarise
-from ebbflow.rules.base import Rule, StepContext
-from ebbflow.rules.registry import RULES, make_rule
-from ebbflow.run.config import load_plugins
+from ebbflow.rules.rule import RULES, Rule, StepContext, make_rule
 from ebbflow.studies.study import load_study
 
 EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence"

@@ -13,10 +13,10 @@ from ebbflow.engines.base import Faults
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.emulated.base import EmulatedEngine
 from ebbflow.engines.emulated.ranks import Ranks
-from ebbflow.plan.growth import allow
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
+from ebbflow.plan.growing import allow
 from ebbflow.plan.policies import Follow
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 from ebbflow.workloads import cross_entropy
 
 SAMPLES = 211  # a prime: every epoch has an uneven tail

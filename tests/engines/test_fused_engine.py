@@ -19,11 +19,11 @@ from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.emulated.base import EmulatedEngine
 from ebbflow.engines.emulated.chunks import Chunk, cut
 from ebbflow.errors import ConfigError
-from ebbflow.plan.plan import BatchPlan, StepSize
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
 from ebbflow.plan.policies import Follow
 from ebbflow.run import training
 from ebbflow.run.config import RunConfig
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 from ebbflow.workloads import cross_entropy
 
 SAMPLES = 211  # a prime: every epoch has an uneven tail

@@ -11,7 +11,7 @@ from torch import nn
 
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.emulated.base import EmulatedEngine
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.workloads import cross_entropy
 from engines.test_fused_engine import (
     MODELS,

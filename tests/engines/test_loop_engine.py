@@ -14,7 +14,7 @@ from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.engines.micro_batches import micro_batch_seed
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 

@@ -21,7 +21,7 @@ from ebbflow.engines.emulated import FusedEngine
 from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.engines.emulated.step import Step
 from ebbflow.errors import ConfigError
-from ebbflow.plan.plan import BatchPlan, StepSize
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
 from ebbflow.record import Run, read_record
 from ebbflow.run import torchrun
 from ebbflow.run.config import RunConfig

@@ -11,8 +11,7 @@ import math
 import pytest
 
 from ebbflow.moments.estimate import Averages, Measurement, Moments
-from ebbflow.rules.base import Rule, Scaling, StepContext
-from ebbflow.rules.registry import make_rule, table
+from ebbflow.rules.rule import Rule, Scaling, StepContext, make_rule, rule_entries
 
 
 def context(batch: int, *, samples: int = 0, step: int = 0, moments: Moments | None = None) -> StepContext:
@@ -378,7 +377,7 @@ def test_every_registered_name_is_in_this_file() -> None:
     rows = [row[0] for row in ROWS] + [row[0] for row in MEASURED]
     several = "adamsde ramp inside keepdecay statewarmup"  # tests of their own, above
     text = " ".join([*rows, several])
-    own = [entry.name for entry in table() if entry.make.__module__.startswith("ebbflow.")]
+    own = [entry.name for entry in rule_entries() if entry.make.__module__.startswith("ebbflow.")]
     assert [name for name in own if name not in text] == []
 
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.plan.growing import Growing, Observation
-from ebbflow.plan.growth import Growth, allow
-from ebbflow.plan.plan import StepSize
-from ebbflow.plan.policies import POLICIES, make_policy
+from ebbflow.plan.batch_plan import StepSize
+from ebbflow.plan.growing import Growth, allow
+from ebbflow.plan.policies import POLICIES, GrowingPolicy, Observation, make_policy
 
 NAMES = [*POLICIES.names("passive"), *POLICIES.names("adaptive")]
 REF_BATCH, EPOCH = 32, 1000
@@ -27,14 +26,14 @@ steps = st.fixed_dictionaries(
 histories = st.lists(steps, max_size=25)
 
 
-def policy_of(name: str, **limits: int) -> Growing:
+def policy_of(name: str, **limits: int) -> GrowingPolicy:
     given = [FAST] * (POLICIES.entry(name).kind == "adaptive") + [f"{key}={value}" for key, value in limits.items()]
     policy = make_policy(f"{name}({', '.join(given)})")
-    assert isinstance(policy, Growing)
+    assert isinstance(policy, GrowingPolicy)
     return policy
 
 
-def replay(policy: Growing, history: list[dict[str, Any]], *, through_json: bool = False) -> list[int]:
+def replay(policy: GrowingPolicy, history: list[dict[str, Any]], *, through_json: bool = False) -> list[int]:
     """What the policy wants before each step of a history, and after it."""
     seen = Observation(step=0, samples=0, epoch_samples=EPOCH, ref_batch=REF_BATCH)
     state, requested = policy.init(), []

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.moments.estimate import Moments
-from ebbflow.rules.base import Chain, Rule, Scaling, StepContext
-from ebbflow.rules.describe import describe
-from ebbflow.rules.registry import RULES, make_rule, table
+from ebbflow.report.rule_pages import describe
+from ebbflow.rules.rule import RULES, Rule, RuleChain, Scaling, StepContext, make_rule, rule_entries
 
 LAYERS = 3
-TEXTS = {entry.name: describe(entry).example for entry in table() if entry.make.__module__.startswith("ebbflow.")}
+TEXTS = {
+    entry.name: describe(entry).example for entry in rule_entries() if entry.make.__module__.startswith("ebbflow.")
+}
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def test_a_modifier_stands_behind_a_layer_wise_rule_too(name: str, history: list
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_text_form_reads_back(name: str) -> None:
     rule = law(name, "text")
-    assert isinstance(rule, Chain)
+    assert isinstance(rule, RuleChain)
     assert make_rule(rule.text) == rule
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ebbflow.moments.estimate import Averages, Moments
-from ebbflow.moments.measure import Meter
+from ebbflow.moments.meters import HookMeter
 
 BASE = 32
 """Samples of a micro-batch; also the reference batch."""
@@ -34,7 +34,9 @@ def backward(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     ((parameter * gradient).sum() / PIECES).backward()
 
 
-def measure(meter: Meter, parameter: nn.Parameter, micro_batches: list[torch.Tensor], averages: Averages) -> Averages:
+def measure(
+    meter: HookMeter, parameter: nn.Parameter, micro_batches: list[torch.Tensor], averages: Averages
+) -> Averages:
     parameter.grad = None
     for gradient in micro_batches:
         backward(parameter, gradient)
@@ -61,7 +63,7 @@ def fairscale_adascale(parameter: nn.Parameter) -> Any:
 
 def test_fairscale_finds_the_same_gain_at_a_fixed_scale() -> None:
     ours, theirs = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(50))
-    meter, averages, peer = Meter([ours], layers=False), Averages(), fairscale_adascale(theirs)
+    meter, averages, peer = HookMeter([ours], layers=False), Averages(), fairscale_adascale(theirs)
     for step in range(20):
         averages = measure(meter, ours, gradients(step), averages)
         theirs.grad = None
@@ -81,7 +83,7 @@ def test_when_the_workers_change_fairscale_reads_a_third_of_the_gain() -> None:
     x = math.sqrt(288.0)
     micro_batches = [torch.tensor([math.sqrt(97.0), a, b]) for a, b in ((x, 0.0), (-x, 0.0), (0.0, x), (0.0, -x))]
     ours, theirs = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
-    meter, averages, peer = Meter([ours], layers=False), Averages(), fairscale_adascale(theirs)
+    meter, averages, peer = HookMeter([ours], layers=False), Averages(), fairscale_adascale(theirs)
     for _ in range(5):
         averages = measure(meter, ours, micro_batches, averages)
         theirs.grad = None
@@ -117,7 +119,7 @@ def adaptdl_noise_scale() -> Iterator[Any]:
 
 def test_adaptdl_finds_the_same_noise_and_signal(adaptdl_noise_scale: Any) -> None:
     ours, theirs = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(50))
-    meter, averages = Meter([ours], layers=False), Averages()
+    meter, averages = HookMeter([ours], layers=False), Averages()
     wrapped = types.SimpleNamespace(require_backward_grad_sync=False)
     peer = adaptdl_noise_scale(wrapped, torch.optim.SGD([theirs], lr=0.1), num_replicas=1, accum_scale=1.0)
     peer._smoothing = math.exp(-1 / 1000)  # a reference step, as ours

@@ -10,7 +10,7 @@ import torch
 
 from ebbflow.errors import ConfigError
 from ebbflow.optim.apply import Applier
-from ebbflow.rules.base import Scaling
+from ebbflow.rules.rule import Scaling
 
 SHAPES = [(7, 5), (5,), (4, 3, 2), (1,), (6, 6)]
 STEPS = 20
@@ -302,7 +302,7 @@ def test_optimizers_that_a_scaling_does_not_fit_are_refused() -> None:
         Applier(torch.optim.LBFGS(net))
     with pytest.raises(ConfigError, match="Rprop uses the rate for its first step only"):
         Applier(torch.optim.Rprop(net)).check(Scaling(lr=(1.0,) * 5), "lena")
-    with pytest.raises(ConfigError, match="gives 3 layers a multiplier, the optimizer has 5"):
+    with pytest.raises(ConfigError, match="returned multipliers for 3 layers, but the optimizer has 5"):
         Applier(torch.optim.SGD(net)).check(Scaling(lr=(1.0, 2.0, 3.0)), "lena")
     with pytest.raises(ConfigError, match="adamsde changes the betas, which SGD does not have"):
         Applier(torch.optim.SGD(net)).check(Scaling(betas=2.0), "adamsde")

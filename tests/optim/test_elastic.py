@@ -11,10 +11,10 @@ from torch import nn
 import ebbflow
 from ebbflow.data.sampler import ElasticSampler
 from ebbflow.errors import CheckpointError, ConfigError
-from ebbflow.optim.build import OPTIMIZERS, build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.plan import BatchPlan
-from ebbflow.rules.base import StepContext
+from ebbflow.optim.optimizers import OPTIMIZERS, build_optimizer
+from ebbflow.plan.batch_plan import BatchPlan
+from ebbflow.rules.rule import StepContext
 
 SAMPLES = 109  # prime, and a tail of 109 - 4 * 24 = 13 samples, in uneven micro-batches of 7 and 6
 

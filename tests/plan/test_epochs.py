@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.errors import PlanError
-from ebbflow.plan.plan import BatchPlan, cut_step
-from ebbflow.traces.trace import Trace
+from ebbflow.plan.batch_plan import BatchPlan, cut_step
+from ebbflow.traces.availability import Trace
 
 
 @pytest.mark.parametrize(

@@ -19,22 +19,20 @@ from ebbflow.engines.base import Engine, Gradients
 from ebbflow.errors import CheckpointError, EbbflowError, PlanError, SpecError, UnitError
 from ebbflow.moments.estimate import Measurement
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.growing import Geo, Growing, Observation
-from ebbflow.plan.growth import Growth, allow, fit_growing, foresee, plan_growing
-from ebbflow.plan.plan import BatchPlan, StepSize
-from ebbflow.plan.policies import make_policy
-from ebbflow.rules.base import Rule, Scaling, State, StepContext
-from ebbflow.rules.damping import scale_damped
-from ebbflow.rules.registry import make_rule
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
+from ebbflow.plan.fitted_plans import fit_growing, foresee, plan_growing
+from ebbflow.plan.growing import Geo, Growth, allow
+from ebbflow.plan.policies import GrowingPolicy, Observation, make_policy
+from ebbflow.rules.rule import Rule, Scaling, State, StepContext, damp, make_rule
 from ebbflow.run.config import RunConfig
 from ebbflow.run.flow import Flow
 from ebbflow.run.training import Callbacks, train
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 
 
-def policy_of(text: str) -> Growing:
+def policy_of(text: str) -> GrowingPolicy:
     policy = make_policy(text)
-    assert isinstance(policy, Growing)
+    assert isinstance(policy, GrowingPolicy)
     return policy
 
 
@@ -118,7 +116,7 @@ def test_the_rate_pays_for_what_the_rule_has_not(rule: str, exponent: float, mul
     # The reference batch is 32, the step has 64, and 256 were requested.
     context = StepContext(step=0, batch=64, ref_batch=32, samples=0, shortfall=0.25)
     made = make_rule(rule)
-    scaling, _ = scale_damped(made, context, made.init(), exponent=exponent)
+    scaling = damp(made.scale(context, made.init())[0], made, context, made.init(), exponent=exponent)
     assert scaling.multiplier == pytest.approx(multiplier)
     assert scaling.stats["damping"] == pytest.approx(damping)
 
@@ -129,7 +127,7 @@ def test_a_rule_that_stands_still_has_nothing_to_pay_with() -> None:
             return Scaling(lr=0.0), state
 
     context = StepContext(step=0, batch=64, ref_batch=32, samples=0, shortfall=0.25)
-    assert scale_damped(Still(), context, None, exponent=1.0)[0] == Scaling(lr=0.0)
+    assert damp(Scaling(lr=0.0), Still(), context, None, exponent=1.0) == Scaling(lr=0.0)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +173,7 @@ def test_foreseen_steps_are_those_of_a_policy_that_is_asked_for_each(
     policy: str, workers: list[int], local_batch: int, samples: int, epochs: int, ref_batch: int
 ) -> None:
     grows = make_policy(policy, local_batch)
-    assert isinstance(grows, Growing)
+    assert isinstance(grows, GrowingPolicy)
     trace = Trace.from_points([(40.0 * i, count) for i, count in enumerate(workers)], end=Seconds(40.0 * len(workers)))
     capacity = BatchPlan.from_trace(trace, grows, 0.3)
     growth = Growth(grows, ref_batch=ref_batch, epoch_samples=samples)

@@ -9,9 +9,8 @@ import pytest
 from ebbflow.core.spec import Entry
 from ebbflow.errors import ConfigError, EbbflowError, InputError, SpecError
 from ebbflow.moments.estimate import Moments
-from ebbflow.rules.base import Rule, Scaling, State, StepContext
-from ebbflow.rules.describe import describe
-from ebbflow.rules.registry import RULES, make_rule, register, table
+from ebbflow.report.rule_pages import describe
+from ebbflow.rules.rule import RULES, Rule, Scaling, State, StepContext, make_rule, register_rule, rule_entries
 
 
 def step(**more: object) -> StepContext:
@@ -30,7 +29,7 @@ def test_an_alias_needs_what_it_stands_for() -> None:
 
 
 def test_needs_of_the_registry_and_of_the_rules_agree() -> None:
-    for entry in table():
+    for entry in rule_entries():
         assert make_rule(describe(entry).example).needs >= entry.needs
 
 
@@ -60,8 +59,8 @@ def test_an_alias_keeps_a_long_span_to_the_last_digit() -> None:
 
 
 def test_nothing_can_need_what_nobody_measures() -> None:
-    with pytest.raises(SpecError, match="needs hessian, which nothing measures; known are layers, moments"):
-        register("curved", needs={"hessian"})
+    with pytest.raises(SpecError, match="needs hessian, which cannot be measured; known are layers, moments"):
+        register_rule("curved", needs={"hessian"})
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_nothing_can_need_what_nobody_measures() -> None:
         ("linear+ramp(0)", "ramp: steps is 0; expected a positive number"),
         ("adamsde(beta1=maybe)", "adamsde: beta1 is 'maybe'; expected true or false"),
         ("ramp", "starts with the modifier 'ramp'; put a rule before it"),
-        ("linear+dynamic", "'dynamic', a rule, behind a"),
+        ("linear+dynamic", "'dynamic', a rule, after a"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(text: str, message: str) -> None:
@@ -111,7 +110,7 @@ def test_a_model_that_changes_its_layers_is_refused() -> None:
 
     rule = make_rule("lena+statewarmup")
     _, state = rule.scale(layers(2), rule.init())
-    with pytest.raises(ConfigError, match="of 2 layers, the step of 3"):
+    with pytest.raises(ConfigError, match="has 2 layers, but the step has 3"):
         rule.scale(layers(3), state)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from ebbflow.plan.epochs import cut_step
+from ebbflow.plan.batch_plan import cut_step
 from ebbflow.simulate.legs import SNAP, Legs, Walk, Work
 from ebbflow.simulate.recovery import DRAIN, FINISH, LOSE, Checkpoint, Ideal, PerStep, Recovery
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.optim.build import OPTIMIZERS
+from ebbflow.optim.optimizers import OPTIMIZERS
 from ebbflow.optim.schedules import make_schedule
 from ebbflow.run.planning import check_measurable, foresee_steps, make_growth, make_plan
 from ebbflow.run.training import resolve

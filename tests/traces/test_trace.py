@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ebbflow.core.units import Seconds
 from ebbflow.errors import TraceError
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 
 # Times are eighths of a second, so that all sums and differences below are exact in binary.
 EIGHTH = 0.125

@@ -15,7 +15,7 @@ from torch import nn
 
 from ebbflow import workloads
 from ebbflow.errors import ConfigError, DataError, InputError, SpecError
-from ebbflow.optim.build import build_optimizer
+from ebbflow.optim.optimizers import build_optimizer
 from ebbflow.optim.schedules import make_schedule
 from ebbflow.workloads import WORKLOADS, Recipe, Task, TensorSource
 from ebbflow.workloads.base import Workload

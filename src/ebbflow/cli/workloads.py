@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from ebbflow.cli.common import AsJson, out, print_json
-from ebbflow.run.config import load_plugins
+from ebbflow.core.plugins import load_plugins
 
 __all__ = ["workloads"]
 

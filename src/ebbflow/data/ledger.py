@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ebbflow.errors import CheckpointError, DataError, LedgerError
-from ebbflow.plan.plan import StepSize, cut_step
+from ebbflow.plan.batch_plan import StepSize, cut_step
 
 __all__ = [
     "Assignment",

@@ -13,9 +13,9 @@ from torch.utils.data import Sampler
 from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, largest_micro_batch, micro_batch_sizes, split_step
 from ebbflow.data.permutation import Permutation
 from ebbflow.errors import CheckpointError, ConfigError, PlanError
-from ebbflow.plan.plan import BatchPlan, StepSize
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
 
-__all__ = ["ElasticSampler", "SamplerMicroBatch"]
+__all__ = ["ElasticSampler", "MicroBatchInfo"]
 
 STATE_VERSION = 1
 # Indices computed at once: a call for each small micro-batch would cost hundreds of times more an index. Blocks of 2^15
@@ -24,7 +24,7 @@ _BLOCK = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplerMicroBatch:
+class MicroBatchInfo:
     """One local batch of one (virtual) worker, as this rank trains on it."""
 
     step: int
@@ -191,13 +191,13 @@ class ElasticSampler(Sampler[list[int]]):
         tail = self._tail(place)
         whole = (
             steps * self._count(samples, self._most(workers, samples))
-            for workers, samples, steps in self.plan.kinds(place.step, tail.step)
+            for workers, samples, steps in self.plan.distinct_steps(place.step, tail.step)
         )
         return sum(whole) + sum(self._count(step.assignment.batch, step.largest) for step in self._rest(tail))
 
     def _tail(self, place: _Place) -> _Place:
         """The place before the last steps of an epoch, which its end may cut; all before them are as planned."""
-        step = self.plan.whole_until(place.step, place.ledger.remaining)
+        step = self.plan.whole_steps_until(place.step, place.ledger.remaining)
         passed = self.plan.samples_before(step) - self.plan.samples_before(place.step)
         return _Place(replace(place.ledger, position=place.ledger.position + passed), step)
 
@@ -238,11 +238,11 @@ class ElasticSampler(Sampler[list[int]]):
         self._done = 0  # consumed micro-batches of the step that comes next on this rank
         self._ahead: tuple[_Step, tuple[MicroBatch, ...]] | None = None  # that step, once looked up
 
-    def peek(self) -> SamplerMicroBatch:
+    def peek(self) -> MicroBatchInfo:
         """The next micro-batch to be consumed; at the end of an epoch, the first one of the next. Changes nothing."""
         step, mine = self._upcoming()
         last = self._done == len(mine) - 1
-        return SamplerMicroBatch(
+        return MicroBatchInfo(
             step=step.place.step,
             size=mine[self._done].size,
             batch=step.assignment.batch,
@@ -273,7 +273,7 @@ class ElasticSampler(Sampler[list[int]]):
             f"there are ranks; use fewer ranks or a smaller local_batch"
         )
 
-    def consume(self) -> SamplerMicroBatch:
+    def consume(self) -> MicroBatchInfo:
         """Move the position past one micro-batch, which has been trained on, and return it.
 
         The step is committed with this rank's last micro-batch of it.

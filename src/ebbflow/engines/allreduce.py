@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ebbflow.errors import ConfigError, RankLost
-from ebbflow.moments.choose import AnyMeter
 from ebbflow.moments.estimate import Measurement
-from ebbflow.moments.norms import squared_norms
+from ebbflow.moments.meters import Meter, squared_norms
 
 __all__ = ["AllReduce"]
 
@@ -39,7 +38,7 @@ class AllReduce:
         self,
         parameters: Iterable[torch.nn.Parameter],
         *,
-        meter: AnyMeter | None = None,
+        meter: Meter | None = None,
         group: dist.ProcessGroup | None = None,
         riders: int = 0,
         reduce: Callable[[torch.Tensor], None] | None = None,
@@ -104,7 +103,7 @@ class AllReduce:
                 "last checkpoint is kept, and the same command continues from there"
             ) from error
 
-    def _put_statistics(self, meter: AnyMeter, samples: int, batch: int) -> None:
+    def _put_statistics(self, meter: Meter, samples: int, batch: int) -> None:
         tally = meter.take()
         if tally.samples != samples:
             raise ConfigError(
@@ -152,7 +151,7 @@ class AllReduce:
                 continue
             parameter.grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
 
-    def _measurement(self, meter: AnyMeter, batch: int) -> Measurement:
+    def _measurement(self, meter: Meter, batch: int) -> Measurement:
         if meter.layers:
             place = {id(parameter): view for parameter, view in zip(self.parameters, self._views, strict=True)}
             mean = squared_norms([place[id(parameter)] for parameter in meter.parameters])

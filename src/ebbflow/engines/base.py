@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from ebbflow.data.ledger import Assignment
 from ebbflow.moments.estimate import Measurement
-from ebbflow.plan.plan import StepSize
+from ebbflow.plan.batch_plan import StepSize
 
 __all__ = ["Engine", "Faults", "Gradients"]
 

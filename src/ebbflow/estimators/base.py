@@ -28,7 +28,7 @@ from ebbflow.estimators.modules import MLP, ModelLoss
 from ebbflow.estimators.progress import ProgressBar
 from ebbflow.estimators.settings import whole_number, with_settings
 from ebbflow.estimators.training import Training
-from ebbflow.optim.build import build_optimizer
+from ebbflow.optim.optimizers import build_optimizer
 
 __all__ = ["EbbflowNet"]
 

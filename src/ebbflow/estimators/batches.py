@@ -12,9 +12,8 @@ from ebbflow.errors import ConfigError
 from ebbflow.estimators.settings import whole_number, with_settings
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan import BatchPlan, make_policy
-from ebbflow.plan.growing import Growing
-from ebbflow.plan.growth import workers_for
-from ebbflow.plan.policies import FixedTotal, Policy
+from ebbflow.plan.growing import workers_for
+from ebbflow.plan.policies import FixedTotal, GrowingPolicy, Policy
 
 __all__ = ["DEFAULT_BATCH", "Batches", "make_batches"]
 
@@ -38,9 +37,9 @@ class Batches:
     """How the batch was asked for, for the record."""
 
     @property
-    def growing(self) -> Growing | None:
+    def growing(self) -> GrowingPolicy | None:
         """The policy, if what a step wants changes while training."""
-        return self.policy if isinstance(self.policy, Growing) else None
+        return self.policy if isinstance(self.policy, GrowingPolicy) else None
 
     @property
     def micro_batch(self) -> int:
@@ -89,7 +88,7 @@ def make_batches(
             f"batch_size__{next(iter(settings))} out, or name the policy as text"
         )
     policy = make_policy(text, local_batch=local)
-    if not isinstance(policy, Growing):
+    if not isinstance(policy, GrowingPolicy):
         workers, batch = (int(value[0]) for value in policy.sizes(np.array([most or 1], np.int64)))
         plan = BatchPlan.constant(workers, batch)
         share = workers_for(batch, workers)

@@ -16,8 +16,8 @@ from ebbflow.errors import CheckpointError
 from ebbflow.estimators.batches import Batches
 from ebbflow.estimators.inputs import fetcher
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.growth import Growth
-from ebbflow.plan.plan import StepSize
+from ebbflow.plan.batch_plan import StepSize
+from ebbflow.plan.growing import Growth
 from ebbflow.run.flow import Flow
 
 __all__ = ["Announced", "Watched", "emulated_engine", "make_flow", "saved_state"]

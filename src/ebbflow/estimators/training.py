@@ -15,7 +15,7 @@ from ebbflow.estimators.cluster import dask_engine, on_cluster
 from ebbflow.estimators.fitting import Announced, Watched, emulated_engine, make_flow, saved_state
 from ebbflow.estimators.modules import ModelLoss
 from ebbflow.estimators.recording import FitRecord
-from ebbflow.moments.measure import Meter
+from ebbflow.moments.meters import HookMeter
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.record import Event, StepRow
 from ebbflow.run.flow import Flow
@@ -80,7 +80,7 @@ class Training:
             return Announced(there.engine, on_gradients=self._tell_gradients, on_request=there.want)
         self.watched = Watched(net)
         here = emulated_engine(net.module_, self.train, self.watched, *parts, seed=net.seed_, device=net.device)
-        if isinstance(here.meter, Meter):
+        if isinstance(here.meter, HookMeter):
             self._close = here.meter.close  # its hooks cannot be pickled with the module
         return Announced(here, on_gradients=self._tell_gradients)
 

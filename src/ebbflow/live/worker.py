@@ -16,12 +16,12 @@ import torch
 
 from ebbflow import workloads
 from ebbflow.core.memory import keep_freed_memory
+from ebbflow.core.plugins import load_plugins
 from ebbflow.errors import EbbflowError
 from ebbflow.live.fleet import Fleet
 from ebbflow.live.joining import join
-from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.run.config import load_plugins
+from ebbflow.optim.optimizers import build_optimizer
 
 __all__ = ["join_workload", "main"]
 

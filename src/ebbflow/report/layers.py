@@ -24,7 +24,7 @@ from ebbflow.report.style import (
     outer_labels,
     panels,
 )
-from ebbflow.rules.gain import gain
+from ebbflow.rules.noise_rules import gain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

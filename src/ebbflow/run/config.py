@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import math
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 from ebbflow.core.spec import nearest
 from ebbflow.errors import ConfigError
 
-__all__ = ["RunConfig", "load_plugins"]
+__all__ = ["RunConfig"]
 
 _MOST_LOADERS = 4  # processes that read ahead, unless somebody asks for more
 
@@ -238,24 +236,3 @@ def _instead(value: Any, wanted: str, where: str) -> str:
         unit = "s" if where.endswith(("step_time", "offset")) else ""
         return f", such as {json.dumps(f'{value}{unit}')}: in quotation marks"
     return f", such as {json.dumps([value])}" if wanted.startswith("tuple") and isinstance(value, str) else ""
-
-
-def load_plugins(paths: Iterable[str]) -> None:
-    """Import Python files, each once, so that what they register can be used by name."""
-    for text in paths:
-        path = Path(text).resolve()
-        name = f"ebbflow_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-        if name in sys.modules:
-            continue
-        if not path.is_file():
-            raise ConfigError(f"the plugin {text} does not exist; expected a Python file")
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise ConfigError(f"the plugin {text} is not a Python file; expected a name that ends in .py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[name]
-            raise ConfigError(f"the plugin {text} cannot be imported: {type(error).__name__}: {error}") from error

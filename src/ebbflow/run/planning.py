@@ -9,7 +9,7 @@ from ebbflow.data.ledger import largest_micro_batch, micro_batch_sizes
 from ebbflow.errors import ConfigError
 from ebbflow.plan import (
     BatchPlan,
-    Growing,
+    GrowingPolicy,
     Growth,
     fit_growing,
     fit_step_time,
@@ -19,7 +19,7 @@ from ebbflow.plan import (
     plan_for,
     plan_growing,
 )
-from ebbflow.rules.registry import make_rule
+from ebbflow.rules.rule import make_rule
 from ebbflow.run.config import RunConfig
 from ebbflow.traces import Trace
 from ebbflow.traces import load as load_trace
@@ -46,7 +46,7 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
         return plan, None
     trace = load_trace(config.trace)
     policy = make_policy(config.policy, config.local_batch)
-    if isinstance(policy, Growing):
+    if isinstance(policy, GrowingPolicy):
         return _growing_plan(config, trace, policy, samples, by_gain=by_gain), trace
     offset = parse_seconds(config.offset)
     if config.step_time == "fit":
@@ -85,7 +85,7 @@ def _read_plan(config: RunConfig) -> BatchPlan:
     return BatchPlan.read(config.plan, config.local_batch, step_time)
 
 
-def _growing_plan(config: RunConfig, trace: Trace, policy: Growing, samples: int, *, by_gain: bool) -> BatchPlan:
+def _growing_plan(config: RunConfig, trace: Trace, policy: GrowingPolicy, samples: int, *, by_gain: bool) -> BatchPlan:
     """What the workers can do in each step, long enough for what the policy will make of it."""
     assert config.epochs and config.ref_batch
     fixed: dict[str, Any] = {
@@ -118,7 +118,9 @@ def make_growth(config: RunConfig, samples: int) -> Growth | None:
     if config.plan is not None:
         return None
     policy = make_policy(config.policy, config.local_batch)
-    return Growth(policy, ref_batch=config.ref_batch, epoch_samples=samples) if isinstance(policy, Growing) else None
+    return (
+        Growth(policy, ref_batch=config.ref_batch, epoch_samples=samples) if isinstance(policy, GrowingPolicy) else None
+    )
 
 
 def check_measurable(config: RunConfig, plan: BatchPlan, samples: int) -> None:

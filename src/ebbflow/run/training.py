@@ -24,11 +24,12 @@ import torch
 
 from ebbflow import workloads
 from ebbflow.core.files import remove_leftovers
+from ebbflow.core.plugins import load_plugins
 from ebbflow.data.ledger import Ledger
 from ebbflow.errors import CheckpointError, ConfigError, Diverged, PlanError
-from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer, OnNonfinite
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
+from ebbflow.optim.optimizers import build_optimizer
 from ebbflow.record import (
     End,
     Event,
@@ -43,7 +44,7 @@ from ebbflow.record import (
 )
 from ebbflow.run.assemble import idle_ranks, loader_workers, make_engine
 from ebbflow.run.checkpoint import load_checkpoint, load_model, save_checkpoint, weights_digest
-from ebbflow.run.config import RunConfig, load_plugins
+from ebbflow.run.config import RunConfig
 from ebbflow.run.device import cpu_settings, enough_memory
 from ebbflow.run.flow import Flow
 from ebbflow.run.header import make_header

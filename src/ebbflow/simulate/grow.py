@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.plan.growing import Growing, Observation
+from ebbflow.plan.policies import GrowingPolicy, Observation
 from ebbflow.simulate.legs import Legs, Walk, Work
 from ebbflow.simulate.walker import ENDLESS, Walker
 
@@ -51,7 +51,7 @@ class Phase:
 class Phases:
     """The wishes of a passive policy, never more than `most`, which is all that the workers can ever do."""
 
-    policy: Growing
+    policy: GrowingPolicy
     ref_batch: int
     epoch_samples: int
     most: int

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from ebbflow.core.units import Seconds
 from ebbflow.errors import ConfigError
-from ebbflow.plan.growing import Growing
-from ebbflow.plan.policies import Policy
+from ebbflow.plan.policies import GrowingPolicy, Policy
 from ebbflow.simulate.legs import Work
 from ebbflow.simulate.prices import Price
 from ebbflow.simulate.recovery import Ideal, Recovery
@@ -55,7 +54,7 @@ class Scenario:
     """The batch at which the epochs would do, and with which a growing policy begins; None: not given."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.policy, Growing):
+        if isinstance(self.policy, GrowingPolicy):
             _check_growing(self.policy, self.ref_batch)
         if self.samples < 1 or self.epochs < 1:
             raise ConfigError(f"{self.epochs} epochs of {self.samples} samples are no training; expected at least one "
@@ -79,7 +78,7 @@ class Scenario:
         )
 
 
-def _check_growing(policy: Growing, ref_batch: int | None) -> None:
+def _check_growing(policy: GrowingPolicy, ref_batch: int | None) -> None:
     if not policy.passive:
         raise ConfigError(
             f"the policy {policy} grows by what training shows (losses, gradients), which a simulation does not have; "

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ebbflow.core.units import Seconds, format_seconds
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.plan.growing import Growing
+from ebbflow.plan.policies import GrowingPolicy
 from ebbflow.simulate.fleet import rented
 from ebbflow.simulate.grow import Phases, walk_growing
 from ebbflow.simulate.legs import Legs, Runs, Walk, Work
@@ -159,7 +159,7 @@ def simulate(scenario: Scenario, *, rng: np.random.Generator | None = None) -> S
 def _walked(scenario: Scenario, paid: Trace, found: Stretches, rng: np.random.Generator | None) -> tuple[Steps, Walk]:
     """The walk, and the stretches that its runs are numbered by."""
     policy = scenario.policy
-    if not isinstance(policy, Growing):
+    if not isinstance(policy, GrowingPolicy):
         return found, walk(found.legs, scenario.work)
     phases = Phases(
         policy=policy,

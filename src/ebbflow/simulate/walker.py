@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from ebbflow.plan.epochs import cut_step
+from ebbflow.plan.batch_plan import cut_step
 from ebbflow.simulate.legs import SNAP, Legs, Walk, Work
 from ebbflow.simulate.recovery import DRAIN, FINISH, LOSE
 

@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ebbflow.core.plugins import load_plugins
 from ebbflow.core.spec import Call, Registry, parse_call, parse_calls
 from ebbflow.core.units import Span, parse_seconds, parse_span
 from ebbflow.errors import ConfigError, UnitError
 from ebbflow.plan.policies import POLICIES
-from ebbflow.run.config import load_plugins
 from ebbflow.studies.study import Study
 
 __all__ = ["scaled"]
@@ -42,13 +42,13 @@ def scaled(study: Study, factor: float) -> Study:
         return study
     from ebbflow import workloads  # imports torch, as the schedules do
     from ebbflow.optim.schedules import SCHEDULES
-    from ebbflow.rules.registry import RULES, table
+    from ebbflow.rules.rule import RULES, rule_entries
 
     for arm in study.arms():
         load_plugins(arm.config.plugins)
         if arm.config.plan is not None:
             raise ConfigError(f"the plan {arm.config.plan} counts steps and cannot be scaled; give a trace instead")
-    table()  # registers the rules
+    rule_entries()  # registers the rules
     ratio = _ratio({a.config.epochs or workloads.recipe(a.config.workload).epochs for a in study.arms()}, factor)
 
     def shorter(settings: Mapping[str, Any]) -> dict[str, Any]:

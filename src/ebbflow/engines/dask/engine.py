@@ -25,10 +25,9 @@ from ebbflow.engines.dask.cluster import Cluster
 from ebbflow.engines.dask.replica import Blueprint, Work
 from ebbflow.engines.micro_batches import Fetch, Loss, Precision, autocast
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.plan.growing import Growing
-from ebbflow.plan.growth import workers_for
-from ebbflow.plan.plan import BatchPlan, StepSize
-from ebbflow.plan.policies import Policy, make_policy
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
+from ebbflow.plan.growing import workers_for
+from ebbflow.plan.policies import GrowingPolicy, Policy, make_policy
 
 __all__ = ["CARRIES", "CarryName", "DaskEngine"]
 
@@ -276,7 +275,7 @@ class DaskEngine(Engine):
 def _as_policy(policy: Policy | str, samples: int) -> Policy:
     """The policy; one that grows without saying how much a worker can take has no limit but the epoch."""
     made = make_policy(policy)
-    if isinstance(made, Growing) and made.local_batch is None:
+    if isinstance(made, GrowingPolicy) and made.local_batch is None:
         return replace(made, local_batch=samples)
     return made
 

@@ -23,9 +23,8 @@ from ebbflow.engines.allreduce import AllReduce
 from ebbflow.engines.batchnorm import LocalBatchNorm
 from ebbflow.engines.dask.group import Group
 from ebbflow.engines.micro_batches import Fetch, Loss, Precision, autocast, generators, micro_batch_seed
-from ebbflow.moments.choose import AnyMeter, meter_for
 from ebbflow.moments.estimate import Measurement
-from ebbflow.moments.norms import squared_norms
+from ebbflow.moments.meters import Meter, meter_for, squared_norms
 
 __all__ = ["RIDERS", "Blueprint", "FlatState", "Replica", "Report", "Settle", "Work", "load_flat"]
 
@@ -59,7 +58,7 @@ class Blueprint:
         every = list(self.model.parameters())
         return [every[i] for i in self.measured]
 
-    def meter(self) -> AnyMeter | None:
+    def meter(self) -> Meter | None:
         """What measures them, if anything is to be measured."""
         return meter_for(self.trained, layers=self.layers) if self.statistics else None
 

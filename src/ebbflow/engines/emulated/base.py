@@ -26,8 +26,8 @@ from ebbflow.engines.emulated.ranks import Ranks, StepSum
 from ebbflow.engines.emulated.step import Step
 from ebbflow.engines.micro_batches import Fetch, Loss, Precision, autocast, generators, micro_batch_seed
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.moments.choose import AnyMeter, meter_for
-from ebbflow.plan.plan import BatchPlan, StepSize
+from ebbflow.moments.meters import Meter, meter_for
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
 
 __all__ = ["BatchNorm", "EmulatedEngine"]
 
@@ -97,7 +97,7 @@ class EmulatedEngine(Engine):
         self.micro_batch = micro_batch
         self.faults = faults or Faults()
         self.precision = precision
-        self.meter: AnyMeter | None = None
+        self.meter: Meter | None = None
         trained = [*(parameters if parameters is not None else (p for p in model.parameters() if p.requires_grad))]
         if not {"moments", "layers"}.isdisjoint(needs):
             self.meter = meter_for(trained, layers="layers" in needs)

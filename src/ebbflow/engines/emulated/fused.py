@@ -30,10 +30,8 @@ from ebbflow.engines.emulated.ranks import Ranks
 from ebbflow.engines.emulated.step import Step
 from ebbflow.engines.micro_batches import Fetch, Loss, Precision
 from ebbflow.errors import ConfigError
-from ebbflow.moments.flat import FlatSums
-from ebbflow.moments.norms import squared_norms
-from ebbflow.moments.sums import Sums
-from ebbflow.plan.plan import BatchPlan, StepSize
+from ebbflow.moments.meters import FlatMeter, FusedMeter, squared_norms
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
 
 __all__ = ["DEFAULT_CHUNK", "FusedEngine"]
 
@@ -130,7 +128,7 @@ class FusedEngine(EmulatedEngine):
             parameters=parameters, precision=precision, ranks=ranks,
         )  # fmt: skip
         self._compiled = Compiled(model, loss, self._batch_norm, self._usual_chunk()) if compile else None
-        self._sums = self.meter if isinstance(self.meter, Sums) else None
+        self._sums = self.meter if isinstance(self.meter, FusedMeter) else None
         self._graphs: Graphs | None = None
         self._trained: tuple[bool, ...] = ()
         self.prefetches = device.type != "cpu"
@@ -140,7 +138,7 @@ class FusedEngine(EmulatedEngine):
         """Whether batch norm was seen to get the rows of each worker apart, in a chunk of several."""
         if compile and device.type == "cuda":
             trained = [p for p in model.parameters() if p.requires_grad]
-            self._sums = self._sums or Sums(trained, measured=False)
+            self._sums = self._sums or FusedMeter(trained, measured=False)
             self._graphs = Graphs(self._compute, self._sums, samples=self.chunk)
 
     def describe(self) -> dict[str, Any]:
@@ -271,7 +269,7 @@ class FusedEngine(EmulatedEngine):
             self._batch_norm.collect(weight)
             start += chunk.samples
         adder = self._sums or self.meter
-        if isinstance(adder, (Sums, FlatSums)):
+        if isinstance(adder, (FusedMeter, FlatMeter)):
             adder.put_back()
         if self.prefetches:
             self._look_ahead(step)

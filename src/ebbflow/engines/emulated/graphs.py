@@ -14,7 +14,7 @@ import torch
 
 from ebbflow.engines.emulated.chunks import Chunk
 from ebbflow.engines.emulated.compiled import Way
-from ebbflow.moments.sums import Sums
+from ebbflow.moments.meters import FusedMeter
 
 __all__ = ["Compute", "Graphs"]
 
@@ -40,7 +40,7 @@ class Graphs:
     generator as it is seeded then. What Python decides in a forward pass is decided once, at the capture.
     """
 
-    def __init__(self, compute: Compute, sums: Sums, *, samples: int) -> None:
+    def __init__(self, compute: Compute, sums: FusedMeter, *, samples: int) -> None:
         """`samples`: of the largest chunk to be captured; larger ones are computed as they are."""
         self._compute = compute
         self._sums = sums

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ebbflow.engines.allreduce import AllReduce
 from ebbflow.engines.base import Gradients
 from ebbflow.errors import ConfigError
-from ebbflow.moments.choose import AnyMeter
+from ebbflow.moments.meters import Meter
 
 __all__ = ["Ranks", "StepSum", "same_on_all"]
 
@@ -55,7 +55,7 @@ class StepSum:
         self,
         parameters: Sequence[torch.nn.Parameter],
         *,
-        meter: AnyMeter | None,
+        meter: Meter | None,
         sums: Sequence[torch.Tensor],
     ) -> None:
         """`sums`: weighted sums over the rank's samples, which are overwritten with those over all samples."""

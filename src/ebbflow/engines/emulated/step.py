@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbflow.data.ledger import Assignment, MicroBatch
-from ebbflow.plan.plan import StepSize
+from ebbflow.plan.batch_plan import StepSize
 
 __all__ = ["Step"]
 

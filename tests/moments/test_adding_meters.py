@@ -1,4 +1,4 @@
-"""Sums and FlatSums: the meters that add up the micro-batches themselves, one for GPUs and one for small models."""
+"""FusedMeter and FlatMeter, which add up the micro-batches themselves: one for GPUs, one for small models."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from torch import nn
 
 from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Measurement
-from ebbflow.moments.flat import FlatSums
-from ebbflow.moments.measure import Meter
-from ebbflow.moments.sums import Sums
-from moments.test_measure import make_model, make_pieces, run_step, truth
+from ebbflow.moments.meters import FlatMeter, FusedMeter, HookMeter
+from moments.test_meters import make_model, make_pieces, run_step, truth
 
-KINDS = pytest.mark.parametrize("kind", [Sums, FlatSums])
-Kind = type[Sums] | type[FlatSums]
+KINDS = pytest.mark.parametrize("kind", [FusedMeter, FlatMeter])
+Kind = type[FusedMeter] | type[FlatMeter]
 
 
 @KINDS
 def test_it_leaves_the_gradient_that_autograd_would_have_left(kind: Kind) -> None:
     gradients = []
-    for each in (Meter, kind):
+    for each in (HookMeter, kind):
         model = make_model()
         meter = each(model.parameters(), layers=False)
         for step in range(2):
@@ -84,7 +82,7 @@ def test_parameters_without_a_gradient_stay_without_one(kind: Kind) -> None:
 @KINDS
 def test_sparse_and_dense_gradients_are_measured_alike(kind: Kind) -> None:
     measured = []
-    for each in (Meter, kind):
+    for each in (HookMeter, kind):
         torch.manual_seed(0)
         table, rare = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.ones(1))
         meter = each([table.weight, rare], layers=True)
@@ -99,7 +97,7 @@ def test_sparse_and_dense_gradients_are_measured_alike(kind: Kind) -> None:
 
 def test_without_measuring_it_only_adds_up() -> None:
     model, reference = make_model(), make_model()
-    sums = Sums(model.parameters(), measured=False)
+    sums = FusedMeter(model.parameters(), measured=False)
     for x, y in make_pieces():
         nn.functional.cross_entropy(model(x), y).backward()
         sums.close_micro_batch(len(x))
@@ -119,16 +117,16 @@ def test_a_step_of_another_size_than_its_pieces_is_refused(kind: Kind) -> None:
 
 
 def test_flat_sums_are_for_small_models_of_one_type_on_a_cpu() -> None:
-    assert FlatSums.suits(make_model().parameters())
-    assert not FlatSums.suits(make_model().bfloat16().parameters())
-    assert not FlatSums.suits([*make_model().parameters(), *make_model().double().parameters()])
-    assert not FlatSums.suits(nn.Linear(1000, 1000).parameters())
-    assert not FlatSums.suits([])
+    assert FlatMeter.suits(make_model().parameters())
+    assert not FlatMeter.suits(make_model().bfloat16().parameters())
+    assert not FlatMeter.suits([*make_model().parameters(), *make_model().double().parameters()])
+    assert not FlatMeter.suits(nn.Linear(1000, 1000).parameters())
+    assert not FlatMeter.suits([])
 
 
-@pytest.mark.parametrize("kind", [Meter, Sums, FlatSums])
+@pytest.mark.parametrize("kind", [HookMeter, FusedMeter, FlatMeter])
 def test_one_that_is_off_leaves_the_gradients_to_autograd_and_goes_on_as_if_nothing_had_been(
-    kind: type[Meter] | Kind,
+    kind: type[HookMeter] | Kind,
 ) -> None:
     plain, model = make_model(), make_model()
     meter = kind(model.parameters(), layers=True)
