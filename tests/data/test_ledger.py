@@ -96,7 +96,7 @@ def test_an_empty_epoch_is_refused(samples: int) -> None:
 
 @pytest.mark.parametrize("place", [{"epoch": -1}, {"position": -1}, {"position": 10}])
 def test_a_place_outside_of_the_epoch_is_refused(place: dict[str, int]) -> None:
-    with pytest.raises(LedgerError, match="is not a place in epochs of 10 samples"):
+    with pytest.raises(LedgerError, match="is not a position in epochs of 10 samples"):
         Ledger(samples=10, **place)
 
 

@@ -123,7 +123,8 @@ class Meter(ABC):
         self.parameters = tuple(parameters)
         self.layers = layers
         self.device = _device_of(self.parameters)
-        self._off: list[None] = []  # not empty if the meter is off; a list, which hooks can share
+        self.on = True
+        """Whether the meter measures; set it before the first micro-batch of a step."""
         self._samples = 0
         self._micro_batches = 0
 
@@ -131,15 +132,6 @@ class Meter(ABC):
     def width(self) -> int:
         """Entries of a measurement: the number of layers, or one."""
         return len(self.parameters) if self.layers else 1
-
-    @property
-    def on(self) -> bool:
-        """Whether the meter measures; set it before the first micro-batch of a step."""
-        return not self._off
-
-    @on.setter
-    def on(self, on: bool) -> None:
-        self._off[:] = () if on else (None,)
 
     @abstractmethod
     def close_micro_batch(self, samples: int, scale: float = 1.0) -> None:
@@ -261,15 +253,15 @@ class HookMeter(Meter):
         self._unhook = weakref.finalize(self, _remove, handles)
 
     def _hook(self, index: int) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
-        # The hook refers to the containers and not to the meter, which could otherwise never be collected.
+        # The hook has no strong reference to the meter, which could otherwise never be collected.
+        meter = weakref.ref(self)
         arrived, measure = self._arrived, self._measures[index]
         seen = self._seen if index == self._watched else None
-        off = self._off
         shape = tuple(self.parameters[index].shape)
 
         def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
-            gradient = gradients[0]
-            if gradient is None or off:
+            gradient, owner = gradients[0], meter()
+            if gradient is None or owner is None or not owner.on:
                 return
             if index in arrived:
                 raise ConfigError(
@@ -287,7 +279,7 @@ class HookMeter(Meter):
 
     def close_micro_batch(self, samples: int, scale: float = 1.0) -> None:
         """End a micro-batch: what arrived since the last call is `scale` times the mean over `samples` samples."""
-        if self._off:
+        if not self.on:
             return
         _check_samples(samples)
         if not self._arrived:
@@ -508,7 +500,7 @@ class FusedMeter(_AddingMeter):
 
     def discard(self) -> None:
         """Begin a step, or begin it again. Does not synchronise."""
-        if not self._off:
+        if self.on:
             torch._foreach_zero_(self._sums)
         self._squares.zero_()
         self.touched.clear()
@@ -545,7 +537,7 @@ class FusedMeter(_AddingMeter):
 
     def close_micro_batch(self, samples: int, scale: float = 1.0) -> None:
         """Add and measure the gradient in `.grad`, which is `scale` times the mean over `samples` samples."""
-        if self._off:
+        if not self.on:
             return
         self.add()
         self.weigh(samples, scale)
@@ -612,7 +604,7 @@ class FlatMeter(_AddingMeter):
 
     def close_micro_batch(self, samples: int, scale: float = 1.0) -> None:
         """Add and measure the gradient in `.grad`, which is `scale` times the mean over `samples` samples."""
-        if self._off:
+        if not self.on:
             return
         _check_samples(samples)
         vectors, arrived = [], False
