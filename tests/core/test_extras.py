@@ -1,4 +1,4 @@
-"""Optional packages: one that is not installed and one that fails to import are told apart."""
+"""Optional packages: one that is not installed and one that fails to import are different errors."""
 
 from __future__ import annotations
 

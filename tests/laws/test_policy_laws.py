@@ -17,7 +17,7 @@ from ebbflow.plan.policies import POLICIES, GrowingPolicy, Observation, make_pol
 NAMES = [*POLICIES.names("passive"), *POLICIES.names("adaptive")]
 REF_BATCH, EPOCH = 32, 1000
 FAST = "dwell=3, wait=5"
-"""So that an adaptive policy changes its mind within a short history."""
+"""So that an adaptive policy changes the batch within a short history."""
 
 numbers = st.one_of(st.none(), st.just(0.0), st.floats(1e-12, 1e12), st.floats(-1e6, -1e-12))
 steps = st.fixed_dictionaries(
@@ -34,7 +34,7 @@ def policy_of(name: str, **limits: int) -> GrowingPolicy:
 
 
 def replay(policy: GrowingPolicy, history: list[dict[str, Any]], *, through_json: bool = False) -> list[int]:
-    """What the policy wants before each step of a history, and after it."""
+    """What the policy requests before each step of a history, and after it."""
     seen = Observation(step=0, samples=0, epoch_samples=EPOCH, ref_batch=REF_BATCH)
     state, requested = policy.init(), []
     for shown in [*history, None]:
@@ -105,7 +105,7 @@ def test_no_step_exceeds_the_limit_or_the_workers(
         size = growth.allow(there)
         assert 1 <= size.samples <= min(limit, there.samples, growth.requested)
         assert 1 <= size.workers <= workers
-        assert size.samples <= 8 * size.workers, "nobody takes more than a local batch"
+        assert size.samples <= 8 * size.workers, "no worker takes more than a local batch"
         assert size.shortfall == size.samples / growth.requested
         growth.observe(**{key: value for key, value in shown.items() if value is not None})
 
@@ -140,7 +140,7 @@ def test_every_policy_reads_its_own_text(name: str) -> None:
 
 @settings(max_examples=30)
 @given(requested=st.integers(1, 10_000), workers=st.integers(1, 60), local=st.integers(1, 100))
-def test_the_smaller_of_wanted_and_allowed_wins(requested: int, workers: int, local: int) -> None:
+def test_a_step_is_the_smaller_of_requested_and_possible(requested: int, workers: int, local: int) -> None:
     size = allow(StepSize(workers=workers, samples=workers * local, time_s=0.0, duration_s=1.0), requested)
     assert size.samples == min(requested, workers * local)
     assert (size.requested is None) == (requested <= workers * local)

@@ -1,7 +1,7 @@
 """Laws that every rule and every modifier passes; a new one gets them by being registered.
 
-A modifier stands behind the rule of its own example. Every context carries a random history of noise and signal of
-three layers, whether the rule listens to it or not.
+A modifier follows the rule of its own example. Every context has a random history of noise and signal of three layers,
+whether the rule needs it or not.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def test_a_multiplier_does_not_pile_up(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in TEXTS if RULES.entry(name).kind == "modifier"])
 @settings(max_examples=25)
 @given(history=histories(), cut=st.integers(0, 14))
-def test_a_modifier_stands_behind_a_layer_wise_rule_too(name: str, history: list[Step], cut: int) -> None:
+def test_a_modifier_can_follow_a_layer_wise_rule(name: str, history: list[Step], cut: int) -> None:
     rule = make_rule(f"lena+{TEXTS[name].partition('+')[2]}")
     scalings, _ = run(rule, history, through_json_at=cut)
     assert scalings == run(rule, history)[0]

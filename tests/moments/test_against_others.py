@@ -19,19 +19,19 @@ from ebbflow.moments.meters import HookMeter
 
 BASE = 32
 """Samples of a micro-batch; also the reference batch."""
-PIECES = 4
+MICRO_BATCHES = 4
 
 
 def gradients(step: int) -> list[torch.Tensor]:
-    """Micro-batches' gradients with more signal than noise, so that nobody's limits bind in a single step."""
+    """Micro-batches' gradients with more signal than noise, so that no limit takes effect in a single step."""
     generator = torch.Generator().manual_seed(step)
     signal = torch.linspace(0.5, 1.5, 50)
-    return [signal + 0.5 * torch.randn(50, generator=generator) for _ in range(PIECES)]
+    return [signal + 0.5 * torch.randn(50, generator=generator) for _ in range(MICRO_BATCHES)]
 
 
 def backward(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     """A loss whose gradient is the given one, as a share of a step of several micro-batches."""
-    ((parameter * gradient).sum() / PIECES).backward()
+    ((parameter * gradient).sum() / MICRO_BATCHES).backward()
 
 
 def measure(
@@ -40,8 +40,8 @@ def measure(
     parameter.grad = None
     for gradient in micro_batches:
         backward(parameter, gradient)
-        meter.close_micro_batch(BASE, scale=1 / PIECES)
-    return averages.updated(meter.finish(PIECES * BASE), memory=1000 * BASE)
+        meter.close_micro_batch(BASE, scale=1 / MICRO_BATCHES)
+    return averages.updated(meter.finish(MICRO_BATCHES * BASE), memory=1000 * BASE)
 
 
 def gain(moments: Moments | None, scale: float) -> float:
@@ -56,8 +56,8 @@ def fairscale_adascale(parameter: nn.Parameter) -> Any:
     return adascale(
         torch.optim.SGD([parameter], lr=0.1),
         world_size=1,
-        num_gradients_to_accumulate=PIECES,
-        smoothing=math.exp(-PIECES / 1000),
+        num_gradients_to_accumulate=MICRO_BATCHES,
+        smoothing=math.exp(-MICRO_BATCHES / 1000),
     )
 
 
@@ -69,7 +69,7 @@ def test_fairscale_finds_the_same_gain_at_a_fixed_scale() -> None:
         theirs.grad = None
         for gradient in gradients(step):
             backward(theirs, gradient)
-        assert gain(averages.moments(), PIECES) == pytest.approx(peer.gain(), rel=1e-5)
+        assert gain(averages.moments(), MICRO_BATCHES) == pytest.approx(peer.gain(), rel=1e-5)
     moments = averages.moments()
     assert moments is not None
     # noise of one sample: 32 times the variance of a micro-batch, 0.25 * 50; signal |linspace|^2 = 54.3
@@ -127,10 +127,10 @@ def test_adaptdl_finds_the_same_noise_and_signal(adaptdl_noise_scale: Any) -> No
         averages = measure(meter, ours, gradients(step), averages)
         peer.reset_accumulation()
         for number, gradient in enumerate(gradients(step)):
-            wrapped.require_backward_grad_sync = number == PIECES - 1
+            wrapped.require_backward_grad_sync = number == MICRO_BATCHES - 1
             (theirs * gradient).sum().backward()  # it divides by the number of micro-batches itself
         moments = averages.moments()
         assert moments is not None
         assert moments.signal == pytest.approx(peer.sqr_avg(), rel=1e-5)
         assert moments.noise / BASE == pytest.approx(peer.var_avg(), rel=1e-5)
-        assert gain(moments, PIECES) == pytest.approx(peer.gain(PIECES), rel=1e-5)
+        assert gain(moments, MICRO_BATCHES) == pytest.approx(peer.gain(MICRO_BATCHES), rel=1e-5)

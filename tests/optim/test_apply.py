@@ -177,7 +177,7 @@ def test_decoupled_decay_grows_with_a_gradient_that_is_scaled_inside() -> None:
     assert p.tolist() == pytest.approx([0.94, 0.94], rel=1e-12)
 
 
-def test_the_mean_gradient_is_left_behind() -> None:
+def test_the_mean_gradient_is_restored_after_the_step() -> None:
     net = parameters(torch.float64)
     give_gradients(0, net)
     before = [p.grad.clone() for p in net if p.grad is not None]

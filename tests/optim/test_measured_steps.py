@@ -1,4 +1,4 @@
-"""ElasticOptimizer in a user's own loop: rules that listen to the gradients, mixed precision, clipping, accidents."""
+"""ElasticOptimizer in a user's own loop: rules that need measurements, mixed precision, clipping, failures."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def by_hand(net: nn.Module, indices: list[list[int]]) -> tuple[float, float]:
     return mean_sq, float(mean @ mean)
 
 
-def test_adascale_in_a_plain_loop_has_the_gain_of_its_pieces() -> None:
+def test_adascale_in_a_plain_loop_has_the_gain_of_its_micro_batches() -> None:
     net = model()
     optimizer, sampler = elastic(net, "adascale")
     micro_batches = list(sampler)[:3]
@@ -262,7 +262,7 @@ def test_a_grad_scaler_changes_nothing_but_the_scale(rule: str) -> None:
     assert scaler.get_scale() == 1024.0 * 2 ** (optimizer._steps // 4)  # it grows after steps, not after micro-batches
 
 
-def test_a_step_with_an_infinite_piece_is_skipped_once_and_leaves_no_trace() -> None:
+def test_a_step_with_an_infinite_micro_batch_is_skipped_once_and_leaves_no_trace() -> None:
     net = model()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer, sampler = elastic(net, "adascale", scaler=scaler)

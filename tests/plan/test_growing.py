@@ -37,7 +37,7 @@ def policy_of(text: str) -> GrowingPolicy:
 
 
 def requested(text: str, *steps: dict[str, Any], ref_batch: int = 100) -> list[int]:
-    """What a policy wants in the first step and after each of the given ones."""
+    """What a policy requests in the first step and after each of the given ones."""
     growth = Growth(policy_of(text), ref_batch=ref_batch, epoch_samples=1000)
     found = [growth.requested]
     for step in steps:
@@ -61,7 +61,7 @@ def test_pada_by_hand() -> None:
 
 def test_ada_by_hand() -> None:
     # Windows of two steps; the first mean is (4 + 2)/2 = 3 = F0. The second, (2 + 1)/2 = 1.5, doubles the batch; the
-    # third, (1.5 + 0.5)/2 = 1, gives x3. With F* = 1: F0 - F* = 2 over 0.5 gives x4, and over 0 nothing can be told.
+    # third, (1.5 + 0.5)/2 = 1, gives x3. With F* = 1: F0 - F* = 2 over 0.5 gives x4, and 2 over 0 is unknown.
     losses = [{"loss": x} for x in (4.0, 2.0, 2.0, 1.0, 1.5, 0.5)]
     assert requested("ada(dwell=2, wait=0)", *losses) == [100, 100, 100, 100, 200, 200, 300]
     assert requested("ada(dwell=2, wait=0, best=1)", *losses) == [100, 100, 100, 100, 400, 400, 400]
@@ -93,7 +93,7 @@ def test_the_noise_policy_by_hand() -> None:
     assert requested(text, {"noise": 900.0, "signal": 3.0}, {"noise": 300.0, "signal": 3.0}) == [100, 300, 167]
 
 
-def test_no_worker_gets_one_lone_sample_of_a_small_wish() -> None:
+def test_no_worker_gets_a_single_sample_of_a_small_request() -> None:
     # Four workers of 2. Of 3 samples one worker takes all, of 5 two take 3 and 2: a third would have one alone.
     four = StepSize(workers=4, samples=8, time_s=0.0, duration_s=1.0)
     assert [(allow(four, n).workers, allow(four, n).samples) for n in (1, 3, 4, 5)] == [(1, 1), (1, 3), (2, 4), (2, 5)]
@@ -108,7 +108,7 @@ def test_no_worker_gets_one_lone_sample_of_a_small_wish() -> None:
         ("constant", 1.0, 0.25, 0.25),  # a quarter of what was requested: a quarter of the rate
         ("constant", 0.5, 0.5, 0.5),  # optimizers that normalise: its root
         ("linear", 1.0, 2.0, 1.0),  # 2 at a batch of twice the reference: the rule has paid, 8 x 1/4 = 2
-        ("linear", 0.5, 2.0, 1.0),  # 8 x 1/2 = 4 would be a reward, which nobody gets
+        ("linear", 0.5, 2.0, 1.0),  # 8 x 1/2 = 4 would raise the rate, which never happens
         ("sqrt", 1.0, 8**0.5 / 4, 0.5),  # sqrt says 8^(1/2) of the requested batch, 2^(1/2) of the step
     ],
 )
@@ -177,16 +177,16 @@ def test_foreseen_steps_are_those_of_a_policy_that_is_asked_for_each(
     trace = Trace.from_points([(40.0 * i, count) for i, count in enumerate(workers)], end=Seconds(40.0 * len(workers)))
     capacity = BatchPlan.from_trace(trace, grows, 0.3)
     growth = Growth(grows, ref_batch=ref_batch, epoch_samples=samples)
-    walked, ledger = [], Ledger(samples=samples)
-    while ledger.epoch < epochs and len(walked) < (capacity.steps or 0):
-        size = growth.allow(capacity.at(len(walked)))
+    expected, ledger = [], Ledger(samples=samples)
+    while ledger.epoch < epochs and len(expected) < (capacity.steps or 0):
+        size = growth.allow(capacity.at(len(expected)))
         assignment = ledger.assign(size.samples)
         ledger = ledger.commit(assignment)
         growth.observe(batch=assignment.batch)
-        walked.append((size.workers, size.samples, pytest.approx(size.time_s)))
+        expected.append((size.workers, size.samples, pytest.approx(size.time_s)))
     plan = foresee(grows, capacity, samples=samples, epochs=epochs, ref_batch=ref_batch)
     found = [plan.at(step) for step in range(plan.steps or 0)]
-    assert [(size.workers, size.samples, size.time_s) for size in found] == walked
+    assert [(size.workers, size.samples, size.time_s) for size in found] == expected
 
 
 def test_a_long_run_is_foreseen_without_a_look_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +234,9 @@ def test_a_trace_that_is_too_short_is_an_error_or_repeated() -> None:
     assert plan.foreseen.for_epochs(100, 1).steps == 13
 
 
-def test_an_offset_behind_which_nobody_is_left_waits_for_the_repetition() -> None:
-    # From 60 s on nobody is there; the trace begins again at 120 s, 60 s later. Three workers of 4 could do 12 samples.
+def test_an_offset_after_which_there_are_no_workers_waits_for_the_repetition() -> None:
+    # From 60 s on there are no workers; the trace begins again at 120 s, 60 s later. Three workers of 4 could do 12
+    # samples.
     trace, policy = Trace.parse("0s:3 60s:0 120s"), policy_of("geo(1ep, initial=8, local_batch=4)")
     plan = plan_growing(
         trace, policy, 1.0, samples=8, epochs=1, ref_batch=8, offset=Seconds(60.0), repeat=True
@@ -291,15 +292,15 @@ def test_a_growing_run_has_the_batches_and_rates_of_its_policy(tmp_path: Path) -
 
 
 class Scripted(Engine):
-    """Four workers of 8, whose steps are of one micro-batch each, from which noise and signal cannot be told apart."""
+    """Four workers of 8, whose steps have one micro-batch each, from which noise and signal cannot be estimated."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         self.weight = weight
-        self.wishes: list[int] = []
+        self.requests: list[int] = []
         self.measured: list[bool] = []
 
     def want(self, samples: int) -> None:
-        self.wishes.append(samples)
+        self.requests.append(samples)
 
     def measure(self, on: bool) -> None:
         self.measured.append(on)
@@ -329,7 +330,7 @@ def test_the_engine_is_told_before_each_step_what_the_policy_could_use() -> None
     )
     rows = [flow.run_step() for _ in range(5)]
     assert [row.batch for row in rows if row is not None] == [8, 8, 8, 20, 4]
-    assert engine.wishes == [8, 8, 8, 20, 20]
+    assert engine.requests == [8, 8, 8, 20, 20]
     assert engine.measured == [True] * 5  # a policy may look at any step
 
 

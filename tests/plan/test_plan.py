@@ -125,11 +125,11 @@ def test_steps_that_begin_at_a_change_belong_to_the_new_fleet_whatever_the_decim
 def test_waiting_takes_time_and_no_step() -> None:
     trace = Trace.parse("0s:2 10s:0 25s:3 40s")
     grid = BatchPlan.from_trace(trace, "follow(4)", "10s")
-    # Positions 0, 10, 20, 30: nobody at 10 and 20.
+    # Positions 0, 10, 20, 30: no workers at 10 and 20.
     assert [(s.workers, s.time_s) for s in map(grid.at, range(2))] == [(2, 0.0), (3, 30.0)]
     assert grid.steps == 2
     events = BatchPlan.from_trace(trace, "follow(4)", lambda workers: 10.0)
-    # Event-driven: the next step begins when somebody is back.
+    # Event-driven: the next step begins when there are workers again.
     assert [(s.workers, s.time_s) for s in map(events.at, range(3))] == [(2, 0.0), (3, 25.0), (3, 35.0)]
 
 

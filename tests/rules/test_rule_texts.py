@@ -46,7 +46,7 @@ def test_a_rule_that_is_not_registered_may_say_itself_what_it_needs() -> None:
     assert make_rule(Mine()).needs == {"moments"}
 
 
-def test_modifiers_stand_behind_an_alias() -> None:
+def test_modifiers_can_follow_an_alias() -> None:
     rule = make_rule("lsw(5ep)+cap(2)")
     assert str(rule) == "lsw(5ep)+cap(2)"
     context = step(epoch_samples=10)
@@ -58,7 +58,7 @@ def test_an_alias_keeps_a_long_span_to_the_last_digit() -> None:
     assert rule.stands_for == "linear+warmup(1234567samples)"  # type: ignore[union-attr]
 
 
-def test_nothing_can_need_what_nobody_measures() -> None:
+def test_a_rule_cannot_need_what_is_not_measured() -> None:
     with pytest.raises(SpecError, match="needs hessian, which cannot be measured; known are layers, moments"):
         register_rule("curved", needs={"hessian"})
 

@@ -100,8 +100,8 @@ def _table(found: PlanSummary) -> Table:
     table.add_row("steps", f"{found.steps:,}")
     table.add_row("time", format_seconds(found.time_s))
     table.add_row("samples", f"{found.samples:,}")
-    table.add_row("least batch", f"{found.batch_min:,} samples")
+    table.add_row("smallest batch", f"{found.batch_min:,} samples")
     table.add_row("mean batch", f"{found.batch_mean:,.0f} samples")
-    table.add_row("greatest batch", f"{found.batch_max:,} samples")
+    table.add_row("largest batch", f"{found.batch_max:,} samples")
     table.add_row("changes", f"{found.changes:,}")
     return table

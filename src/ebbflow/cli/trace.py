@@ -71,7 +71,7 @@ def stats(file: TraceText, format: FormatName = None, plugin: PluginFiles = None
     table.add_column(style="dim")
     table.add_column(justify="right")
     table.add_row("duration", format_seconds(found.duration_s))
-    table.add_row("least workers", str(found.min))
+    table.add_row("fewest workers", str(found.min))
     table.add_row("mean workers", f"{found.mean:.1f}")
     table.add_row("most workers", str(found.max))
     table.add_row("changes", str(found.changes))

@@ -68,7 +68,7 @@ def test_an_unknown_name_is_refused() -> None:
         ebbflow("rules", "show", "adascal")
 
 
-def test_a_rule_that_listens_to_noise_has_a_line_for_each_level() -> None:
+def test_a_rule_that_needs_the_noise_has_a_line_for_each_level() -> None:
     lines = curves(RULES.entry("adascale"), points=9)  # a point for each power of two from 1/4 to 64
     assert list(lines.lines) == ["phi 0.1", "phi 1", "phi 10", "phi 100"]
     assert lines.x == pytest.approx([2.0**e for e in range(-2, 7)])
