@@ -1,12 +1,12 @@
 """Meters: they measure the gradients of the micro-batches of a step, from which noise and signal are estimated.
 
     meter = meter_for(list(model.parameters()), layers=False)
-    meter.discard()                                # a step begins
+    meter.discard()                                    # a step of `batch` samples begins
     for x, y in micro_batches:
-        loss_fn(model(x), y).backward()
-        meter.close_micro_batch(len(x))
-    ...                                            # scale .grad to the mean gradient of the step
-    measurement = meter.finish(batch)              # the only host synchronisation of the step
+        weight = len(x) / batch
+        (loss_fn(model(x), y) * weight).backward()
+        meter.close_micro_batch(len(x), scale=weight)
+    measurement = meter.finish(batch)                  # .grad is the mean gradient; the only host synchronisation
 
 There are three. `HookMeter` measures each gradient in an autograd hook, on a CPU by a `dot` while the gradient is in
 the cache; a second pass over all gradients costs several times more. It works in any training loop. The other two take
