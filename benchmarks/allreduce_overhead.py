@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ebbflow.engines.allreduce import AllReduce
-from ebbflow.moments.measure import Meter
+from ebbflow.moments.meters import HookMeter
 
 WORLD, PIECES, SIZE, WIDTH = 2, 2, 32, 1024
 SPAN = 4  # steps of which one is measured: the batch is four reference batches of 32, the memory a thousand
@@ -37,7 +37,7 @@ class Trainer:
         self.model = nn.Sequential(*hidden, nn.Linear(WIDTH, 10))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.every = every
-        self.meter = Meter(self.model.parameters(), layers=False) if every is not None else None
+        self.meter = HookMeter(self.model.parameters(), layers=False) if every is not None else None
         self.combine = AllReduce(self.model.parameters(), meter=self.meter)
 
     def step(self, number: int, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:

@@ -26,12 +26,12 @@ from ebbflow import workloads
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.emulated import EmulatedEngine, FusedEngine, LoopEngine
-from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.optim.optimizers import build_optimizer
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.plan.policies import Follow
 from ebbflow.run.flow import Flow
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.models import resnet18
 from ebbflow.workloads.sources import TensorSource, crop_and_flip

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.emulated import FusedEngine
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.plan.policies import Follow
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 from ebbflow.workloads import DatasetSource, cross_entropy
 from ebbflow.workloads.image_folders import random_crop
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ebbflow.plan.plan import BatchPlan
-from ebbflow.traces.trace import Trace
+from ebbflow.plan.batch_plan import BatchPlan
+from ebbflow.traces.availability import Trace
 
 CHANGES, STEPS, STEP_S = 100_000, 10_000_000, 0.6
 

@@ -26,11 +26,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ebbflow.moments.choose import meter_for
 from ebbflow.moments.estimate import Averages
-from ebbflow.moments.measure import Meter
-from ebbflow.rules.base import StepContext
-from ebbflow.rules.registry import make_rule
+from ebbflow.moments.meters import HookMeter, meter_for
+from ebbflow.rules.rule import StepContext, make_rule
 
 PIECES = 4
 SPAN = 4
@@ -63,7 +61,7 @@ def ours(
     """As an engine has it: without hooks on a GPU and for small models."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     parameters = [*model.parameters()]
-    meter = Meter(parameters, layers=layers) if hooks else meter_for(parameters, layers=layers)
+    meter = HookMeter(parameters, layers=layers) if hooks else meter_for(parameters, layers=layers)
     rule = make_rule("adascale")
     size = len(micro_batches[0][0])
     memory = 1000.0 * size
@@ -194,7 +192,9 @@ def compare(
         (torch.randn(*shape, device=device), torch.randint(10, shape[:1], device=device)) for _ in range(PIECES)
     ]
     methods: dict[str, Step] = {}
-    extra = () if isinstance(meter_for([*make().to(device).parameters()], layers=False), Meter) else (ours_by_hooks,)
+    extra = (
+        () if isinstance(meter_for([*make().to(device).parameters()], layers=False), HookMeter) else (ours_by_hooks,)
+    )
     for method in (plain, ours, ours_at_every_step, ours_by_layer, *extra, fairscale, adaptdl):
         torch.manual_seed(0)
         model = make().to(device)

@@ -5,10 +5,11 @@ ebbflow train digits-mlp --plugin examples/own_rule.py --rule "cuberoot+warmup(2
 
 from dataclasses import dataclass
 
-from ebbflow.rules import Rule, Scaling, register
+from ebbflow import Scaling, register_rule
+from ebbflow.rules import Rule
 
 
-@register("cuberoot", cite="this example")
+@register_rule("cuberoot", cite="this example")
 @dataclass(frozen=True)
 class CubeRoot(Rule):
     """m = (B/B0)^(1/3): more careful than the square root."""

@@ -1,10 +1,10 @@
 """Train PyTorch models on workers that come and go.
 
-    traces      who is available when          Trace: a step function  time -> workers
+    traces      who is available when          Trace: the number of workers over time
       v
     plan        how big each step is           BatchPlan: step -> workers, samples
       v
-    data        which samples                  Ledger, ElasticSampler: every sample exactly once an epoch
+    data        which samples                  Ledger, ElasticSampler: every sample exactly once per epoch
       v
     engines     who computes                   emulated | live (torchft) | dask
       v
@@ -14,13 +14,14 @@
       v
     optim       the step                       ElasticOptimizer: the one place that writes parameter groups
       v
-    record      what happened                  one row a step, one a validation
+    record      what happened                  one row per step, one per validation
+      v
+    run         one training, on any engine    RunConfig, train, Session
       v
     studies, report                            rule x trace x workload x seed -> tables, figures, one HTML page
 
-Read the folders in this order and you have read the program. `sim` walks the flow without training; `live` and
-`sklearn` are for a user's own script. The names below are the public ones; they are loaded on first use, so that
-`import ebbflow` does not import torch.
+`simulate` computes time and money of a fleet without training; `live` and `sklearn` are for scripts of your own. The
+names below are the public ones. They are imported on first use, so that `import ebbflow` does not import torch.
 """
 
 from __future__ import annotations
@@ -35,63 +36,60 @@ if TYPE_CHECKING:
     from ebbflow.engines.base import register_engine as register_engine
     from ebbflow.errors import EbbflowError as EbbflowError
     from ebbflow.optim.elastic import ElasticOptimizer as ElasticOptimizer
-    from ebbflow.plan.plan import BatchPlan as BatchPlan
+    from ebbflow.optim.optimizers import register_optimizer as register_optimizer
+    from ebbflow.optim.schedules import register_schedule as register_schedule
+    from ebbflow.plan.batch_plan import BatchPlan as BatchPlan
+    from ebbflow.plan.policies import register_policy as register_policy
     from ebbflow.record import read_record as read_record
-    from ebbflow.rules.base import Scaling as Scaling
-    from ebbflow.rules.base import StepContext as StepContext
-    from ebbflow.rules.registry import make_rule as make_rule
+    from ebbflow.rules.rule import Scaling as Scaling
+    from ebbflow.rules.rule import StepContext as StepContext
+    from ebbflow.rules.rule import make_rule as make_rule
+    from ebbflow.rules.rule import register_modifier as register_modifier
+    from ebbflow.rules.rule import register_rule as register_rule
     from ebbflow.run.config import RunConfig as RunConfig
     from ebbflow.run.session import Session as Session
     from ebbflow.run.training import train as train
     from ebbflow.simulate.prices import register_price as register_price
-    from ebbflow.traces.trace import Trace as Trace
+    from ebbflow.traces.availability import Trace as Trace
+    from ebbflow.traces.formats import register_trace_format as register_trace_format
+    from ebbflow.traces.synthetic import register_trace as register_trace
     from ebbflow.workloads import register_workload as register_workload
 
 _HOME = {
-    "BatchPlan": "ebbflow.plan.plan",
+    "BatchPlan": "ebbflow.plan.batch_plan",
     "EbbflowError": "ebbflow.errors",
     "ElasticOptimizer": "ebbflow.optim.elastic",
     "ElasticSampler": "ebbflow.data.sampler",
     "RunConfig": "ebbflow.run.config",
-    "Scaling": "ebbflow.rules.base",
+    "Scaling": "ebbflow.rules.rule",
     "Session": "ebbflow.run.session",
-    "StepContext": "ebbflow.rules.base",
-    "Trace": "ebbflow.traces.trace",
-    "make_rule": "ebbflow.rules.registry",
+    "StepContext": "ebbflow.rules.rule",
+    "Trace": "ebbflow.traces.availability",
+    "make_rule": "ebbflow.rules.rule",
     "read_record": "ebbflow.record",
     "register_engine": "ebbflow.engines.base",
+    "register_modifier": "ebbflow.rules.rule",
+    "register_optimizer": "ebbflow.optim.optimizers",
+    "register_policy": "ebbflow.plan.policies",
+    "register_price": "ebbflow.simulate.prices",
+    "register_rule": "ebbflow.rules.rule",
+    "register_schedule": "ebbflow.optim.schedules",
+    "register_trace": "ebbflow.traces.synthetic",
+    "register_trace_format": "ebbflow.traces.formats",
     "register_workload": "ebbflow.workloads",
     "train": "ebbflow.run.training",
-    "register_price": "ebbflow.simulate.prices",
 }
 _PACKAGES = ("live", "simulate", "sklearn")
 """Packages with public names of their own."""
 
-__all__ = [
-    "BatchPlan",
-    "EbbflowError",
-    "ElasticOptimizer",
-    "ElasticSampler",
-    "RunConfig",
-    "Scaling",
-    "Session",
-    "StepContext",
-    "Trace",
-    "__version__",
-    "make_rule",
-    "read_record",
-    "register_engine",
-    "register_workload",
-    "train",
-    "register_price",
-]
+__all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"ebbflow.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'ebbflow' has no attribute {name!r}; public names: {', '.join(__all__)}")
+        raise AttributeError(f"module 'ebbflow' has no attribute {name!r}; public names: {', '.join(sorted(__all__))}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

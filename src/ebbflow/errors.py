@@ -1,7 +1,7 @@
-"""What can go wrong, as one small tree.
+"""All exceptions that Ebbflow raises on purpose, as one small tree.
 
     EbbflowError
-    |-- InputError            what the user gave cannot be used        (also a ValueError)
+    |-- InputError            an input of the user cannot be used      (also a ValueError)
     |   |-- UnitError         "90s", "5ep": a quantity without or with the wrong unit
     |   |-- SpecError         the text form: unknown name, wrong or missing argument
     |   |-- TraceError        an availability trace: file or definition
@@ -12,17 +12,19 @@
     |   `-- CheckpointError   a checkpoint of another run, or a damaged one
     |-- LedgerError           a step that would lose or repeat a sample; a bug of ours or of an engine
     |-- OutputError           the disk is full, the folder is read-only  (also an OSError)
-    |-- RankLost              another process of this run is gone
-    |-- Diverged              the loss stopped being a finite number
-    `-- MissingExtra          an optional dependency is not installed    (also an ImportError)
+    |-- RankLost              another process of this run has ended
+    |-- Diverged              the loss or the gradient is no longer finite
+    |-- MissingExtra          an optional package is not installed         (also an ImportError)
+    `-- BrokenExtra           an optional package fails to import          (also an ImportError)
 
-Every message says what was found, what was expected and what to do. The command line prints the message, not the
-traceback, and exits with code 2.
+Every message says what was found, what was expected and what to do. The command prints the message without a traceback
+and exits with code 2.
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "BrokenExtra",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -42,11 +44,11 @@ __all__ = [
 
 
 class EbbflowError(Exception):
-    """The root: catch this to catch everything that Ebbflow raises on purpose."""
+    """Base class of everything that Ebbflow raises on purpose."""
 
 
 class InputError(EbbflowError, ValueError):
-    """Something that the user gave cannot be used."""
+    """An input of the user cannot be used."""
 
 
 class UnitError(InputError):
@@ -82,7 +84,7 @@ class CheckpointError(InputError):
 
 
 class LedgerError(EbbflowError):
-    """A step would lose or repeat a sample. Never the user's fault: please report it."""
+    """A step would lose or repeat a sample. This is an error in Ebbflow or in an engine: please report it."""
 
 
 class OutputError(EbbflowError, OSError):
@@ -90,20 +92,20 @@ class OutputError(EbbflowError, OSError):
 
 
 class RankLost(EbbflowError):
-    """Another process of this run has ended, so that this one cannot go on."""
+    """Another process of this run has ended, so that this one cannot continue."""
 
-    def __init__(self, message: str, *, told: bool = False) -> None:
+    def __init__(self, message: str, *, reported: bool = False) -> None:
         super().__init__(message)
-        self.told = told
-        """Whether that process, or another one, has said why."""
+        self.reported = reported
+        """Whether that process, or another one, has printed the reason."""
 
 
 class Diverged(EbbflowError):
-    """The loss stopped being a finite number; the run ends and says so in its record."""
+    """The loss or the gradient is no longer finite; the run ends, and its record says so."""
 
 
 class MissingExtra(EbbflowError, ImportError):
-    """An optional dependency is not installed.
+    """An optional package is not installed.
 
     >>> raise MissingExtra("torchft", extra="live", needed_for="ebbflow launch")
     Traceback (most recent call last):
@@ -113,3 +115,13 @@ class MissingExtra(EbbflowError, ImportError):
 
     def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
         super().__init__(f"{needed_for} needs {package}, which is not installed; run: pip install 'ebbflow[{extra}]'")
+
+
+class BrokenExtra(EbbflowError, ImportError):
+    """An optional package is installed, but fails to import, for example because one of its dependencies is missing."""
+
+    def __init__(self, package: str, *, extra: str, needed_for: str, cause: Exception) -> None:
+        super().__init__(
+            f"{needed_for} needs {package}, which is installed but cannot be imported: {type(cause).__name__}: "
+            f"{cause}; correct this, or reinstall it: pip install --force-reinstall 'ebbflow[{extra}]'"
+        )

@@ -1,4 +1,4 @@
-"""The noisy quadratic model: a test bed whose expected loss is known exactly (Zhang et al. 2019, arXiv 1907.04164).
+"""The noisy quadratic model, whose expected loss is known exactly (Zhang et al. 2019, arXiv 1907.04164).
 
     loss(w) = 1/2 sum_i h_i w_i^2          gradient of one sample = h_i w_i + noise of variance c_i, independent
 
@@ -6,16 +6,15 @@ SGD with momentum in PyTorch's form, coupled weight decay l and the multiplier m
 
     u <- mu u + m (g + l w)                w <- w - lr u
 
-is linear in (w, u), so their second moments follow an exact recursion. With a = m (h + l) and n = m^2 c/B, a step of
-B samples makes of  ww = E[w^2], wu = E[wu], uu = E[u^2]  in every coordinate
+is linear in (w, u), so that their second moments follow an exact recursion. With a = m (h + l) and n = m^2 c/B, a step
+of B samples turns  ww = E[w^2], wu = E[wu], uu = E[u^2]  in every coordinate into
 
     uu' = mu^2 uu + 2 mu a wu + a^2 ww + n
     wu' = (mu wu + a ww) - lr uu'
     ww' = ww - 2 lr (mu wu + a ww) + lr^2 uu'
 
-whatever the batches and rates are, as long as they do not depend on the noise. The workload `quadratic` samples the
-same model through the whole flow. This module lies outside `workloads`, which imports torch: the recursion needs numpy
-alone, and whoever compares rules by it should not wait for torch.
+for all batches and rates that do not depend on the noise. The workload `quadratic` samples the same model through the
+whole flow. This module is not in `workloads`, which imports torch, since the recursion needs numpy alone.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ import numpy.typing as npt
 
 from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Averages, Measurement, Moments
-from ebbflow.optim.schedules import Progress, Schedule, make_schedule
-from ebbflow.rules.base import Rule, Scaling, StepContext
-from ebbflow.rules.registry import make_rule
+from ebbflow.optim.schedules import Schedule, TrainingProgress, make_schedule
+from ebbflow.rules.rule import Rule, Scaling, StepContext, make_rule
 
 __all__ = ["NoisyQuadratic", "SecondMoments", "Trajectory", "best_rate", "expected_run"]
 
@@ -40,18 +38,18 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class NoisyQuadratic:
-    """Curvature and noise of each coordinate; the coordinates are dealt out to layers in order."""
+    """Curvature and noise of each coordinate, and the division of the coordinates into layers."""
 
     curvature: Array
-    """h_i."""
+    """h_i of each coordinate."""
     noise: Array
-    """c_i: variance of the gradient of one sample."""
+    """c_i of each coordinate: variance of the gradient of one sample."""
     layers: tuple[int, ...]
-    """Coordinates in each layer, in order; they sum to the dimension."""
+    """Number of coordinates in each layer, in order; their sum is the dimension."""
 
     @classmethod
     def power_law(cls, *, dim: int = 64, alpha: float = 1.0, noise: float = 1.0, layers: int = 1) -> NoisyQuadratic:
-        """h_i = i^-alpha for i from 1 to dim, c_i = noise h_i, in layers of equal size (the first ones one larger).
+        """A model with h_i = i^-alpha for i from 1 to dim and c_i = noise h_i, in layers of (nearly) equal size.
 
         >>> model = NoisyQuadratic.power_law(dim=4, noise=2.0, layers=2)
         >>> model.curvature[:2], model.total_noise, model.layers
@@ -67,11 +65,11 @@ class NoisyQuadratic:
 
     @property
     def total_noise(self) -> float:
-        """V = sum c_i: the trace of the covariance of one sample's gradient, everywhere the same."""
+        """V = sum c_i: the trace of the covariance of one sample's gradient, which does not depend on the weights."""
         return float(self.noise.sum())
 
     def loss(self, squares: Array) -> float:
-        """1/2 sum h_i w_i^2, of squared weights or of their expectations."""
+        """1/2 sum h_i w_i^2, from the squared weights or their expected values."""
         return float(self.curvature @ squares) / 2
 
     def signal(self, squares: Array) -> float:
@@ -79,7 +77,7 @@ class NoisyQuadratic:
         return float(self.curvature**2 @ squares)
 
     def moments(self, squares: Array) -> Moments:
-        """Noise and signal, of the whole and of each layer, as an exact measurement would find them."""
+        """The exact noise and signal of the whole model and of each layer."""
         noise, signal = self._by_layer(self.noise), self._by_layer(self.curvature**2 * squares)
         several = len(self.layers) > 1
         return Moments(
@@ -96,7 +94,7 @@ class NoisyQuadratic:
 
 @dataclass(frozen=True, slots=True)
 class SecondMoments:
-    """E[w^2], E[wu] and E[u^2] of every coordinate: all there is to know about the expected loss."""
+    """E[w^2], E[wu] and E[u^2] of every coordinate, which determine the expected loss."""
 
     ww: Array
     wu: Array
@@ -104,7 +102,7 @@ class SecondMoments:
 
     @classmethod
     def at(cls, weights: float | Array, dim: int) -> SecondMoments:
-        """At given weights, before the first step."""
+        """The second moments before the first step, at the given weights."""
         return cls(np.full(dim, weights, dtype=np.float64) ** 2, np.zeros(dim), np.zeros(dim))
 
     def stepped(
@@ -117,17 +115,17 @@ class SecondMoments:
         weight_decay: float = 0.0,
         gradient: float | Array = 1.0,
     ) -> SecondMoments:
-        """After one step; `gradient` multiplies gradient and weight decay inside the momentum.
+        """The second moments after one step; `gradient` multiplies gradient and weight decay inside the momentum.
 
-        One coordinate with h = c = 1 at w = 1, a step of 4 samples at rate 0.5: the gradient is 1 with variance 1/4,
-        so E[u^2] = 1.25 and E[w^2] = 1 - 2(0.5) + 0.25(1.25) = 0.3125.
+        For one coordinate with h = c = 1 at w = 1, and a step of 4 samples at rate 0.5, the gradient is 1 with variance
+        1/4, so that E[u^2] = 1.25 and E[w^2] = 1 - 2(0.5) + 0.25(1.25) = 0.3125.
 
         >>> model = NoisyQuadratic.power_law(dim=1)
         >>> SecondMoments.at(1.0, 1).stepped(model, batch=4, lr=0.5).ww
         array([0.3125])
         """
         slope = gradient * (model.curvature + weight_decay)
-        pull = momentum * self.wu + slope * self.ww  # E[w u'], with the weights before the step
+        pull = momentum * self.wu + slope * self.ww  # E[w u'] with the weights before the step
         uu = momentum**2 * self.uu + 2 * momentum * slope * self.wu + slope**2 * self.ww
         uu = uu + gradient**2 * model.noise / batch
         return SecondMoments(self.ww - 2 * lr * pull + lr**2 * uu, pull - lr * uu, uu)
@@ -135,13 +133,14 @@ class SecondMoments:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """What a rule does to the model, in expectation."""
+    """The expected course of a training."""
 
     loss: Array
-    """Expected loss before each step and after the last: one value more than there are steps."""
+    """Expected loss before each step and after the last one: one value more than there are steps."""
     scalings: tuple[Scaling, ...]
-    """What the rule said at each step."""
+    """What the rule returned for each step."""
     end: SecondMoments
+    """The second moments after the last step."""
 
 
 def expected_run(
@@ -158,11 +157,11 @@ def expected_run(
     start: float | Array = 1.0,
     memory: float | None = None,
 ) -> Trajectory:
-    """The expected loss of SGD under a rule, over steps of the given batches.
+    """The expected loss of SGD with a rule, over steps of the given batches.
 
-    Exact for rules that look at the batch alone. A rule that looks at noise and signal is given their true expected
-    values, at once or, with `memory` (in samples), averaged as the optimizer averages its measurements; what it then
-    does is the limit of many coordinates, in which its measurements are free of noise.
+    It is exact for rules that look at the batch alone. A rule that looks at noise and signal gets their true expected
+    values, or with `memory` (in samples) their moving averages as in the optimizer; this is the limit of many
+    coordinates, in which measurements have no noise.
 
     >>> model = NoisyQuadratic.power_law(dim=8)
     >>> run = expected_run(model, "linear", [8] * 50 + [32] * 10, lr=0.1, ref_batch=8)
@@ -175,7 +174,7 @@ def expected_run(
     second = SecondMoments.at(start, model.curvature.size)
     losses, scalings = [model.loss(second.ww)], []
     samples, progress = 0, 0.0
-    with np.errstate(over="ignore", invalid="ignore"):  # a rate that is too large: the expected loss becomes infinite
+    with np.errstate(over="ignore", invalid="ignore"):  # too large a rate gives an infinite loss
         for step, batch in enumerate(sizes):
             moments = model.moments(second.ww)
             if memory is not None:
@@ -186,7 +185,7 @@ def expected_run(
                 epoch_samples=epoch_samples, total_samples=sum(sizes), moments=moments,
             )  # fmt: skip
             scaling, state = made.scale(context, state)
-            position = Progress(
+            position = TrainingProgress(
                 samples=progress, epoch_samples=epoch_samples, total_samples=sum(sizes), ref_batch=ref_batch
             )
             second = second.stepped(
@@ -228,9 +227,9 @@ def best_rate(
     schedule: str | Schedule | None = None,
     rates: Sequence[float] | Array | None = None,
 ) -> float:
-    """The rate with the lowest expected loss after so many samples at the reference batch.
+    """The rate with the lowest expected loss after `samples` samples at the reference batch.
 
-    By default among 60 rates from 10^-4 to 2, each 1.18 times the one before.
+    The default candidates are 60 rates from 10^-4 to 2, each 1.18 times the previous one.
 
     >>> round(best_rate(NoisyQuadratic.power_law(dim=8), ref_batch=8, samples=800, momentum=0.0), 3)
     0.161

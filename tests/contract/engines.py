@@ -14,7 +14,7 @@ from contract.suite import SAMPLES, Outcome, RunEngine, in_this_process
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.base import Engine, EngineMaker, EngineParts, Faults
 from ebbflow.engines.emulated import FusedEngine, LoopEngine, Ranks
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 
 MEASURED = frozenset({"moments"})
 CLIENT: list[Any] = []

@@ -13,11 +13,11 @@ from torch import nn
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Engine, EngineMaker, EngineParts, Faults
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.plan.policies import Follow
 from ebbflow.run.config import RunConfig
 from ebbflow.run.flow import Flow
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 from ebbflow.workloads import cross_entropy
 
 SAMPLES = 97  # a prime: no step size divides it

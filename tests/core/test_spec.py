@@ -8,7 +8,7 @@ import pytest
 from ebbflow.core.spec import Call, Registry, bind, param, parse_call, parse_calls, render
 from ebbflow.core.units import Seconds, Span
 from ebbflow.errors import SpecError, UnitError
-from ebbflow.rules.registry import make_rule
+from ebbflow.rules.rule import make_rule
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def test_an_exponent_with_a_plus_is_one_number() -> None:
         ("linear+warmup(2ep, start=5)", "expected 0"),
         ("lineer", "did you mean 'linear'"),
         ("linear+warmap(5ep)", "did you mean 'warmup'"),
-        ("linear+sqrt", "only modifiers stand there"),
+        ("linear+sqrt", "only modifiers can follow a rule"),
         ("warmup(5ep)", "put a rule before it"),
     ],
 )

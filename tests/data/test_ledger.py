@@ -16,7 +16,7 @@ from ebbflow.errors import CheckpointError, DataError, LedgerError
 
 
 attempts = st.lists(st.tuples(st.integers(1, 70), st.sampled_from(["commit", "lose", "resume"])), max_size=300)
-"""Attempts at steps: so many samples are requested; then the step commits, is lost, or the run is saved and resumed."""
+"""Attempts at steps: (requested samples, outcome): the step commits, is lost, or the run is saved and resumed."""
 
 
 @given(samples=st.one_of(st.integers(1, 60), st.sampled_from([97, 199, 997])), events=attempts)
@@ -36,7 +36,7 @@ def test_any_history_commits_every_sample_exactly_once_an_epoch(samples: int, ev
 
 
 @given(samples=st.integers(2, 300), requested=st.lists(st.integers(2, 40), min_size=1))
-def test_no_step_is_one_lone_sample_unless_asked_for(samples: int, requested: list[int]) -> None:
+def test_no_step_has_a_single_sample_unless_it_is_requested(samples: int, requested: list[int]) -> None:
     ledger, i = Ledger(samples=samples), 0
     while ledger.epoch == 0:
         step = ledger.assign(requested[i % len(requested)])
@@ -55,7 +55,7 @@ def test_an_epoch_of_ten_in_steps_of_four_ends_with_a_smaller_one() -> None:
     assert ledger.total == 10
 
 
-def test_a_lost_step_is_assigned_again_to_whoever_is_there() -> None:
+def test_a_lost_step_is_assigned_again_to_the_workers_that_are_left() -> None:
     ledger = Ledger(samples=100, position=20)
     assert ledger.assign(16) == Assignment(0, 20, 36)
     # The workers of that step die; two of four are left and take half of the samples.
@@ -96,7 +96,7 @@ def test_an_empty_epoch_is_refused(samples: int) -> None:
 
 @pytest.mark.parametrize("place", [{"epoch": -1}, {"position": -1}, {"position": 10}])
 def test_a_place_outside_of_the_epoch_is_refused(place: dict[str, int]) -> None:
-    with pytest.raises(LedgerError, match="is not a place in epochs of 10 samples"):
+    with pytest.raises(LedgerError, match="is not a position in epochs of 10 samples"):
         Ledger(samples=10, **place)
 
 
@@ -129,9 +129,9 @@ def test_a_damaged_state_is_refused(state: dict[str, object], message: str) -> N
     ("batch", "largest", "expected"),
     [
         (32, 32, (32,)),
-        (33, 32, (17, 16)),  # two micro-batches are needed: 33 = 17 + 16, not 32 and a lone one
+        (33, 32, (17, 16)),  # two micro-batches are needed: 33 = 17 + 16, not 32 and a single one
         (100, 32, (25, 25, 25, 25)),
-        (3, 2, (3,)),  # two micro-batches would leave a lone one: one micro-batch above the limit
+        (3, 2, (3,)),  # two micro-batches would have a single one: one micro-batch above the limit
         (5, 2, (3, 2)),  # three would: two
         (3, 1, (1, 1, 1)),  # asked for
         (1, 8, (1,)),  # nothing else is there
@@ -139,18 +139,18 @@ def test_a_damaged_state_is_refused(state: dict[str, object], message: str) -> N
         (8, 3, (3, 3, 2)),  # ceil(8 / 3) = 3 micro-batches; four of two would be even, too, but one more than needed
     ],
 )
-def test_a_step_is_cut_into_even_pieces(batch: int, largest: int, expected: tuple[int, ...]) -> None:
+def test_a_step_is_cut_into_even_micro_batches(batch: int, largest: int, expected: tuple[int, ...]) -> None:
     assert micro_batch_sizes(batch, largest=largest) == expected
 
 
 @given(batch=st.integers(1, 5000), largest=st.integers(1, 300))
-def test_pieces_add_up_and_are_even_and_never_lone(batch: int, largest: int) -> None:
+def test_micro_batches_add_up_are_even_and_never_have_a_single_sample(batch: int, largest: int) -> None:
     sizes = micro_batch_sizes(batch, largest=largest)
     assert sum(sizes) == batch
     assert list(sizes) == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
     assert sizes[0] <= largest + 1
-    if sizes[0] > largest:  # only where the micro-batch would be alone otherwise
+    if sizes[0] > largest:  # only where a micro-batch would have a single sample otherwise
         assert largest == 2
     if largest > 1 and batch > 1:
         assert sizes[-1] >= 2
@@ -171,11 +171,11 @@ def test_at_the_tail_some_workers_have_nothing() -> None:
 
 
 @pytest.mark.parametrize(("batch", "largest"), [(0, 4), (4, 0), (-1, 4)])
-def test_impossible_pieces_are_refused(batch: int, largest: int) -> None:
+def test_impossible_micro_batches_are_refused(batch: int, largest: int) -> None:
     with pytest.raises(LedgerError, match=f"{batch} samples cannot be cut into micro-batches of {largest}"):
         micro_batch_sizes(batch, largest=largest)
 
 
-def test_nobody_to_share_with_is_refused() -> None:
+def test_a_step_without_workers_is_refused() -> None:
     with pytest.raises(LedgerError, match="shared by 0 workers"):
         split_step(Assignment(0, 0, 4), workers=0, largest=2)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from ebbflow.data.ledger import Ledger, micro_batch_sizes
-from ebbflow.data.sampler import ElasticSampler, SamplerMicroBatch
+from ebbflow.data.sampler import ElasticSampler, MicroBatchInfo
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.plan.plan import BatchPlan
-from ebbflow.traces.trace import Trace
+from ebbflow.plan.batch_plan import BatchPlan
+from ebbflow.traces.availability import Trace
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,7 @@ def make(samples: int, plan: Any, **options: Any) -> ElasticSampler:
     return ElasticSampler(samples, plan.plan() if isinstance(plan, Fleet) else plan, **options)
 
 
-def train(
-    sampler: ElasticSampler, micro_batches: int, *, ahead: int = 0
-) -> Iterator[tuple[SamplerMicroBatch, list[int]]]:
+def train(sampler: ElasticSampler, micro_batches: int, *, ahead: int = 0) -> Iterator[tuple[MicroBatchInfo, list[int]]]:
     """Train on micro-batches, epoch after epoch, while the reader is `ahead` micro-batches before the training."""
     trained = 0
     while trained < micro_batches:
@@ -81,10 +79,10 @@ def test_steps_follow_the_trace_and_the_last_one_is_smaller() -> None:
     assert [micro_batch.time_s for micro_batch in micro_batches][::2] == [0.0, 10.0, 20.0, 20.0, 30.0, 30.0, 40.0]
 
 
-def test_a_piece_tells_its_place_in_the_step() -> None:
+def test_a_micro_batch_knows_its_position_in_the_step() -> None:
     sampler = ElasticSampler(33, 1, local_batch=33, shuffle=False)
     assert sampler.peek() == sampler.peek()  # looking changes nothing
-    assert sampler.consume() == SamplerMicroBatch(
+    assert sampler.consume() == MicroBatchInfo(
         step=0, size=33, batch=33, workers=1, index=0, count=1, epoch=0, start=0, time_s=0.0, next_size=None
     )
     # The largest micro-batch is 16: 33 = 11 + 11 + 11.
@@ -151,7 +149,7 @@ def test_any_history_of_workers_kills_and_resumes_trains_every_sample_once_an_ep
     kept: list[tuple[int, int]] = []  # (epoch, sample) of the steps that the saved state holds
     state = make(samples, Fleet((1,), 1), seed=seed).state_dict()
     for life in lives:
-        # A life ends with a kill: what it trained after saving is gone, what it had read ahead too.
+        # A process ends with a kill: what it trained after saving is lost, and so is what it had prefetched.
         sampler = make(samples, life["fleet"], local_batch=life["local_batch"], seed=seed)
         sampler.load_state_dict(json.loads(json.dumps(state)))
         complete, pending = list(kept), []
@@ -200,7 +198,7 @@ def test_any_number_of_ranks_uses_the_same_samples_at_each_step(
 
 @settings(deadline=None)
 @given(samples=st.integers(2, 300), fleet=fleets, local_batch=st.none() | st.integers(2, 6))
-def test_no_piece_is_one_lone_sample(samples: int, fleet: Fleet, local_batch: int | None) -> None:
+def test_no_micro_batch_has_a_single_sample(samples: int, fleet: Fleet, local_batch: int | None) -> None:
     if fleet.local_batch > 1:
         assert min(map(len, make(samples, fleet, local_batch=local_batch))) >= 2
 
@@ -232,7 +230,7 @@ def test_a_loader_that_reads_ahead_is_stopped_and_resumed_exactly() -> None:
     assert second.epoch == 1
 
 
-def test_a_second_loop_in_the_same_process_goes_on_after_the_last_piece_trained_on() -> None:
+def test_a_second_loop_in_the_same_process_continues_after_the_last_micro_batch_trained_on() -> None:
     sampler = make(50, Fleet((2,), 4))
     whole = list(sampler)
     first = [sampler.consume() and batch for batch in islice(sampler, 5)]
@@ -252,7 +250,7 @@ def test_looking_at_a_batch_before_training_costs_nothing() -> None:
 
 def test_epochs_follow_each_other_and_the_plan_runs_on() -> None:
     # 10 samples in steps of 4, 8, 4, 8, ...: 4 + 6 (cut) is epoch 0, and epoch 1 begins with step 2, again of 4.
-    # 3 samples in steps of 2: taking 2 would leave a lone one, so each epoch is one step of 3.
+    # 3 samples in steps of 2: taking 2 would leave a single one, so each epoch is one step of 3.
     steps = [(p.epoch, p.step, p.batch) for p, _ in train(make(10, Fleet((1, 2), 4)), 6) if p.last]
     assert steps == [(0, 0, 4), (0, 1, 6), (1, 2, 4), (1, 3, 6)]
     steps = [(p.epoch, p.step, p.batch) for p, _ in train(make(3, Fleet((1,), 2)), 3)]
@@ -294,7 +292,7 @@ def test_without_consuming_the_same_epoch_comes_again() -> None:
 # Ranks --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_without_a_piece_at_the_tail_goes_on_with_the_next_epoch() -> None:
+def test_a_rank_without_a_micro_batch_at_the_tail_continues_with_the_next_epoch() -> None:
     # 10 samples in steps of 2 x 2: 4, 4, 2; the last step has one micro-batch, of rank 0.
     rank_1 = ElasticSampler(10, 2, local_batch=2, shuffle=False, rank=1, world_size=2)
     assert [batch for _, batch in train(rank_1, 2)] == [[2, 3], [6, 7]]
@@ -326,7 +324,7 @@ def test_a_rank_that_skipped_a_step_goes_on_inside_the_next_one() -> None:
     assert rank_1.state_dict()["position"] == 4  # step 1 is not this rank's to confirm
 
 
-def test_a_rank_that_never_has_a_piece_is_told_so() -> None:
+def test_a_rank_that_never_has_a_micro_batch_is_refused() -> None:
     rank_2 = ElasticSampler(10, 2, local_batch=2, rank=2, world_size=3)
     assert list(rank_2) == []
     with pytest.raises(ConfigError, match="rank 2 of 3 has no micro-batch up to the end of epoch 1"):
@@ -351,7 +349,7 @@ def test_a_plan_that_ends_with_an_epoch_is_long_enough() -> None:
     assert sampler.epoch == 1
 
 
-# Counting without walking ---------------------------------------------------------------------------------------------
+# Counting without iterating -------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -374,7 +372,7 @@ def test_lengths_and_epochs_are_those_of_a_walk_over_the_steps(
 ) -> None:
     plan = BatchPlan.from_trace(trace.repeat(3), f"follow({share})", "1s")
     sampler = make(samples, plan, local_batch=local_batch, world_size=world, rank=data.draw(st.integers(0, world - 1)))
-    # The walk: every step on its own, by the ledger's rule.
+    # Step by step, as the ledger assigns them.
     ledger, step, starts = Ledger(samples=samples), 0, [0]
     left: list[tuple[Ledger, int, int]] = []
     while step < plan.steps and ledger.epoch < 4:  # type: ignore[operator]

@@ -83,7 +83,7 @@ def test_impossible_settings_are_refused(options: dict[str, Any], message: str) 
         ElasticSampler(100, 2, **{"local_batch": 4, **options})
 
 
-def test_nobody_to_train_is_refused() -> None:
+def test_a_plan_without_workers_is_refused() -> None:
     with pytest.raises(PlanError, match="0 workers"):
         ElasticSampler(100, 0, local_batch=4)
 

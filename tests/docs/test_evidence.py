@@ -20,8 +20,7 @@ from ebbflow.moments.estimate import Moments
 from ebbflow.record import read_record
 from ebbflow.report.results import load_results
 from ebbflow.report.summary import Cell, summarise
-from ebbflow.rules.base import Rule, StepContext
-from ebbflow.rules.registry import RULES, make_rule
+from ebbflow.rules.rule import RULES, Rule, StepContext, make_rule
 from ebbflow.studies.grid import load_study
 
 EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence"

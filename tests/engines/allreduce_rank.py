@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ebbflow.engines.allreduce import AllReduce
-from ebbflow.moments.measure import Meter
+from ebbflow.moments.meters import HookMeter
 
 STEPS = ((5, 3, 4, 2), (6,), (2, 2, 3), (1, 7))
 """Sizes of the micro-batches of each step; micro-batch i is for rank i mod world, so in the second step only one rank
@@ -24,7 +24,7 @@ def train(rank: int, world: int, *, layers: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    meter = Meter(model.parameters(), layers=layers)
+    meter = HookMeter(model.parameters(), layers=layers)
     combine = AllReduce(model.parameters(), meter=meter)
     generator = torch.Generator().manual_seed(1)
     measured = []

@@ -11,7 +11,7 @@ from torch import nn
 
 from ebbflow.engines.allreduce import AllReduce
 from ebbflow.errors import ConfigError
-from ebbflow.moments.measure import Meter
+from ebbflow.moments.meters import HookMeter
 from engines.allreduce_rank import STEPS, train
 
 
@@ -41,7 +41,7 @@ def test_any_number_of_ranks_agrees_with_one_process(world: int, tmp_path: Path)
 
 def test_the_only_rank_measures_what_the_meter_alone_does() -> None:
     w = nn.Parameter(torch.zeros(2))
-    meter = Meter([w], layers=False)
+    meter = HookMeter([w], layers=False)
     combine = AllReduce([w], meter=meter)
     for x in (3.0, 1.0):  # A = (9 + 1)/2 * 2 numbers = 10, N = 4 * 2 = 8
         (w * x / 2).sum().backward()
@@ -90,7 +90,7 @@ def test_an_idle_rank_contributes_nothing_even_if_its_gradient_is_bad() -> None:
 
 def test_half_precision_gradients_are_added_in_float32() -> None:
     w = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    meter = Meter([w], layers=False)
+    meter = HookMeter([w], layers=False)
     combine = AllReduce([w], meter=meter)
     w.sum().backward()
     meter.close_micro_batch(4)
@@ -115,7 +115,7 @@ def test_gradients_kept_between_steps_are_still_right() -> None:
 
 def test_a_change_between_pieces_and_reduction_is_refused() -> None:
     w = nn.Parameter(torch.zeros(9))
-    meter = Meter([w], layers=False)
+    meter = HookMeter([w], layers=False)
     combine = AllReduce([w], meter=meter)
     w.sum().backward()
     meter.close_micro_batch(1)
@@ -129,10 +129,10 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ConfigError, match="no parameters"):
         AllReduce([])
     with pytest.raises(ConfigError, match="other parameters"):
-        AllReduce([w], meter=Meter([other], layers=False))
+        AllReduce([w], meter=HookMeter([other], layers=False))
     with pytest.raises(ConfigError, match="9 of a step's 8 samples"):
         AllReduce([w])(samples=9, batch=8)
-    meter = Meter([w], layers=False)
+    meter = HookMeter([w], layers=False)
     w.sum().backward()
     meter.close_micro_batch(3)
     with pytest.raises(ConfigError, match="closed micro-batches of 3 samples, but says that it has 4"):

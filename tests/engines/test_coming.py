@@ -11,10 +11,10 @@ from torch import nn
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
 from ebbflow.engines.emulated import EmulatedEngine, FusedEngine, LoopEngine, Ranks
-from ebbflow.plan.growth import allow
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
+from ebbflow.plan.growing import allow
 from ebbflow.plan.policies import Follow
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 from ebbflow.workloads import cross_entropy
 
 SAMPLES = 211  # a prime: every epoch has an uneven tail

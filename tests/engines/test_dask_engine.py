@@ -31,10 +31,9 @@ from ebbflow.engines.dask.worker import ApplyStep, DaskReplica, ReplicaBlueprint
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.growing import Geo
-from ebbflow.plan.growth import Growth
-from ebbflow.plan.plan import BatchPlan
-from ebbflow.rules.base import StepContext
+from ebbflow.plan.batch_plan import BatchPlan
+from ebbflow.plan.growing import Geo, Growth
+from ebbflow.rules.rule import StepContext
 from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 from engines.dask_helpers import Witnessed, local_client

@@ -23,7 +23,7 @@ from ebbflow.engines.dask import DaskEngine, cluster, transport, worker
 from ebbflow.engines.dask.worker import WorkerFailure
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 from engines.dask_helpers import local_client

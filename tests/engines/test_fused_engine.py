@@ -19,11 +19,11 @@ from ebbflow.engines.emulated import EmulatedEngine, FusedEngine, LoopEngine
 from ebbflow.engines.emulated.compiled import PassShape
 from ebbflow.engines.emulated.fused import cut_into_passes
 from ebbflow.errors import ConfigError
-from ebbflow.plan.plan import BatchPlan, StepSize
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
 from ebbflow.plan.policies import Follow
 from ebbflow.run import training
 from ebbflow.run.config import RunConfig
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 from ebbflow.workloads import cross_entropy
 
 SAMPLES = 211  # a prime: every epoch has an uneven tail

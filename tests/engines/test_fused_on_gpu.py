@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ebbflow.engines.emulated import EmulatedEngine, FusedEngine, LoopEngine
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.workloads import cross_entropy
 from engines.test_fused_engine import (
     MODELS,

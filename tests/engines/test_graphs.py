@@ -12,8 +12,8 @@ from torch import nn
 
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.emulated.compiled import CapturedPasses
-from ebbflow.moments.sums import Sums
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.moments.meters import FusedMeter
+from ebbflow.plan.batch_plan import BatchPlan
 from engines.test_fused_engine import assert_same_state, engine_on, images, no_norm, train, twins
 
 MODES: list[str] = []
@@ -65,7 +65,7 @@ def with_graphs(
     assert isinstance(engine, FusedEngine)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", recording)
-    engine._sums = Sums(fused.parameters(), measured=bool(needs))
+    engine._sums = FusedMeter(fused.parameters(), measured=bool(needs))
     if needs:
         engine.meter = engine._sums
     Recorded.graphs = engine._captured = CapturedPasses(engine._compute, engine._sums, samples=engine.fused_batch)

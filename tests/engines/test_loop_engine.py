@@ -13,7 +13,7 @@ from ebbflow.engines.emulated import LoopEngine, Ranks
 from ebbflow.engines.replica import micro_batch_seed
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 

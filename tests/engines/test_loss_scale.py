@@ -13,7 +13,7 @@ from ebbflow import workloads
 from ebbflow.data.ledger import Ledger
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.emulated import FusedEngine
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.run import loop, training
 from ebbflow.run.config import RunConfig
 from ebbflow.workloads import Recipe, Task, TensorSource

@@ -20,7 +20,7 @@ from ebbflow.data.ledger import Assignment, MicroBatch
 from ebbflow.engines.emulated import FusedEngine, Ranks
 from ebbflow.engines.emulated.emulated_engine import EmulatedStep
 from ebbflow.errors import ConfigError
-from ebbflow.plan.plan import BatchPlan, StepSize
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
 from ebbflow.record import Run, read_record
 from ebbflow.run import torchrun
 from ebbflow.run.config import RunConfig

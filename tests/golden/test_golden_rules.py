@@ -11,8 +11,7 @@ import math
 import pytest
 
 from ebbflow.moments.estimate import Averages, Measurement, Moments
-from ebbflow.rules.base import Rule, Scaling, StepContext
-from ebbflow.rules.registry import make_rule, table
+from ebbflow.rules.rule import Rule, Scaling, StepContext, make_rule, rule_entries
 
 
 def context(batch: int, *, samples: int = 0, step: int = 0, moments: Moments | None = None) -> StepContext:
@@ -201,7 +200,7 @@ def test_lena_is_right_at_once_when_the_batch_changes() -> None:
 # Over several steps ------------------------------------------------------------------------------------------------
 
 
-def walk(
+def follow(
     text: str, batches: list[int], *, moments: Moments | None = None, samples: int = 0
 ) -> list[tuple[float | tuple[float, ...], float]]:
     """(multiplier, the modifier's own number) of each step."""
@@ -216,27 +215,27 @@ def walk(
 
 
 def multipliers(text: str, batches: list[int], **more: object) -> list[float | tuple[float, ...]]:
-    return [lr for lr, _ in walk(text, batches, **more)]  # type: ignore[arg-type]
+    return [lr for lr, _ in follow(text, batches, **more)]  # type: ignore[arg-type]
 
 
 def test_the_state_aware_warm_up_of_linear() -> None:
     # theta = 0.1 x 100 = 10; linear gives 4 a step, added before the test: p = 4, 8, 12.
     # Multipliers 4 x 4/10, 4 x 8/10, and 4 from then on.
-    found = walk("linear+statewarmup(0.1)", [400] * 4)
+    found = follow("linear+statewarmup(0.1)", [400] * 4)
     assert [lr for lr, _ in found] == pytest.approx([1.6, 3.2, 4.0, 4.0])
     assert [warming for _, warming in found] == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_the_state_aware_warm_up_reaches_theta_exactly() -> None:
     # theta = 8: p = 4, 8; at p = theta the factor is 1 and the warm-up is over
-    assert walk("linear+statewarmup(0.08)", [400] * 2) == [(2.0, 1.0), (4.0, 0.0)]
+    assert follow("linear+statewarmup(0.08)", [400] * 2) == [(2.0, 1.0), (4.0, 0.0)]
 
 
 def test_layers_end_their_warm_up_one_by_one() -> None:
     # theta = 0.04 x 100 = 4. The layers gain 5/4 and 12/7 a step:
     # p1 = 1.25, 2.5, 3.75, 5    -> factors 0.3125, 0.625, 0.9375, 1
     # p2 = 12/7, 24/7, 36/7      -> factors 3/7, 6/7, 1, 1
-    found = walk("lena(eps=0)+statewarmup(0.04)", [200] * 4, moments=TWO_LAYERS)
+    found = follow("lena(eps=0)+statewarmup(0.04)", [200] * 4, moments=TWO_LAYERS)
     factors = [(0.3125, 3 / 7), (0.625, 6 / 7), (0.9375, 1.0), (1.0, 1.0)]
     for (lr, _), (low, high) in zip(found, factors, strict=True):
         assert lr == pytest.approx((1.25 * low, 12 / 7 * high))
@@ -262,7 +261,7 @@ def test_adascale_with_the_state_aware_warm_up_adds_its_gain() -> None:
 
 def test_a_ramp_after_one_increase() -> None:
     # 100 -> 200 at step 1: k = 2, T = 16. Eq. 6: 1 + (t/16)(2 - 1), and 2 from t = 16 on.
-    found = walk("linear+ramp", [100] + [200] * 20, samples=7)
+    found = follow("linear+ramp", [100] + [200] * 20, samples=7)
     expected = [1.0] + [1 + t / 16 for t in range(16)] + [2.0] * 4
     assert [lr for lr, _ in found] == pytest.approx(expected)
     assert [part for _, part in found] == pytest.approx([1.0] + [m / 2 for m in expected[1:]])
@@ -312,7 +311,7 @@ def test_the_short_last_step_of_an_epoch_starts_no_ramp() -> None:
 def test_a_step_that_leaves_two_samples_to_the_last_one_of_an_epoch_starts_no_ramp() -> None:
     # 1000 samples in steps of 333: one would be left, so the third step takes 332 and the fourth two.
     assert multipliers("linear+ramp", [333, 333, 332, 2, 333]) == [3.33, 3.33, 3.32, 0.02, 3.33]
-    # Inside a ramp (100 -> 333 at step 1, k = 3.33, T = 26.64: 2.33/26.64 a step) it goes on behind them.
+    # Inside a ramp (100 -> 333 at step 1, k = 3.33, T = 26.64: 2.33/26.64 per step) it continues after them.
     found = multipliers("linear+ramp", [100, 333, 333, 332, 2, 333], samples=900)
     climb = 2.33 / 26.64
     assert found == pytest.approx([1.0, 1.0, 1 + climb, 1 + 2 * climb, 0.02, 1 + 2 * climb])
@@ -330,7 +329,7 @@ def test_a_ramp_scales_a_rule_that_moves_at_every_step() -> None:
     for step, signal in enumerate([3.0, 3.0, 0.0, 3.0]):
         scaling, state = rule.scale(context(200, samples=107 + 200 * step, moments=noisy(200.0, signal)), state)
         found.append(scaling.lr)
-    # c = 0.8, 0.82, 0.84, 0.86; the third step has gain 2: the ramp goes on and does not start again
+    # c = 0.8, 0.82, 0.84, 0.86; the third step has gain 2: the ramp continues and does not start again
     assert found == pytest.approx([1.25 * 0.8, 1.25 * 0.82, 2.0 * 0.84, 1.25 * 0.86])
 
 
@@ -378,7 +377,7 @@ def test_every_registered_name_is_in_this_file() -> None:
     rows = [row[0] for row in ROWS] + [row[0] for row in MEASURED]
     several = "adamsde ramp inside keepdecay statewarmup"  # tests of their own, above
     text = " ".join([*rows, several])
-    own = [entry.name for entry in table() if entry.make.__module__.startswith("ebbflow.")]
+    own = [entry.name for entry in rule_entries() if entry.make.__module__.startswith("ebbflow.")]
     assert [name for name in own if name not in text] == []
 
 

@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.plan.growing import Growing, Observation
-from ebbflow.plan.growth import Growth, allow
-from ebbflow.plan.plan import StepSize
-from ebbflow.plan.policies import POLICIES, make_policy
+from ebbflow.plan.batch_plan import StepSize
+from ebbflow.plan.growing import Growth, allow
+from ebbflow.plan.policies import POLICIES, GrowingPolicy, Observation, make_policy
 
 NAMES = [*POLICIES.names("passive"), *POLICIES.names("adaptive")]
 REF_BATCH, EPOCH = 32, 1000
 FAST = "dwell=3, wait=5"
-"""So that an adaptive policy changes its mind within a short history."""
+"""So that an adaptive policy changes the batch within a short history."""
 
 numbers = st.one_of(st.none(), st.just(0.0), st.floats(1e-12, 1e12), st.floats(-1e6, -1e-12))
 steps = st.fixed_dictionaries(
@@ -27,15 +26,15 @@ steps = st.fixed_dictionaries(
 histories = st.lists(steps, max_size=25)
 
 
-def policy_of(name: str, **limits: int) -> Growing:
+def policy_of(name: str, **limits: int) -> GrowingPolicy:
     given = [FAST] * (POLICIES.entry(name).kind == "adaptive") + [f"{key}={value}" for key, value in limits.items()]
     policy = make_policy(f"{name}({', '.join(given)})")
-    assert isinstance(policy, Growing)
+    assert isinstance(policy, GrowingPolicy)
     return policy
 
 
-def replay(policy: Growing, history: list[dict[str, Any]], *, through_json: bool = False) -> list[int]:
-    """What the policy wants before each step of a history, and after it."""
+def replay(policy: GrowingPolicy, history: list[dict[str, Any]], *, through_json: bool = False) -> list[int]:
+    """What the policy requests before each step of a history, and after it."""
     seen = Observation(step=0, samples=0, epoch_samples=EPOCH, ref_batch=REF_BATCH)
     state, requested = policy.init(), []
     for shown in [*history, None]:
@@ -106,7 +105,7 @@ def test_no_step_exceeds_the_limit_or_the_workers(
         size = growth.allow(there)
         assert 1 <= size.samples <= min(limit, there.samples, growth.requested)
         assert 1 <= size.workers <= workers
-        assert size.samples <= 8 * size.workers, "nobody takes more than a local batch"
+        assert size.samples <= 8 * size.workers, "no worker takes more than a local batch"
         assert size.shortfall == size.samples / growth.requested
         growth.observe(**{key: value for key, value in shown.items() if value is not None})
 
@@ -141,7 +140,7 @@ def test_every_policy_reads_its_own_text(name: str) -> None:
 
 @settings(max_examples=30)
 @given(requested=st.integers(1, 10_000), workers=st.integers(1, 60), local=st.integers(1, 100))
-def test_the_smaller_of_wanted_and_allowed_wins(requested: int, workers: int, local: int) -> None:
+def test_a_step_is_the_smaller_of_requested_and_possible(requested: int, workers: int, local: int) -> None:
     size = allow(StepSize(workers=workers, samples=workers * local, time_s=0.0, duration_s=1.0), requested)
     assert size.samples == min(requested, workers * local)
     assert (size.requested is None) == (requested <= workers * local)

@@ -1,7 +1,7 @@
 """Laws that every rule and every modifier passes; a new one gets them by being registered.
 
-A modifier stands behind the rule of its own example. Every context carries a random history of noise and signal of
-three layers, whether the rule listens to it or not.
+A modifier follows the rule of its own example. Every context has a random history of noise and signal of three layers,
+whether the rule needs it or not.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.moments.estimate import Moments
-from ebbflow.rules.base import Chain, Rule, Scaling, StepContext
-from ebbflow.rules.describe import describe
-from ebbflow.rules.registry import RULES, make_rule, table
+from ebbflow.report.rule_pages import describe
+from ebbflow.rules.rule import RULES, Rule, RuleChain, Scaling, StepContext, make_rule, rule_entries
 
 LAYERS = 3
-TEXTS = {entry.name: describe(entry).example for entry in table() if entry.make.__module__.startswith("ebbflow.")}
+TEXTS = {
+    entry.name: describe(entry).example for entry in rule_entries() if entry.make.__module__.startswith("ebbflow.")
+}
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def test_a_multiplier_does_not_pile_up(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in TEXTS if RULES.entry(name).kind == "modifier"])
 @settings(max_examples=25)
 @given(history=histories(), cut=st.integers(0, 14))
-def test_a_modifier_stands_behind_a_layer_wise_rule_too(name: str, history: list[Step], cut: int) -> None:
+def test_a_modifier_can_follow_a_layer_wise_rule(name: str, history: list[Step], cut: int) -> None:
     rule = make_rule(f"lena+{TEXTS[name].partition('+')[2]}")
     scalings, _ = run(rule, history, through_json_at=cut)
     assert scalings == run(rule, history)[0]
@@ -193,7 +194,7 @@ def test_a_modifier_stands_behind_a_layer_wise_rule_too(name: str, history: list
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_text_form_reads_back(name: str) -> None:
     rule = law(name, "text")
-    assert isinstance(rule, Chain)
+    assert isinstance(rule, RuleChain)
     assert make_rule(rule.text) == rule
 
 

@@ -25,7 +25,7 @@ from ebbflow.data.ledger import Ledger
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.live.lineage import Account, read_fleet
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.plan import StepSize
+from ebbflow.plan.batch_plan import StepSize
 from ebbflow.record import Run, read_record
 from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy

@@ -15,31 +15,33 @@ import torch
 from torch import nn
 
 from ebbflow.moments.estimate import Averages, Moments
-from ebbflow.moments.measure import Meter
+from ebbflow.moments.meters import HookMeter
 
 BASE = 32
 """Samples of a micro-batch; also the reference batch."""
-PIECES = 4
+MICRO_BATCHES = 4
 
 
 def gradients(step: int) -> list[torch.Tensor]:
-    """Micro-batches' gradients with more signal than noise, so that nobody's limits bind in a single step."""
+    """Micro-batches' gradients with more signal than noise, so that no limit takes effect in a single step."""
     generator = torch.Generator().manual_seed(step)
     signal = torch.linspace(0.5, 1.5, 50)
-    return [signal + 0.5 * torch.randn(50, generator=generator) for _ in range(PIECES)]
+    return [signal + 0.5 * torch.randn(50, generator=generator) for _ in range(MICRO_BATCHES)]
 
 
 def backward(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     """A loss whose gradient is the given one, as a share of a step of several micro-batches."""
-    ((parameter * gradient).sum() / PIECES).backward()
+    ((parameter * gradient).sum() / MICRO_BATCHES).backward()
 
 
-def measure(meter: Meter, parameter: nn.Parameter, micro_batches: list[torch.Tensor], averages: Averages) -> Averages:
+def measure(
+    meter: HookMeter, parameter: nn.Parameter, micro_batches: list[torch.Tensor], averages: Averages
+) -> Averages:
     parameter.grad = None
     for gradient in micro_batches:
         backward(parameter, gradient)
-        meter.close_micro_batch(BASE, scale=1 / PIECES)
-    return averages.updated(meter.finish(PIECES * BASE), memory=1000 * BASE)
+        meter.close_micro_batch(BASE, scale=1 / MICRO_BATCHES)
+    return averages.updated(meter.finish(MICRO_BATCHES * BASE), memory=1000 * BASE)
 
 
 def gain(moments: Moments | None, scale: float) -> float:
@@ -54,20 +56,20 @@ def fairscale_adascale(parameter: nn.Parameter) -> Any:
     return adascale(
         torch.optim.SGD([parameter], lr=0.1),
         world_size=1,
-        num_gradients_to_accumulate=PIECES,
-        smoothing=math.exp(-PIECES / 1000),
+        num_gradients_to_accumulate=MICRO_BATCHES,
+        smoothing=math.exp(-MICRO_BATCHES / 1000),
     )
 
 
 def test_fairscale_finds_the_same_gain_at_a_fixed_scale() -> None:
     ours, theirs = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(50))
-    meter, averages, peer = Meter([ours], layers=False), Averages(), fairscale_adascale(theirs)
+    meter, averages, peer = HookMeter([ours], layers=False), Averages(), fairscale_adascale(theirs)
     for step in range(20):
         averages = measure(meter, ours, gradients(step), averages)
         theirs.grad = None
         for gradient in gradients(step):
             backward(theirs, gradient)
-        assert gain(averages.moments(), PIECES) == pytest.approx(peer.gain(), rel=1e-5)
+        assert gain(averages.moments(), MICRO_BATCHES) == pytest.approx(peer.gain(), rel=1e-5)
     moments = averages.moments()
     assert moments is not None
     # noise of one sample: 32 times the variance of a micro-batch, 0.25 * 50; signal |linspace|^2 = 54.3
@@ -81,7 +83,7 @@ def test_when_the_workers_change_fairscale_reads_a_third_of_the_gain() -> None:
     x = math.sqrt(288.0)
     micro_batches = [torch.tensor([math.sqrt(97.0), a, b]) for a, b in ((x, 0.0), (-x, 0.0), (0.0, x), (0.0, -x))]
     ours, theirs = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
-    meter, averages, peer = Meter([ours], layers=False), Averages(), fairscale_adascale(theirs)
+    meter, averages, peer = HookMeter([ours], layers=False), Averages(), fairscale_adascale(theirs)
     for _ in range(5):
         averages = measure(meter, ours, micro_batches, averages)
         theirs.grad = None
@@ -117,7 +119,7 @@ def adaptdl_noise_scale() -> Iterator[Any]:
 
 def test_adaptdl_finds_the_same_noise_and_signal(adaptdl_noise_scale: Any) -> None:
     ours, theirs = nn.Parameter(torch.zeros(50)), nn.Parameter(torch.zeros(50))
-    meter, averages = Meter([ours], layers=False), Averages()
+    meter, averages = HookMeter([ours], layers=False), Averages()
     wrapped = types.SimpleNamespace(require_backward_grad_sync=False)
     peer = adaptdl_noise_scale(wrapped, torch.optim.SGD([theirs], lr=0.1), num_replicas=1, accum_scale=1.0)
     peer._smoothing = math.exp(-1 / 1000)  # a reference step, as ours
@@ -125,10 +127,10 @@ def test_adaptdl_finds_the_same_noise_and_signal(adaptdl_noise_scale: Any) -> No
         averages = measure(meter, ours, gradients(step), averages)
         peer.reset_accumulation()
         for number, gradient in enumerate(gradients(step)):
-            wrapped.require_backward_grad_sync = number == PIECES - 1
+            wrapped.require_backward_grad_sync = number == MICRO_BATCHES - 1
             (theirs * gradient).sum().backward()  # it divides by the number of micro-batches itself
         moments = averages.moments()
         assert moments is not None
         assert moments.signal == pytest.approx(peer.sqr_avg(), rel=1e-5)
         assert moments.noise / BASE == pytest.approx(peer.var_avg(), rel=1e-5)
-        assert gain(moments, PIECES) == pytest.approx(peer.gain(PIECES), rel=1e-5)
+        assert gain(moments, MICRO_BATCHES) == pytest.approx(peer.gain(MICRO_BATCHES), rel=1e-5)

@@ -14,7 +14,7 @@ from ebbflow.moments.estimate import Averages, Measurement, Moments, decay
 
 
 def measurement(sizes: np.ndarray, gradients: np.ndarray) -> Measurement:
-    """Of the whole model, from the micro-batches' sizes and their mean gradients, one a row."""
+    """The measurement of the whole model, from the sizes of the micro-batches and their mean gradients, one per row."""
     batch = sizes.sum()
     weights = sizes / batch
     return Measurement(
@@ -40,14 +40,14 @@ def gain(moments: Moments, *, base: int, batch: int) -> float:
     return (sigma2 + moments.signal) / (sigma2 / ratio + moments.signal)
 
 
-def test_two_uneven_pieces_by_hand() -> None:
+def test_two_uneven_micro_batches_by_hand() -> None:
     # One number; micro-batches of 3 and 1 samples with gradients 2 and 6: A = 3/4*4 + 1/4*36 = 12, mean 3/4*2 + 1/4*6 =
     # 3, N = 9; V = 4*(12 - 9)/1 = 12, S = 9 - 12/4 = 6.
     measured = measurement(np.array([3, 1]), np.array([[2.0], [6.0]]))
     assert measured.estimate() == ((12.0,), (6.0,))
 
 
-def test_ten_thousand_steps_with_uneven_pieces_are_unbiased() -> None:
+def test_ten_thousand_steps_with_uneven_micro_batches_are_unbiased() -> None:
     rng = np.random.default_rng(20)
     true, spread = np.array([0.3, -0.2, 0.1, 0.0, 0.5]), np.array([1.0, 0.5, 2.0, 3.0, 0.1])
     noise, signal = float(np.square(spread).sum()), float(np.square(true).sum())
@@ -65,7 +65,9 @@ def test_ten_thousand_steps_with_uneven_pieces_are_unbiased() -> None:
     mean, error = np.mean(estimates, axis=0), np.std(estimates, axis=0) / math.sqrt(len(estimates))
     assert np.all(np.abs(mean - [noise, signal]) < 3 * error), (mean, error)
     assert error[0] < 0.02 * noise, "too few steps to say anything"
-    assert abs(np.mean(naive) - noise) > 3 * np.std(naive) / math.sqrt(len(naive)), "the test cannot tell weights apart"
+    assert abs(np.mean(naive) - noise) > 3 * np.std(naive) / math.sqrt(len(naive)), (
+        "the test does not distinguish the weights"
+    )
 
 
 @given(
@@ -85,7 +87,7 @@ def test_properties_of_one_estimate(micro_batches: list[tuple[int, float, float]
     assert turned.estimate()[1][0] == pytest.approx(factor**2 * s, rel=1e-6, abs=1e-6)
 
 
-def test_one_piece_gives_no_estimate_and_averages_are_held() -> None:
+def test_one_micro_batch_gives_no_estimate_and_averages_are_held() -> None:
     single = Measurement(batch=8, micro_batches=1, mean_sq=(4.0,), sq_mean=(4.0,))
     with pytest.raises(ConfigError, match="at least two are needed"):
         single.estimate()

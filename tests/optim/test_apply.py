@@ -10,7 +10,7 @@ import torch
 
 from ebbflow.errors import ConfigError
 from ebbflow.optim.apply import Applier
-from ebbflow.rules.base import Scaling
+from ebbflow.rules.rule import Scaling
 
 SHAPES = [(7, 5), (5,), (4, 3, 2), (1,), (6, 6)]
 STEPS = 20
@@ -177,7 +177,7 @@ def test_decoupled_decay_grows_with_a_gradient_that_is_scaled_inside() -> None:
     assert p.tolist() == pytest.approx([0.94, 0.94], rel=1e-12)
 
 
-def test_the_mean_gradient_is_left_behind() -> None:
+def test_the_mean_gradient_is_restored_after_the_step() -> None:
     net = parameters(torch.float64)
     give_gradients(0, net)
     before = [p.grad.clone() for p in net if p.grad is not None]
@@ -302,7 +302,7 @@ def test_optimizers_that_a_scaling_does_not_fit_are_refused() -> None:
         Applier(torch.optim.LBFGS(net))
     with pytest.raises(ConfigError, match="Rprop uses the rate for its first step only"):
         Applier(torch.optim.Rprop(net)).check(Scaling(lr=(1.0,) * 5), "lena")
-    with pytest.raises(ConfigError, match="gives 3 layers a multiplier, the optimizer has 5"):
+    with pytest.raises(ConfigError, match="returned multipliers for 3 layers, but the optimizer has 5"):
         Applier(torch.optim.SGD(net)).check(Scaling(lr=(1.0, 2.0, 3.0)), "lena")
     with pytest.raises(ConfigError, match="adamsde changes the betas, which SGD does not have"):
         Applier(torch.optim.SGD(net)).check(Scaling(betas=2.0), "adamsde")

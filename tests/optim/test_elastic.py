@@ -11,10 +11,10 @@ from torch import nn
 import ebbflow
 from ebbflow.data.sampler import ElasticSampler
 from ebbflow.errors import CheckpointError, ConfigError
-from ebbflow.optim.build import OPTIMIZERS, build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.plan import BatchPlan
-from ebbflow.rules.base import StepContext
+from ebbflow.optim.optimizers import OPTIMIZERS, build_optimizer
+from ebbflow.plan.batch_plan import BatchPlan
+from ebbflow.rules.rule import StepContext
 
 SAMPLES = 109  # prime, and a tail of 109 - 4 * 24 = 13 samples, in uneven micro-batches of 7 and 6
 
@@ -37,7 +37,7 @@ def weights(net: nn.Module) -> torch.Tensor:
 def train_elastic(
     net: nn.Module, optimizer: ElasticOptimizer, sampler: ElasticSampler, *, micro_batches: int = 10**9
 ) -> int:
-    """The user's loop; stops after so many micro-batches."""
+    """The user's loop; stops after the given number of micro-batches."""
     x, y = data()
     done = 0
     for indices in sampler:
@@ -56,7 +56,7 @@ def elastic(net: nn.Module, **settings: Any) -> tuple[ElasticOptimizer, ElasticS
     return ElasticOptimizer(inner, **{"rule": "linear", "base_batch": 16, "sampler": sampler} | settings), sampler
 
 
-def test_pieces_of_any_sizes_equal_one_large_batch() -> None:
+def test_micro_batches_of_any_sizes_equal_one_large_batch() -> None:
     """Steps of 24 (and a tail of 13, in micro-batches of 7 and 6) equal plain SGD on whole batches, at the scaled
     rate."""
     net = model()

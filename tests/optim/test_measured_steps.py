@@ -1,4 +1,4 @@
-"""ElasticOptimizer in a user's own loop: rules that listen to the gradients, mixed precision, clipping, accidents."""
+"""ElasticOptimizer in a user's own loop: rules that need measurements, mixed precision, clipping, failures."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ebbflow.data.sampler import ElasticSampler
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.moments.estimate import Averages, Measurement
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.plan.policies import Follow
-from ebbflow.rules.base import Rule, Scaling, StepContext
-from ebbflow.traces.trace import Trace
+from ebbflow.rules.rule import Rule, Scaling, StepContext
+from ebbflow.traces.availability import Trace
 
 SAMPLES = 109
 
@@ -88,7 +88,7 @@ def by_hand(net: nn.Module, indices: list[list[int]]) -> tuple[float, float]:
     return mean_sq, float(mean @ mean)
 
 
-def test_adascale_in_a_plain_loop_has_the_gain_of_its_pieces() -> None:
+def test_adascale_in_a_plain_loop_has_the_gain_of_its_micro_batches() -> None:
     net = model()
     optimizer, sampler = elastic(net, "adascale")
     micro_batches = list(sampler)[:3]
@@ -209,7 +209,7 @@ def test_an_old_state_is_refused() -> None:
 def test_a_rule_that_measures_needs_a_sampler_in_a_plain_loop() -> None:
     net = model()
     optimizer = ElasticOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), "adascale", base_batch=8)
-    with pytest.raises(ConfigError, match="measures the micro-batches that a step is made of; pass sampler="):
+    with pytest.raises(ConfigError, match="measures the micro-batches of a step; pass the sampler"):
         optimizer.step(samples=16)
 
 
@@ -262,18 +262,18 @@ def test_a_grad_scaler_changes_nothing_but_the_scale(rule: str) -> None:
     assert scaler.get_scale() == 1024.0 * 2 ** (optimizer._steps // 4)  # it grows after steps, not after micro-batches
 
 
-def test_a_step_with_an_infinite_piece_is_skipped_once_and_leaves_no_trace() -> None:
+def test_a_step_with_an_infinite_micro_batch_is_skipped_once_and_leaves_no_trace() -> None:
     net = model()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer, sampler = elastic(net, "adascale", scaler=scaler)
     updates = []
-    move = optimizer._move
+    advance = optimizer._advance
 
     def watched(context: Any, update: Any) -> Any:
         updates.append((update.applied, optimizer._averages.weight, weights(net)))
-        return move(context, update)
+        return advance(context, update)
 
-    optimizer._move = watched  # type: ignore[method-assign]
+    optimizer._advance = watched  # type: ignore[method-assign]
     train_scaled(net, optimizer, sampler, scaler, spoil=4)  # the second of the second step's three micro-batches
     applied, averages, values = zip(*updates, strict=True)
     assert [number for number, was in enumerate(applied) if not was] == [1]

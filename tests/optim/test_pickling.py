@@ -7,7 +7,7 @@ from torch import nn
 
 from ebbflow.moments.estimate import Measurement
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.rules.base import StepContext
+from ebbflow.rules.rule import StepContext
 
 
 def step(model: nn.Module, optimizer: ElasticOptimizer, number: int) -> None:

@@ -5,13 +5,13 @@ import math
 import pytest
 
 from ebbflow.errors import ConfigError, SpecError
-from ebbflow.optim.schedules import SCHEDULES, Progress, make_schedule
+from ebbflow.optim.schedules import SCHEDULES, TrainingProgress, make_schedule
 
 TOTAL = 1000
 
 
 def at(text: str, samples: float, *, total: float = TOTAL) -> float:
-    progress = Progress(samples=samples, epoch_samples=100, total_samples=total, ref_batch=10)
+    progress = TrainingProgress(samples=samples, epoch_samples=100, total_samples=total, ref_batch=10)
     return make_schedule(text).value(progress)
 
 

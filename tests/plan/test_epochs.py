@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.errors import PlanError
-from ebbflow.plan.plan import BatchPlan, cut_step
-from ebbflow.traces.trace import Trace
+from ebbflow.plan.batch_plan import BatchPlan, cut_step
+from ebbflow.traces.availability import Trace
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from ebbflow.traces.trace import Trace
         (8, 1, 1),  # an epoch of one sample has no choice
         (8, 9, 7),  # 9 - 8 = 1 would be alone: 7 and 2
         (3, 4, 2),  # 2 and 2
-        (2, 3, 3),  # 1 and 2 would leave a lone one now, 2 and 1 later: take all three
+        (2, 3, 3),  # 1 and 2 would be a step of one sample now, 2 and 1 later: take all three
         (2, 4, 2),
         (1, 2, 1),  # single samples were asked for
         (1, 1, 1),
@@ -42,7 +42,7 @@ def test_no_step_holds_one_lone_sample_and_an_epoch_is_complete(sizes: list[int]
     assert min(taken) >= 2
 
 
-def walk(batches: list[int], samples: int, epochs: int, cut: bool) -> int | None:
+def count_steps(batches: list[int], samples: int, epochs: int, cut: bool) -> int | None:
     """Steps that training takes, one after the other; None if the batches are not enough."""
     steps = 0
     if not cut:
@@ -65,18 +65,18 @@ def walk(batches: list[int], samples: int, epochs: int, cut: bool) -> int | None
     st.booleans(),
 )
 def test_the_summary_equals_a_walk_step_by_step(
-    stretches: list[tuple[int, int]], local: int, samples: int, epochs: int, cut: bool
+    segments: list[tuple[int, int]], local: int, samples: int, epochs: int, cut: bool
 ) -> None:
     points, now = [], 0
-    for length, workers in stretches:
+    for length, workers in segments:
         points.append((float(now), workers))
         now += length
     try:
         plan = BatchPlan.from_trace(Trace.from_points(points, end=float(now)), f"follow({local})", 1.0)
     except PlanError:
-        return  # nobody is ever there
+        return  # there are never any workers
     batches = plan.batches().tolist()
-    steps = walk(batches, samples, epochs, cut)
+    steps = count_steps(batches, samples, epochs, cut)
     if steps is None:
         with pytest.raises(PlanError, match=f"of {epochs} epochs; repeat the trace"):
             plan.for_epochs(samples, epochs, cut=cut)
@@ -104,8 +104,8 @@ def test_a_plan_that_is_too_short_says_how_far_it_reaches() -> None:
 
 
 def test_planned_samples_that_a_cut_step_leaves_out_are_not_reached(tmp_path: Path) -> None:
-    # Steps of 8 and 1 over nine samples: 8 would leave a lone one, so 7 are taken, then 1 of 2. Nine were planned, and
-    # yet one is missing.
+    # Steps of 8 and 1 over nine samples: 8 would leave a single one, so 7 are taken, then 1 of 2. Nine were planned,
+    # and yet one is missing.
     path = tmp_path / "batches.csv"
     path.write_text("step,batchsize\n0,8\n1,1\n")
     with pytest.raises(PlanError, match=r"its 2 steps \(2.0 s\) reach 0.99 of 1 epochs"):

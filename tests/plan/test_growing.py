@@ -19,28 +19,26 @@ from ebbflow.engines.base import Engine, Gradients
 from ebbflow.errors import CheckpointError, EbbflowError, PlanError, SpecError, UnitError
 from ebbflow.moments.estimate import Measurement
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.growing import Geo, Growing, Observation
-from ebbflow.plan.growth import Growth, allow, fit_growing, foresee, plan_growing
-from ebbflow.plan.plan import BatchPlan, StepSize
-from ebbflow.plan.policies import make_policy
-from ebbflow.rules.base import Rule, Scaling, State, StepContext
-from ebbflow.rules.damping import scale_damped
-from ebbflow.rules.registry import make_rule
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
+from ebbflow.plan.fitted_plans import fit_growing, foresee, plan_growing
+from ebbflow.plan.growing import Geo, Growth, allow
+from ebbflow.plan.policies import GrowingPolicy, Observation, make_policy
+from ebbflow.rules.rule import Rule, Scaling, State, StepContext, damp, make_rule
 from ebbflow.run.config import RunConfig
 from ebbflow.run.flow import Flow
 from ebbflow.run.loop import Callbacks
 from ebbflow.run.training import train
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 
 
-def policy_of(text: str) -> Growing:
+def policy_of(text: str) -> GrowingPolicy:
     policy = make_policy(text)
-    assert isinstance(policy, Growing)
+    assert isinstance(policy, GrowingPolicy)
     return policy
 
 
 def requested(text: str, *steps: dict[str, Any], ref_batch: int = 100) -> list[int]:
-    """What a policy wants in the first step and after each of the given ones."""
+    """What a policy requests in the first step and after each of the given ones."""
     growth = Growth(policy_of(text), ref_batch=ref_batch, epoch_samples=1000)
     found = [growth.requested]
     for step in steps:
@@ -64,7 +62,7 @@ def test_pada_by_hand() -> None:
 
 def test_ada_by_hand() -> None:
     # Windows of two steps; the first mean is (4 + 2)/2 = 3 = F0. The second, (2 + 1)/2 = 1.5, doubles the batch; the
-    # third, (1.5 + 0.5)/2 = 1, gives x3. With F* = 1: F0 - F* = 2 over 0.5 gives x4, and over 0 nothing can be told.
+    # third, (1.5 + 0.5)/2 = 1, gives x3. With F* = 1: F0 - F* = 2 over 0.5 gives x4, and 2 over 0 is unknown.
     losses = [{"loss": x} for x in (4.0, 2.0, 2.0, 1.0, 1.5, 0.5)]
     assert requested("ada(dwell=2, wait=0)", *losses) == [100, 100, 100, 100, 200, 200, 300]
     assert requested("ada(dwell=2, wait=0, best=1)", *losses) == [100, 100, 100, 100, 400, 400, 400]
@@ -96,7 +94,7 @@ def test_the_noise_policy_by_hand() -> None:
     assert requested(text, {"noise": 900.0, "signal": 3.0}, {"noise": 300.0, "signal": 3.0}) == [100, 300, 167]
 
 
-def test_no_worker_gets_one_lone_sample_of_a_small_wish() -> None:
+def test_no_worker_gets_a_single_sample_of_a_small_request() -> None:
     # Four workers of 2. Of 3 samples one worker takes all, of 5 two take 3 and 2: a third would have one alone.
     four = StepSize(workers=4, samples=8, time_s=0.0, duration_s=1.0)
     assert [(allow(four, n).workers, allow(four, n).samples) for n in (1, 3, 4, 5)] == [(1, 1), (1, 3), (2, 4), (2, 5)]
@@ -111,7 +109,7 @@ def test_no_worker_gets_one_lone_sample_of_a_small_wish() -> None:
         ("constant", 1.0, 0.25, 0.25),  # a quarter of what was requested: a quarter of the rate
         ("constant", 0.5, 0.5, 0.5),  # optimizers that normalise: its root
         ("linear", 1.0, 2.0, 1.0),  # 2 at a batch of twice the reference: the rule has paid, 8 x 1/4 = 2
-        ("linear", 0.5, 2.0, 1.0),  # 8 x 1/2 = 4 would be a reward, which nobody gets
+        ("linear", 0.5, 2.0, 1.0),  # 8 x 1/2 = 4 would raise the rate, which never happens
         ("sqrt", 1.0, 8**0.5 / 4, 0.5),  # sqrt says 8^(1/2) of the requested batch, 2^(1/2) of the step
     ],
 )
@@ -119,7 +117,7 @@ def test_the_rate_pays_for_what_the_rule_has_not(rule: str, exponent: float, mul
     # The reference batch is 32, the step has 64, and 256 were requested.
     context = StepContext(step=0, batch=64, ref_batch=32, samples=0, shortfall=0.25)
     made = make_rule(rule)
-    scaling, _ = scale_damped(made, context, made.init(), exponent=exponent)
+    scaling = damp(made.scale(context, made.init())[0], made, context, made.init(), exponent=exponent)
     assert scaling.multiplier == pytest.approx(multiplier)
     assert scaling.stats["damping"] == pytest.approx(damping)
 
@@ -130,7 +128,7 @@ def test_a_rule_that_stands_still_has_nothing_to_pay_with() -> None:
             return Scaling(lr=0.0), state
 
     context = StepContext(step=0, batch=64, ref_batch=32, samples=0, shortfall=0.25)
-    assert scale_damped(Still(), context, None, exponent=1.0)[0] == Scaling(lr=0.0)
+    assert damp(Scaling(lr=0.0), Still(), context, None, exponent=1.0) == Scaling(lr=0.0)
 
 
 @pytest.mark.parametrize(
@@ -176,20 +174,20 @@ def test_foreseen_steps_are_those_of_a_policy_that_is_asked_for_each(
     policy: str, workers: list[int], local_batch: int, samples: int, epochs: int, ref_batch: int
 ) -> None:
     grows = make_policy(policy, local_batch)
-    assert isinstance(grows, Growing)
+    assert isinstance(grows, GrowingPolicy)
     trace = Trace.from_points([(40.0 * i, count) for i, count in enumerate(workers)], end=Seconds(40.0 * len(workers)))
     capacity = BatchPlan.from_trace(trace, grows, 0.3)
     growth = Growth(grows, ref_batch=ref_batch, epoch_samples=samples)
-    walked, ledger = [], Ledger(samples=samples)
-    while ledger.epoch < epochs and len(walked) < (capacity.steps or 0):
-        size = growth.allow(capacity.at(len(walked)))
+    expected, ledger = [], Ledger(samples=samples)
+    while ledger.epoch < epochs and len(expected) < (capacity.steps or 0):
+        size = growth.allow(capacity.at(len(expected)))
         assignment = ledger.assign(size.samples)
         ledger = ledger.commit(assignment)
         growth.observe(batch=assignment.batch)
-        walked.append((size.workers, size.samples, pytest.approx(size.time_s)))
+        expected.append((size.workers, size.samples, pytest.approx(size.time_s)))
     plan = foresee(grows, capacity, samples=samples, epochs=epochs, ref_batch=ref_batch)
     found = [plan.at(step) for step in range(plan.steps or 0)]
-    assert [(size.workers, size.samples, size.time_s) for size in found] == walked
+    assert [(size.workers, size.samples, size.time_s) for size in found] == expected
 
 
 def test_a_long_run_is_foreseen_without_a_look_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +235,9 @@ def test_a_trace_that_is_too_short_is_an_error_or_repeated() -> None:
     assert plan.foreseen.for_epochs(100, 1).steps == 13
 
 
-def test_an_offset_behind_which_nobody_is_left_waits_for_the_repetition() -> None:
-    # From 60 s on nobody is there; the trace begins again at 120 s, 60 s later. Three workers of 4 could do 12 samples.
+def test_an_offset_after_which_there_are_no_workers_waits_for_the_repetition() -> None:
+    # From 60 s on there are no workers; the trace begins again at 120 s, 60 s later. Three workers of 4 could do 12
+    # samples.
     trace, policy = Trace.parse("0s:3 60s:0 120s"), policy_of("geo(1ep, initial=8, local_batch=4)")
     plan = plan_growing(
         trace, policy, 1.0, samples=8, epochs=1, ref_batch=8, offset=Seconds(60.0), repeat=True
@@ -294,15 +293,15 @@ def test_a_growing_run_has_the_batches_and_rates_of_its_policy(tmp_path: Path) -
 
 
 class Scripted(Engine):
-    """Four workers of 8, whose steps are of one micro-batch each, from which noise and signal cannot be told apart."""
+    """Four workers of 8, whose steps have one micro-batch each, from which noise and signal cannot be estimated."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         self.weight = weight
-        self.wishes: list[int] = []
+        self.requests: list[int] = []
         self.measured: list[bool] = []
 
     def request(self, samples: int) -> None:
-        self.wishes.append(samples)
+        self.requests.append(samples)
 
     def measure(self, on: bool) -> None:
         self.measured.append(on)
@@ -332,7 +331,7 @@ def test_the_engine_is_told_before_each_step_what_the_policy_could_use() -> None
     )
     rows = [flow.run_step() for _ in range(5)]
     assert [row.batch for row in rows if row is not None] == [8, 8, 8, 20, 4]
-    assert engine.wishes == [8, 8, 8, 20, 20]
+    assert engine.requests == [8, 8, 8, 20, 20]
     assert engine.measured == [True] * 5  # a policy may look at any step
 
 

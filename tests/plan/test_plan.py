@@ -9,9 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ebbflow.errors import PlanError
-from ebbflow.plan.fitting import fit_step_time, plan_for
-from ebbflow.plan.plan import BatchPlan, StepSize
-from ebbflow.traces.trace import Trace
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
+from ebbflow.plan.fitted_plans import fit_step_time, plan_for
+from ebbflow.traces.availability import Trace
 
 # Times are eighths of a second, so that sums are exact in binary and a naive simulation decides as the plan does.
 EIGHTH = 0.125
@@ -55,7 +55,7 @@ def steps_of_plan(*args: object, **kwargs: object) -> list[tuple[int, int, float
     try:
         return expand(BatchPlan.from_trace(*args, **kwargs))
     except PlanError as error:
-        if "no room for a single step" not in str(error):
+        if "gives no step" not in str(error):
             raise
         return []
 
@@ -125,11 +125,11 @@ def test_steps_that_begin_at_a_change_belong_to_the_new_fleet_whatever_the_decim
 def test_waiting_takes_time_and_no_step() -> None:
     trace = Trace.parse("0s:2 10s:0 25s:3 40s")
     grid = BatchPlan.from_trace(trace, "follow(4)", "10s")
-    # Positions 0, 10, 20, 30: nobody at 10 and 20.
+    # Positions 0, 10, 20, 30: no workers at 10 and 20.
     assert [(s.workers, s.time_s) for s in map(grid.at, range(2))] == [(2, 0.0), (3, 30.0)]
     assert grid.steps == 2
     events = BatchPlan.from_trace(trace, "follow(4)", lambda workers: 10.0)
-    # Event-driven: the next step begins when somebody is back.
+    # Event-driven: the next step begins when there are workers again.
     assert [(s.workers, s.time_s) for s in map(events.at, range(3))] == [(2, 0.0), (3, 25.0), (3, 35.0)]
 
 
@@ -285,15 +285,15 @@ def test_a_bad_batch_file_is_refused_with_its_name_and_line(content: str, messag
 def test_what_gives_no_plan_is_refused(tmp_path: Path) -> None:
     trace = Trace.parse("0s:0 10s:4 20s:0 60s")
     for make, message in [
-        (lambda: BatchPlan.from_trace(trace, "follow(8)", "30s"), "no room for a single step"),
-        (lambda: BatchPlan.from_trace(trace, "follow(8)", "1s", offset=30.0), "no room for a single step"),
+        (lambda: BatchPlan.from_trace(trace, "follow(8)", "30s"), "gives no step"),
+        (lambda: BatchPlan.from_trace(trace, "follow(8)", "1s", offset=30.0), "gives no step"),
         (lambda: BatchPlan.from_trace(trace, "follow(8)", "1s", offset=60.0), "lies outside of the trace"),
         (lambda: BatchPlan.from_trace(trace, "follow(8)", "1s", offset=-0.5), "lies outside of the trace"),
         (lambda: BatchPlan.from_trace(trace, "follow(8)", "1s", on_change="cry"), "expected 'finish' or 'lose'"),
         (lambda: BatchPlan.from_trace(trace, "follow(8)", 0.0), "step time is 0 s"),
         (lambda: fit_step_time(trace, "follow(8)", samples=8, epochs=1, offset=20.0), "has no workers"),
-        (lambda: plan_for(trace.slice(20.0), "follow(8)", 1.0, samples=8, epochs=1, repeat=True), "no room"),
-        (lambda: BatchPlan.constant(0, 8), "is no plan"),
+        (lambda: plan_for(trace.slice(20.0), "follow(8)", 1.0, samples=8, epochs=1, repeat=True), "gives no step"),
+        (lambda: BatchPlan.constant(0, 8), "is not a plan"),
         (lambda: BatchPlan.constant(4, 2), "a sample for each worker"),
         (lambda: BatchPlan.constant(4, 8, steps=3).at(3), "step 3 is not in the plan, which has 3 steps"),
         (lambda: BatchPlan.constant(4, 8).at(-1), "step -1 is not in the plan"),

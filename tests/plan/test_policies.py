@@ -31,13 +31,15 @@ def test_a_fixed_total_of_one_sample_has_one_worker() -> None:
 
 @pytest.mark.parametrize("name", POLICIES.names("fleet"))
 @given(counts=st.lists(st.integers(0, 10_000), min_size=1, max_size=20))
-def test_every_policy_uses_at_most_who_is_there_and_waits_for_nobody_only(name: str, counts: list[int]) -> None:
+def test_every_policy_uses_at_most_the_available_workers_and_waits_only_without_any(
+    name: str, counts: list[int]
+) -> None:
     available = np.array(counts, np.int64)
     workers, samples = make_policy(EXAMPLES[name]).sizes(available)
     assert (workers <= available).all()
     assert ((workers == 0) == (available == 0)).all()
     assert ((samples == 0) == (available == 0)).all()
-    assert (samples >= 2 * workers).all()  # no worker with one lone sample
+    assert (samples >= 2 * workers).all()  # no worker with a single sample
 
 
 @pytest.mark.parametrize("name", POLICIES.names("fleet"))

@@ -8,10 +8,10 @@ import pytest
 
 from ebbflow.core.units import Seconds
 from ebbflow.errors import PlanError
-from ebbflow.plan.fitting import fit_step_time
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan
+from ebbflow.plan.fitted_plans import fit_step_time
+from ebbflow.traces.availability import Trace
 from ebbflow.traces.formats import read
-from ebbflow.traces.trace import Trace
 
 IMAGENET = (1_281_167, 90)
 COCO = (118_287, 65)

@@ -9,9 +9,8 @@ import pytest
 from ebbflow.core.spec import Entry
 from ebbflow.errors import ConfigError, EbbflowError, InputError, SpecError
 from ebbflow.moments.estimate import Moments
-from ebbflow.rules.base import Rule, Scaling, State, StepContext
-from ebbflow.rules.describe import describe
-from ebbflow.rules.registry import RULES, make_rule, register, table
+from ebbflow.report.rule_pages import describe
+from ebbflow.rules.rule import RULES, Rule, Scaling, State, StepContext, make_rule, register_rule, rule_entries
 
 
 def step(**more: object) -> StepContext:
@@ -30,7 +29,7 @@ def test_an_alias_needs_what_it_stands_for() -> None:
 
 
 def test_needs_of_the_registry_and_of_the_rules_agree() -> None:
-    for entry in table():
+    for entry in rule_entries():
         assert make_rule(describe(entry).example).needs >= entry.needs
 
 
@@ -47,7 +46,7 @@ def test_a_rule_that_is_not_registered_may_say_itself_what_it_needs() -> None:
     assert make_rule(Mine()).needs == {"moments"}
 
 
-def test_modifiers_stand_behind_an_alias() -> None:
+def test_modifiers_can_follow_an_alias() -> None:
     rule = make_rule("lsw(5ep)+cap(2)")
     assert str(rule) == "lsw(5ep)+cap(2)"
     context = step(epoch_samples=10)
@@ -59,9 +58,9 @@ def test_an_alias_keeps_a_long_span_to_the_last_digit() -> None:
     assert rule.stands_for == "linear+warmup(1234567samples)"  # type: ignore[union-attr]
 
 
-def test_nothing_can_need_what_nobody_measures() -> None:
-    with pytest.raises(SpecError, match="needs hessian, which nothing measures; known are layers, moments"):
-        register("curved", needs={"hessian"})
+def test_a_rule_cannot_need_what_is_not_measured() -> None:
+    with pytest.raises(SpecError, match="needs hessian, which cannot be measured; known are layers, moments"):
+        register_rule("curved", needs={"hessian"})
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_nothing_can_need_what_nobody_measures() -> None:
         ("linear+ramp(0)", "ramp: steps is 0; expected a positive number"),
         ("adamsde(beta1=maybe)", "adamsde: beta1 is 'maybe'; expected true or false"),
         ("ramp", "starts with the modifier 'ramp'; put a rule before it"),
-        ("linear+dynamic", "'dynamic', a rule, behind a"),
+        ("linear+dynamic", "'dynamic', a rule, after a"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(text: str, message: str) -> None:
@@ -111,7 +110,7 @@ def test_a_model_that_changes_its_layers_is_refused() -> None:
 
     rule = make_rule("lena+statewarmup")
     _, state = rule.scale(layers(2), rule.init())
-    with pytest.raises(ConfigError, match="of 2 layers, the step of 3"):
+    with pytest.raises(ConfigError, match="has 2 layers, but the step has 3"):
         rule.scale(layers(3), state)
 
 

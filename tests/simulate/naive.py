@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import strategies as st
 
-from ebbflow.plan.epochs import cut_step
+from ebbflow.plan.batch_plan import cut_step
 from ebbflow.simulate.recovery import DRAIN, FINISH, LOSE, CheckpointRecovery, Ideal, Recovery, StepRecovery
 from ebbflow.simulate.scenario import TrainingWork
 from ebbflow.simulate.segments import SNAP, Segments, SegmentSteps, SimulatedSteps

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ebbflow.core.units import Seconds, Span
 from ebbflow.errors import ConfigError
 from ebbflow.plan import StepSize, make_policy, plan_growing
-from ebbflow.plan.growing import Geo, Growing, Pada
-from ebbflow.plan.growth import allow
+from ebbflow.plan.growing import Geo, Pada, allow
+from ebbflow.plan.policies import GrowingPolicy
 from ebbflow.simulate import ComputeAndNetwork, FlatPrice, Scenario, on_demand, parse_step_time, simulate
 from ebbflow.simulate.advance import GrowthPhases, simulate_growing
 from ebbflow.simulate.recovery import RECOVERIES, Recovery
@@ -48,7 +48,7 @@ policies = st.one_of(
     fixed=st.sampled_from([0.0, 0.3, 1.0]),
 )
 def test_a_growing_simulation_equals_one_step_by_step(
-    fleet: list[tuple[float, int]], recovery: Recovery, work: TrainingWork, policy: Growing, local: int, step: float,
+    fleet: list[tuple[float, int]], recovery: Recovery, work: TrainingWork, policy: GrowingPolicy, local: int, step: float,
     each: float, fixed: float,
 ) -> None:  # fmt: skip
     stops, there = np.cumsum([s[0] for s in fleet]), np.array([s[1] for s in fleet], np.int64)
@@ -79,7 +79,9 @@ def test_what_a_step_takes_is_what_training_allows(workers: int, local: int, req
 
 
 @given(policy=policies, steps=st.integers(0, 500), samples=st.integers(0, 5000))
-def test_a_phase_lasts_as_long_as_the_policy_requests_the_same_batch(policy: Growing, steps: int, samples: int) -> None:
+def test_a_phase_lasts_as_long_as_the_policy_requests_the_same_batch(
+    policy: GrowingPolicy, steps: int, samples: int
+) -> None:
     phases = GrowthPhases(policy=policy, ref_batch=4, epoch_samples=100, most=1000)
     phase = phases.at(steps, samples)
     assert phase.requested == phases.requested(steps, samples)
@@ -109,7 +111,7 @@ def growing(text: str, trace: str, **more: object) -> Scenario:
 @pytest.mark.parametrize("trace", ["constant(12)", "poisson(6, seed=3)", "0s:2 70s:0 100s:20 500s:5 900s"])
 def test_the_steps_are_those_of_a_plan(text: str, trace: str) -> None:
     scenario = growing(text, trace)
-    assert isinstance(scenario.policy, Growing)
+    assert isinstance(scenario.policy, GrowingPolicy)
     plan = plan_growing(
         scenario.trace, scenario.policy, "0.7s", samples=5000, epochs=8, ref_batch=64, repeat=True
     ).foreseen.for_epochs(5000, 8)

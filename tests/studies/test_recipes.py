@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.optim.build import OPTIMIZERS
+from ebbflow.optim.optimizers import OPTIMIZERS
 from ebbflow.optim.schedules import make_schedule
-from ebbflow.plan import BatchPlan, Growing, Growth, foresee, make_policy
-from ebbflow.rules.registry import make_rule
+from ebbflow.plan import BatchPlan, GrowingPolicy, Growth, foresee, make_policy
+from ebbflow.rules.rule import make_rule
 from ebbflow.run.assemble import resolve
 from ebbflow.run.config import RunConfig
 from ebbflow.run.planning import check_measurable, make_plan
@@ -32,9 +32,9 @@ def arms(study: Study) -> dict[tuple[str, str], Arm]:
     return {(arm.config.label, arm.config.rule): arm for arm in first}
 
 
-def growing(config: RunConfig) -> Growing | None:
+def growing(config: RunConfig) -> GrowingPolicy | None:
     policy = make_policy(config.policy, config.local_batch)
-    return policy if isinstance(policy, Growing) else None
+    return policy if isinstance(policy, GrowingPolicy) else None
 
 
 def foreseen(config: RunConfig) -> BatchPlan:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.errors import OutputError, TraceError
+from ebbflow.traces.availability import Trace
 from ebbflow.traces.formats import FORMATS, read, write
-from ebbflow.traces.trace import Trace
 
 EXAMPLES = {
     "canonical": "time_s,accelerators\n0,4\n60,2\n90.5,6\n120,6\n",

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ebbflow.errors import EbbflowError, SpecError, TraceError, UnitError
+from ebbflow.traces.availability import Trace
 from ebbflow.traces.formats import write
 from ebbflow.traces.synthetic import GENERATORS, load
-from ebbflow.traces.trace import Trace
 
 SEEDS = range(60)
 EXAMPLES = {

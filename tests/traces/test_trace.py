@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ebbflow.core.units import Seconds
 from ebbflow.errors import TraceError
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 
 # Times are eighths of a second, so that all sums and differences below are exact in binary.
 EIGHTH = 0.125
@@ -132,7 +132,7 @@ def test_shifting_twice_is_shifting_once_by_the_sum(data: st.DataObject) -> None
 
 
 @given(traces(), st.integers(1, 30))
-def test_scaling_to_a_maximum_reaches_it_and_never_turns_somebody_into_nobody(trace: Trace, most: int) -> None:
+def test_scaling_to_a_maximum_reaches_it_and_never_turns_a_positive_count_into_zero(trace: Trace, most: int) -> None:
     scaled = trace.scale(max_workers=most)
     if trace.workers.max():
         assert scaled.stats().max == most

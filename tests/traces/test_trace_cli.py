@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from ebbflow.cli.trace import app
 from ebbflow.errors import EbbflowError, TraceError, UnitError
+from ebbflow.traces.availability import Trace
 from ebbflow.traces.formats import read
 from ebbflow.traces.synthetic import GENERATORS
-from ebbflow.traces.trace import Trace
 
 
 def run(*arguments: str) -> str:

@@ -19,9 +19,9 @@ from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Measurement
 from ebbflow.nqm import NoisyQuadratic, SecondMoments, best_rate, expected_run
-from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan.plan import BatchPlan
+from ebbflow.optim.optimizers import build_optimizer
+from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.run.flow import Flow
 from ebbflow.traces import Trace
 from ebbflow.workloads import Recipe
@@ -334,7 +334,7 @@ def test_each_layer_moves_by_its_own_rate() -> None:
 
 
 def _rule(text: str):  # type: ignore[no-untyped-def]
-    from ebbflow.rules.registry import make_rule
+    from ebbflow.rules.rule import make_rule
 
     return make_rule(text)
 

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from ebbflow import register_workload, workloads
 from ebbflow.errors import ConfigError, DataError, InputError, MissingExtra, SpecError
-from ebbflow.optim.build import build_optimizer
+from ebbflow.optim.optimizers import build_optimizer
 from ebbflow.optim.schedules import make_schedule
 from ebbflow.workloads import WORKLOADS, Recipe, Task, TensorSource
 from ebbflow.workloads.workload import Workload

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ebbflow import register_rule
 from ebbflow.core.spec import param
-from ebbflow.rules.base import Rule, Scaling, State, StepContext
-from ebbflow.rules.gain import gain, noise_stats, unmeasured
-from ebbflow.rules.registry import register
+from ebbflow.rules.noise_rules import gain, noise_stats, unmeasured
+from ebbflow.rules.rule import Rule, Scaling, State, StepContext
 
 
-@register("adascale-published", cite="after Andre et al. 2022, and fairscale's set_scale", needs={"moments"})
+@register_rule("adascale-published", cite="after Andre et al. 2022, and fairscale's set_scale", needs={"moments"})
 @dataclass(frozen=True)
 class PublishedAdaScale(Rule):
     """The gain that published code would have read; not a rule to train with."""

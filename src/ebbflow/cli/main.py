@@ -81,7 +81,7 @@ def main() -> None:
     try:
         app()
     except EbbflowError as error:
-        if not (isinstance(error, RankLost) and error.told):
+        if not (isinstance(error, RankLost) and error.reported):
             err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
         sys.exit(2)
     except BrokenPipeError:  # the reader of our output left, as `head` does

@@ -1,4 +1,4 @@
-"""`ebbflow plan`: how many steps a training takes on a trace, and how long."""
+"""`ebbflow plan`: how many steps a training takes on a trace, how long it takes, and how large its batches are."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import typer
 from rich.table import Table
 
 from ebbflow.cli.common import AsJson, out, print_json
-from ebbflow.cli.trace import FormatName, TraceText
+from ebbflow.cli.trace import FormatName, PluginFiles, TraceText
+from ebbflow.core.plugins import load_plugins
 from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import PlanError
-from ebbflow.plan.fitting import plan_for
-from ebbflow.plan.growing import Growing
-from ebbflow.plan.growth import plan_growing
-from ebbflow.plan.plan import BatchPlan, PlanSummary
-from ebbflow.plan.policies import POLICIES, make_policy
+from ebbflow.plan.batch_plan import BatchPlan, PlanSummary
+from ebbflow.plan.fitted_plans import plan_for, plan_growing
+from ebbflow.plan.policies import POLICIES, GrowingPolicy, make_policy
 from ebbflow.plan.steptime import StepTime, make_step_time
 from ebbflow.traces import Trace
 from ebbflow.traces.synthetic import load
@@ -27,39 +26,45 @@ __all__ = ["plan"]
 
 def plan(
     file: TraceText,
-    samples: Annotated[int, typer.Option(help="Samples of an epoch.", min=1)],
+    samples: Annotated[int, typer.Option(help="Samples in an epoch.", min=1)],
     epochs: Annotated[int, typer.Option(help="Epochs to train.", min=1)],
     step_time: Annotated[str, typer.Option(help="How long a step takes, such as 0.6s.")],
-    local_batch: Annotated[int | None, typer.Option(help="Samples a worker takes in a step.")] = None,
+    local_batch: Annotated[int | None, typer.Option(help="Samples that a worker takes per step.")] = None,
     policy: Annotated[str, typer.Option(help=f"How the batch follows the workers: {', '.join(POLICIES.names())}.")] = (
         "follow"
     ),
     ref_batch: Annotated[int | None, typer.Option(help="The batch that a growing policy begins with.")] = None,
-    offset: Annotated[str, typer.Option(help="Begin at this time of the trace, such as 30min.")] = "0s",
-    repeat: Annotated[bool, typer.Option("--repeat", help="Repeat the trace until the epochs are done.")] = False,
+    offset: Annotated[str, typer.Option(help="Time of the trace at which training begins, such as 30min.")] = "0s",
+    repeat: Annotated[bool, typer.Option("--repeat", help="Repeat the trace until the epochs are completed.")] = False,
     on_change: Annotated[
-        str, typer.Option(help="What happens to the step under way when the workers change: finish or lose.")
+        str, typer.Option(help="What happens to the current step when the workers change: finish or lose.")
     ] = "finish",
     across_epochs: Annotated[
-        bool, typer.Option("--across-epochs", help="Let steps run across epoch ends instead of cutting them there.")
+        bool,
+        typer.Option(
+            "--across-epochs",
+            help="Continue steps across the ends of epochs instead of ending each epoch with a smaller step.",
+        ),
     ] = False,
     batches: Annotated[
         bool, typer.Option("--batches", help="FILE is a batch plan (step,batchsize), not a trace.")
     ] = False,
     format: FormatName = None,
+    plugin: PluginFiles = None,
     json: AsJson = False,
 ) -> None:
-    """Say how many steps a training takes on a trace, how long, and how large its batches are."""
+    """Print how many steps a training takes on a trace, how long it takes, and how large its batches are."""
+    load_plugins(plugin or [])
     model = make_step_time(step_time)
     if batches:
         if local_batch is None:
             raise PlanError(
-                "a batch plan needs --local-batch: a batch is shared by as many workers as it holds of them"
+                "a batch plan needs --local-batch, since a batch is computed by batch / local batch workers"
             )
         made = BatchPlan.read(Path(file), local_batch, model)
     else:
         trace, chosen, begin = load(file, format=format), make_policy(policy, local_batch), parse_seconds(offset)
-        if isinstance(chosen, Growing):
+        if isinstance(chosen, GrowingPolicy):
             made = _growing(trace, chosen, model, ref_batch, samples=samples, epochs=epochs, offset=begin,
                             repeat=repeat, on_change=on_change)  # fmt: skip
         elif repeat:
@@ -76,11 +81,11 @@ def plan(
         out.print(_table(found))
 
 
-def _growing(trace: Trace, policy: Growing, model: StepTime, ref_batch: int | None, **options: Any) -> BatchPlan:
-    """The steps of a policy that can be told beforehand."""
+def _growing(trace: Trace, policy: GrowingPolicy, model: StepTime, ref_batch: int | None, **options: Any) -> BatchPlan:
+    """The steps of a growing policy, if they are known before training."""
     if not policy.passive:
         raise PlanError(
-            f"the policy {policy} depends on what training shows, so its steps cannot be counted beforehand; a plan "
+            f"the policy {policy} depends on losses or gradients, so its steps are not known before training; a plan "
             f"with fixed({policy.initial or ref_batch or 128}) counts those of a batch that never grows"
         )
     if policy.initial is None and ref_batch is None:
@@ -95,8 +100,8 @@ def _table(found: PlanSummary) -> Table:
     table.add_row("steps", f"{found.steps:,}")
     table.add_row("time", format_seconds(found.time_s))
     table.add_row("samples", f"{found.samples:,}")
-    table.add_row("least batch", f"{found.batch_min:,} samples")
+    table.add_row("smallest batch", f"{found.batch_min:,} samples")
     table.add_row("mean batch", f"{found.batch_mean:,.0f} samples")
-    table.add_row("greatest batch", f"{found.batch_max:,} samples")
+    table.add_row("largest batch", f"{found.batch_max:,} samples")
     table.add_row("changes", f"{found.changes:,}")
     return table

@@ -1,4 +1,4 @@
-"""`ebbflow rules`: what there is to choose from."""
+"""`ebbflow rules`: list the rules and modifiers, describe one, write the pages of the documentation."""
 
 from __future__ import annotations
 
@@ -10,23 +10,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from ebbflow.cli.common import AsJson, out, print_json
-from ebbflow.cli.rules_cards import cards as make_cards
-from ebbflow.cli.rules_plot import chart, figure
 from ebbflow.core.files import write_whole
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.spec import Entry
 from ebbflow.errors import OutputError
-from ebbflow.rules.base import Modifier, Rule
-from ebbflow.rules.curves import curves
-from ebbflow.rules.describe import describe
-from ebbflow.rules.registry import RULES, table
+from ebbflow.report import rule_pages
+from ebbflow.rules import RULES, Modifier, Rule, rule_entries
 
 __all__ = ["app"]
 
 app = typer.Typer(help="The learning-rate rules and their modifiers.", invoke_without_command=True)
 
 Plugins = Annotated[
-    list[str] | None, typer.Option("--plugin", help="A Python file with rules of your own; repeatable.")
+    list[str] | None, typer.Option("--plugin", help="A Python file that registers rules of your own; repeatable.")
 ]
 
 
@@ -36,7 +32,7 @@ def rules(context: typer.Context, plugin: Plugins = None, json: AsJson = False) 
     load_plugins(plugin or [])
     if context.invoked_subcommand is not None:
         return
-    entries = table()
+    entries = rule_entries()
     if json:
         print_json(
             [
@@ -54,8 +50,8 @@ def rules(context: typer.Context, plugin: Plugins = None, json: AsJson = False) 
     for kind, title in (("rule", "Rules"), ("modifier", "Modifiers")):
         out.print(_listing([entry for entry in entries if entry.kind == kind], title))
         out.print()
-    out.print("B is the batch, B0 the reference batch, S = B/B0, m multiplies the base rate.")
-    out.print("A modifier stands behind a rule: [bold]linear+warmup(5ep)[/].")
+    out.print("B is the batch, B0 the reference batch, S = B/B0; m multiplies the base rate.")
+    out.print("Write a modifier after a rule: [bold]linear+warmup(5ep)[/].")
     out.print("More about one of them: [bold]ebbflow rules show NAME[/]")
 
 
@@ -65,20 +61,22 @@ def _listing(entries: list[Entry[Rule | Modifier]], title: str) -> Table:
     shown.add_column("what it does", overflow="fold", ratio=3)
     shown.add_column("source", overflow="fold", ratio=1, style="dim")
     for entry in entries:
-        # Authors and year; the rest of the citation is for `show`.
-        shown.add_row(entry.name, escape(describe(entry).formula), escape(entry.cite.partition(", ")[0]))
+        # Authors and year only; `show` prints the whole citation.
+        shown.add_row(entry.name, escape(rule_pages.describe(entry).formula), escape(entry.cite.partition(", ")[0]))
     return shown
 
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="Of a rule or a modifier; ebbflow rules lists them.")],
+    name: Annotated[str, typer.Argument(help="Name of a rule or modifier; ebbflow rules lists them.")],
     to: Annotated[Path | None, typer.Option("--out", help="Also draw into this .svg, .png or .pdf file.")] = None,
+    plugin: Plugins = None,
 ) -> None:
-    """Everything about one rule or modifier: formula, source, needs, arguments, and a plot."""
-    table()
+    """Describe one rule or modifier: formula, source, needs, arguments, and a plot."""
+    load_plugins(plugin or [])
+    rule_entries()  # registers the rules
     entry = RULES.entry(name)
-    about, lines = describe(entry), curves(entry)
+    about, lines = rule_pages.describe(entry), rule_pages.curves(entry)
     out.print(f"[bold]{entry.name}[/] ({entry.kind})\n")
     for paragraph in (about.formula, *about.explanation):
         out.print(f"{paragraph}\n", markup=False)
@@ -90,18 +88,20 @@ def show(
     for parameter, default, doc in entry.parameters:
         out.print(f"[bold]{parameter}[/] ({f'default {default}' if default else 'required'}): {escape(doc)}")
     out.print()
-    out.print(chart(lines, width=min(out.width, 80)), markup=False, no_wrap=True)
+    out.print(rule_pages.chart(lines, width=min(out.width, 80)), markup=False, no_wrap=True)
     if to is not None:
-        figure(lines, to)
+        rule_pages.figure(lines, to)
         out.print(f"wrote {to}", markup=False, soft_wrap=True)
 
 
 @app.command()
 def cards(
-    folder: Annotated[Path, typer.Argument(help="Where the pages go, for example docs/rules.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of the pages, for example docs/rules.")],
+    plugin: Plugins = None,
 ) -> None:
     """Write one page of documentation for each rule and modifier, and an index."""
-    pages = make_cards(table())
+    load_plugins(plugin or [])
+    pages = rule_pages.cards(rule_entries())
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:

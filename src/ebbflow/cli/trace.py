@@ -1,4 +1,4 @@
-"""`ebbflow trace`: look at availability traces, convert them, make them."""
+"""`ebbflow trace`: draw availability traces, convert them, generate them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ import typer
 from rich.table import Table
 
 from ebbflow.cli.common import AsJson, out, print_json
+from ebbflow.core.plugins import load_plugins
 from ebbflow.core.units import Seconds, format_seconds, parse_seconds
 from ebbflow.errors import TraceError
-from ebbflow.traces.draw import chart, figure
-from ebbflow.traces.formats import FORMATS, write
-from ebbflow.traces.synthetic import GENERATORS, load
-from ebbflow.traces.trace import Trace
+from ebbflow.report.trace_drawing import chart, figure
+from ebbflow.traces import GENERATORS, Trace, load, write
+from ebbflow.traces.formats import FORMATS
 
-__all__ = ["FormatName", "TraceText", "app"]
+__all__ = ["FormatName", "PluginFiles", "TraceText", "app"]
 
-app = typer.Typer(help="Look at availability traces, convert them, make them.", no_args_is_help=True)
+app = typer.Typer(help="Draw availability traces, convert them, generate them.", no_args_is_help=True)
 
 TraceText = Annotated[
-    str, typer.Argument(metavar="FILE", help="A trace file, or a generator's text such as 'gcp-a100-like(seed=3)'.")
+    str, typer.Argument(metavar="FILE", help="A trace file, or the text of a generator: 'gcp-a100-like(seed=3)'.")
 ]
 FormatName = Annotated[
     str | None,
-    typer.Option("--format", help=f"The file's format, if it is not to be found out: {', '.join(FORMATS)}."),
+    typer.Option(
+        "--format",
+        help=f"Format of the file: {', '.join(FORMATS)}, or one from a plugin. Default: recognised by its content.",
+    ),
+]
+PluginFiles = Annotated[
+    list[str] | None,
+    typer.Option("--plugin", help="A Python file that registers traces, formats or policies of your own; repeatable."),
 ]
 
 
@@ -36,8 +43,10 @@ def show(
     to: Annotated[Path | None, typer.Option("--out", help="Also draw into this .svg, .png or .pdf file.")] = None,
     width: Annotated[int, typer.Option(help="Columns of the drawing.", min=20)] = 80,
     format: FormatName = None,
+    plugin: PluginFiles = None,
 ) -> None:
     """Draw a trace in the terminal, and into a file."""
+    load_plugins(plugin or [])
     trace = load(file, format=format)
     if to is not None:
         figure(trace, to)
@@ -49,8 +58,9 @@ def show(
 
 
 @app.command()
-def stats(file: TraceText, format: FormatName = None, json: AsJson = False) -> None:
-    """Duration, least, mean and greatest count, changes, accelerator-hours, share of the time without workers."""
+def stats(file: TraceText, format: FormatName = None, plugin: PluginFiles = None, json: AsJson = False) -> None:
+    """Duration, smallest, mean and largest count, changes, accelerator-hours, part of the time without workers."""
+    load_plugins(plugin or [])
     trace = load(file, format=format)
     found = trace.stats()
     if json:
@@ -61,7 +71,7 @@ def stats(file: TraceText, format: FormatName = None, json: AsJson = False) -> N
     table.add_column(style="dim")
     table.add_column(justify="right")
     table.add_row("duration", format_seconds(found.duration_s))
-    table.add_row("least workers", str(found.min))
+    table.add_row("fewest workers", str(found.min))
     table.add_row("mean workers", f"{found.mean:.1f}")
     table.add_row("most workers", str(found.max))
     table.add_row("changes", str(found.changes))
@@ -74,13 +84,15 @@ def stats(file: TraceText, format: FormatName = None, json: AsJson = False) -> N
 @app.command()
 def convert(
     file: TraceText,
-    to: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; packed if it ends in .gz.")],
+    to: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; compressed if it ends in .gz.")],
     format: FormatName = None,
     start: Annotated[str, typer.Option(help="Leave out what lies before this time, such as 30min.")] = "0s",
     stop: Annotated[str | None, typer.Option(help="Leave out what lies after this time.")] = None,
-    max_workers: Annotated[int | None, typer.Option(help="Scale, so that this is the greatest count.")] = None,
+    max_workers: Annotated[int | None, typer.Option(help="Scale the counts so that the largest is this one.")] = None,
+    plugin: PluginFiles = None,
 ) -> None:
-    """Write a trace in the canonical format (time_s,accelerators), cut and scaled if asked."""
+    """Write a trace in the canonical format (time_s,accelerators); optionally a part of it, or scaled."""
+    load_plugins(plugin or [])
     trace = load(file, format=format)
     trace = trace.slice(parse_seconds(start), None if stop is None else parse_seconds(stop))
     _write(trace if max_workers is None else trace.scale(max_workers=max_workers), to)
@@ -102,12 +114,14 @@ def _list_generators(wanted: bool) -> None:
 @app.command()
 def make(
     text: Annotated[str, typer.Argument(metavar="GENERATOR", help="Such as 'poisson(workers=8, seed=1)'.")],
-    to: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; packed if it ends in .gz.")],
+    to: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; compressed if it ends in .gz.")],
     listed: Annotated[
-        bool, typer.Option("--list", callback=_list_generators, is_eager=True, help="List the generators and leave.")
+        bool, typer.Option("--list", callback=_list_generators, is_eager=True, help="List the generators and exit.")
     ] = False,
+    plugin: PluginFiles = None,
 ) -> None:
-    """Write a synthetic trace in the canonical format."""
+    """Write a generated trace in the canonical format."""
+    load_plugins(plugin or [])
     if Path(text).exists():
         raise TraceError(f"{text} is a file, not a generator; use: ebbflow trace convert {text} {to}")
     _write(load(text), to)

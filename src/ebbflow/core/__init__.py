@@ -1,1 +1,1 @@
-"""What every package uses: units, the text form of names, files, signals. Nothing here imports torch."""
+"""What all packages use: units, the text form of names, plugins, files, signals. Nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""Plugins: Python files of the user's that register rules, workloads, traces and so on by name."""
+"""Plugin files: Python files that register rules, policies, traces, workloads and others of the user's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["load_plugins"]
 
 
 def load_plugins(paths: Iterable[str]) -> None:
-    """Import Python files, each once, so that what they register can be used by name."""
+    """Import Python files, each once per process, so that what they register can be used by name."""
     for text in paths:
         path = Path(text).resolve()
         name = f"ebbflow_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""Being told to stop: Ctrl-C, or SIGTERM, as a cloud sends it before it takes a machine."""
+"""Requests to stop: Ctrl-C, or SIGTERM, which a cloud sends before it takes a machine away."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["StopSignal"]
 
 
 class StopSignal:
-    """Notes the first signal, so that the work can end between two steps; a second one interrupts at once.
+    """Notes the first signal, so that the work can end between two steps; a second signal interrupts at once.
 
     with StopSignal() as stop:
         while not stop.requested:

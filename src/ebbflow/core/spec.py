@@ -1,12 +1,12 @@
-"""The text form that everything chosen by name shares: rules, policies, traces, schedules, optimizers.
+"""The text form of everything that is chosen by name: rules, policies, traces, schedules, optimizers.
 
     linear+warmup(5ep)          two calls, joined by +
     multistep(30ep, 60ep, factor=0.1)
     gcp-a100-like(seed=3)
 
-A *registry* maps a name to a frozen dataclass (or a function); `bind` turns the text of a call into an instance, each
-argument read according to the annotation of its field. The registries are the single source for the command line, the
-documentation, the report legend and the tests.
+A *registry* maps a name to a frozen dataclass (or a function). `bind` turns the text of a call into an instance and
+converts each argument by the annotation of its field; `Registry.text` turns an instance into text again. The command
+line, the documentation, the report and the tests all list what is in the registries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAME = re.compile(r"\s*([A-Za-z][A-Za-z0-9_.-]*)\s*")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One name with its arguments, still text."""
+    """One name with its arguments, which are still text."""
 
     name: str
     args: tuple[str, ...] = ()
@@ -45,12 +45,12 @@ class Call:
 
 
 def param(default: Any = dataclasses.MISSING, *, doc: str) -> Any:
-    """A dataclass field that documents itself: the text is shown by `ebbflow rules show` and in the docs."""
+    """A dataclass field with a description, which `ebbflow rules show` and the documentation print."""
     return dataclasses.field(default=default, metadata={"doc": doc})
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split at the separators that stand outside parentheses; a + that belongs to a number (1e+3) stays."""
+    """Split at the separators outside of parentheses, but not at the + of a number such as 1e+3."""
     parts, depth, start = [], 0, 0
     for i, char in enumerate(text):
         depth += (char == "(") - (char == ")")
@@ -76,7 +76,7 @@ def parse_calls(text: str) -> tuple[Call, ...]:
 
 
 def parse_call(text: str) -> Call:
-    """One call, where several would make no sense."""
+    """The only call of a text; several calls joined by + are an error."""
     calls = parse_calls(text)
     if len(calls) > 1:
         raise SpecError(f"{text!r} joins {len(calls)} parts with +; one was expected, such as {calls[0]}")
@@ -111,7 +111,7 @@ def _parse_one(part: str, whole: str) -> Call:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The end of an 'unknown name' message: the nearest known names, or all of them.
+    """The end of an error message about an unknown name: the most similar known name, if any, and all of them.
 
     >>> nearest("lineer", ["constant", "linear"])
     "did you mean 'linear'? Known: constant, linear"
@@ -122,7 +122,7 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def _convert(text: str, annotation: Any, where: str) -> Any:
-    """One argument's text as a value of the annotated type."""
+    """Convert the text of one argument to the annotated type."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         options = [option for option in typing.get_args(annotation) if option is not type(None)]
@@ -208,7 +208,7 @@ def _usage(parameter: inspect.Parameter, hint: Any) -> str:
 
 
 def _text(value: Any, hint: Any = None) -> str:
-    """A value as text that `_convert` reads back; a duration, which is a plain float at run time, gets its unit."""
+    """A value as text that `_convert` reads back. A duration is a plain float at run time; the hint adds its unit."""
     if isinstance(value, float):
         unit = "s" if hint is Seconds or Seconds in typing.get_args(hint) else ""
         return repr(value).removesuffix(".0") + unit
@@ -216,7 +216,7 @@ def _text(value: Any, hint: Any = None) -> str:
 
 
 def render(name: str, instance: Any) -> str:
-    """The shortest text that `bind` reads back as an equal instance: defaults are left out."""
+    """The shortest text that `bind` reads back as an equal instance; arguments at their defaults are left out."""
     parts = []
     hints = typing.get_type_hints(type(instance))
     fields = sorted(dataclasses.fields(instance), key=lambda field: bool(field.kw_only))  # as the signature
@@ -235,7 +235,7 @@ def render(name: str, instance: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry(Generic[T]):
-    """What a registry knows about one name."""
+    """One registered name."""
 
     name: str
     kind: str
@@ -243,7 +243,7 @@ class Entry(Generic[T]):
     cite: str = ""
     needs: frozenset[str] = frozenset()
     exempt: typing.Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Law that this entry need not pass -> why."""
+    """Laws (see tests/laws) that this entry does not have to pass, each with the reason."""
 
     @property
     def summary(self) -> str:
@@ -265,7 +265,7 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Names to things of one kind. A duplicate name is an error; so is an unknown one, with the nearest suggested."""
+    """Classes or functions by name, all of one kind. Duplicate and unknown names raise a SpecError."""
 
     def __init__(self, noun: str) -> None:
         self.noun = noun
@@ -280,7 +280,7 @@ class Registry(Generic[T]):
         needs: typing.Iterable[str] = (),
         exempt: typing.Mapping[str, str] | None = None,
     ) -> Callable[[Any], Any]:
-        """A decorator that adds a class or function under the name."""
+        """Return a decorator that adds a class or function under the name."""
 
         def add(make: Any) -> Any:
             if name in self._entries:
@@ -312,7 +312,7 @@ class Registry(Generic[T]):
         return [entry.name for entry in self if kind is None or entry.kind == kind]
 
     def entry(self, name: str) -> Entry[T]:
-        """The entry of a name."""
+        """The entry of a name; the error for an unknown name suggests a similar one."""
         if name not in self._entries:
             raise SpecError(f"unknown {self.noun} {name!r}; {nearest(name, self.names())}")
         return self._entries[name]
@@ -321,3 +321,21 @@ class Registry(Generic[T]):
         """An instance from its text form."""
         call = parse_call(text) if isinstance(text, str) else text
         return bind(call, self.entry(call.name).make)
+
+    def text(self, instance: Any) -> str:
+        """The text form of an instance of a registered dataclass, under the name by which its class is registered.
+
+        The class name stands in for a class that is not registered, so that printing such an instance works, too.
+
+        >>> numbers: Registry[complex] = Registry("number")
+        >>> @numbers.register("pair")
+        ... @dataclass(frozen=True)
+        ... class Pair:
+        ...     first: int
+        ...     second: int = 2
+        >>> numbers.text(Pair(1)), numbers.text(numbers.make("pair(1, second=3)"))
+        ('pair(1)', 'pair(1, second=3)')
+        """
+        kind = type(instance)
+        name = next((entry.name for entry in self._entries.values() if entry.make is kind), kind.__name__)
+        return render(name, instance)

@@ -1,7 +1,7 @@
-"""Quantities carry their unit: seconds of a clock, spans of training, samples and dollars never share a bare float.
+"""Quantities with units: durations in seconds, amounts of training, samples and dollars.
 
-Two kinds of length are parsed from text. A *duration* is time on a clock ("90s", "1.5h", "1h30m"). A *span* is an
-amount of training ("5ep", "1000steps", "64000samples"); steps are steps of the reference batch, so that a span means
+Two kinds of quantities are parsed from text. A *duration* is time on a clock ("90s", "1.5h", "1h30m"). A *span* is an
+amount of training ("5ep", "1000steps", "64000samples"); its steps are steps of the reference batch, so that a span is
 the same number of samples whatever the workers do.
 """
 
@@ -46,7 +46,7 @@ def _parts(text: str, what: str, example: str) -> list[tuple[float, str]]:
 
 
 def parse_seconds(text: str) -> Seconds:
-    """Seconds from "0.6s", "600ms", "1.5h", "1h30m"; a number without a unit is refused.
+    """Parse a duration such as "0.6s", "600ms", "1.5h" or "1h30m"; a number without a unit is refused.
 
     >>> parse_seconds("1h30m")
     5400.0
@@ -62,20 +62,20 @@ def parse_seconds(text: str) -> Seconds:
         if unit not in _SECONDS_PER:
             raise UnitError(f"duration {text!r} has the unknown unit {unit!r}; known are {', '.join(_SECONDS_PER)}")
         total += value * _SECONDS_PER[unit]
-    if not math.isfinite(total) or min(value for value, _ in parts) < 0:  # 1h-30m is a slip, not half an hour
+    if not math.isfinite(total) or min(value for value, _ in parts) < 0:  # 1h-30m is a mistake, not half an hour
         raise UnitError(f"duration {text!r} is {total:g} s; it must be finite and not negative, in all its parts")
     return Seconds(total)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An amount of training: a number of epochs, of reference steps, or of samples."""
+    """An amount of training: a number of epochs, of reference steps or of samples."""
 
     value: float
     unit: SpanUnit
 
     def samples(self, *, epoch_samples: int, ref_batch: int) -> float:
-        """The span in samples, given the size of an epoch and the reference batch.
+        """The span in samples, for an epoch and a reference batch of the given sizes.
 
         >>> Span(5, "ep").samples(epoch_samples=50_000, ref_batch=128)
         250000
@@ -90,7 +90,7 @@ class Span:
 
 
 def parse_span(text: str) -> Span:
-    """A span from "5ep", "1000steps", "64000samples"; a number without a unit is refused.
+    """Parse a span such as "5ep", "1000steps" or "64000samples"; a number without a unit is refused.
 
     >>> parse_span("5ep")
     Span(value=5.0, unit='ep')
@@ -117,7 +117,7 @@ def parse_span(text: str) -> Span:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people.
+    """A duration with a suitable unit, for printing.
 
     >>> format_seconds(0.25), format_seconds(75), format_seconds(11302), format_seconds(200000)
     ('250 ms', '75.0 s', '188.4 min', '55.6 h')
@@ -132,7 +132,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """The noun as it stands after this count.
+    """The singular or plural of a noun for this count.
 
     >>> plural(1, "death"), plural(0, "death")
     ('death', 'deaths')

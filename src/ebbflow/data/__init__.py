@@ -1,1 +1,1 @@
-"""Which samples: a stateless shuffle, the exactly-once ledger, and `ElasticSampler`, which deals them out to torch."""
+"""Which samples a step has: a stateless shuffle, the exactly-once ledger, and `ElasticSampler` for torch."""

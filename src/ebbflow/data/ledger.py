@@ -1,15 +1,15 @@
-"""The exactly-once invariant, as a value.
+"""Every sample exactly once per epoch: the ledger of committed samples, and the micro-batches of a step.
 
-An epoch is an order of samples; a `Ledger` says how far it has been trained on. A step *assigns* the next range of the
-order, trains, and *commits* it. Nothing is handed out, so nothing has to come back: a step that fails is simply not
-committed, and the next assignment covers the same samples again. This holds for any history of workers, kills and
-resumes, because the ledger knows nothing about them.
+An epoch is an order of samples; a `Ledger` says how much of it was trained on. A step *assigns* the next range of the
+order, trains on it, and *commits* it. An assignment changes nothing, so that a step that fails is simply not committed,
+and the next assignment covers the same samples again. This holds for any history of workers, kills and resumed runs,
+since the ledger knows nothing about them.
 
     ledger = Ledger(samples=10)
     step = ledger.assign(4)           # Assignment(epoch=0, start=0, stop=4)
-    ...                               # a worker dies: forget the assignment
+    ...                               # a worker dies: drop the assignment
     step = ledger.assign(3)           # Assignment(epoch=0, start=0, stop=3)
-    ledger = ledger.commit(step)      # now these three count, once
+    ledger = ledger.commit(step)      # now these three samples are counted, once
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ebbflow.errors import CheckpointError, DataError, LedgerError
-from ebbflow.plan.plan import StepSize, cut_step
+from ebbflow.plan.batch_plan import StepSize, cut_step
 
 __all__ = [
     "Assignment",
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The samples of one step: positions start to stop - 1 of an epoch's order."""
+    """The samples of one step: positions start to stop - 1 in the order of an epoch."""
 
     epoch: int
     start: int
@@ -47,24 +47,24 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """How far training has come: immutable, a few integers.
+    """The position of training: an immutable value of a few integers.
 
-    The end of an epoch and the start of the next are the same ledger, (epoch + 1, 0), so equal positions are equal
-    values.
+    The end of an epoch and the start of the next one are the same ledger, (epoch + 1, 0).
     """
 
     samples: int
     """Samples in an epoch."""
     epoch: int = 0
+    """Number of completed epochs."""
     position: int = 0
-    """Samples of this epoch that are committed; always below `samples`."""
+    """Committed samples of the current epoch; always below `samples`."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise DataError(f"an epoch has {self.samples} samples; expected at least one: is the data set empty?")
         if self.epoch < 0 or not 0 <= self.position < self.samples:
             raise LedgerError(
-                f"epoch {self.epoch}, position {self.position} is not a place in epochs of {self.samples} samples"
+                f"epoch {self.epoch}, position {self.position} is not a position in epochs of {self.samples} samples"
             )
 
     @property
@@ -74,29 +74,29 @@ class Ledger:
 
     @property
     def remaining(self) -> int:
-        """Samples of this epoch that are not yet committed; at least one."""
+        """Samples of the current epoch that are not yet committed; at least one."""
         return self.samples - self.position
 
     def assign(self, requested: int) -> Assignment:
-        """The next range of the epoch's order, about `requested` samples long; asking changes nothing.
+        """The next range of the epoch's order, with about `requested` samples. Changes nothing.
 
-        A step ends where its epoch ends. It may be one sample shorter or longer than requested, where the epoch's last
-        step would otherwise hold one lone sample (see `cut_step`).
+        A step does not extend beyond the end of its epoch. It may have one sample less or more than requested, if the
+        last step of the epoch would otherwise have a single sample (see `cut_step`).
 
         >>> Ledger(samples=10, position=8).assign(4)
         Assignment(epoch=0, start=8, stop=10)
-        >>> Ledger(samples=10, position=5).assign(4)        # not 4, which would leave one
+        >>> Ledger(samples=10, position=5).assign(4)        # 4 samples would leave a single one
         Assignment(epoch=0, start=5, stop=8)
         """
         if requested < 1:
-            raise LedgerError(f"a step of {requested} samples was asked for; expected at least one")
+            raise LedgerError(f"a step of {requested} samples was requested; expected at least one")
         return Assignment(self.epoch, self.position, self.position + cut_step(requested, self.remaining))
 
     def commit(self, assignment: Assignment) -> Ledger:
         """The ledger after the step.
 
-        Raises LedgerError unless the assignment begins exactly at this ledger's position, so that a step committed
-        twice, a gap, and an assignment from before a resume are impossible.
+        Raises LedgerError unless the assignment begins exactly at the position of this ledger, which excludes gaps,
+        steps that are committed twice, and assignments that were made before the run was resumed.
 
         >>> step = Ledger(samples=10).assign(4)
         >>> after = Ledger(samples=10).commit(step)
@@ -119,15 +119,15 @@ counts once, in order
         return Ledger(samples=self.samples, epoch=self.epoch, position=assignment.stop)
 
     def state(self) -> dict[str, int]:
-        """The ledger as plain integers, for a checkpoint."""
+        """The ledger as a dictionary of integers, for a checkpoint."""
         return {"samples": self.samples, "epoch": self.epoch, "position": self.position}
 
     @classmethod
     def restore(cls, state: Mapping[str, object], *, samples: int | None = None) -> Ledger:
-        """The ledger that `state` described; a damaged state is a CheckpointError.
+        """The ledger that `state` returned; a damaged state is a CheckpointError.
 
-        So is one of a data set with another number of samples than `samples`, where that is given: positions in its
-        order mean nothing in another.
+        So is a state of a data set with another number of samples than `samples`, if that is given, since its positions
+        have no meaning in another order.
         """
         values = {}
         for key in ("samples", "epoch", "position"):
@@ -137,8 +137,8 @@ counts once, in order
             values[key] = value
         if samples is not None and values["samples"] != samples:
             raise CheckpointError(
-                f"the saved position is one in epochs of {values['samples']} samples, but the data has {samples}; give "
-                f"the data that the run began with, or choose another folder"
+                f"the saved position belongs to epochs of {values['samples']} samples, but the data has {samples}; "
+                f"give the data that the run began with, or choose another folder"
             )
         try:
             return cls(**values)
@@ -148,7 +148,7 @@ counts once, in order
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The samples of one backward pass of one worker: positions start to stop - 1 of the epoch's order."""
+    """The samples of one backward pass of one worker: positions start to stop - 1 in the order of the epoch."""
 
     worker: int
     start: int
@@ -161,7 +161,7 @@ class MicroBatch:
 
 
 def largest_micro_batch(*, workers: int, samples: int, limit: int | None = None) -> int:
-    """The most samples of a micro-batch in a step: what falls to one worker, and no more than `limit`.
+    """The largest micro-batch of a step: a worker batch, but no more than `limit`.
 
     >>> largest_micro_batch(workers=3, samples=100), largest_micro_batch(workers=3, samples=100, limit=16)
     (34, 16)
@@ -171,10 +171,10 @@ def largest_micro_batch(*, workers: int, samples: int, limit: int | None = None)
 
 
 def micro_batch_sizes(batch: int, *, largest: int) -> tuple[int, ...]:
-    """Sizes of the micro-batches of a step: ceil(batch / largest) of them, as even as can be, larger ones first.
+    """Sizes of the micro-batches of a step: ceil(batch / largest) of them, as even as possible, larger ones first.
 
-    Unless micro-batches of one sample are asked for, none has a single sample, which batch norm cannot train on; where
-    that leaves no other way, they are one sample larger than `largest`.
+    Unless `largest` is 1, no micro-batch has a single sample, on which batch norm cannot train; if there is no other
+    way, they are one sample larger than `largest`.
 
     >>> micro_batch_sizes(64, largest=32), micro_batch_sizes(33, largest=32), micro_batch_sizes(5, largest=2)
     ((32, 32), (17, 16), (3, 2))
@@ -189,10 +189,10 @@ def micro_batch_sizes(batch: int, *, largest: int) -> tuple[int, ...]:
 
 
 def split_step(assignment: Assignment, *, workers: int, largest: int) -> tuple[MicroBatch, ...]:
-    """Who computes what: contiguous micro-batches that cover the assignment, number i for worker i mod `workers`.
+    """Consecutive micro-batches that cover the assignment; number i is computed by worker i mod `workers`.
 
-    A worker gets several of them where its worker batch exceeds `largest`, and none at the end of an epoch where there
-    are fewer micro-batches than workers.
+    A worker has several of them if its worker batch exceeds `largest`, and may have none at the end of an epoch, if
+    there are fewer micro-batches than workers.
 
     >>> [(m.worker, m.size) for m in split_step(Assignment(0, 100, 165), workers=2, largest=32)]
     [(0, 22), (1, 22), (0, 21)]
@@ -207,9 +207,9 @@ def split_step(assignment: Assignment, *, workers: int, largest: int) -> tuple[M
 
 
 def micro_batches_of(assignment: Assignment, size: StepSize, *, limit: int | None = None) -> tuple[MicroBatch, ...]:
-    """The micro-batches of a step as the fleet's `size` wants it; at the end of an epoch the assignment is smaller.
+    """The micro-batches of a step of the planned `size`, of which the assignment may have less at the end of an epoch.
 
-    `limit`: the most samples of a micro-batch, if that is less than a worker batch.
+    `limit` is the largest number of samples in a micro-batch, if it is less than a worker batch.
     """
     largest = largest_micro_batch(workers=size.workers, samples=size.samples, limit=limit)
     return split_step(assignment, workers=size.workers, largest=largest)

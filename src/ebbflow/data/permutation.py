@@ -1,13 +1,13 @@
-"""A shuffle without memory: position -> sample, computed, not stored.
+"""A stateless shuffle: the sample at each position is computed, not stored.
 
-A shuffled list of 10^9 indices takes minutes and gigabytes before the first sample is read, and again after every
-resume. `Permutation` computes any part of the order from (n, seed, epoch) alone: start, memory and a jump to any
-position cost the same for a thousand samples and for 10^12.
+A shuffled list of 10^9 indices takes minutes and gigabytes before the first sample is read, and again whenever a run is
+resumed. `Permutation` computes any part of the order from (n, seed, epoch) alone: the time to start, the memory and the
+access to any position cost the same for a thousand samples and for 10^12.
 
-How: a Feistel network. The position is cut into a low part of k bits and a high part below b, where 2^k b is n rounded
-up to a multiple of 2^k, both about sqrt(n). Each round adds to one part a hash of the other, modulo the part's own
-range, so each round can be undone and the whole is a permutation of 2^k b. The few results beyond n (a share of about
-1/sqrt(n)) are sent through again until they fall below n, which leaves a permutation of n (cycle walking).
+It is a Feistel network. The position is split into a low part of k bits and a high part below b, where 2^k b is n
+rounded up to a multiple of 2^k, both about sqrt(n). Each round adds to one part a hash of the other, modulo the range
+of the part, so that each round is invertible and the whole is a permutation of 2^k b. The few results beyond n (a
+fraction of about 1/sqrt(n)) are mapped again until they are below n, which gives a permutation of n (cycle walking).
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from ebbflow.errors import ConfigError, DataError
 __all__ = ["MOST_SAMPLES", "Permutation"]
 
 MOST_SAMPLES = 1 << 40
-"""Largest n: both parts of a position stay below 2^21, so that their sums and hashes fit in 32 bits."""
+"""Largest n: both parts of a position are below 2^21, so that their sums and hashes fit into 32 bits."""
 
-# Milliseconds for a whole epoch, shuffle and network, measured on one 2.8 GHz core with AVX-512: 0.08 and 0.17 at
-# n = 2^12, 0.23 and 0.32 at 2^14, 0.45 and 0.54 at 2^15, 0.91 and 0.97 at 2^16, 1.97 and 1.95 at 2^17. The shuffle's
-# gain fades while its cost, all of it at the start, nears 1 ms; at 2^15 it wins and starts in half a millisecond.
+# Milliseconds for a whole epoch by stored shuffle and by network, measured on one 2.8 GHz core with AVX-512: 0.08 and
+# 0.17 at n = 2^12, 0.23 and 0.32 at 2^14, 0.45 and 0.54 at 2^15, 0.91 and 0.97 at 2^16, 1.97 and 1.95 at 2^17. The
+# advantage of the shuffle vanishes while its cost, all of it at the start, approaches 1 ms. At 2^15 it is still faster,
+# and starts in half a millisecond.
 _SMALL = 1 << 15
-# After four rounds, positions that share their low part still show it: the tests' chi-square over their differences is
-# 12 standard deviations off at n = 100,003. After five and six nothing is left to find.
+# After four rounds, positions with equal low parts can still be recognised: the tests' chi-square over their
+# differences is 12 standard deviations off at n = 100,003. After five and six rounds nothing is found.
 _ROUNDS = 6
-# Four temporaries of 4 bytes: 512 KB, which a second-level cache holds. Measured at n = 10^9, ns an index: 21 at 2^12,
-# 13 at 2^14, 12 at 2^15 and 2^16, 13 at 2^17.
+# Four temporary arrays of 4 bytes per index are 512 KB, which fit into a second-level cache. Measured at n = 10^9, in
+# ns per index: 21 at 2^12, 13 at 2^14, 12 at 2^15 and 2^16, 13 at 2^17.
 _BLOCK = 1 << 15
 
 _U32 = npt.NDArray[np.uint32]
@@ -38,18 +39,19 @@ _U64 = npt.NDArray[np.uint64]
 
 
 def _u32(value: int) -> _U32:
-    """A constant for ufuncs: an array without dimensions, since a scalar costs half a microsecond more at each call."""
+    """A constant for ufuncs: an array without dimensions, since a scalar costs half a microsecond more per call."""
     return np.array(value, dtype=np.uint32)
 
 
-# A 32-bit integer hash of Wellons' "hash-prospector", less its first xor-shift, which is idle for inputs this small.
+# A 32-bit integer hash of Wellons' "hash-prospector", without its first xor-shift, which does nothing for such small
+# inputs.
 _MULTIPLIERS = _u32(0x21F0AAAD), _u32(0xD35A2D97)
 _FIFTEEN = _u32(15)
 _ONE = _u32(1)
 
 
 class Permutation:
-    """A pseudo-random order of `range(n)` that depends on n, seed and epoch only; immutable, safe to share by threads.
+    """A pseudo-random order of `range(n)` that depends on n, seed and epoch only; immutable and thread-safe.
 
     Guarantees: a bijection for every n from 1 to 2^40; the same order on every platform and NumPy version (only
     unsigned integer arithmetic and NumPy's frozen bit streams are used); constant time and memory to start anywhere.
@@ -65,7 +67,7 @@ class Permutation:
 
     def __init__(self, n: int, seed: int, epoch: int, *, shuffle: bool = True) -> None:
         if not 1 <= n <= MOST_SAMPLES:
-            raise DataError(f"an order of {n} samples was asked for; expected 1 to 2^40")
+            raise DataError(f"an order of {n} samples was requested; expected 1 to 2^40")
         if seed < 0 or epoch < 0:
             raise ConfigError(f"seed is {seed} and epoch is {epoch}; expected whole numbers from 0 up")
         self.n = n
@@ -73,7 +75,7 @@ class Permutation:
         self._keys: tuple[_U32, ...] = ()
         if not shuffle:
             return
-        # The epoch goes in as spawn key: as a second word of entropy, (seed 1, epoch 5) would equal (seed 1 + 5 * 2^32,
+        # The epoch is the spawn key: as a second word of entropy, (seed 1, epoch 5) would be (seed 1 + 5 * 2^32,
         # epoch 0).
         source = np.random.SeedSequence(seed, spawn_key=(epoch,))
         if n <= _SMALL:
@@ -87,9 +89,9 @@ class Permutation:
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The samples at positions start to stop - 1 of the order."""
         if not 0 <= start <= stop <= self.n:
-            raise DataError(f"positions {start} to {stop} were asked for; expected 0 <= start <= stop <= {self.n}")
+            raise DataError(f"positions {start} to {stop} were requested; expected 0 <= start <= stop <= {self.n}")
         if self._stored is not None:
-            return self._stored[start:stop].copy()  # the caller may write to it, as to a computed one
+            return self._stored[start:stop].copy()  # the caller may write into it, as into a computed one
         order = np.arange(start, stop, dtype=np.uint64)
         if self._keys:
             scratch = np.empty((4, min(_BLOCK, stop - start)), dtype=np.uint32)
@@ -110,11 +112,11 @@ class Permutation:
     def _network(self, x: _U64, scratch: _U32) -> None:
         """One pass of the Feistel network over 2^k b, in place."""
         low, high, h, t = scratch[:, : x.size]
-        low[:] = x  # keeps the lower 32 bits, of which the mask leaves k
+        low[:] = x  # keeps the lower 32 bits, of which the mask keeps k
         np.bitwise_and(low, self._mask, out=low)
         np.right_shift(x, np.uint64(self._bits), out=x)
         high[:] = x
-        # Consecutive positions share their high part; hashing the low one first makes the first round count.
+        # Consecutive positions have the same high part, so that the first round has to hash the low part.
         for i, key in enumerate(self._keys):
             np.add(high if i % 2 else low, key, out=h)
             for multiplier in _MULTIPLIERS:
@@ -124,8 +126,8 @@ class Permutation:
             if i % 2:
                 np.bitwise_and(h, self._mask, out=h)
                 np.bitwise_xor(low, h, out=low)
-            else:  # high = (high + h) mod b; dividing by a constant is fast in NumPy, the remainder is not
-                np.right_shift(h, _ONE, out=h)  # leaves room for the sum
+            else:  # high = (high + h) mod b; in NumPy a division by a constant is fast, the remainder is not
+                np.right_shift(h, _ONE, out=h)  # so that the sum does not overflow
                 np.add(high, h, out=high)
                 np.floor_divide(high, self._highs, out=t)
                 np.multiply(t, self._highs, out=t)
@@ -136,10 +138,10 @@ class Permutation:
 
 
 def _shuffled(n: int, source: np.random.SeedSequence) -> npt.NDArray[np.int64]:
-    """A stored shuffle: sort by random keys that carry their index in the lowest bits.
+    """A stored shuffle: random keys, which contain their index in the lowest bits, are sorted.
 
-    Not `Generator.permutation`, whose algorithm may change with NumPy's version, and with it the order in which a saved
-    run continues; raw bit streams are frozen. Keys are distinct, so every sorting algorithm gives the same order.
+    `Generator.permutation` is not used, since its algorithm, and with it the order of a resumed run, may change between
+    NumPy versions; raw bit streams are frozen. Keys are distinct, so that every sorting algorithm gives the same order.
     """
     index_bits = (n - 1).bit_length()
     keys = np.random.PCG64(source).random_raw(n)

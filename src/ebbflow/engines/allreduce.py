@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from ebbflow.engines.base import Gradients
 from ebbflow.errors import ConfigError, RankLost
-from ebbflow.moments.choose import AnyMeter
 from ebbflow.moments.estimate import Measurement
-from ebbflow.moments.norms import squared_norms
+from ebbflow.moments.meters import Meter, squared_norms
 
 __all__ = ["AllReduce", "StepAllReduce"]
 
@@ -39,7 +38,7 @@ class AllReduce:
         self,
         parameters: Iterable[torch.nn.Parameter],
         *,
-        meter: AnyMeter | None = None,
+        meter: Meter | None = None,
         group: dist.ProcessGroup | None = None,
         fields: Mapping[str, int] | None = None,
         all_reduce: Callable[[torch.Tensor], None] | None = None,
@@ -110,7 +109,7 @@ class AllReduce:
                 "checkpoint is kept, and the same command continues from there"
             ) from error
 
-    def _put_statistics(self, meter: AnyMeter, samples: int, batch: int) -> None:
+    def _put_statistics(self, meter: Meter, samples: int, batch: int) -> None:
         tally = meter.take()
         if tally.samples != samples:
             raise ConfigError(
@@ -158,7 +157,7 @@ class AllReduce:
                 continue
             parameter.grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
 
-    def _measurement(self, meter: AnyMeter, batch: int) -> Measurement:
+    def _measurement(self, meter: Meter, batch: int) -> Measurement:
         if meter.layers:
             views = {id(parameter): view for parameter, view in zip(self.parameters, self._views, strict=True)}
             mean = squared_norms([views[id(parameter)] for parameter in meter.parameters])
@@ -184,7 +183,7 @@ class StepAllReduce:
         self,
         parameters: Sequence[torch.nn.Parameter],
         *,
-        meter: AnyMeter | None,
+        meter: Meter | None,
         sums: Sequence[torch.Tensor],
         flags: Sequence[str] = (),
         all_reduce: Callable[[torch.Tensor], None] | None = None,

@@ -26,7 +26,7 @@ from ebbflow.core.spec import Registry
 from ebbflow.data.ledger import Assignment
 from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Measurement
-from ebbflow.plan.plan import BatchPlan, StepSize
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
 
 __all__ = ["ENGINES", "Engine", "EngineParts", "Faults", "Gradients", "register_engine"]
 

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.data.permutation import Permutation
 from ebbflow.errors import ConfigError
-from ebbflow.moments.choose import AnyMeter, meter_for
+from ebbflow.moments.meters import Meter, meter_for
 
 __all__ = [
     "Fetch", "LoadedMicroBatch", "LocalBatchNorm", "Loss", "ModelReset", "Precision", "ReplicaStep", "autocast",
@@ -75,7 +75,7 @@ def trained_parameters(
     return [*(parameters if parameters is not None else (p for p in model.parameters() if p.requires_grad))]
 
 
-def measuring(parameters: Sequence[torch.nn.Parameter], needs: Collection[str]) -> AnyMeter | None:
+def measuring(parameters: Sequence[torch.nn.Parameter], needs: Collection[str]) -> Meter | None:
     """The meter for what rule and policy need ("moments", "layers"); None if they need nothing."""
     if {"moments", "layers"}.isdisjoint(needs):
         return None

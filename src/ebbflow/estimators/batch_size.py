@@ -11,9 +11,8 @@ import numpy as np
 from ebbflow.core.spec import Call, parse_call
 from ebbflow.errors import ConfigError
 from ebbflow.plan import BatchPlan, make_policy
-from ebbflow.plan.growing import Growing
-from ebbflow.plan.growth import workers_for
-from ebbflow.plan.policies import FixedTotal, Policy
+from ebbflow.plan.growing import workers_for
+from ebbflow.plan.policies import FixedTotal, GrowingPolicy, Policy
 
 __all__ = ["DEFAULT_BATCH", "FitBatches", "make_batches", "whole_number", "with_settings"]
 
@@ -36,9 +35,9 @@ class FitBatches:
     """How the batch was asked for, for the record."""
 
     @property
-    def growing(self) -> Growing | None:
+    def growing(self) -> GrowingPolicy | None:
         """The policy, if the batch grows."""
-        return self.policy if isinstance(self.policy, Growing) else None
+        return self.policy if isinstance(self.policy, GrowingPolicy) else None
 
     @property
     def measured_micro_batch(self) -> int:
@@ -99,7 +98,7 @@ def make_batches(
             f"batch_size__{next(iter(settings))} out, or name the policy as text"
         )
     policy = make_policy(text, local_batch=local)
-    if not isinstance(policy, Growing):
+    if not isinstance(policy, GrowingPolicy):
         workers, batch = (int(value[0]) for value in policy.sizes(np.array([most or 1], np.int64)))
         plan, local = BatchPlan.constant(workers, batch), workers_for(batch, workers)
         return FitBatches(plan=plan, policy=policy, base_batch=base or batch, local_batch=local, text=str(policy))

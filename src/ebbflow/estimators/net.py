@@ -27,8 +27,8 @@ from ebbflow.estimators.dask_arrays import Blocks, check_blocks, is_dask
 from ebbflow.estimators.fit import Fit, ProgressBar
 from ebbflow.estimators.inputs import Slices, as_tensor, check_arrays, check_dataset
 from ebbflow.estimators.modules import DefaultMLP, ModelLoss
-from ebbflow.optim.build import build_optimizer
-from ebbflow.rules.registry import make_rule
+from ebbflow.optim.optimizers import build_optimizer
+from ebbflow.rules.rule import make_rule
 from ebbflow.run.config import RunConfig, fields_of
 
 __all__ = ["EbbflowNet"]

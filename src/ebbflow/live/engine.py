@@ -28,8 +28,8 @@ from ebbflow.errors import ConfigError
 from ebbflow.live.agreement import Standing, extend
 from ebbflow.live.group import Fault, Lost, no_fault
 from ebbflow.live.member import Circle, Member
-from ebbflow.moments.choose import meter_for
-from ebbflow.plan.plan import StepSize
+from ebbflow.moments.meters import meter_for
+from ebbflow.plan.batch_plan import StepSize
 from ebbflow.plan.policies import Policy
 
 __all__ = ["Carrier", "LiveEngine", "Over", "LoadedMicroBatch", "Sizes", "by_policy"]

@@ -32,9 +32,8 @@ from ebbflow.live.settings import Settings
 from ebbflow.live.state import FleetState, Stateful, job_of
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
-from ebbflow.plan.growing import Growing
-from ebbflow.plan.growth import Growth
-from ebbflow.plan.policies import make_policy
+from ebbflow.plan.growing import Growth
+from ebbflow.plan.policies import GrowingPolicy, make_policy
 from ebbflow.record import End, Header, StepRow, ValidationRow
 from ebbflow.run.checkpoint import weights_digest
 from ebbflow.run.flow import Flow, OpenStep
@@ -118,13 +117,13 @@ class Fleet:
         self._stop = StopSignal()
         self._stack = ExitStack()
         self._saved = time.monotonic()
-        growing: Growing | None = None
+        growing: GrowingPolicy | None = None
         if callable(policy):
             sizes, named = policy, "own"
         else:
             made = make_policy(policy, local_batch)
             sizes, named = by_policy(made), str(made)
-            growing = made if isinstance(made, Growing) else None
+            growing = made if isinstance(made, GrowingPolicy) else None
         job = job_of(
             model,
             job=settings.job,

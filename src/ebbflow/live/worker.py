@@ -20,8 +20,8 @@ from ebbflow.core.plugins import load_plugins
 from ebbflow.errors import EbbflowError
 from ebbflow.live.fleet import Fleet
 from ebbflow.live.joining import join
-from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.optim.optimizers import build_optimizer
 
 __all__ = ["join_workload", "main"]
 

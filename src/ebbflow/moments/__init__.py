@@ -1,1 +1,1 @@
-"""What the gradients say: noise and signal, of the whole model or of each layer."""
+"""Noise and signal of the gradient, for the whole model or for each layer: meters, estimates and averages."""

@@ -1,20 +1,22 @@
-"""Noise and signal of the gradient, from the micro-batches it is made of. Arithmetic only, no torch.
+"""Noise and signal of the gradient, estimated from the micro-batches of a step. Arithmetic only, no torch.
 
-A step's gradient is the mean of K >= 2 micro-batches of n_i samples each, B in all. With
+The gradient of a step is the mean over K >= 2 micro-batches of n_i samples each, B in all. With
 
     A = sum (n_i/B) |g_i|^2      the sample-weighted mean of the micro-batches' squared norms
-    N = |sum (n_i/B) g_i|^2      the squared norm of the whole step's mean gradient
+    N = |sum (n_i/B) g_i|^2      the squared norm of the mean gradient of the step
 
 E[A] = S + K V/B and E[N] = S + V/B, whatever the sizes of the micro-batches, where V is the *noise* (the trace of the
 covariance of one sample's gradient) and S the *signal* (the squared norm of the true gradient). Hence
 
     V = B (A - N)/(K - 1)        S = N - V/B
 
-both unbiased. With equal micro-batches of the reference batch these are AdaScale's estimators (Johnson et al. 2020,
-B.3). Noise and signal belong to the model, not to the fleet: they need no correction when the workers change.
+are both unbiased. With equal micro-batches of the reference batch these are the estimators of AdaScale (Johnson et al.
+2020, B.3). Noise and signal are properties of the model, not of the fleet: they need no correction when the workers
+change.
 
-Measuring costs a read of every micro-batch's gradient. Averages that remember many steps lose little if some of them
-are not measured: `Averages.due` says which."""
+A measurement reads the gradient of every micro-batch. Averages over many steps lose little if some of the steps are not
+measured; `Averages.due` decides which.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,20 @@ from ebbflow.errors import CheckpointError, ConfigError
 
 __all__ = ["Averages", "Measurement", "Moments", "decay"]
 
-_GROWN = 1 - math.exp(-1)  # weight of averages that have seen as many samples as they remember
-_OBSERVATIONS = 32  # measured steps within the memory, at least: their mean scatters by a sixth of one step's scatter
+_FULL_WEIGHT = 1 - math.exp(-1)  # weight of averages over as many samples as their memory
+_OBSERVATIONS = (
+    32  # fewest measured steps within the memory; the deviation of their mean is a sixth of that of one step
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What an engine measured in one step; one entry a layer, or a single one for the whole model."""
+    """What was measured in one step; one entry per layer, or a single one for the whole model."""
 
     batch: int
     """Samples in the step."""
     micro_batches: int
-    """Gradient micro-batches: backward passes of different samples."""
+    """Number of micro-batches, whose gradients are over different samples."""
     mean_sq: tuple[float, ...]
     """A: sample-weighted mean of the micro-batches' squared norms."""
     sq_mean: tuple[float, ...]
@@ -46,23 +50,27 @@ class Measurement:
 
     @property
     def finite(self) -> bool:
-        """Whether all numbers are; a step with an infinite gradient says nothing about noise and signal."""
+        """Whether all numbers are finite; otherwise noise and signal cannot be estimated from the step."""
         return math.isfinite(sum(self.mean_sq) + sum(self.sq_mean))
 
-    def estimate(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """(noise, signal) of each layer: unbiased, so either may come out below zero in a single step.
+    @property
+    def norm(self) -> float:
+        """Norm of the mean gradient of the whole model; NaN if the measurement is not finite."""
+        return math.sqrt(math.fsum(self.sq_mean)) if self.finite else math.nan
 
-        Two micro-batches of one sample with the gradients 3 and 1: A = 5, N = 4, so V = 2(5 - 4)/1 = 2 and S = 4 - 2/2
-        = 3.
+    def estimate(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(noise, signal) of each layer. Both are unbiased, so that the signal of a single step may be negative.
+
+        Two micro-batches of one sample each with the gradients 3 and 1 have A = 5 and N = 4, so that V = 2(5 - 4)/1 = 2
+        and S = 4 - 2/2 = 3.
 
         >>> Measurement(batch=2, micro_batches=2, mean_sq=(5.0,), sq_mean=(4.0,)).estimate()
         ((2.0,), (3.0,))
         """
         if self.micro_batches < 2:
             raise ConfigError(
-                f"noise cannot be told from signal with {self.micro_batches} gradient micro-batch; at least two are "
-                "needed: "
-                f"more workers, or a smaller micro-batch"
+                f"noise and signal cannot be estimated from {self.micro_batches} gradient micro-batch; at least two "
+                f"are needed: use more workers, or a smaller micro-batch"
             )
         scale = self.batch / (self.micro_batches - 1)
         noise = [scale * (a - n) for a, n in zip(self.mean_sq, self.sq_mean, strict=True)]
@@ -72,28 +80,29 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Averaged noise and signal, of the whole model and of each layer, as rules see them."""
+    """Averaged noise and signal of the whole model and of each layer."""
 
     noise: float
-    """V: trace of the per-sample gradient covariance."""
+    """V: trace of the covariance of one sample's gradient."""
     signal: float
     """S: squared norm of the true gradient."""
     layer_noise: tuple[float, ...] = ()
-    """By layer, in the order of the parameters; empty unless a rule asked for layers."""
+    """V of each layer, in the order of the parameters; empty unless a rule needs layers."""
     layer_signal: tuple[float, ...] = ()
+    """S of each layer."""
 
     @property
     def noise_scale(self) -> float:
-        """V/S, in samples: the batch at which noise and signal are equal (McCandlish et al. 2018, B_simple)."""
+        """V/S in samples: the batch at which noise and signal are equal (McCandlish et al. 2018, B_simple)."""
         return max(self.noise, 0.0) / self.signal if self.signal > 0 else math.inf
 
 
 def decay(batch: float, memory: float) -> float:
-    """What an average keeps of its past in a step: exp(-batch/memory).
+    """The factor by which an average is multiplied in a step: exp(-batch/memory).
 
-    The memory is counted in samples, so an average means the same for every history of workers: two steps of half the
-    batch keep as much as one whole step. With a memory of 1000 reference steps this is AdaScale's 1 - S/1000, to first
-    order, and never negative.
+    The memory is counted in samples, so that an average does not depend on the history of workers: two steps of half
+    the batch have the same effect as one step. With a memory of 1000 reference steps this equals AdaScale's 1 - S/1000
+    to first order, and it is never negative.
     """
     if not memory > 0:
         raise ConfigError(f"an average cannot remember {memory} samples; expected a positive number")
@@ -102,47 +111,51 @@ def decay(batch: float, memory: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Averages:
-    """Bias-corrected moving averages of noise and signal: immutable; `updated` gives the next ones.
+    """Bias-corrected moving averages of noise and signal; immutable, `updated` returns the next ones.
 
-    Numerators and denominators are averaged separately and a ratio is taken last, since the ratio of single steps is
-    useless. A step with fewer than two micro-batches says nothing: the averages are held, as they are when the workers
-    change. Estimates are averaged as they are and not clipped one by one, which would bias a small signal upwards;
-    whoever takes a ratio clips the averages.
+    Noise and signal are averaged separately, and ratios are taken of the averages, since the ratio of a single step is
+    useless. A step with fewer than two micro-batches leaves the averages unchanged, and so does a change of the
+    workers. Estimates are not clipped before averaging, since that would bias a small signal upwards; rules clip the
+    averages.
 
-    Steps that were not measured count as time: the next observation stands for them, too, so that the memory in
-    samples is the same however many steps are measured. But it stands for each of them with no more samples than it
-    has itself. The last step of an epoch may have two, and in their estimate of a small signal the noise drowns it;
-    with the weight of the large steps before it, it would spoil the averages.
+    The memory in samples is the same however many steps are measured: the next observation also stands for the steps
+    before it that were not measured. It stands for each of them with at most as many samples as it has itself. The last
+    step of an epoch may have only two samples, whose estimate of a small signal is mostly noise; with the weight of the
+    large steps before it, it would spoil the averages.
     """
 
     weight: float = 0.0
-    """Of all observations, decayed; the averages are the sums over it."""
+    """Sum of the decayed weights of all observations."""
     noise: tuple[float, ...] = ()
+    """Weighted sums of the noise, by layer; the average is the sum divided by `weight`."""
     signal: tuple[float, ...] = ()
+    """Weighted sums of the signal, by layer."""
     passed_samples: int = 0
-    """In the steps since the last observation, none of which was measured."""
+    """Samples in the steps since the last observation."""
     passed_steps: int = 0
+    """Steps since the last observation."""
 
     def due(self, batch: int, *, memory: float, every: int) -> bool:
-        """Whether a step of so many samples should be measured; if not, tell `passed` when it has been made.
+        """Whether an upcoming step of `batch` samples should be measured; if not, call `passed` after it.
 
-        Every step is, until the averages are as old as their memory. Then one in `every`, more where that would leave
-        fewer than 32 observations in the memory. A function of what all replicas have in common, so all agree.
+        Every step is measured until the averages cover their memory. Then one step in `every` is, and more if there
+        would otherwise be fewer than 32 observations within the memory. The result depends only on values that all
+        replicas share, so that they agree.
 
         >>> old = Averages(weight=0.9)
         >>> [old.passed(8).due(8, memory=1000, every=4), old.passed(8).passed(8).passed(8).due(8, memory=1000, every=4)]
         [False, True]
         """
-        if self.weight < _GROWN or self.passed_steps + 1 >= every:
+        if self.weight < _FULL_WEIGHT or self.passed_steps + 1 >= every:
             return True
-        return self.passed_samples + 2 * batch > memory / _OBSERVATIONS  # else the one after it would come too late
+        return self.passed_samples + 2 * batch > memory / _OBSERVATIONS  # the next one would be too late
 
     def passed(self, batch: int) -> Averages:
         """The averages after a step that was not measured."""
         return replace(self, passed_samples=self.passed_samples + batch, passed_steps=self.passed_steps + 1)
 
     def updated(self, measured: Measurement, *, memory: float) -> Averages:
-        """The averages after one more step, remembering about `memory` samples."""
+        """The averages after a measured step, with a memory of `memory` samples."""
         if measured.micro_batches < 2 or not measured.finite:
             return self
         noise, signal = measured.estimate()
@@ -156,7 +169,7 @@ class Averages:
         )
 
     def moments(self) -> Moments | None:
-        """The averages as rules see them; None before the first observation."""
+        """The averages for rules; None before the first observation."""
         if self.weight <= 0:
             return None
         noise = tuple(v / self.weight for v in self.noise)
@@ -170,7 +183,7 @@ class Averages:
         )
 
     def state(self) -> dict[str, Any]:
-        """As JSON, for a checkpoint."""
+        """The averages as JSON values, for a checkpoint."""
         return {
             "weight": self.weight,
             "noise": list(self.noise),
@@ -180,7 +193,7 @@ class Averages:
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Averages:
-        """What `state` described."""
+        """The averages that `state` returned; a damaged state is a CheckpointError."""
         try:
             weight, noise, signal = float(state["weight"]), *(tuple(map(float, state[k])) for k in ("noise", "signal"))
             samples, steps = map(int, state["passed"])
@@ -203,7 +216,7 @@ def _blend(old: Sequence[float], new: Sequence[float], keep: float, share: float
         return tuple(share * value for value in new)
     if len(old) != len(new):
         raise ConfigError(
-            f"noise and signal were averaged over {len(old)} layers, but {len(new)} were measured; averages go on "
-            f"only with the same parameters and the same kind of rule: start new ones"
+            f"noise and signal were averaged over {len(old)} layers, but {len(new)} were measured; averages can only "
+            f"be continued with the same parameters and the same kind of rule: start new ones"
         )
     return tuple(keep * before + share * value for before, value in zip(old, new, strict=True))

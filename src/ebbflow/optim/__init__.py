@@ -1,1 +1,1 @@
-"""The step: the one place that writes parameter groups, and the schedules that say what the base rate is."""
+"""The optimizer step: `ElasticOptimizer`, schedules of the base rate, and optimizers by name."""

@@ -1,18 +1,18 @@
-"""A scaling applied to an optimizer for the duration of one step: rates, gradients, decay, betas, eps.
+"""Apply a scaling to an optimizer for the duration of one step: rates, gradients, decay, betas, eps.
 
-Everything is put back afterwards, also when the step raises, so whoever looks between two steps sees what the user set.
+Everything is restored afterwards, also if the step raises, so that between two steps the groups hold what the user set.
 
-*A rate for each layer.* An optimizer with one group a tensor gives up the kernels that update many tensors at once. Two
-ways avoid that; both were measured against it with 25 M parameters in 161 tensors (SGD with momentum and AdamW):
+*A rate per layer.* An optimizer with one group per tensor cannot use the kernels that update many tensors at once.
+There are two ways around that, both measured with 25 M parameters in 161 tensors (SGD with momentum and AdamW):
 
-    groups   the groups are split for the step, tensors with equal multipliers together. The very arithmetic of one
-             group a tensor, for every optimizer. CPU: 1.0 to 1.3 times the plain step (the memory decides, not the
-             calls). H200: 8 to 14 times (launches for each tensor).
-    blend    one step at the largest rate, then w <- w_old + (m/max)(w - w_old). Right for optimizers whose update is
-             proportional to the rate and whose state does not depend on it, at the price of a copy of the weights.
+    split    For the step, the groups are split such that tensors with equal multipliers are together. This is exactly
+             the arithmetic of one group per tensor, for every optimizer. CPU: 1.0 to 1.3 times the plain step (memory
+             bandwidth decides, not the calls). H200: 8 to 14 times (kernel launches for each tensor).
+    blend    One step at the largest rate, then w <- w_old + (m/max)(w - w_old). Correct for optimizers whose update is
+             proportional to the rate and whose state does not depend on it; costs a copy of the weights.
              H200: 1.2 to 1.9 times the plain step, 0.3 to 0.6 ms; CPU: 1.1 to 2.4 times.
 
-So a CPU splits groups; a GPU blends where the optimizer is known to be proportional and its weights are not of half
+A CPU therefore splits groups. A GPU blends if the optimizer is known to be proportional and its weights are not of half
 precision, and splits groups otherwise.
 """
 
@@ -26,9 +26,8 @@ from typing import Any
 import torch
 
 from ebbflow.errors import ConfigError
-from ebbflow.moments.estimate import Measurement
-from ebbflow.moments.norms import squared_norms
-from ebbflow.rules.base import Scaling
+from ebbflow.moments.meters import squared_norms
+from ebbflow.rules.rule import Scaling
 
 __all__ = ["Applier", "gradient_norm", "scale_gradients"]
 
@@ -45,19 +44,17 @@ _PROPORTIONAL = (
     torch.optim.Adadelta,
     torch.optim.RMSprop,
 )
-"""Update = rate x a direction that does not depend on the rate; decoupled decay is proportional to the rate too."""
+"""Their update is the rate times a direction that does not depend on the rate, and so is decoupled decay."""
 _CORRECTED = (torch.optim.Adam, torch.optim.AdamW)
 """Their averages start at zero and are corrected by 1 - beta^step, with `step` a tensor in the state."""
 _SETTINGS = ("lr", "weight_decay", "betas", "alpha", "rho", "eps")
-"""What a scaling may change in a group."""
+"""Settings of a group that a scaling may change."""
 _MEMORY_KEYS = {torch.optim.RMSprop: "alpha", torch.optim.Adadelta: "rho"}
-"""One average, not corrected; it follows the exponent of the second beta."""
+"""Decay of the only average, which is not bias-corrected; the exponent of the second beta applies."""
 
 
-def gradient_norm(parameters: Sequence[torch.Tensor], measured: Measurement | None = None) -> float:
-    """Of all `.grad` together, on whichever devices they are; one that was measured takes no pass over them."""
-    if measured is not None:
-        return math.sqrt(math.fsum(measured.sq_mean)) if measured.finite else math.nan
+def gradient_norm(parameters: Sequence[torch.Tensor]) -> float:
+    """The norm of all `.grad` together, which may be on several devices."""
     gradients: dict[torch.device, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -66,7 +63,7 @@ def gradient_norm(parameters: Sequence[torch.Tensor], measured: Measurement | No
 
 
 def scale_gradients(parameters: Sequence[torch.Tensor], factors: float | Sequence[float]) -> None:
-    """Multiply `.grad` in place, by one factor or by one a parameter; parameters without a gradient are left out."""
+    """Multiply `.grad` in place by one factor, or by one factor per parameter; missing gradients are left out."""
     if not isinstance(factors, Sequence):
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients and factors != 1.0:
@@ -78,7 +75,7 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factors: float | Sequenc
 
 
 class Applier:
-    """Applies scalings to one optimizer; `steps` is the only thing it remembers between them."""
+    """Applies scalings to one optimizer; `steps` is its only state between two steps."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -87,38 +84,33 @@ class Applier:
         self.refresh()
         begun = [float(state["step"]) for state in inner.state.values() if "step" in state and self._corrected]
         self.steps = (max(begun, default=0.0),) * 2
-        """Sum of the exponents so far of the first and the second beta: steps of the reference batch."""
+        """Sums of the exponents of the first and of the second beta so far, which are steps of the reference batch."""
 
     def refresh(self) -> None:
-        """Look at the parameter groups anew, after one was added."""
+        """Read the parameter groups again, after one was added."""
         self.parameters: list[torch.nn.Parameter] = [p for g in self.inner.param_groups for p in g["params"]]
         self.layers = [p for p in self.parameters if p.requires_grad]
-        """The layers of per-layer rules: trainable tensors, in the order of the groups."""
-        self._frozen = [p for p in self.parameters if not p.requires_grad]
+        """The layers of layer-wise rules: the trainable tensors, in the order of the groups."""
+        self.frozen = [p for p in self.parameters if not p.requires_grad]
         self.blend = type(self.inner) in _PROPORTIONAL and all(
             p.device.type != "cpu" and p.dtype in (torch.float32, torch.float64) for p in self.layers
         )
-        """Whether per-layer rates blend; else they split groups."""
+        """Whether different rates per layer are applied by blending; otherwise the groups are split."""
         self._copies: dict[int, torch.Tensor] = {}
 
     @property
-    def unfrozen(self) -> bool:
-        """Whether a tensor is trained that was frozen when the groups were looked at, and so is no layer."""
-        return any(p.requires_grad for p in self._frozen)
-
-    @property
     def measurable(self) -> list[torch.nn.Parameter]:
-        """What a rule for the whole model measures: frozen tensors, too, which may be trained later."""
+        """The tensors that are measured for a rule of the whole model: frozen ones, too, which may be trained later."""
         devices = {p.device for p in self.layers}
-        frozen = {id(p) for p in self._frozen if not (p.is_floating_point() and p.device in devices)}
+        frozen = {id(p) for p in self.frozen if not (p.is_floating_point() and p.device in devices)}
         return [p for p in self.parameters if id(p) not in frozen]
 
     @property
     def noise_exponent(self) -> float:
-        """By which power of the batch the rate has to fall for the noise of a step to stay the same.
+        """The power of the batch by which the rate must fall for the noise of a step to stay the same.
 
-        1 where the step is proportional to the gradient, 1/2 where the optimizer normalises it. Those have an eps, or
-        betas, among their settings.
+        It is 1 if the step is proportional to the gradient, and 1/2 if the optimizer normalises the gradient, which is
+        recognised by an eps or betas among its settings.
         """
         return 0.5 if {"eps", "betas"} & self.inner.defaults.keys() else 1.0
 
@@ -126,34 +118,34 @@ class Applier:
     def _corrected(self) -> bool:
         return isinstance(self.inner, _CORRECTED)
 
-    # What the optimizer can take --------------------------------------------------------------------------------
+    # What the optimizer supports --------------------------------------------------------------------------------
 
-    def check(self, scaling: Scaling, rule: str) -> None:
-        """Refuse a scaling that the optimizer has no place for."""
+    def check(self, scaling: Scaling, rule: object) -> None:
+        """Refuse a scaling that the optimizer does not support; `rule` is named in the error."""
         name = type(self.inner).__name__
         if isinstance(scaling.lr, tuple) or isinstance(scaling.gradient, tuple):
             self.check_layers(rule)
-            if self.unfrozen:
+            if any(p.requires_grad for p in self.frozen):
                 raise ConfigError(
-                    f"the rule {rule} gives each layer a rate, and a tensor is trained that was frozen when the "
+                    f"the rule {rule} gives each layer a rate, but a tensor is trained that was frozen when the "
                     f"optimizer was made; make a new optimizer, or use a rule for the whole model, such as adascale"
                 )
             for values in (scaling.lr, scaling.gradient):
                 if isinstance(values, tuple) and len(values) != len(self.layers):
                     raise ConfigError(
-                        f"the rule {rule} gives {len(values)} layers a multiplier, the optimizer has "
-                        f"{len(self.layers)} trainable tensors; measure the parameters that the optimizer has"
+                        f"the rule {rule} returned multipliers for {len(values)} layers, but the optimizer has "
+                        f"{len(self.layers)} trainable tensors; measure the parameters of the optimizer"
                     )
         if scaling.betas not in (1.0, (1.0, 1.0)) and self._memory_key() is None:
             raise ConfigError(
-                f"the rule {rule} changes the betas, which {name} does not have in a form that can be changed; "
+                f"the rule {rule} changes the betas, which {name} does not have, or not in a form that can be changed; "
                 f"use adam, adamw or rmsprop, or a rule that changes the rate only, such as sqrt"
             )
         if scaling.eps != 1.0 and "eps" not in self.inner.param_groups[0]:
             raise ConfigError(f"the rule {rule} changes eps, which {name} does not have; use adam, adamw or rmsprop")
 
-    def check_layers(self, rule: str) -> None:
-        """Refuse an optimizer whose update a rate does not scale."""
+    def check_layers(self, rule: object) -> None:
+        """Refuse an optimizer whose update does not depend on its rate."""
         if isinstance(self.inner, torch.optim.Rprop):
             raise ConfigError(
                 f"the rule {rule} gives each layer a rate, but Rprop uses the rate for its first step only; "
@@ -161,7 +153,7 @@ class Applier:
             )
 
     def _memory_key(self) -> str | None:
-        """The setting that holds the decay of the optimizer's averages."""
+        """The setting with the decay of the optimizer's averages; None if it is not known."""
         if self._corrected or type(self.inner).__name__ == "Lamb":
             return "betas"
         return _MEMORY_KEYS.get(type(self.inner))
@@ -170,7 +162,7 @@ class Applier:
 
     @contextmanager
     def scaled(self, scaling: Scaling) -> Iterator[None]:
-        """Step the inner optimizer inside; call `check` before."""
+        """A context in which the inner optimizer takes the scaled step; call `check` before."""
         with ExitStack() as stack:
             stack.enter_context(self._settings(scaling))
             stack.enter_context(self._memory(scaling))
@@ -184,8 +176,11 @@ class Applier:
 
     @contextmanager
     def _settings(self, scaling: Scaling) -> Iterator[None]:
-        """What all layers share. The decay is multiplied with the gradient: coupled, it is part of the gradient, and
-        decoupled, a step takes lr x decay of the weights, which must grow with the step as it does outside."""
+        """Scale the settings that all layers share.
+
+        The weight decay is also multiplied by `gradient`: coupled decay is part of the gradient, and decoupled decay
+        removes lr times decay of the weights, which must grow with the step as it does if the rate is scaled.
+        """
         groups = list(self.inner.param_groups)
         before: list[Group] = [{key: group[key] for key in _SETTINGS if key in group} for group in groups]
         decay = scaling.weight_decay * (1.0 if isinstance(scaling.gradient, tuple) else scaling.gradient)
@@ -204,7 +199,7 @@ class Applier:
 
     @contextmanager
     def _inside(self, factors: float | tuple[float, ...]) -> Iterator[None]:
-        """Multiply the gradient, and leave the mean gradient behind (to rounding) for whoever looks at it."""
+        """Multiply the gradients; afterwards `.grad` is the mean gradient again, up to rounding."""
         parameters = self.layers if isinstance(factors, tuple) else self.parameters
         scale_gradients(parameters, factors)
         try:
@@ -217,14 +212,14 @@ class Applier:
 
     @contextmanager
     def _memory(self, scaling: Scaling) -> Iterator[None]:
-        """Betas to the power k1 and k2, with the bias corrected by the product of the betas that were in force.
+        """Raise the betas to the powers k1 and k2, with the bias corrected by the product of all betas that were used.
 
-        With T = sum of the exponents up to this step, that product is beta^T. Torch corrects by 1 - beta'^s, where
-        beta' = beta^k and s is the step in the state: right for s = T/k. So the state holds T between steps (which is
-        the number of steps where nothing was scaled) and T/k during one. Both betas share s; where their sums differ,
-        s is made right for the second beta, and the rate makes up for the first, by (1 - beta1'^s)/(1 - beta1^T1).
-        That part takes all parameters to have had a gradient in the same steps; with one exponent for both betas
-        each parameter has its own count.
+        With T the sum of the exponents up to this step, that product is beta^T. Torch corrects by 1 - beta'^s, where
+        beta' = beta^k and s is the step count in the state, which is right for s = T/k. The state therefore holds T
+        between steps (which is the number of steps if nothing was scaled) and T/k during a step. Both betas share s; if
+        their sums differ, s is set for the second beta, and the rate compensates for the first, by
+        (1 - beta1'^s)/(1 - beta1^T1). This assumes that all parameters had a gradient in the same steps; with one
+        exponent for both betas each parameter has its own count.
         """
         first, second = scaling.betas if isinstance(scaling.betas, tuple) else (scaling.betas,) * 2
         t1, t2 = self.steps[0] + first, self.steps[1] + second
@@ -236,11 +231,11 @@ class Applier:
                 )
         if self._corrected and t1 * second != t2 * first:
             for group in self.inner.param_groups:
-                beta = group["betas"][0]  # already to the power `first`
+                beta = group["betas"][0]  # already raised to the power `first`
                 rate = (1 - beta ** (t2 / second)) / (1 - beta ** (t1 / first))
                 group["lr"] = group["lr"] * rate
                 if isinstance(self.inner, torch.optim.AdamW) or group.get("decoupled_weight_decay", False):
-                    group["weight_decay"] = group["weight_decay"] / rate  # decay is no average: nothing to correct
+                    group["weight_decay"] = group["weight_decay"] / rate  # decay is not an average: no correction
         moved = self._corrected and second != 1.0
         if moved:
             self._move_steps(1 / second)
@@ -258,7 +253,7 @@ class Applier:
 
     @contextmanager
     def _split(self, scaling: Scaling) -> Iterator[None]:
-        """Groups of equal multipliers for the step; what the step writes into a group is kept."""
+        """Split the groups by multiplier for the step; values that the step writes into a group are kept."""
         rates = scaling.lr if isinstance(scaling.lr, tuple) else (1.0,) * len(self.layers)
         decays = scaling.gradient if isinstance(scaling.gradient, tuple) else (1.0,) * len(self.layers)
         factors = {id(p): (m, d) for p, m, d in zip(self.layers, rates, decays, strict=True)}
@@ -279,14 +274,14 @@ class Applier:
             yield
         finally:
             self.inner.param_groups = whole
-            for group, part in parts:  # counters that an optimizer keeps in its groups; `_settings` restores the rest
+            for group, part in parts:  # counters that optimizers keep in groups; `_settings` restores the rest
                 group.update({k: v for k, v in part.items() if k not in ("params", "lr", "weight_decay")})
 
     @contextmanager
     def _blended(self, rates: tuple[float, ...]) -> Iterator[None]:
-        """One step at the largest rate, then each layer back to where its own rate would have taken it.
+        """Step at the largest rate, then move each layer back to where its own rate would have led.
 
-        Stepping at the largest rate keeps the correction a contraction: rounding is not amplified.
+        With the largest rate the correction makes steps shorter, so that rounding errors are not amplified.
         """
         most = max(rates)
         for group in self.inner.param_groups:
@@ -297,13 +292,13 @@ class Applier:
         if not slower:
             yield
             return
-        if not self._copies:  # kept from step to step: a clone of each tensor would cost more than the step
+        if not self._copies:  # kept for all steps: cloning the tensors would cost more than the step
             self._copies = {id(p): torch.empty_like(p) for p in self.layers}
         weights: list[torch.Tensor] = [p for p, _ in slower]
         old = [self._copies[id(p)] for p in weights]
         with torch.no_grad():
             torch._foreach_copy_(old, weights)
         yield
-        with torch.no_grad():  # from the old weights, not from the new: 1 - (1 - m/max) would have lost its digits
+        with torch.no_grad():  # from the old weights: from the new ones, 1 - (1 - m/max) would lose digits
             torch._foreach_lerp_(old, weights, [share for _, share in slower])
             torch._foreach_copy_(weights, old)

@@ -1,27 +1,23 @@
-"""The step: `ElasticOptimizer` decides when it is complete and asks the rule; `apply.py` carries out the answer."""
+"""`ElasticOptimizer`: any torch optimizer, with a learning rate that follows the batch. `apply.py` applies the
+scaling."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from ebbflow.core.spec import nearest
-from ebbflow.data.sampler import ElasticSampler, SamplerMicroBatch
+from ebbflow.data.sampler import ElasticSampler, MicroBatchInfo
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.moments.estimate import Averages, Measurement, Moments
-from ebbflow.moments.measure import Meter
-from ebbflow.optim.amp import CompleteStep
+from ebbflow.moments.meters import HookMeter
 from ebbflow.optim.apply import Applier, gradient_norm, scale_gradients
-from ebbflow.optim.pickling import reduced
-from ebbflow.optim.schedules import Progress, Schedule, make_schedule
-from ebbflow.optim.update import Update
-from ebbflow.rules.base import Rule, StepContext
-from ebbflow.rules.damping import scale_damped
-from ebbflow.rules.registry import make_rule
+from ebbflow.optim.schedules import Schedule, TrainingProgress, make_schedule
+from ebbflow.rules.rule import Rule, Scaling, StepContext, damp, make_rule
 
 __all__ = ["ElasticOptimizer", "OnNonfinite", "Update"]
 
@@ -30,33 +26,55 @@ STATE_VERSION = 3
 OnNonfinite = Literal["ignore", "skip", "stop"]
 
 
-class ElasticOptimizer(torch.optim.Optimizer):
-    """Any torch optimizer, with its rate following the batch by a rule.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """What one step of an `ElasticOptimizer` did."""
 
-    In a plain training loop, with a sampler that deals out the micro-batches of each step:
+    lr_base: float
+    """Base rate of the step, of the first parameter group."""
+    lr: float
+    """Rate that the step used; the mean over the layers if they differ; 0 if the step was skipped."""
+    multiplier: float
+    """Factor of the whole step relative to a step at the base rate, inside and outside the momentum together."""
+    applied: bool = True
+    """False if the gradient was not finite, so that nothing but the position has changed."""
+    stats: Mapping[str, float] = field(default_factory=dict)
+    """Values for the record."""
+    scaling: Scaling = Scaling()
+    """What the rule returned."""
+    moments: Moments | None = None
+    """The noise and signal that the rule was given."""
+
+
+class ElasticOptimizer(torch.optim.Optimizer):
+    """Any torch optimizer, with a learning rate that follows the batch by a rule.
+
+    In a plain training loop, with a sampler that provides the micro-batches of each step:
 
         sampler   = ElasticSampler(len(data), plan, local_batch=32)      # batch_sampler of the DataLoader
         optimizer = ElasticOptimizer(SGD(...), rule="adascale", base_batch=256, sampler=sampler)
         for x, y in loader:
             loss_fn(model(x), y).backward()      # the loss is the mean over the micro-batch
-            optimizer.step()                     # accumulates, or updates when the step's last micro-batch is in
+            optimizer.step()                     # accumulates; updates after the last micro-batch of a step
             optimizer.zero_grad()                # does nothing between the micro-batches of a step
 
-    The gradient of a step is the mean over its *samples*: micro-batches of different sizes get the weight they deserve.
-    Guarantees: the inner optimizer sees exactly one call a step; parameter groups hold the base rate before and after
-    every call; a step that fails or is skipped leaves no trace in the rule and in the averages of noise and signal;
-    `state_dict` restores the inner optimizer, the rule, the averages, the position and the sampler at the last complete
-    step. Limits: the loss must be a mean over the samples of the micro-batch; closures are not supported; gradients are
-    combined within one process only (a sampler for rank r of R is for loops that combine gradients themselves).
+    The gradient of a step is the mean over its *samples*, so that micro-batches are weighted by their sizes.
+    Guarantees: the inner optimizer is called exactly once per step; parameter groups hold the base rate before and
+    after every call; a step that fails or is skipped changes neither the state of the rule nor the averages of noise
+    and signal; `state_dict` restores the inner optimizer, the rule, the averages, the position and the sampler at the
+    last complete step. Limits: the loss must be a mean over the samples of the micro-batch; closures are not supported;
+    gradients are combined within one process only (a sampler for rank r of R is for loops that combine gradients
+    themselves).
 
-    *Mixed precision.* Give the GradScaler to the constructor and leave its `step` and `update` out of the loop, since
-    only a complete step may be unscaled:
+    *Mixed precision.* Give the GradScaler to the constructor and call neither its `step` nor its `update`, since only a
+    complete step may be unscaled:
 
         scaler.scale(loss_fn(model(x), y)).backward()
         optimizer.step()                         # unscales the complete step; skips it if a gradient is not finite
 
     The samples of a skipped step are consumed. *Clipping* between `backward` and `step` would clip micro-batches;
-    `clip` limits the norm of the step's mean gradient, after it was measured."""
+    `clip` limits the norm of the mean gradient of the step, after it was measured.
+    """
 
     def __init__(
         self,
@@ -77,18 +95,19 @@ class ElasticOptimizer(torch.optim.Optimizer):
         """Wrap an optimizer whose learning rates were tuned at `base_batch` samples.
 
         `schedule` sets the base rate as a function of progress; without one it is whatever the parameter groups hold,
-        so an LR scheduler of torch works too. `epochs` is the length of the run, needed by schedules that span it.
-        `memory_steps`: how many reference steps the averages of noise and signal remember. `measure_every`: once they
-        have seen that many, one step in at most so many is measured; 1 measures every step. `clip`: largest norm of a
-        step's mean gradient. `on_nonfinite`: what becomes of a step whose gradient is NaN or infinite: skipped,
-        stopped with `Diverged`, or not looked at, as in torch. With a scaler such steps are always skipped.
+        so that a torch LR scheduler works, too. `epochs` is the length of the run, for schedules that span it.
+        `memory_steps` is the number of reference steps that the averages of noise and signal remember. After that many,
+        at least one step in every `measure_every` is measured; with 1, every step is. `clip` is the largest norm of the
+        mean gradient of a step. `on_nonfinite` says what happens if a gradient is NaN or infinite: the step is skipped
+        ("skip"), `Diverged` is raised ("stop"), or nothing is checked, as in torch ("ignore"). With a scaler such steps
+        are always skipped.
         """
         if base_batch < 1:
             raise ConfigError(f"base_batch is {base_batch}; expected the batch size at which the rate was tuned")
         if sampler is not None and sampler.world_size > 1:
             raise ConfigError(
-                f"the sampler deals out the micro-batches of rank {sampler.rank} of {sampler.world_size}, but "
-                f"ElasticOptimizer combines the gradients of one process; use a sampler with world_size=1"
+                f"the sampler is for rank {sampler.rank} of {sampler.world_size}, but ElasticOptimizer combines the "
+                f"gradients of one process; use a sampler with world_size=1"
             )
         for name, value in (("memory_steps", memory_steps), ("measure_every", measure_every), ("clip", clip)):
             if value is not None and not value > 0:
@@ -115,23 +134,23 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._averages = Averages()
         self._steps = 0
         self._samples = 0
-        self._progress = 0.0  # reference steps that all steps were worth, where the rule counts gain
+        self._progress = 0.0  # reference steps that all steps together are worth, if the rule counts the gain
         self._accumulating = False
         self._scaler = scaler
-        self._scale = 1.0  # of the gradients of the step under way
+        self._scale = 1.0  # loss scale of the current step's gradients
         self._meter = self._make_meter()
         super().__init__(inner.param_groups, inner.defaults)
         self._share_with_inner()
 
     def _share_with_inner(self) -> None:
-        """One set of parameter groups and one state, held by both optimizers."""
+        """Let both optimizers hold the same parameter groups and the same state."""
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 
     def _check_rule(self) -> None:
-        """Refuse a rule that the optimizer cannot follow, and find out what the rule's progress is.
+        """Refuse a rule that the optimizer cannot follow, and find out whether the rule counts progress by gain.
 
-        A rule is a pure function: asking it about a step that never happens tells what it will ask for.
+        A rule is a pure function, so that it can be asked about a step that does not happen.
         """
         layers = len(self.layers) if "layers" in self.rule.needs else 0
         context = StepContext(
@@ -144,41 +163,41 @@ class ElasticOptimizer(torch.optim.Optimizer):
             moments=Moments(noise=1.0, signal=1.0, layer_noise=(1.0,) * layers, layer_signal=(1.0,) * layers),
         )
         scaling, _ = self.rule.scale(context, self.rule.init())
-        self._applier.check(scaling, str(self.rule))
+        self._applier.check(scaling, self.rule)
         if layers:
-            self._applier.check_layers(str(self.rule))
+            self._applier.check_layers(self.rule)
         self.by_gain = scaling.progress is not None
-        """Whether schedule and end of the run follow the sum of the gains instead of the samples."""
+        """Whether the schedule and the end of the run follow the sum of the gains instead of the samples."""
 
-    def _make_meter(self) -> Meter | None:
+    def _make_meter(self) -> HookMeter | None:
         if not self.rule.needs or self.sampler is None:
             return None
         layers = "layers" in self.rule.needs
-        return Meter(self.layers if layers else self._applier.measurable, layers=layers)
+        return HookMeter(self.layers if layers else self._applier.measurable, layers=layers)
 
     @property
     def layers(self) -> list[torch.nn.Parameter]:
-        """The layers of the rule's view: trainable tensors, in the order of the parameter groups."""
+        """The layers of layer-wise rules: the trainable tensors, in the order of the parameter groups."""
         return self._applier.layers
 
     @property
     def unfrozen(self) -> bool:
-        """Whether a tensor is trained that was frozen when the optimizer was made, and so is none of the layers."""
-        return self._applier.unfrozen
+        """Whether a tensor is trained that was frozen when the optimizer was made, and is not among the layers."""
+        return any(p.requires_grad for p in self._applier.frozen)
 
     @property
     def progress(self) -> float:
-        """How far training has come, in samples of the reference run: what the schedule follows."""
+        """Progress of training in samples of the reference run, which the schedule follows."""
         return self._progress * self.base_batch if self.by_gain else float(self._samples)
 
     def due(self, batch: int) -> bool:
-        """Whether a upcoming step of so many samples is to be measured; see `Averages.due`."""
+        """Whether an upcoming step of `batch` samples is to be measured; see `Averages.due`."""
         return bool(self.rule.needs) and self._averages.due(batch, memory=self.memory, every=self.measure_every)
 
     @property
     def finished(self) -> bool:
         """Whether progress has reached the length of the run; False for a run without an end."""
-        enough = self.total_samples * (1 - 1e-9) if self.by_gain else self.total_samples  # many gains add up roughly
+        enough = self.total_samples * (1 - 1e-9) if self.by_gain else self.total_samples  # sums of gains are rounded
         return 0 < enough <= self.progress
 
     # The step ---------------------------------------------------------------------------------------------------
@@ -186,25 +205,24 @@ class ElasticOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # a GradScaler then calls step() without unscaling, and step() can refuse it
 
     def step(self, closure: Callable[[], float] | None = None, *, samples: int | None = None) -> None:  # type: ignore[override]
-        """Take the gradient of one micro-batch; update when it was the last one of its step.
+        """Accumulate the gradient of one micro-batch, and update after the last one of a step.
 
-        Without a sampler every call is a whole step, of the given number of samples.
+        Without a sampler every call is a whole step of `samples` samples.
         """
         if closure is not None:
             raise ConfigError("ElasticOptimizer.step takes no closure: call backward() before step()")
         if hasattr(self, "grad_scale"):
             raise ConfigError(
                 "scaler.step(optimizer) would unscale every micro-batch of a step; pass scaler= to ElasticOptimizer, "
-                "call "
-                "optimizer.step(), and leave scaler.step and scaler.update out of the loop"
+                "call optimizer.step(), and leave scaler.step and scaler.update out of the loop"
             )
         if self.sampler is None:
             if samples is None or samples < 1:
                 raise ConfigError(f"step(samples={samples}): pass the step's samples, or sampler= to ElasticOptimizer")
             if self.rule.needs:
                 raise ConfigError(
-                    f"the rule {self.rule} measures the micro-batches that a step is made of; pass sampler= to "
-                    f"ElasticOptimizer, which deals them out"
+                    f"the rule {self.rule} measures the micro-batches of a step; pass the sampler that provides them "
+                    f"to ElasticOptimizer (sampler=)"
                 )
             self._complete(batch=samples, workers=1)
             return
@@ -219,24 +237,20 @@ class ElasticOptimizer(torch.optim.Optimizer):
             self._complete(batch=micro_batch.batch, workers=micro_batch.workers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, unless a step is still collecting its micro-batches."""
+        """Clear the gradients, unless a step is still accumulating its micro-batches."""
         if not self._accumulating:
             self.inner.zero_grad(set_to_none=set_to_none)
 
-    def _weigh(self, micro_batch: SamplerMicroBatch) -> None:
-        """Keep sum(n_j g_j)/n_next in .grad, where n_next is the size of the micro-batch to come, and the mean at the
-        end.
+    def _weigh(self, micro_batch: MicroBatchInfo) -> None:
+        """Scale `.grad` to sum(n_j g_j)/n_next, with n_next the size of the next micro-batch, and finally to the mean.
 
         Micro-batches of equal size need no work until the last one.
         """
-        parameters = self._applier.parameters
-        scale_gradients(
-            parameters,
-            micro_batch.size / (micro_batch.batch if micro_batch.next_size is None else micro_batch.next_size),
-        )
+        following = micro_batch.batch if micro_batch.next_size is None else micro_batch.next_size
+        scale_gradients(self._applier.parameters, micro_batch.size / following)
 
     def _complete(self, *, batch: int, workers: int) -> None:
-        """Update with the position that this optimizer keeps itself."""
+        """Update at the position that this optimizer has counted itself."""
         context = StepContext(
             step=self._steps,
             batch=batch,
@@ -252,23 +266,25 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 self.update(context)
                 return
             self.update(context, self._meter.finish(batch) if self._meter.on else None)
-            self._meter.on = self.due(batch)  # taking the next step to be like this one
+            self._meter.on = self.due(batch)  # assumes that the next step has the same size
 
         if self._scaler is None:
             update()
-        elif not CompleteStep(self.param_groups, update).run(self._scaler):
+        elif not _UnscaledStep(self.param_groups, update).run(self._scaler):
             if self._meter is not None:
                 self._meter.discard()
             self._skip(context)
 
     def update(self, context: StepContext, measurement: Measurement | None = None, norm: float | None = None) -> Update:
-        """One optimizer step with the mean gradient in `.grad`: the rule, the rates, the inner step, all put back.
+        """Take one step with the mean gradient in `.grad`: ask the rule, scale the rates, step, restore the rates.
 
-        Engines call this directly, with the ledger's position in the context, and the `norm` of a gradient elsewhere.
+        Engines call this directly, with the position of the ledger in the context. `norm` is the norm of the mean
+        gradient, if the gradient itself is elsewhere.
         """
         stats: dict[str, float] = {}
         if self.clip is not None or self.on_nonfinite != "ignore":
-            norm = gradient_norm(self._applier.parameters, measurement) if norm is None else norm
+            if norm is None:
+                norm = gradient_norm(self._applier.parameters) if measurement is None else measurement.norm
             if not math.isfinite(norm) and self.on_nonfinite != "ignore":
                 if self.on_nonfinite == "stop":
                     raise Diverged(f"the norm of the gradient is {norm} at step {context.step}")
@@ -284,9 +300,12 @@ class ElasticOptimizer(torch.optim.Optimizer):
             else:
                 averages = averages.updated(measurement, memory=self.memory)
             moments = averages.moments()
-        asked, exponent = replace(context, moments=moments), self._applier.noise_exponent
-        scaling, rule_state = scale_damped(self.rule, asked, self._rule_state, exponent=exponent)
-        self._applier.check(scaling, str(self.rule))
+            context = replace(context, moments=moments)
+        scaling, rule_state = self.rule.scale(context, self._rule_state)
+        if context.shortfall < 1:
+            exponent = self._applier.noise_exponent
+            scaling = damp(scaling, self.rule, context, self._rule_state, exponent=exponent)
+        self._applier.check(scaling, self.rule)
         self._set_base_rates(context)
         with self._applier.scaled(scaling):
             self.inner.step()
@@ -303,15 +322,15 @@ class ElasticOptimizer(torch.optim.Optimizer):
             scaling=scaling,
             moments=moments,
         )
-        return self._move(context, update)
+        return self._advance(context, update)
 
     def _skip(self, context: StepContext) -> Update:
         self._set_base_rates(context)
         stats = {"skipped": 1.0} | ({"progress": self._progress} if self.by_gain else {})
         base = float(self.param_groups[0]["lr"])
-        return self._move(context, Update(lr_base=base, lr=0.0, multiplier=0.0, applied=False, stats=stats))
+        return self._advance(context, Update(lr_base=base, lr=0.0, multiplier=0.0, applied=False, stats=stats))
 
-    def _move(self, context: StepContext, update: Update) -> Update:
+    def _advance(self, context: StepContext, update: Update) -> Update:
         self._steps = context.step + 1
         self._samples = context.samples + context.batch
         self.last = update
@@ -321,7 +340,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if self.schedule is None:
             return
         factor = self.schedule.value(
-            Progress(
+            TrainingProgress(
                 samples=self._progress * context.ref_batch if self.by_gain else context.samples,
                 epoch_samples=context.epoch_samples,
                 total_samples=context.total_samples,
@@ -334,12 +353,12 @@ class ElasticOptimizer(torch.optim.Optimizer):
     # State ------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as with any torch optimizer; its rate counts as the base rate.
+        """Add a group of parameters, as to any torch optimizer; its rate is the base rate.
 
-        Refused where a layer-wise rule has begun, whose averages are of the layers before.
+        Refused after the first step of a layer-wise rule, whose averages belong to the layers that it had.
         """
         if "inner" not in self.__dict__ or getattr(self, "param_groups", None) is not self.inner.param_groups:
-            super().add_param_group(param_group)  # torch's own constructor: the groups that the inner optimizer has
+            super().add_param_group(param_group)  # torch's constructor passes the groups of the inner optimizer
             return
         if self._steps and "layers" in self.rule.needs:
             raise ConfigError(
@@ -353,7 +372,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             self._meter = self._make_meter()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything at the last complete step; plain containers, so `torch.load(weights_only=True)` reads it."""
+        """The state after the last complete step, in plain containers that `torch.load(weights_only=True)` reads."""
         return {
             "version": STATE_VERSION,
             "inner": self.inner.state_dict(),
@@ -371,7 +390,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` saved; a state of another version, rule or reference batch is refused."""
+        """Restore what `state_dict` returned; a state of another version, rule or reference batch is refused."""
         for key, own in (("version", STATE_VERSION), ("rule", str(self.rule)), ("base_batch", self.base_batch)):
             if state_dict.get(key) != own:
                 raise CheckpointError(
@@ -390,7 +409,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._samples = state_dict["samples"]
         self._progress = state_dict["progress"]
         self._accumulating = False
-        self.inner.zero_grad()  # micro-batches of a step that was under way belong to another position
+        self.inner.zero_grad()  # gradients of an incomplete step belong to another position
         if self._meter is not None:
             self._meter.discard()
             self._meter.on = state_dict["measuring"]
@@ -398,7 +417,58 @@ class ElasticOptimizer(torch.optim.Optimizer):
             self.sampler.load_state_dict(state_dict["sampler"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return reduced(self)
+        """Pickle everything but the sampler and the scaler, which belong to a process.
+
+        Torch's optimizers pickle their groups and states, which would lose the rule, the averages and the position.
+        """
+        settings = {
+            "base_batch": self.base_batch,
+            "schedule": self.schedule,
+            "epochs": self.total_samples // self.epoch_samples if self.epoch_samples else None,
+            "epoch_samples": self.epoch_samples,
+            "memory_steps": self.memory / self.base_batch,
+            "measure_every": self.measure_every,
+            "clip": self.clip,
+            "on_nonfinite": self.on_nonfinite,
+        }
+        state = {key: value for key, value in self.state_dict().items() if key not in ("inner", "sampler")}
+        return _unpickled, (type(self), self.inner, self.rule, settings, state)
 
     def __repr__(self) -> str:
         return f"ElasticOptimizer({type(self.inner).__name__}, rule={str(self.rule)!r}, base_batch={self.base_batch})"
+
+
+def _unpickled(
+    kind: type[ElasticOptimizer],
+    inner: torch.optim.Optimizer,
+    rule: Rule,
+    settings: dict[str, Any],
+    state: dict[str, Any],
+) -> ElasticOptimizer:
+    optimizer = kind(inner, rule, **settings)
+    optimizer.load_state_dict({**state, "inner": inner.state_dict(), "sampler": None})
+    return optimizer
+
+
+class _UnscaledStep:
+    """Stands in for an optimizer: a GradScaler unscales the gradients of its groups and calls `step` if all are finite.
+
+    This relies on nothing but the public behaviour of a scaler: the scale grows after steps and not after
+    micro-batches, and a gradient that is not finite lowers it once.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], update: Callable[[], None]) -> None:
+        self.param_groups = groups
+        self._update = update
+        self._called = False
+
+    def step(self) -> None:
+        """Called by the scaler after it has unscaled the gradients."""
+        self._called = True
+        self._update()
+
+    def run(self, scaler: torch.amp.GradScaler) -> bool:
+        """Step and adjust the scale; False if the step was skipped."""
+        scaler.step(self)  # type: ignore[arg-type]
+        scaler.update()
+        return self._called

@@ -1,7 +1,7 @@
-"""Averages beside the optimizer whose memory is counted in samples: model weights, batch-norm statistics.
+"""Moving averages of weights and of batch-norm statistics, with a memory that is counted in samples.
 
-An average with weight rho per reference step keeps rho^S in a step of S = B/B0 reference batches (Busbridge et al.
-2023, arXiv 2307.13813), so that it means the same for every history of workers.
+An average that is multiplied by rho per reference step is multiplied by rho^S in a step of S = B/B0 reference batches
+(Busbridge et al. 2023, arXiv 2307.13813), so that it does not depend on the history of workers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ebbflow.errors import ConfigError
 __all__ = ["RunningStatistics", "WeightAverage"]
 
 WINDOW = 1000
-"""Samples that batch-norm statistics should average at least."""
+"""Smallest number of samples over which batch-norm statistics should be averaged."""
 
 
 class WeightAverage:
     """The moving average of a model's weights: a <- rho^S a + (1 - rho^S) w after each step.
 
-    Begins at the initial weights, as in the paper. Buffers are not averaged: batch-norm statistics are averages
-    already.
+    It begins with the initial weights, as in the paper. Buffers are not averaged, since batch-norm statistics are
+    averages already.
     """
 
     def __init__(self, model: torch.nn.Module, rho: float) -> None:
@@ -36,12 +36,12 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, ratio: float) -> None:
-        """Take in the weights after a step of `ratio` reference batches."""
+        """Add the weights after a step of `ratio` reference batches."""
         torch._foreach_lerp_(list(self._average.values()), list(self._weights.values()), 1 - self.rho**ratio)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model has the averaged weights inside."""
+        """A context in which the model has the averaged weights."""
         own = {name: weight.detach().clone() for name, weight in self._weights.items()}
         self._write(self._average)
         try:
@@ -55,22 +55,22 @@ class WeightAverage:
             weight.copy_(values[name])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The averaged weights by name."""
+        """The averaged weights, by name."""
         return dict(self._average)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         for name, average in self._average.items():
             average.copy_(state[name])
 
 
 class RunningStatistics:
-    """Batch-norm statistics of a model over steps of any size, some of which do not count.
+    """The batch-norm statistics of a model, over steps of any size, some of which may be skipped.
 
     With `follow`, torch's momentum p (the weight of the new value) becomes 1 - (1 - p)^S for a step of S reference
-    batches; where that would average fewer than about 1000 samples, it is at most B/1000, but never below p on that
-    account. Layers that average all steps alike (momentum None) stay as they are. The momentum is put back after each
-    step.
+    batches. If that would average over fewer than about 1000 samples, it is limited to B/1000, or to p if that is
+    larger. Layers with a momentum of None, which weigh all steps equally, are not changed. The momentum is restored
+    after each step. With `undoable`, the statistics before a step are kept, so that `undo` can restore them.
     """
 
     def __init__(self, model: torch.nn.Module, *, follow: bool, undoable: bool) -> None:
@@ -81,7 +81,7 @@ class RunningStatistics:
 
     @contextmanager
     def step(self, batch: int, ref_batch: int) -> Iterator[None]:
-        """Compute and commit a step inside; `undo` is possible until the next one."""
+        """A context in which a step is computed and committed; `undo` is possible until the next step."""
         self._before = [buffer.clone() for buffer in self._buffers]
         for layer, momentum in self._followed:
             layer.momentum = _momentum(momentum, batch, ref_batch)
@@ -93,7 +93,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Put back what was before the latest step, which was skipped: its activations may not be finite."""
+        """Restore the statistics before the latest step, which was skipped; its activations may not be finite."""
         for buffer, before in zip(self._buffers, self._before, strict=True):
             buffer.copy_(before)
 

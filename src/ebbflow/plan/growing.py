@@ -1,155 +1,52 @@
-"""Policies that grow the batch while training: what a step wants, by its position or by what was measured.
+"""Growing policies, and the state of one in a run.
 
-A growing policy is a pure value, like a rule: `requested(seen, state) -> (batch, state)`, asked once before each step,
-with what the step before showed; its state is JSON. What it wants knows no limits. Whoever asks takes the smallest of
-that, of `max_batch` and of what the workers can do, and the learning rate pays for the difference (`growth.py`).
+*Passive* policies (`geo`, `pada`) look at the position of training alone, so that their steps can be counted before
+training. *Adaptive* policies (`ada`, `ada-norm`, `rada`, `noise`) look at losses and gradients of the run. All of them
+follow Holt and Sievert (2021), except `noise`. `Growth` calls a policy once per committed step:
 
-*Passive* policies look at the position alone, so that their steps can be counted beforehand; *adaptive* ones look at
-losses and gradients of the run. All of them follow Holt and Sievert (2021), except `noise`.
+    growth = Growth(policy, ref_batch=128, epoch_samples=50_000)
+    size = growth.allow(size)         # what the workers can do -> what the step takes
+    ...
+    growth.observe(batch=size.samples, loss=..., norm_sq=...)     # the step was committed; what the next one requests
 """
 
 from __future__ import annotations
 
+import json
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
-from ebbflow.core.spec import param, render
+from ebbflow.core.spec import param
 from ebbflow.core.units import Span
-from ebbflow.errors import PlanError
-from ebbflow.plan.policies import POLICIES
+from ebbflow.errors import CheckpointError, PlanError
+from ebbflow.plan.batch_plan import StepSize
+from ebbflow.plan.policies import GrowingPolicy, Observation, PolicyState, register_policy
 
-__all__ = ["Ada", "AdaNorm", "Geo", "Growing", "NoiseScale", "Observation", "Pada", "PolicyState", "Rada"]
-
-Ints = npt.NDArray[np.int64]
-PolicyState = Any
-"""What a policy remembers: None, or a value that survives JSON."""
+__all__ = ["Ada", "AdaNorm", "Geo", "Growth", "NoiseScale", "Pada", "Rada", "allow", "workers_for"]
 
 _PAPER = "Holt and Sievert 2021"
 _MAX_REQUEST = 2**53
-"""No policy wants more: beyond it a float no longer counts samples one by one."""
-_FOR_EVER = 2**53
-"""Steps that no run has."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Observation:
-    """What a policy may know when it is asked about a step: where training is, and what the step before showed."""
-
-    step: int
-    """Steps committed so far: the number of the step that is asked about."""
-    samples: int
-    """Samples committed so far."""
-    epoch_samples: int
-    ref_batch: int
-    """The batch at which the base learning rate was tuned; policies begin with it."""
-    batch: int = 0
-    """Samples of the step before; 0 before the first step."""
-    loss: float | None = None
-    """Mean over the step before; None if there was none or it was not finite. So are the next three."""
-    norm_sq: float | None = None
-    """Squared norm of its mean gradient."""
-    noise: float | None = None
-    """Trace of the covariance of one sample's gradient, as the step's micro-batches show it; takes two
-    micro-batches."""
-    signal: float | None = None
-    """Squared norm of the true gradient, without bias, so it may be below zero; takes two micro-batches."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Growing(ABC):
-    """What all growing policies share: the batch they begin with, and its limits."""
-
-    initial: int | None = param(None, doc="the batch to begin with; default: the reference batch")
-    max_batch: int | None = param(None, doc="samples a step never exceeds; beyond it the learning rate falls instead")
-    local_batch: int | None = param(None, doc="samples a worker takes in a step at most; default: the run's")
-
-    needs: ClassVar[frozenset[str]] = frozenset()
-    """What an engine must measure for the policy: "moments", or nothing."""
-    needs_two_micro_batches: ClassVar[bool] = False
-    """Whether steps of one micro-batch tell it nothing: among them alone it never grows."""
-    passive: ClassVar[bool] = False
-    """Whether the position decides alone."""
-
-    def __post_init__(self) -> None:
-        for name in ("initial", "max_batch", "local_batch"):
-            self._check(name, at_least=1)
-        if self.initial and self.max_batch and self.max_batch < self.initial:
-            raise PlanError(f"{self}: max_batch={self.max_batch} is less than the initial batch of {self.initial}")
-
-    def _check(self, name: str, *, at_least: float = 0.0, above: float | None = None) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        if value < at_least or (above is not None and not value > above):
-            limit = f"at least {at_least:g}" if above is None else f"a number above {above:g}"
-            raise PlanError(f"{self}: {name} is {value:g}; expected {limit}")
-
-    def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
-        """What the workers could do: all of them, local_batch samples each. A step takes less where less is
-        requested."""
-        if self.local_batch is None:
-            raise PlanError(
-                f"{self} does not say how many samples a worker takes at most; write local_batch=32, for example"
-            )
-        return workers, workers * self.local_batch
-
-    def init(self) -> PolicyState:
-        """The state before the first step."""
-        return None
-
-    @abstractmethod
-    def requested(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
-        """The batch that the next step wants, and the state for the question after it; called once a step."""
-
-    def steady(self, seen: Observation, batch: int) -> int:
-        """So many steps of `batch` samples from this one on surely want the same, if the position decides; 1 is safe.
-
-        Counting the steps of a long run asks for it, in order not to ask for each of them.
-        """
-        return 1
-
-    def first(self, seen: Observation) -> int:
-        """b0: the batch of the first step."""
-        return self.initial if self.initial is not None else seen.ref_batch
-
-    def __str__(self) -> str:
-        return render(_NAMES[type(self)], self)
-
-
-_NAMES: dict[type[Growing], str] = {}
-
-
-def _register(name: str, *, cite: str = _PAPER, needs: frozenset[str] = frozenset()) -> Any:
-    """Register a policy under its name, which its text form shows."""
-
-    def add(make: type[Growing]) -> type[Growing]:
-        _NAMES[make] = name
-        make.needs = needs
-        POLICIES.register(name, kind="passive" if make.passive else "adaptive", cite=cite, needs=needs)(make)
-        return make
-
-    return add
+"""No policy requests more: beyond it a float no longer counts single samples."""
+_ALL_STEPS = 2**53
+"""More steps than any run has."""
 
 
 def _whole(batch: float, least: int) -> int:
-    """A batch from a formula's number: rounded up, not below `least`; 5.000000000001 is 5."""
+    """A batch from the value of a formula: rounded up (but 5.000000000001 is 5), and at least `least`."""
     if not batch < _MAX_REQUEST:
         return _MAX_REQUEST
     return max(least, math.ceil(batch - 1e-9 * abs(batch)))
 
 
-# -- by the position alone -----------------------------------------------------------------------------------------
+# -- passive policies --------------------------------------------------------------------------------------------------
 
 
-@_register("geo", cite="Holt and Sievert 2021; Smith et al. 2018, arXiv 1711.00489")
+@register_policy("geo", cite="Holt and Sievert 2021; Smith et al. 2018, arXiv 1711.00489")
 @dataclass(frozen=True)
-class Geo(Growing):
+class Geo(GrowingPolicy):
     """b0 factor^floor(t/delay): the batch grows where a step schedule would cut the learning rate.
 
     >>> seen = Observation(step=28_200, samples=6_000_000, epoch_samples=50_000, ref_batch=128)
@@ -157,7 +54,7 @@ class Geo(Growing):
     (3200, None)
     """
 
-    delay: Span = param(Span(5, "ep"), doc="between two growths: 60ep, 1000steps, 64000samples")
+    delay: Span = param(Span(5, "ep"), doc="amount of training between two growths: 60ep, 1000steps, 64000samples")
     factor: float = param(2.0, doc="what the batch is multiplied by, at least 1")
 
     passive: ClassVar[bool] = True
@@ -169,31 +66,31 @@ class Geo(Growing):
             raise PlanError(f"{self}: delay is {self.delay}; expected an amount of training above 0, such as 5ep")
 
     def requested(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
-        """By the samples committed so far."""
+        """The batch after the growths that the committed samples amount to."""
         growths, _ = self._growths(seen)
-        first = self.first(seen)
-        if growths * math.log(self.factor) > math.log(_MAX_REQUEST):  # no overflow, however late it is
+        first = self.first_batch(seen)
+        if growths * math.log(self.factor) > math.log(_MAX_REQUEST):  # the power would overflow
             return _MAX_REQUEST, state
         return _whole(first * self.factor**growths, first), state
 
-    def steady(self, seen: Observation, batch: int) -> int:
-        """Up to the next growth."""
+    def unchanged_steps(self, seen: Observation, batch: int) -> int:
+        """Steps before the next growth."""
         growths, delay = self._growths(seen)
-        room = (growths + 1) * delay * (1 - 1e-9) - seen.samples  # well before it, where rounding decides nothing
-        return _FOR_EVER if self.factor == 1 else 1 + max(0, math.floor(room / batch))
+        samples = (growths + 1) * delay * (1 - 1e-9) - seen.samples  # a little less, so that rounding decides nothing
+        return _ALL_STEPS if self.factor == 1 else 1 + max(0, math.floor(samples / batch))
 
     def _growths(self, seen: Observation) -> tuple[int, float]:
-        """(growths before a position, samples between two of them)."""
+        """(growths up to this position, samples between two growths)."""
         delay = self.delay.samples(epoch_samples=seen.epoch_samples, ref_batch=seen.ref_batch)
         return math.floor(seen.samples / delay * (1 + 1e-12)), delay
 
 
-@_register("pada")
+@register_policy("pada", cite=_PAPER)
 @dataclass(frozen=True)
-class Pada(Growing):
-    """b0 + rate k: the batch grows by so many samples a step."""
+class Pada(GrowingPolicy):
+    """b0 + rate k in step k: the batch grows by `rate` samples per step."""
 
-    rate: float = param(1e-3, doc="samples that a step is larger than the one before")
+    rate: float = param(1e-3, doc="by how many samples a step is larger than the previous one")
 
     passive: ClassVar[bool] = True
 
@@ -202,26 +99,27 @@ class Pada(Growing):
         self._check("rate")
 
     def requested(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
-        """By the number of the step."""
-        first = self.first(seen)
+        """The formula, rounded up to whole samples."""
+        first = self.first_batch(seen)
         return _whole(first + self.rate * seen.step, first), state
 
-    def steady(self, seen: Observation, batch: int) -> int:
-        """Until the whole number changes."""
+    def unchanged_steps(self, seen: Observation, batch: int) -> int:
+        """Steps before the rounded batch changes."""
         if self.rate == 0:
-            return _FOR_EVER
-        last = (self.requested(seen, None)[0] - self.first(seen)) / self.rate * (1 - 1e-9)  # step with the same number
-        return 1 + max(0, math.floor(last) - seen.step)
+            return _ALL_STEPS
+        grown = self.requested(seen, None)[0] - self.first_batch(seen)
+        last = math.floor(grown / self.rate * (1 - 1e-9))  # number of the last step with this batch
+        return 1 + max(0, last - seen.step)
 
 
-# -- by what the run shows -----------------------------------------------------------------------------------------
+# -- adaptive policies -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Watching(Growing):
-    """Looks at every step, and changes its mind once in `dwell` steps, not before step `wait`."""
+class _AdaptivePolicy(GrowingPolicy):
+    """Collects values of every step; may change the batch every `dwell` steps, from step `wait` on."""
 
-    dwell: int = param(20, doc="steps between two looks at the batch")
+    dwell: int = param(20, doc="steps between two decisions about the batch")
     wait: int = param(100, doc="steps before the batch grows for the first time")
 
     def __post_init__(self) -> None:
@@ -230,27 +128,27 @@ class _Watching(Growing):
         self._check("wait")
 
     def requested(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
-        """What was requested at the last look, or a new number if it is time for one."""
-        memory: Mapping[str, Any] = self._watch(seen, state or {})
-        first = self.first(seen)
+        """The batch of the last decision, or of a new one every `dwell` steps."""
+        memory: Mapping[str, Any] = self._collect(seen, state or {})
+        first = self.first_batch(seen)
         batch = int(memory.get("batch", first))
         if seen.step and seen.step % self.dwell == 0:
-            growth, memory = self._look(seen, memory)
+            growth, memory = self._decide(seen, memory)
             if growth is not None and seen.step >= self.wait:
                 batch = _whole(first * growth, first)
         return batch, {**memory, "batch": batch}
 
     @abstractmethod
-    def _watch(self, seen: Observation, memory: Mapping[str, Any]) -> dict[str, Any]:
-        """The memory with one more step in it; `seen` may have nothing to say."""
+    def _collect(self, seen: Observation, memory: Mapping[str, Any]) -> dict[str, Any]:
+        """The memory after one more step, whose values may be missing."""
 
     @abstractmethod
-    def _look(self, seen: Observation, memory: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
-        """(D/b0, or None where nothing can be told; the memory with which the next window begins)."""
+    def _decide(self, seen: Observation, memory: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
+        """(requested batch over b0, or None if unknown; the memory at the start of the next `dwell` steps)."""
 
 
 def _add(memory: Mapping[str, Any], name: str, value: float | None) -> dict[str, Any]:
-    """One more value in the window that `name` is collected in."""
+    """Add a value to the sum and count under `name`; a value that is missing or not finite is left out."""
     if value is None or not math.isfinite(value):
         return dict(memory)
     total, count = memory.get(name, (0.0, 0))
@@ -263,47 +161,47 @@ def _mean(memory: Mapping[str, Any], name: str) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AgainstTheStart(_Watching):
-    """D = b0 x_0/x: how far a number, averaged over the steps since the last look, has fallen since the first look.
+class _RelativeToStart(_AdaptivePolicy):
+    """b0 x_0/x: how far a value has fallen since the first decision.
 
-    The paper takes it over the whole training set or a tenth of it. The mean over the steps costs nothing; it lags by
-    half a window.
+    x is the mean over the steps since the last decision. The paper evaluates it over the whole training set or a tenth
+    of it; the mean over the steps costs nothing and lags by half of `dwell` steps.
     """
 
     @abstractmethod
     def _value(self, seen: Observation) -> float | None:
-        """The number, as the step before shows it."""
+        """x of the previous step."""
 
-    def _watch(self, seen: Observation, memory: Mapping[str, Any]) -> dict[str, Any]:
+    def _collect(self, seen: Observation, memory: Mapping[str, Any]) -> dict[str, Any]:
         return _add(memory, "window", self._value(seen))
 
-    def _look(self, seen: Observation, memory: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
+    def _decide(self, seen: Observation, memory: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
         value = _mean(memory, "window")
         rest = {key: kept for key, kept in memory.items() if key != "window"}
-        if value is None or value <= 0:  # nothing was seen, or less than noise lets tell
+        if value is None or value <= 0:  # nothing was measured, or the estimate is lost in noise
             return None, rest
         start = rest.setdefault("start", value)
         return start / value, rest
 
 
-@_register("ada")
+@register_policy("ada", cite=_PAPER)
 @dataclass(frozen=True)
-class Ada(_AgainstTheStart):
-    """b0 (F0 - F*)/(F - F*): the batch grows as the training loss falls."""
+class Ada(_RelativeToStart):
+    """b0 (F0 - F*)/(F - F*): the batch grows as the training loss F falls."""
 
-    best: float = param(0.0, doc="F*, the least loss that can be reached")
+    best: float = param(0.0, doc="F*, the lowest loss that can be reached")
 
     def _value(self, seen: Observation) -> float | None:
         return None if seen.loss is None else seen.loss - self.best
 
 
-@_register("ada-norm", needs=frozenset({"moments"}))
+@register_policy("ada-norm", cite=_PAPER, needs={"moments"})
 @dataclass(frozen=True)
-class AdaNorm(_AgainstTheStart):
+class AdaNorm(_RelativeToStart):
     """b0 |grad F0|^2/|grad F|^2: the batch grows as the gradient shrinks.
 
-    The squared norm is the signal: that of a mini-batch gradient would hold the noise too, which a larger batch makes
-    smaller, so that growth would feed itself. Steps take two micro-batches at least.
+    The squared norm is the measured signal. The squared norm of a mini-batch gradient contains noise, which a larger
+    batch reduces, so that growth would cause more growth. Steps need at least two micro-batches.
     """
 
     needs_two_micro_batches: ClassVar[bool] = True
@@ -312,12 +210,12 @@ class AdaNorm(_AgainstTheStart):
         return seen.signal
 
 
-@_register("rada", needs=frozenset({"moments"}))
+@register_policy("rada", cite=_PAPER, needs={"moments"})
 @dataclass(frozen=True)
-class Rada(_Watching):
-    """b0/mean(F/F0, |g|^2/|g0|^2): loss and gradient norm together, the least of each window, smoothed."""
+class Rada(_AdaptivePolicy):
+    """b0/mean(F/F0, |g|^2/|g0|^2): loss and gradient norm, the lowest of each `dwell` steps, smoothed."""
 
-    rho: float = param(0.2, doc="weight of a new window in the moving averages, above 0 and at most 1")
+    rho: float = param(0.2, doc="weight of the newest values in the moving averages, above 0 and at most 1")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -325,13 +223,13 @@ class Rada(_Watching):
         if self.rho > 1:
             raise PlanError(f"{self}: rho is {self.rho:g}; expected a weight above 0 and at most 1")
 
-    def _watch(self, seen: Observation, memory: Mapping[str, Any]) -> dict[str, Any]:
+    def _collect(self, seen: Observation, memory: Mapping[str, Any]) -> dict[str, Any]:
         if seen.loss is None or seen.norm_sq is None or not math.isfinite(seen.loss + seen.norm_sq):
             return dict(memory)
         loss, norm = memory.get("window", (math.inf, math.inf))
         return {**memory, "window": [min(loss, seen.loss), min(norm, seen.norm_sq)]}
 
-    def _look(self, seen: Observation, memory: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
+    def _decide(self, seen: Observation, memory: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
         rest = {key: kept for key, kept in memory.items() if key != "window"}
         if "window" not in memory:
             return None, rest
@@ -346,17 +244,18 @@ class Rada(_Watching):
         return (1 / part if part > 0 else None), rest
 
 
-@_register("noise", cite="McCandlish et al. 2018, arXiv 1812.06162", needs=frozenset({"moments"}))
+@register_policy("noise", cite="McCandlish et al. 2018, arXiv 1812.06162", needs={"moments"})
 @dataclass(frozen=True)
-class NoiseScale(_Watching):
+class NoiseScale(_AdaptivePolicy):
     """part V/S: the batch follows the measured noise scale, up and down, but not below b0.
 
-    At the noise scale noise and signal of a step's gradient are equal; a larger batch saves few steps, a smaller one
-    few samples. Both are averaged over about `memory` before the ratio is taken. Steps take two micro-batches at least.
+    At a batch of the noise scale, noise and signal of the mean gradient are equal; a larger batch saves few steps, a
+    smaller one few samples. V and S are averaged over about `memory` before the ratio is taken. Steps need at least two
+    micro-batches.
     """
 
-    part: float = param(1.0, doc="of the noise scale that the batch should be")
-    memory: Span = param(Span(200, "steps"), doc="what the averages of noise and signal remember")
+    part: float = param(1.0, doc="the batch as a multiple of the noise scale")
+    memory: Span = param(Span(200, "steps"), doc="length of the moving averages of noise and signal")
 
     needs_two_micro_batches: ClassVar[bool] = True
 
@@ -366,17 +265,110 @@ class NoiseScale(_Watching):
         if not self.memory.value > 0:
             raise PlanError(f"{self}: memory is {self.memory}; expected an amount of training above 0")
 
-    def _watch(self, seen: Observation, memory: Mapping[str, Any]) -> dict[str, Any]:
+    def _collect(self, seen: Observation, memory: Mapping[str, Any]) -> dict[str, Any]:
         if seen.noise is None or seen.signal is None or not math.isfinite(seen.noise + seen.signal):
             return dict(memory)
         length = self.memory.samples(epoch_samples=seen.epoch_samples, ref_batch=seen.ref_batch)
-        keep = math.exp(-seen.batch / length)  # what starts at zero is too small in both alike: the ratio is right
+        keep = math.exp(-seen.batch / length)  # both averages start at zero; their ratio has no bias
         noise, signal = memory.get("average", (0.0, 0.0))
         new = [keep * noise + (1 - keep) * seen.noise, keep * signal + (1 - keep) * seen.signal]
         return {**memory, "average": new}
 
-    def _look(self, seen: Observation, memory: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
+    def _decide(self, seen: Observation, memory: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
         noise, signal = memory.get("average", (0.0, 0.0))
-        if not (noise > 0 and signal > 0):  # nothing was measured, or no signal stands out of the noise
+        if not (noise > 0 and signal > 0):  # nothing was measured, or the signal is lost in the noise
             return None, dict(memory)
-        return self.part * noise / signal / self.first(seen), dict(memory)
+        return self.part * noise / signal / self.first_batch(seen), dict(memory)
+
+
+# -- a policy in a run -------------------------------------------------------------------------------------------------
+
+
+def workers_for(batch: int, local_batch: int) -> int:
+    """How many workers it takes to compute a batch with at most `local_batch` samples each.
+
+    >>> workers_for(128, 32), workers_for(129, 32)
+    (4, 5)
+    """
+    return -(-batch // local_batch)
+
+
+def allow(size: StepSize, requested: int, max_batch: int | None = None) -> StepSize:
+    """The step that is taken: the smallest of the requested batch, `max_batch` and what the workers can do (`size`).
+
+    Workers that the step does not need are idle. Where the step is smaller than requested, the result says so.
+
+    >>> four = StepSize(workers=4, samples=128, time_s=0.0, duration_s=1.0)
+    >>> small, large = allow(four, 40), allow(four, 512)
+    >>> (small.workers, small.samples, small.shortfall), (large.workers, large.samples, large.shortfall)
+    ((2, 40, 1.0), (4, 128, 0.25))
+    """
+    batch = min(requested, size.samples, max_batch if max_batch is not None else requested)
+    workers = min(size.workers, max(1, batch // 2), workers_for(batch * size.workers, size.samples))
+    return replace(size, workers=workers, samples=batch, requested=requested if requested > batch else None)
+
+
+class Growth:
+    """A growing policy and its state in one run; `requested` is the batch that the next step requests.
+
+    The policy is called once per committed step. A step that was lost and is repeated therefore requests the same batch
+    again, and a run that continues from `state_dict` requests what an uninterrupted one does.
+    """
+
+    def __init__(self, policy: GrowingPolicy, *, ref_batch: int, epoch_samples: int) -> None:
+        self.policy = policy
+        self._start = Observation(step=0, samples=0, ref_batch=ref_batch, epoch_samples=epoch_samples)
+        self._seen = self._start
+        self._state: PolicyState = policy.init()
+        self.requested, self._state = policy.requested(self._seen, self._state)
+
+    @property
+    def useful(self) -> int:
+        """Samples that the next step would take if there were enough workers."""
+        return min(self.requested, self.policy.max_batch or self.requested)
+
+    def allow(self, size: StepSize) -> StepSize:
+        """What the next step takes if the workers can do `size`."""
+        return allow(size, self.requested, self.policy.max_batch)
+
+    def observe(
+        self,
+        *,
+        batch: int,
+        loss: float | None = None,
+        norm_sq: float | None = None,
+        noise: float | None = None,
+        signal: float | None = None,
+    ) -> None:
+        """Note a committed step of `batch` samples and what was measured in it; compute the next request."""
+        self._seen = replace(
+            self._start,
+            step=self._seen.step + 1,
+            samples=self._seen.samples + batch,
+            batch=batch,
+            loss=loss,
+            norm_sq=norm_sq,
+            noise=noise,
+            signal=signal,
+        )
+        self.requested, self._state = self.policy.requested(self._seen, self._state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The requested batch, the policy's state and the position, as JSON values."""
+        return {
+            "policy": str(self.policy),
+            "requested": self.requested,
+            "state": json.dumps(self._state),
+            "step": self._seen.step,
+            "samples": self._seen.samples,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; the state of another policy is refused."""
+        if state.get("policy") != str(self.policy):
+            raise CheckpointError(f"the saved batch policy is {state.get('policy')!r}, this run's is {self.policy}")
+        try:
+            self.requested, self._state = int(state["requested"]), json.loads(state["state"])
+            self._seen = replace(self._start, step=int(state["step"]), samples=int(state["samples"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the saved state of the batch policy {self.policy} is damaged: {error!r}") from None

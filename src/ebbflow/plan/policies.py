@@ -1,117 +1,76 @@
-"""How many of the available workers take part in a step, and with how many samples in all.
+"""Policies: how many of the available workers take part in a step, and how many samples the step has.
 
-A policy is a frozen dataclass in a registry. What it wants may be less than what the workers could do, never more. The
-policies here look at the workers alone; those of `growing.py`, in the same registry, look at the progress of training.
+Two kinds are in the registry. *Fleet* policies look at the available workers alone; `follow`, `fixed` and `capped` are
+below. *Growing* policies look at the progress of training; their base class is here, `growing.py` has the policies. A
+policy of your own is a frozen dataclass, registered by `register_policy`.
 """
 
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.core.spec import Call, Registry, bind, param, parse_call, render
+from ebbflow.core.spec import Call, Registry, bind, param, parse_call
 from ebbflow.errors import PlanError, SpecError
 
-__all__ = ["POLICIES", "Capped", "FixedTotal", "Follow", "Policy", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "Capped",
+    "FixedTotal",
+    "Follow",
+    "GrowingPolicy",
+    "Observation",
+    "Policy",
+    "PolicyState",
+    "make_policy",
+    "register_policy",
+]
 
 Ints = npt.NDArray[np.int64]
+PolicyState = Any
+"""What a growing policy remembers between steps: None, or a value that JSON can hold."""
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """From available workers to the step."""
+    """Decides from the available workers who takes part in a step, and how many samples the step has."""
 
     def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
         """(workers that take part, samples of the whole step) for each count; both are 0 where the count is 0."""
         ...
 
+    def __str__(self) -> str:
+        return POLICIES.text(self)
+
 
 POLICIES: Registry[Policy] = Registry("policy")
 
 
-def _at_least_one(policy: str, **values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < 1:
-            raise PlanError(f"{policy}: {name} is {value}; expected at least 1")
+def register_policy(name: str, *, cite: str = "", needs: Iterable[str] = ()) -> Callable[[Any], Any]:
+    """Return a decorator that adds a policy, a frozen dataclass, to those that can be chosen by name.
 
-
-@POLICIES.register("follow", kind="fleet", cite="Andre, Strati, Klimovic 2022")
-@dataclass(frozen=True)
-class Follow:
-    """The batch follows the workers: each always takes the same local batch."""
-
-    local_batch: int = param(doc="samples a worker takes in a step")
-
-    def __post_init__(self) -> None:
-        _at_least_one("follow", local_batch=self.local_batch)
-
-    def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
-        """All workers, local_batch samples each."""
-        return workers, workers * self.local_batch
-
-    def __str__(self) -> str:
-        return render("follow", self)
-
-
-@POLICIES.register("fixed", kind="fleet", cite="Lin et al. 2019")
-@dataclass(frozen=True)
-class FixedTotal:
-    """The batch stays the same and is shared, as evenly as whole samples allow, by the workers that are there.
-
-    A worker takes part only while at least two samples fall to it (a lone sample has no variance, which batch norm
-    needs); workers beyond that idle.
+    A subclass of `GrowingPolicy` is a growing policy; any other class with a method `sizes` is a fleet policy. `needs`
+    says what engines must measure for a growing policy: "moments" (noise and signal), or nothing.
     """
 
-    total: int = param(doc="samples of every step")
+    def add(make: Any) -> Any:
+        kind = "fleet"
+        if inspect.isclass(make) and issubclass(make, GrowingPolicy):
+            kind = "passive" if make.passive else "adaptive"
+            make.needs = frozenset(needs)
+        return POLICIES.register(name, kind=kind, cite=cite, needs=needs)(make)
 
-    def __post_init__(self) -> None:
-        _at_least_one("fixed", total=self.total)
-
-    def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
-        """At most total // 2 workers, total samples."""
-        return np.minimum(workers, max(1, self.total // 2)), np.where(workers > 0, self.total, 0)
-
-    def __str__(self) -> str:
-        return render("fixed", self)
-
-
-@POLICIES.register("capped", kind="fleet")
-@dataclass(frozen=True)
-class Capped:
-    """The batch follows the workers up to a limit; workers above it idle.
-
-    The limit is a number of workers, or a batch that is not to be exceeded: then as many whole local batches as fit.
-    """
-
-    local_batch: int = param(doc="samples a worker takes in a step")
-    max_batch: int | None = param(None, doc="samples that a step never exceeds")
-    max_workers: int | None = param(None, doc="workers that a step never exceeds")
-
-    def __post_init__(self) -> None:
-        _at_least_one("capped", local_batch=self.local_batch, max_batch=self.max_batch, max_workers=self.max_workers)
-        if self.max_batch is None and self.max_workers is None:
-            raise PlanError("capped has no limit; write capped(max_batch=4096) or capped(max_workers=32)")
-        if self.max_batch is not None and self.max_batch < self.local_batch:
-            raise PlanError(f"capped: max_batch={self.max_batch} is less than local_batch={self.local_batch}; "
-                            f"one worker alone would exceed it")  # fmt: skip
-
-    def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
-        """The workers up to the limit, local_batch samples each."""
-        limits = [] if self.max_workers is None else [self.max_workers]
-        limits += [] if self.max_batch is None else [self.max_batch // self.local_batch]
-        used = np.minimum(workers, min(limits))
-        return used, used * self.local_batch
-
-    def __str__(self) -> str:
-        return render("capped", self)
+    return add
 
 
 def make_policy(text: str | Call | Policy, local_batch: int | None = None) -> Policy:
-    """A policy from its text; where the text leaves the local batch out, the given one is used.
+    """A policy from its text form; `local_batch` is used where the text leaves the local batch out.
 
     >>> make_policy("follow", local_batch=128)
     Follow(local_batch=128)
@@ -129,9 +88,176 @@ def make_policy(text: str | Call | Policy, local_batch: int | None = None) -> Po
     given = {*fields[: len(call.args)], *(key for key, _ in call.kwargs)}
     if local_batch is None and parameters.get("local_batch") is inspect.Parameter.empty and "local_batch" not in given:
         raise SpecError(
-            f"the policy {call} lacks local_batch, the samples a worker takes in a step; give --local-batch 32, or "
+            f"the policy {call} lacks local_batch, the samples that a worker takes per step; give --local-batch 32, or "
             f"write it into the policy: {Call(call.name, ('32', *call.args), call.kwargs)}"
         )
     if local_batch is not None and "local_batch" in fields and "local_batch" not in given:
         call = Call(call.name, call.args, (*call.kwargs, ("local_batch", str(local_batch))))
     return bind(call, make)
+
+
+# -- the base of growing policies --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What a growing policy may know about a step: the position of training, and results of the previous step."""
+
+    step: int
+    """Number of the step that is asked about, which is the number of steps committed so far."""
+    samples: int
+    """Samples committed so far."""
+    epoch_samples: int
+    """Samples in an epoch."""
+    ref_batch: int
+    """The batch at which the base learning rate was tuned; policies begin with it."""
+    batch: int = 0
+    """Samples of the previous step; 0 before the first step."""
+    loss: float | None = None
+    """Mean loss of the previous step. This and the fields below are None if there was no such step, if it did not
+    measure the value, or if the value was not finite."""
+    norm_sq: float | None = None
+    """Squared norm of the mean gradient of the previous step."""
+    noise: float | None = None
+    """Noise V, estimated from the previous step alone, which needs two micro-batches."""
+    signal: float | None = None
+    """Signal S, estimated from the previous step alone, without bias, so that it may be negative."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowingPolicy(Policy):
+    """Base class of policies whose requested batch depends on the progress of training.
+
+    Like a rule, a growing policy is a pure value: `requested(seen, state) -> (batch, state)` is called once before each
+    step, and the state is a JSON value. The step takes the smallest of the requested batch, `max_batch` and what the
+    workers can do; where it takes less than was requested, the learning rate is reduced.
+    """
+
+    initial: int | None = param(None, doc="the batch to begin with; default: the reference batch")
+    max_batch: int | None = param(
+        None, doc="largest number of samples in a step; where more is requested, the learning rate falls instead"
+    )
+    local_batch: int | None = param(
+        None, doc="largest number of samples that a worker takes per step; default: the run's"
+    )
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """What engines must measure for the policy; set by `register_policy`."""
+    needs_two_micro_batches: ClassVar[bool] = False
+    """Whether the policy learns nothing from steps of a single micro-batch, so that it never grows among them."""
+    passive: ClassVar[bool] = False
+    """Whether the position of training alone decides, so that the steps can be computed before training."""
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "max_batch", "local_batch"):
+            self._check(name, at_least=1)
+        if self.initial and self.max_batch and self.max_batch < self.initial:
+            raise PlanError(f"{self}: max_batch={self.max_batch} is less than the initial batch of {self.initial}")
+
+    def _check(self, name: str, *, at_least: float = 0.0, above: float | None = None) -> None:
+        """Refuse a value of the named field that is out of range."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        if value < at_least or (above is not None and not value > above):
+            limit = f"at least {at_least:g}" if above is None else f"a number above {above:g}"
+            raise PlanError(f"{self}: {name} is {value:g}; expected {limit}")
+
+    def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
+        """What the workers can do: all of them, with local_batch samples each. A step may request less."""
+        if self.local_batch is None:
+            raise PlanError(
+                f"{self} does not say how many samples a worker takes at most; write local_batch=32, for example"
+            )
+        return workers, workers * self.local_batch
+
+    def init(self) -> PolicyState:
+        """The state before the first step."""
+        return None
+
+    @abstractmethod
+    def requested(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
+        """The batch that the next step requests, and the state for the step after it."""
+
+    def unchanged_steps(self, seen: Observation, batch: int) -> int:
+        """Lower bound on how many consecutive steps of `batch` samples request the same batch, counted from this one.
+
+        1 is always correct. A larger number makes counting the steps of a long run faster; it is used for passive
+        policies only.
+        """
+        return 1
+
+    def first_batch(self, seen: Observation) -> int:
+        """b0: the batch that the first step requests."""
+        return self.initial if self.initial is not None else seen.ref_batch
+
+
+# -- fleet policies ----------------------------------------------------------------------------------------------------
+
+
+def _at_least_one(policy: str, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise PlanError(f"{policy}: {name} is {value}; expected at least 1")
+
+
+@register_policy("follow", cite="Andre, Strati, Klimovic 2022")
+@dataclass(frozen=True)
+class Follow(Policy):
+    """The batch follows the workers: each worker always takes the same local batch."""
+
+    local_batch: int = param(doc="samples that a worker takes per step")
+
+    def __post_init__(self) -> None:
+        _at_least_one("follow", local_batch=self.local_batch)
+
+    def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
+        """All workers, with local_batch samples each."""
+        return workers, workers * self.local_batch
+
+
+@register_policy("fixed", cite="Lin et al. 2019")
+@dataclass(frozen=True)
+class FixedTotal(Policy):
+    """The batch stays the same; the available workers share it as evenly as whole samples allow.
+
+    Each worker that takes part has at least two samples, since batch norm needs a variance, which a single sample does
+    not have. Workers beyond that are idle.
+    """
+
+    total: int = param(doc="samples of every step")
+
+    def __post_init__(self) -> None:
+        _at_least_one("fixed", total=self.total)
+
+    def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
+        """At most total // 2 workers, and always total samples."""
+        return np.minimum(workers, max(1, self.total // 2)), np.where(workers > 0, self.total, 0)
+
+
+@register_policy("capped")
+@dataclass(frozen=True)
+class Capped(Policy):
+    """The batch follows the workers up to a limit; workers above the limit are idle.
+
+    The limit is a number of workers, or a largest batch, into which as many whole local batches are put as fit.
+    """
+
+    local_batch: int = param(doc="samples that a worker takes per step")
+    max_batch: int | None = param(None, doc="largest number of samples in a step")
+    max_workers: int | None = param(None, doc="largest number of workers in a step")
+
+    def __post_init__(self) -> None:
+        _at_least_one("capped", local_batch=self.local_batch, max_batch=self.max_batch, max_workers=self.max_workers)
+        if self.max_batch is None and self.max_workers is None:
+            raise PlanError("capped has no limit; write capped(max_batch=4096) or capped(max_workers=32)")
+        if self.max_batch is not None and self.max_batch < self.local_batch:
+            raise PlanError(f"capped: max_batch={self.max_batch} is less than local_batch={self.local_batch}; "
+                            f"one worker alone would exceed it")  # fmt: skip
+
+    def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
+        """The workers up to the limit, with local_batch samples each."""
+        limits = [] if self.max_workers is None else [self.max_workers]
+        limits += [] if self.max_batch is None else [self.max_batch // self.local_batch]
+        used = np.minimum(workers, min(limits))
+        return used, used * self.local_batch

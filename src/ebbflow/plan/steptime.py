@@ -1,4 +1,4 @@
-"""How long a step takes: a constant, a table by number of workers, or any function of it. Pure arithmetic."""
+"""Step-time models: how long a step takes, as a constant, a table or any function of the number of workers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Ints = npt.NDArray[np.int64]
 
 @runtime_checkable
 class StepTime(Protocol):
-    """Seconds that one step takes on so many workers; asked for counts of at least one."""
+    """The duration of a step as a function of the number of workers, which is at least one."""
 
     def seconds(self, workers: Ints) -> Floats:
-        """The duration of a step for each count."""
+        """The duration of a step in seconds, for each number of workers."""
         ...
 
 
 @dataclass(frozen=True)
 class ConstantStepTime:
-    """Every step takes the same time, however many workers share it: weak scaling without overhead."""
+    """Every step takes the same time, whatever the number of workers: weak scaling without overhead."""
 
     step: Seconds
 
@@ -39,7 +39,7 @@ class ConstantStepTime:
             raise PlanError(f"the step time is {self.step:g} s; expected a finite time above 0")
 
     def seconds(self, workers: Ints) -> Floats:
-        """The same for each count."""
+        """The same duration for each number of workers."""
         return np.full(len(workers), float(self.step))
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class ConstantStepTime:
 
 @dataclass(frozen=True)
 class TableStepTime:
-    """Measured at some counts, interpolated between them, constant beyond the first and the last.
+    """Measured for some numbers of workers, interpolated between them, constant below the first and above the last.
 
     >>> TableStepTime({1: 0.5, 8: 1.2}).seconds(np.array([1, 2, 64]))
     array([0.5, 0.6, 1.2])
@@ -65,7 +65,7 @@ class TableStepTime:
                                 f"a finite time above 0")  # fmt: skip
 
     def seconds(self, workers: Ints) -> Floats:
-        """Interpolated for each count."""
+        """The interpolated duration for each number of workers."""
         known = sorted(self.table)
         return np.interp(workers, known, [self.table[count] for count in known])
 
@@ -75,12 +75,12 @@ class TableStepTime:
 
 @dataclass(frozen=True)
 class FunctionStepTime:
-    """Any function from a number of workers to seconds; it is called once for each different count."""
+    """Any function from a number of workers to seconds; it is called once for each different number."""
 
     function: Callable[[int], float]
 
     def seconds(self, workers: Ints) -> Floats:
-        """The function's value for each count."""
+        """The value of the function for each number of workers."""
         counts, where = np.unique(workers, return_inverse=True)
         values = np.array([float(self.function(int(count))) for count in counts])
         bad = ~(np.isfinite(values) & (values > 0))

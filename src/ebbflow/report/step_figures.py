@@ -29,7 +29,7 @@ from ebbflow.report.plotting import (
     slug,
 )
 from ebbflow.report.results import ArmResult, LayerCurves
-from ebbflow.rules.gain import gain
+from ebbflow.rules.noise_rules import gain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,13 +16,13 @@ from ebbflow.engines import emulated
 from ebbflow.engines.base import ENGINES, EngineMaker, EngineParts
 from ebbflow.engines.emulated import Ranks
 from ebbflow.errors import ConfigError
-from ebbflow.optim.build import build_optimizer
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
+from ebbflow.optim.optimizers import build_optimizer
 from ebbflow.optim.schedules import Schedule
-from ebbflow.plan import BatchPlan, Growing, Growth, make_policy
+from ebbflow.plan import BatchPlan, GrowingPolicy, Growth, make_policy
 from ebbflow.plan.policies import Policy
-from ebbflow.rules.base import Rule
+from ebbflow.rules.rule import Rule
 from ebbflow.run.config import RunConfig, recipe_settings
 from ebbflow.run.flow import Flow
 from ebbflow.run.planning import check_measurable
@@ -107,7 +107,7 @@ def assemble(
     if policy is None and config.plan is None:
         policy = make_policy(config.policy, config.local_batch)
     growth = None
-    if isinstance(policy, Growing):
+    if isinstance(policy, GrowingPolicy):
         growth = Growth(policy, ref_batch=optimizer.base_batch, epoch_samples=samples)
     needs = optimizer.rule.needs | (growth.policy.needs if growth is not None else frozenset())
     if needs and plan is not None:

@@ -16,10 +16,10 @@ from ebbflow.engines.base import Engine, Gradients
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
-from ebbflow.plan.growth import Growth
-from ebbflow.plan.plan import StepSize
+from ebbflow.plan.batch_plan import StepSize
+from ebbflow.plan.growing import Growth
 from ebbflow.record import StepRow
-from ebbflow.rules.base import StepContext
+from ebbflow.rules.rule import StepContext
 from ebbflow.run.checkpoint import load_model
 
 __all__ = ["Flow", "OpenStep", "check_loss"]

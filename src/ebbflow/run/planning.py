@@ -9,7 +9,7 @@ from ebbflow.data.ledger import largest_micro_batch, micro_batch_sizes
 from ebbflow.errors import ConfigError
 from ebbflow.plan import (
     BatchPlan,
-    Growing,
+    GrowingPolicy,
     fit_growing,
     fit_step_time,
     foresee,
@@ -18,7 +18,7 @@ from ebbflow.plan import (
     plan_for,
     plan_growing,
 )
-from ebbflow.rules.base import Rule
+from ebbflow.rules.rule import Rule
 from ebbflow.run.config import RunConfig
 from ebbflow.traces import Trace
 from ebbflow.traces import load as load_trace
@@ -44,7 +44,7 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
         return plan, None
     trace = load_trace(config.trace)
     policy = make_policy(config.policy, config.local_batch)
-    if isinstance(policy, Growing):
+    if isinstance(policy, GrowingPolicy):
         return _growing_plan(config, trace, policy, samples, by_gain=by_gain), trace
     offset = parse_seconds(config.offset)
     if config.step_time == "fit":
@@ -84,7 +84,7 @@ def _read_plan(config: RunConfig) -> BatchPlan:
     return BatchPlan.read(config.plan, config.local_batch, step_time)
 
 
-def _growing_plan(config: RunConfig, trace: Trace, policy: Growing, samples: int, *, by_gain: bool) -> BatchPlan:
+def _growing_plan(config: RunConfig, trace: Trace, policy: GrowingPolicy, samples: int, *, by_gain: bool) -> BatchPlan:
     """What the workers can do in each step, long enough for the steps that the policy will take."""
     assert config.epochs and config.ref_batch
     fixed: dict[str, Any] = {
@@ -101,7 +101,9 @@ def _growing_plan(config: RunConfig, trace: Trace, policy: Growing, samples: int
     return plan_growing(trace, policy, step_time, epochs=epochs, repeat=config.repeat or by_gain, **fixed).capacity
 
 
-def check_measurable(config: RunConfig, plan: BatchPlan, samples: int, policy: Growing | None, rule: Rule) -> None:
+def check_measurable(
+    config: RunConfig, plan: BatchPlan, samples: int, policy: GrowingPolicy | None, rule: Rule
+) -> None:
     """Refuse a run whose rule or policy needs noise and signal, and none of whose steps has two micro-batches.
 
     `policy`: the growing policy, if the batch grows; `plan` is then what the workers can do, and the steps are smaller.

@@ -130,7 +130,7 @@ def joined(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[Ran
         # Set the flag before this process ends and the others notice: they then report nothing.
         if _first(store) or isinstance(error, KeyboardInterrupt):
             raise
-        raise RankLost("another rank has failed", told=True) from error
+        raise RankLost("another rank has failed", reported=True) from error
     finally:
         with contextlib.suppress(Exception):  # a rank that is gone is no reason to fail
             dist.destroy_process_group()

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ebbflow.plan.epochs import cut_step
-from ebbflow.plan.growing import Growing, Observation
+from ebbflow.plan.batch_plan import cut_step
+from ebbflow.plan.policies import GrowingPolicy, Observation
 from ebbflow.simulate.recovery import DRAIN, FINISH, LOSE
 from ebbflow.simulate.scenario import TrainingWork
 from ebbflow.simulate.segments import SNAP, Segments, SimulatedSteps
@@ -252,7 +252,7 @@ class GrowthPhase:
 class GrowthPhases:
     """The requested batches of a passive policy, whose batch depends only on the steps or the samples so far."""
 
-    policy: Growing
+    policy: GrowingPolicy
     ref_batch: int
     epoch_samples: int
     most: int

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from ebbflow.core.units import Seconds, parse_seconds
 from ebbflow.errors import ConfigError
-from ebbflow.plan.growing import Growing
-from ebbflow.plan.policies import POLICIES, Policy, make_policy
+from ebbflow.plan.policies import POLICIES, GrowingPolicy, Policy, make_policy
 from ebbflow.simulate.prices import Price, make_price, read_prices
 from ebbflow.simulate.profiles import read_noise_scale, read_profile
 from ebbflow.simulate.recovery import RECOVERIES, Ideal, Recovery
@@ -110,7 +109,7 @@ class Scenario:
     """The batch at which the epochs are enough, and with which a growing policy begins."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.policy, Growing):
+        if isinstance(self.policy, GrowingPolicy):
             _check_growing(self.policy, self.ref_batch)
         if self.samples < 1 or self.epochs < 1:
             raise ConfigError(f"{self.epochs} epochs of {self.samples} samples are no training; expected at least one "
@@ -134,7 +133,7 @@ class Scenario:
         )
 
 
-def _check_growing(policy: Growing, ref_batch: int | None) -> None:
+def _check_growing(policy: GrowingPolicy, ref_batch: int | None) -> None:
     if not policy.passive:
         raise ConfigError(
             f"the policy {policy} grows by what training shows (losses, gradients), which a simulation does not have; "

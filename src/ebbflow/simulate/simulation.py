@@ -25,7 +25,7 @@ import numpy.typing as npt
 from ebbflow.core.spec import Call, parse_call
 from ebbflow.core.units import Seconds, format_seconds
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.plan.growing import Growing
+from ebbflow.plan.policies import GrowingPolicy
 from ebbflow.simulate.advance import GrowthPhases, simulate_growing
 from ebbflow.simulate.prices import FlatPrice, cost, cost_over_time
 from ebbflow.simulate.recovery import Ideal
@@ -179,7 +179,7 @@ def _simulate_once(
 ) -> tuple[SegmentSteps, SimulatedSteps]:
     """The result on this many repetitions of the trace, and the segments by which its runs are numbered."""
     policy = scenario.policy
-    if not isinstance(policy, Growing):
+    if not isinstance(policy, GrowingPolicy):
         return segments.steps, simulate_segments(segments, scenario.work)
     phases = GrowthPhases(
         policy=policy,

@@ -46,7 +46,7 @@ from ebbflow.core.spec import nearest
 from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError, UnitError
 from ebbflow.plan.policies import make_policy
-from ebbflow.rules.registry import make_rule
+from ebbflow.rules.rule import make_rule
 from ebbflow.run.config import RunConfig
 from ebbflow.traces import load as load_trace
 
@@ -380,7 +380,7 @@ def check_arms(arms: Sequence[Arm]) -> None:
     import torch  # not needed to describe a study
 
     from ebbflow import workloads
-    from ebbflow.optim.build import build_optimizer
+    from ebbflow.optim.optimizers import build_optimizer
     from ebbflow.optim.schedules import make_schedule
 
     for arm in arms:

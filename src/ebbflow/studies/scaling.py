@@ -42,13 +42,13 @@ def scaled(study: Study, factor: float) -> Study:
         return study
     from ebbflow import workloads  # imports torch, as the schedules do
     from ebbflow.optim.schedules import SCHEDULES
-    from ebbflow.rules.registry import RULES, table
+    from ebbflow.rules.rule import RULES, rule_entries
 
     for arm in study.arms():
         load_plugins(arm.config.plugins)
         if arm.config.plan is not None:
             raise ConfigError(f"the plan {arm.config.plan} counts steps and cannot be scaled; give a trace instead")
-    table()  # registers the rules
+    rule_entries()  # registers the rules
     ratio = _ratio({a.config.epochs or workloads.recipe(a.config.workload).epochs for a in study.arms()}, factor)
 
     def shorter(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,17 @@
-"""Who is available when: `Trace`, its file formats, seeded generators and drawings."""
+"""Availability traces: `Trace`, its file formats and seeded generators."""
 
-from ebbflow.traces.formats import read, write
-from ebbflow.traces.synthetic import GENERATORS, load
-from ebbflow.traces.trace import Trace, TraceStats
+from ebbflow.traces.availability import Trace, TraceStats
+from ebbflow.traces.formats import TextFile, read, register_trace_format, write
+from ebbflow.traces.synthetic import GENERATORS, load, register_trace
 
-__all__ = ["GENERATORS", "Trace", "TraceStats", "load", "read", "write"]
+__all__ = [
+    "GENERATORS",
+    "TextFile",
+    "Trace",
+    "TraceStats",
+    "load",
+    "read",
+    "register_trace",
+    "register_trace_format",
+    "write",
+]

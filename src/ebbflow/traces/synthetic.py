@@ -1,15 +1,18 @@
-"""Seeded traces for those who have no file, and `load`, which takes a file, the text of a generator or a trace's own.
+"""Trace generators, and `load`, which makes a trace from a file, from the text of a generator or from its changes.
 
-Every generator is a function of its arguments alone: the same text gives the same trace again (with the same NumPy; its
-streams may change between releases, and the record of a run keeps the trace itself). Two imitate published traces
-(Andre, Strati, Klimovic 2022) by their statistics; no published data is contained here.
+Every generator is a function of its arguments alone, so that the same text gives the same trace. (NumPy may change its
+random streams between releases; the record of a run contains the trace itself.) Two generators imitate published traces
+(Andre, Strati, Klimovic 2022) by their statistics; no published data is contained here. A generator of your own is a
+function that is registered by `register_trace`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,23 +21,28 @@ from ebbflow.core.spec import Registry, nearest, parse_call
 from ebbflow.core.units import Seconds
 from ebbflow.errors import SpecError, TraceError
 from ebbflow.traces import formats
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 
-__all__ = ["GENERATORS", "load"]
+__all__ = ["GENERATORS", "load", "register_trace"]
 
 GENERATORS: Registry[Trace] = Registry("trace")
 
 _DAY = Seconds(86400.0)
 _HOUR = Seconds(3600.0)
 _FIVE_MINUTES = Seconds(300.0)
-_CHANGES = re.compile(r"\s*0\w*:\d+\s")  # how the changes of a trace begin, and no file or generator does
+_CHANGES = re.compile(r"\s*0\w*:\d+\s")  # how the changes of a trace begin; names of files and generators do not
+
+
+def register_trace(name: str, *, cite: str = "") -> Callable[[Any], Any]:
+    """Return a decorator that adds a trace generator: a function of annotated arguments that returns a `Trace`."""
+    return GENERATORS.register(name, cite=cite)
 
 
 def load(text_or_path: str | Path, *, format: str | None = None) -> Trace:
     """A trace from a file, from the text of a generator such as `gcp-a100-like(seed=3)`, or from its changes.
 
-    A file that exists wins over a generator of the same name; with `format` the text is always a file. Changes are
-    those of `Trace.parse`: times with counts, and the end.
+    A file that exists is preferred to a generator of the same name; with `format` the text is always the name of a
+    file. Changes are written as for `Trace.parse`: times with counts, and the end.
 
     >>> load("step(workers=4, factor=12, at=1h, duration=2h)")
     Trace('0s:4 3600s:48 7200s', name='step(workers=4, factor=12, at=1h, duration=2h)')
@@ -59,7 +67,7 @@ def load(text_or_path: str | Path, *, format: str | None = None) -> Trace:
 
 
 def _every(period: float, duration: float) -> npt.NDArray[np.float64]:
-    """Multiples of the period before the duration; one that only rounding puts there, as 2.1 / 0.3 > 7, is none."""
+    """Multiples of the period below the duration, without one that is there by rounding alone, as in 2.1 / 0.3 > 7."""
     return np.arange(max(1, int(np.ceil(duration / period - 1e-6))), dtype=np.float64) * period
 
 
@@ -69,13 +77,13 @@ def _positive(**values: float) -> None:
             raise TraceError(f"{name} is {value:g}; expected a value above 0")
 
 
-@GENERATORS.register("constant")
+@register_trace("constant")
 def constant(workers: int, duration: Seconds = _DAY) -> Trace:
-    """Always the same number of workers."""
+    """A constant number of workers."""
     return Trace(np.zeros(1), np.array([workers]), duration)
 
 
-@GENERATORS.register("step", cite="Lin et al. 2019")
+@register_trace("step", cite="Lin et al. 2019")
 def step(workers: int, factor: float = 12.0, at: Seconds = _HOUR, duration: Seconds = _DAY) -> Trace:
     """One change: `factor` times the workers from the time `at` on."""
     after = workers * factor
@@ -85,7 +93,7 @@ def step(workers: int, factor: float = 12.0, at: Seconds = _HOUR, duration: Seco
     return Trace.from_points([(0, workers), (at, int(after))], end=duration)
 
 
-@GENERATORS.register("square")
+@register_trace("square")
 def square(low: int, high: int, period: Seconds = _HOUR, duration: Seconds = _DAY) -> Trace:
     """A square wave: low for half a period, then high for half a period, and so on."""
     _positive(period=period, duration=duration)
@@ -93,9 +101,9 @@ def square(low: int, high: int, period: Seconds = _HOUR, duration: Seconds = _DA
     return Trace(times, np.where(np.arange(len(times)) % 2, high, low), duration)
 
 
-@GENERATORS.register("random-levels", cite="Lin et al. 2019")
+@register_trace("random-levels", cite="Lin et al. 2019")
 def random_levels(minimum: int, maximum: int, every: Seconds = _HOUR, duration: Seconds = _DAY, seed: int = 0) -> Trace:
-    """A new level every so often, uniform between a minimum and a maximum, both included."""
+    """A new random number of workers at regular times, uniform from `minimum` to `maximum`, both included."""
     _positive(every=every, duration=duration)
     if not 0 <= minimum <= maximum:
         raise TraceError(f"levels from {minimum} to {maximum} are not possible; expected 0 <= minimum <= maximum")
@@ -103,7 +111,7 @@ def random_levels(minimum: int, maximum: int, every: Seconds = _HOUR, duration: 
     return Trace(times, _rng(seed).integers(minimum, maximum, len(times), endpoint=True), duration)
 
 
-@GENERATORS.register("poisson")
+@register_trace("poisson")
 def poisson(
     workers: int,
     preempt_every: Seconds = _HOUR,
@@ -111,10 +119,10 @@ def poisson(
     duration: Seconds = _DAY,
     seed: int = 0,
 ) -> Trace:
-    """Each worker alone is preempted at random and replaced after a while; all are there at the start.
+    """Every worker is preempted at random times of its own and replaced later; at first all workers are there.
 
-    Both waits are exponential: a worker lives `preempt_every` on average, its replacement takes `provision` on average
-    (`0s`: it is there at once). In the long run a share preempt_every / (preempt_every + provision) is available.
+    Both times are exponential: a worker lives for `preempt_every` on average, and its replacement takes `provision` on
+    average (`0s`: none). In the long run the part preempt_every / (preempt_every + provision) of the workers is there.
     """
     _positive(preempt_every=preempt_every, duration=duration)
     rng = _rng(seed)
@@ -122,7 +130,7 @@ def poisson(
     changes: list[tuple[float, int]] = []
     for _ in range(workers):
         events = np.zeros(0)
-        while not len(events) or events[-1] < duration:  # a worker's life: preempted, back, preempted, back, ...
+        while not len(events) or events[-1] < duration:  # one worker: preempted, replaced, preempted, ...
             waits = rng.exponential((preempt_every, provision), (rounds, 2)).ravel()
             events = np.concatenate([events, np.cumsum(waits) + (events[-1] if len(events) else 0.0)])
         events = events[events < duration]
@@ -139,31 +147,34 @@ def poisson(
 
 @dataclass(frozen=True, kw_only=True)
 class _Cloud:
-    """How a cloud gives and takes, in units of one machine and in ticks of the observer's clock.
+    """The parameters of a cloud, in machines and in ticks, the sampling intervals of the observer.
 
-    The cloud's capacity for us moves through a few levels a `span`: first the one listed first, then the others in
-    random order. When it falls, machines are taken in bulk; when it rises, each missing machine is provisioned after a
-    random wait of its own. In between, small bulks are preempted and come back the same way.
+    In each `span` the capacity visits every level once, the first one first and the others in random order. When the
+    capacity falls, machines are preempted together; when it rises, each missing machine is provisioned after a random
+    time of its own. In between, small groups of machines are preempted and provisioned again in the same way.
     """
 
     wanted: int
+    """Machines that were requested: the largest count."""
     unit: int
+    """Workers per machine."""
     tick: float
+    """Seconds between two observations."""
     span: float
-    """Seconds after which every level was visited once."""
+    """Seconds in which every level is visited once."""
     levels: tuple[tuple[int, float], ...]
-    """(capacity, share of the span) of each level."""
+    """(capacity, part of the span) of each level."""
     losses: int
-    """Small bulk preemptions a span."""
+    """Preemptions of small groups per span."""
     bulk: float
-    """Mean machines in a small bulk."""
+    """Mean number of machines in a small group."""
     wait: float
-    """Mean ticks until a machine is back."""
+    """Mean ticks until a machine is provisioned again."""
     floor: int
-    """Never fewer machines than this."""
+    """Smallest number of machines."""
 
     def trace(self, seed: int, duration: Seconds) -> Trace:
-        """A trace of this cloud."""
+        """A random trace of this cloud."""
         if not self.tick <= duration:
             raise TraceError(f"duration is {duration:g} s; expected at least one observation of {self.tick:g} s")
         rng = _rng(seed)
@@ -187,7 +198,7 @@ class _Cloud:
         return Trace(np.arange(ticks, dtype=np.float64) * self.tick, counts, duration)
 
     def _move(self, change: npt.NDArray[np.int64], rng: np.random.Generator, begin: int, machines: int) -> None:
-        """Take machines at once, or bring each after its own wait; what falls beyond the end falls away."""
+        """Remove machines at once, or add each after a random time of its own; those beyond the end are dropped."""
         last = len(change) - 1
         if machines < 0:
             change[min(begin, last)] += machines
@@ -209,22 +220,23 @@ _TPU = _Cloud(
 )  # fmt: skip
 
 
-@GENERATORS.register("gcp-a100-like", cite="Andre, Strati, Klimovic 2022")
+@register_trace("gcp-a100-like", cite="Andre, Strati, Klimovic 2022")
 def gcp_a100_like(seed: int = 0, duration: Seconds = _A100_SPAN) -> Trace:
-    """Imitates 56 A100 wanted on GCP spot: 29 to 56, mean 47.9, 46 changes in 3.6 h.
+    """Imitates a request for 56 A100 on GCP spot: 29 to 56 workers, mean 47.9, 46 changes in 3.6 h.
 
-    These are the statistics of the published trace, seen every 63 s, without its last minutes, in which the collection
-    was shut down. Over seeds the mean count stays within 1.5 and the changes are 46 +- 5 (standard deviation).
+    These are the statistics of the published trace, which was sampled every 63 s, without the last minutes, in which
+    the collection was shut down. Over seeds the mean count stays within 1.5 of it, and the changes are 46 +- 5
+    (standard deviation).
     """
     return _A100.trace(seed, duration)
 
 
-@GENERATORS.register("gcp-tpu-like", cite="Andre, Strati, Klimovic 2022")
+@register_trace("gcp-tpu-like", cite="Andre, Strati, Klimovic 2022")
 def gcp_tpu_like(seed: int = 0, duration: Seconds = _TPU_SPAN) -> Trace:
-    """Imitates 120 TPU v2 cores wanted on GCP spot: 24 to 120, mean 74.7, 97 changes in 16.1 h.
+    """Imitates a request for 120 TPU v2 cores on GCP spot: 24 to 120 workers, mean 74.7, 97 changes in 16.1 h.
 
-    These are the statistics of the published trace, seen every 30 s; cores come and go in machines of 8. Over seeds the
-    mean count stays within 6 and the changes are 98 +- 5 (standard deviation).
+    These are the statistics of the published trace, which was sampled every 30 s; a machine has 8 cores. Over seeds the
+    mean count stays within 6 of it, and the changes are 98 +- 5 (standard deviation).
     """
     return _TPU.trace(seed, duration)
 

@@ -23,10 +23,9 @@ from ebbflow.engines.dask.transport import AllReduceTransport, CentralizedTransp
 from ebbflow.engines.dask.worker import ReplicaBlueprint, WorkerTask
 from ebbflow.engines.replica import Fetch, Loss, Precision, autocast, trained_parameters
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.plan.growing import Growing
-from ebbflow.plan.growth import workers_for
-from ebbflow.plan.plan import BatchPlan, StepSize
-from ebbflow.plan.policies import FixedTotal, Policy, make_policy
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
+from ebbflow.plan.growing import workers_for
+from ebbflow.plan.policies import FixedTotal, GrowingPolicy, Policy, make_policy
 
 __all__ = ["TRANSPORTS", "DaskEngine", "TransportName"]
 
@@ -261,7 +260,7 @@ class DaskEngine(Engine):
 
 def _unlimited(policy: Policy) -> bool:
     """Whether a growing policy sets no limit per worker: then all workers share the requested batch."""
-    return isinstance(policy, Growing) and policy.local_batch is None
+    return isinstance(policy, GrowingPolicy) and policy.local_batch is None
 
 
 def _pickled(value: Any, what: str) -> bytes:

@@ -30,7 +30,7 @@ from ebbflow.engines.allreduce import StepAllReduce
 from ebbflow.engines.base import Gradients
 from ebbflow.engines.dask.group import Group, PartnerLost, open_store
 from ebbflow.engines.replica import Fetch, Loss, Precision, ReplicaStep
-from ebbflow.moments.norms import squared_norms
+from ebbflow.moments.meters import squared_norms
 
 __all__ = [
     "HANDLER",

@@ -18,7 +18,7 @@ import torch
 
 from ebbflow.engines.emulated.grouped_batch_norm import GroupedBatchNorm
 from ebbflow.engines.replica import Loss
-from ebbflow.moments.sums import Sums
+from ebbflow.moments.meters import FusedMeter
 
 __all__ = ["CapturedPasses", "CompiledPasses", "ComputePass", "Execution", "PassShape"]
 
@@ -132,7 +132,7 @@ class CapturedPasses:
     generator as it is seeded then. What Python decides in a forward pass is decided once, at the capture.
     """
 
-    def __init__(self, compute: ComputePass, sums: Sums, *, samples: int) -> None:
+    def __init__(self, compute: ComputePass, sums: FusedMeter, *, samples: int) -> None:
         """`samples`: of the largest pass to be captured; larger ones are computed without a graph."""
         self._compute = compute
         self._sums = sums

@@ -34,8 +34,8 @@ from ebbflow.engines.replica import (
     micro_batch_seed,
 )
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.moments.choose import AnyMeter
-from ebbflow.plan.plan import BatchPlan, StepSize
+from ebbflow.moments.meters import Meter
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
 
 __all__ = ["EmulatedEngine", "EmulatedStep", "LoopEngine", "Ranks", "same_step"]
 
@@ -151,7 +151,7 @@ class EmulatedEngine(Engine):
         self.precision = precision
         self.ranks = ranks
         self.single_process = ranks is None
-        self.meter: AnyMeter | None
+        self.meter: Meter | None
         self._batch_norm: BatchNormStatistics
         self._generators = generators(model)
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")

@@ -26,10 +26,8 @@ from ebbflow.engines.emulated.emulated_engine import EmulatedEngine, EmulatedSte
 from ebbflow.engines.emulated.grouped_batch_norm import BatchNormMode, GroupedBatchNorm, unfusable
 from ebbflow.engines.replica import Fetch, Loss, ModelReset, Precision, measuring, trained_parameters
 from ebbflow.errors import ConfigError
-from ebbflow.moments.flat import FlatSums
-from ebbflow.moments.norms import squared_norms
-from ebbflow.moments.sums import Sums
-from ebbflow.plan.plan import BatchPlan, StepSize
+from ebbflow.moments.meters import FlatMeter, FusedMeter, squared_norms
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
 
 __all__ = ["DEFAULT_FUSED_BATCH", "FusedEngine", "cut_into_passes"]
 
@@ -157,7 +155,7 @@ class FusedEngine(EmulatedEngine):
         self._reset = ModelReset(model)
         self._parameters = [*model.parameters()]
         self._compiled = CompiledPasses(model, loss, self._groups, self._usual_shape()) if compile else None
-        self._sums = self.meter if isinstance(self.meter, Sums) else None
+        self._sums = self.meter if isinstance(self.meter, FusedMeter) else None
         self._captured: CapturedPasses | None = None
         self._trained: tuple[bool, ...] = ()
         self.prefetches = device.type != "cpu"
@@ -166,7 +164,7 @@ class FusedEngine(EmulatedEngine):
         self._checked_rows = False
         """Whether batch norm was seen to get the rows of each worker separately, in a pass of several micro-batches."""
         if compile and device.type == "cuda":
-            self._sums = self._sums or Sums([p for p in self._parameters if p.requires_grad], measured=False)
+            self._sums = self._sums or FusedMeter([p for p in self._parameters if p.requires_grad], measured=False)
             self._captured = CapturedPasses(self._compute, self._sums, samples=self.fused_batch)
 
     # The contract -------------------------------------------------------------------------------------------------
@@ -318,7 +316,7 @@ class FusedEngine(EmulatedEngine):
             total += self._pass(inputs, targets, shape, weight * self._scale) * weight
             self._groups.collect(shape.samples / step.assignment.batch)
         adder = self._sums or self.meter
-        if isinstance(adder, (Sums, FlatSums)):
+        if isinstance(adder, (FusedMeter, FlatMeter)):
             adder.put_back()
         if self.prefetches:
             self._prefetch(step)

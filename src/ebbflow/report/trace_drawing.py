@@ -1,4 +1,4 @@
-"""Drawings of a trace: as text for a terminal, as a figure for a paper."""
+"""Drawings of a trace: as text for a terminal, and as a figure file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from ebbflow.core.files import write_whole
 from ebbflow.core.units import Seconds
 from ebbflow.errors import TraceError
-from ebbflow.traces.trace import Trace
+from ebbflow.traces.availability import Trace
 
 __all__ = ["chart", "figure"]
 
@@ -19,9 +19,9 @@ _SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def chart(trace: Trace, *, width: int = 80, height: int = 12) -> str:
-    """The trace as lines of text, each at most `width` columns wide.
+    """The trace as lines of text of at most `width` columns.
 
-    A column shows the mean count of its stretch of time, to an eighth of a line; a column without any worker is empty.
+    A column shows the mean count of its part of the time, to an eighth of a line; a column without workers is empty.
 
     >>> print(chart(Trace.parse("0min:4 60min:2 90min:6 120min"), width=40, height=3))
     6 ┤                            █████████
@@ -37,7 +37,7 @@ def chart(trace: Trace, *, width: int = 80, height: int = 12) -> str:
     areas = np.array([trace.integral(stop=Seconds(edge)) for edge in edges])
     means = np.diff(areas) / np.diff(edges)
     eighths = np.round(means / max(stats.max, 1) * height * 8).astype(int)
-    eighths[(means > 0) & (eighths == 0)] = 1  # few workers are not none
+    eighths[(means > 0) & (eighths == 0)] = 1  # a column with few workers is not empty
     lines = []
     for row in range(height):
         below = 8 * (height - 1 - row)
@@ -50,7 +50,7 @@ def chart(trace: Trace, *, width: int = 80, height: int = 12) -> str:
 
 
 def _time_labels(end: float, columns: int) -> str:
-    """Round times under their columns, the unit at the right."""
+    """Round times, each below its column, and the unit at the right end."""
     per, unit = _unit(end)
     step = _round_step(end / per / max(columns / 9, 2))
     line = [" "] * columns
@@ -68,18 +68,18 @@ def _unit(end: float) -> tuple[float, str]:
 
 
 def _round_step(least: float) -> float:
-    """The next of 1, 2, 3, 5, 10, 20, 30, 50, ... (times any power of ten)."""
+    """The smallest of 1, 2, 3, 5, 10, 20, 30, 50, ... (times any power of ten) that is not below `least`."""
     power = 10.0 ** np.floor(np.log10(least))
     return float(next(power * factor for factor in (1, 2, 3, 5, 10) if power * factor >= least * (1 - 1e-9)))
 
 
 def figure(trace: Trace, path: Path | str) -> None:
-    """Draw the trace into an SVG, PNG or PDF file, chosen by the suffix: the whole file or nothing."""
+    """Draw the trace into an SVG, PNG or PDF file; the suffix decides. It is written completely or not at all."""
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise TraceError(f"{path}: a figure cannot be drawn as {path.suffix or 'a file without a suffix'}; "
                          f"expected {', '.join(_SUFFIXES)}")  # fmt: skip
-    import matplotlib as mpl  # here, since it takes half a second and most commands draw nothing
+    import matplotlib as mpl  # takes half a second, and most commands draw nothing
     from matplotlib.figure import Figure
 
     per, unit = _unit(trace.end)
@@ -93,6 +93,6 @@ def figure(trace: Trace, path: Path | str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         buffer = io.BytesIO()
         kind = path.suffix.lower()[1:]
-        date = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)  # the same trace, the same bytes
+        date = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)  # the same trace gives the same bytes
         drawing.savefig(buffer, format=kind, metadata=date)
     write_whole(path, buffer.getvalue())

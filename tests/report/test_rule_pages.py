@@ -10,15 +10,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ebbflow.cli.main import app
-from ebbflow.cli.rules_cards import cards
-from ebbflow.cli.rules_plot import chart, figure
 from ebbflow.errors import OutputError, SpecError
-from ebbflow.rules.curves import Curves, curves
-from ebbflow.rules.describe import describe
-from ebbflow.rules.registry import RULES, table
+from ebbflow.report.rule_pages import RuleCurves, cards, chart, curves, describe, figure
+from ebbflow.rules.rule import RULES, rule_entries
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = [entry for entry in table() if entry.make.__module__.startswith("ebbflow.")]
+OWN = [entry for entry in rule_entries() if entry.make.__module__.startswith("ebbflow.")]
 NAMES = [entry.name for entry in OWN]
 
 
@@ -71,7 +68,7 @@ def test_an_unknown_name_is_refused() -> None:
         ebbflow("rules", "show", "adascal")
 
 
-def test_a_rule_that_listens_to_noise_has_a_line_for_each_level() -> None:
+def test_a_rule_that_needs_the_noise_has_a_line_for_each_level() -> None:
     lines = curves(RULES.entry("adascale"), points=9)  # a point for each power of two from 1/4 to 64
     assert list(lines.lines) == ["phi 0.1", "phi 1", "phi 10", "phi 100"]
     assert lines.x == pytest.approx([2.0**e for e in range(-2, 7)])
@@ -101,7 +98,7 @@ def test_a_modifier_is_shown_over_a_run() -> None:
 
 def test_a_small_plot_by_hand() -> None:
     # y = 1, 2, 4 at three points: three rows of an octave each; the axis begins at 1 and ends at 4
-    lines = Curves(title="t", x_label="x", x=(1.0, 2.0, 4.0), lines={"y": (1.0, 2.0, 4.0)}, log_x=True)
+    lines = RuleCurves(title="t", x_label="x", x=(1.0, 2.0, 4.0), lines={"y": (1.0, 2.0, 4.0)}, log_x=True)
     assert chart(lines, width=8, height=3) == "\n".join(
         [
             "t",

@@ -1,4 +1,4 @@
-"""`Trace`: how many workers are available when."""
+"""`Trace`: the number of available workers as a function of time."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _BEGINNING = Seconds(0.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceStats:
-    """A trace in seven numbers; the field names are the keys of `ebbflow trace stats --json`."""
+    """Statistics of a trace; the field names are the keys of `ebbflow trace stats --json`."""
 
     duration_s: float
     min: int
     mean: float
-    """Over time, not over changes."""
+    """Mean number of workers over time."""
     max: int
     changes: int
-    """How often the count changed, the moment at which the observation ends included."""
+    """How often the count changed, including a change at the very end of the observation."""
     accelerator_hours: float
     zero_fraction: float
-    """Share of the time without any worker, between 0 and 1."""
+    """Part of the time without any worker, between 0 and 1."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trace:
-    """Workers available over time: a right-continuous step function from 0 s to its end, immutable.
+    """The number of available workers over time: a right-continuous step function from 0 s to its end, immutable.
 
-    Says nothing about *which* worker leaves; the engine chooses. Only changes are stored: neighbours with equal counts
-    are merged, so two traces that are equal as functions are equal as values (the name does not count).
+    A trace does not say *which* worker leaves; the engine chooses. Only changes are stored, so that traces which are
+    equal as functions are equal as values, whatever their names.
 
     >>> trace = Trace.parse("0s:4 60s:2 90s:6 120s")
     >>> trace.at(75), trace.mean_workers(until=Seconds(120)), trace.stats().changes
@@ -52,16 +52,16 @@ class Trace:
     """
 
     times: Floats
-    """When each count begins, in seconds; the first is 0. Read-only."""
+    """When each count begins, in seconds; the first time is 0. Read-only."""
     workers: Ints
     """The count from that time on. Read-only."""
     end: float
-    """When the observation ends, in seconds; the trace says nothing from there on."""
+    """When the observation ends, in seconds; nothing is known about later times."""
     final: int | None = None
-    """The count seen at the very end, where an event log stops with an event; else the last count. It holds for no
-    time, so it counts for the least, the greatest and the changes, and for nothing else."""
+    """The count at the very end: that of the last event of an event log, otherwise the last count. It has no duration,
+    so that it enters the minimum, the maximum and the changes, and nothing else."""
     name: str = ""
-    """Where the trace comes from, for people."""
+    """Where the trace comes from, for messages and tables."""
 
     def __post_init__(self) -> None:
         times, workers = _checked(self.times, self.workers, self.end)
@@ -74,11 +74,11 @@ class Trace:
         for field, value in {"times": times, "workers": workers, "end": float(self.end), "final": int(final)}.items():
             object.__setattr__(self, field, value)
 
-    # -- making one ------------------------------------------------------------------------------------------------
+    # -- construction ----------------------------------------------------------------------------------------------
 
     @classmethod
     def from_points(cls, points: Iterable[tuple[float, int]], *, end: Seconds | None = None, name: str = "") -> Trace:
-        """From (time in seconds, count) pairs; without `end`, the last pair is the end of the observation.
+        """A trace from (time in seconds, count) pairs; without `end`, the last pair is the end of the observation.
 
         >>> Trace.from_points([(0, 4), (60, 2), (120, 2)]) == Trace.parse("0s:4 60s:2 120s")
         True
@@ -95,7 +95,7 @@ class Trace:
 
     @classmethod
     def parse(cls, text: str, *, name: str = "") -> Trace:
-        """From a text of `time:count` words, the last word a time alone: the end.
+        """A trace from a text of `time:count` words; the last word is a time without a count, the end.
 
         >>> Trace.parse("0s:4 1h:2 90min").end
         5400.0
@@ -114,14 +114,14 @@ class Trace:
         except UnitError as error:
             raise TraceError(f"trace {text!r}: {error}") from None
 
-    # -- asking ----------------------------------------------------------------------------------------------------
+    # -- values ----------------------------------------------------------------------------------------------------
 
     @overload
     def at(self, time: float) -> int: ...
     @overload
     def at(self, time: npt.NDArray[Any]) -> Ints: ...
     def at(self, time: float | npt.NDArray[Any]) -> int | Ints:
-        """Workers available at a time, or at each of an array of times, in seconds; 0 <= time < end."""
+        """The number of workers at a time, or at each of an array of times, in seconds; 0 <= time < end."""
         asked = np.asarray(time, dtype=np.float64)
         outside = ~((asked >= 0) & (asked < self.end))
         if outside.any():
@@ -132,24 +132,24 @@ class Trace:
         return int(counts) if asked.ndim == 0 else counts
 
     def segments(self) -> Iterator[tuple[Seconds, Seconds, int]]:
-        """(start, stop, workers) of each stretch of time with a constant count."""
+        """(start, stop, workers) of each segment, in which the count is constant."""
         stops = [*self.times[1:].tolist(), self.end]
         for start, stop, workers in zip(self.times.tolist(), stops, self.workers.tolist(), strict=True):
             yield Seconds(start), Seconds(stop), workers
 
     def integral(self, start: Seconds = _BEGINNING, stop: Seconds | None = None) -> float:
-        """Worker-seconds between two times, in O(log n); without `stop`, up to the end."""
+        """Worker-seconds between two times, in O(log n); without `stop`, to the end."""
         return self._area_until(self.end if stop is None else stop) - self._area_until(start)
 
     def mean_workers(self, until: Seconds | None = None) -> float:
-        """Mean count over time, from 0 to `until` or the end."""
+        """The mean number of workers over time, from 0 s to `until` or the end."""
         stop = self.end if until is None else until
         if not stop > 0:
             raise TraceError(f"a mean over {stop:g} s is not defined; give a time after 0 s")
         return self._area_until(stop) / stop
 
     def stats(self) -> TraceStats:
-        """The trace in seven numbers."""
+        """Statistics of the whole trace."""
         area, counts = self.integral(), np.append(self.workers, self._final)
         return TraceStats(
             duration_s=self.end,
@@ -161,10 +161,10 @@ class Trace:
             zero_fraction=float(self._lengths[self.workers == 0].sum()) / self.end,
         )
 
-    # -- another one from this one ---------------------------------------------------------------------------------
+    # -- derived traces --------------------------------------------------------------------------------------------
 
     def slice(self, start: Seconds = _BEGINNING, stop: Seconds | None = None) -> Trace:
-        """The part from `start` to `stop` (or the end), as a trace that begins at 0 s."""
+        """The part from `start` to `stop` or the end, as a trace that begins at 0 s."""
         stop = Seconds(self.end) if stop is None else stop
         if not 0 <= start < stop <= self.end:
             raise TraceError(
@@ -181,11 +181,11 @@ class Trace:
         return replace(self, times=times, workers=self.workers[low:high], end=stop - start, final=final)
 
     def shift(self, offset: Seconds) -> Trace:
-        """Without its first `offset` seconds."""
+        """The trace without its first `offset` seconds."""
         return self.slice(offset)
 
     def repeat(self, times: int) -> Trace:
-        """The trace so many times in a row."""
+        """The trace `times` times in a row."""
         if times < 1:
             raise TraceError(f"{self._label} cannot be repeated {times} times; expected at least 1")
         starts = np.repeat(np.arange(times) * self.end, len(self.times))
@@ -197,10 +197,10 @@ class Trace:
         )
 
     def scale(self, *, workers: float | None = None, max_workers: int | None = None, time: float = 1.0) -> Trace:
-        """Multiplied: in workers by a factor or so that the greatest count becomes `max_workers`, in time by a factor.
+        """The trace with times multiplied by `time`, and counts by `workers` or such that the largest is `max_workers`.
 
-        Counts are rounded to the nearest whole worker, halves up; a count above zero never becomes zero, since zero
-        means that training waits. Rounding therefore shifts the mean when the target is small.
+        Counts are rounded to the nearest whole number, halves up. A count above zero does not become zero, since
+        training waits while there are no workers; rounding therefore raises the mean of a trace with few workers.
 
         >>> Trace.parse("0s:56 60s:29 90s:0 120s").scale(max_workers=4, time=0.5)
         Trace('0s:4 30s:2 45s:0 60s')
@@ -219,12 +219,12 @@ class Trace:
         return self._map(lambda counts: np.where(counts > 0, np.maximum(1, np.floor(counts * factor + 0.5)), 0), time)
 
     def clip(self, *, minimum: int = 0, maximum: int | None = None) -> Trace:
-        """With every count raised to `minimum` and lowered to `maximum`."""
+        """The trace with each count below `minimum` raised to it, and each count above `maximum` lowered to it."""
         if minimum < 0 or (maximum is not None and maximum < minimum):
             raise TraceError(f"cannot clip to {minimum} .. {maximum} workers; expected 0 <= minimum <= maximum")
         return self._map(lambda counts: np.clip(counts, minimum, maximum))
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _map(self, function: Any, time: float = 1.0) -> Trace:
         counts = function(np.append(self.workers, self._final)).astype(np.int64)
@@ -245,7 +245,7 @@ class Trace:
 
     @cached_property
     def _area(self) -> Floats:
-        """Worker-seconds up to each change, and up to the end."""
+        """Worker-seconds from 0 s to each change and to the end."""
         return np.concatenate([[0.0], np.cumsum(self.workers * self._lengths)])
 
     def _area_until(self, time: float) -> float:
@@ -267,7 +267,7 @@ class Trace:
         return hash((self.times.tobytes(), self.workers.tobytes(), self.end, self.final))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Trace, (self.times, self.workers, self.end, self.final, self.name)  # so that a copy is read-only, too
+        return Trace, (self.times, self.workers, self.end, self.final, self.name)  # a copy is read-only, too
 
     def __repr__(self) -> str:
         if len(self.times) <= 6 and self.final == self.workers[-1]:
@@ -280,7 +280,7 @@ class Trace:
 
 
 def _checked(times: Any, workers: Any, end: float) -> tuple[Floats, Ints]:
-    """Own copies of the arrays, or a TraceError that names the first bad entry."""
+    """Copies of the arrays, or a TraceError that names the first wrong entry."""
     moments, counts = np.array(times, dtype=np.float64), np.array(workers)
     if moments.ndim != 1 or moments.shape != counts.shape or not len(moments):
         raise TraceError(f"times of shape {moments.shape} and counts of shape {counts.shape} make no trace; "

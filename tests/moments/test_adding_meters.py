@@ -1,4 +1,4 @@
-"""Sums and FlatSums: the meters that add up the micro-batches themselves, one for GPUs and one for small models."""
+"""FusedMeter and FlatMeter, which add up the micro-batches themselves: one for GPUs, one for small models."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ from torch import nn
 
 from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Measurement
-from ebbflow.moments.flat import FlatSums
-from ebbflow.moments.measure import Meter
-from ebbflow.moments.sums import Sums
-from moments.test_measure import make_model, make_pieces, run_step, truth
+from ebbflow.moments.meters import FlatMeter, FusedMeter, HookMeter
+from moments.test_meters import make_micro_batches, make_model, run_step, truth
 
-KINDS = pytest.mark.parametrize("kind", [Sums, FlatSums])
-Kind = type[Sums] | type[FlatSums]
+KINDS = pytest.mark.parametrize("kind", [FusedMeter, FlatMeter])
+Kind = type[FusedMeter] | type[FlatMeter]
 
 
 @KINDS
 def test_it_leaves_the_gradient_that_autograd_would_have_left(kind: Kind) -> None:
     gradients = []
-    for each in (Meter, kind):
+    for each in (HookMeter, kind):
         model = make_model()
         meter = each(model.parameters(), layers=False)
         for step in range(2):
             meter.discard()
-            run_step(model, meter, make_pieces(step))
+            run_step(model, meter, make_micro_batches(step))
         gradients.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
 @KINDS
-def test_several_backward_passes_may_make_one_piece(kind: Kind) -> None:
+def test_several_backward_passes_may_make_one_micro_batch(kind: Kind) -> None:
     w = nn.Parameter(torch.tensor([1.0]))
     sums = kind([w])
     (2 * w).sum().backward()
@@ -48,16 +46,18 @@ def test_several_backward_passes_may_make_one_piece(kind: Kind) -> None:
 def test_a_discarded_step_is_forgotten(kind: Kind) -> None:
     model = make_model()
     sums = kind(model.parameters(), layers=True)
-    run_step(model, sums, make_pieces(9))
+    run_step(model, sums, make_micro_batches(9))
     sums.discard()
-    assert run_step(model, sums, make_pieces()).mean_sq == pytest.approx(truth(model, make_pieces())[0], rel=1e-6)
+    assert run_step(model, sums, make_micro_batches()).mean_sq == pytest.approx(
+        truth(model, make_micro_batches())[0], rel=1e-6
+    )
     model.zero_grad()
     with pytest.raises(ConfigError, match="no gradient arrived"):
         sums.close_micro_batch(1)
 
 
 @KINDS
-def test_a_scale_is_taken_out_of_the_pieces(kind: Kind) -> None:
+def test_a_scale_is_taken_out_of_the_micro_batches(kind: Kind) -> None:
     # Micro-batches of 1 and 3 samples with gradients 2 and 1, weighted 1/4 and 3/4, in a loss scaled by 8.
     w = nn.Parameter(torch.tensor([1.0]))
     sums = kind([w])
@@ -84,7 +84,7 @@ def test_parameters_without_a_gradient_stay_without_one(kind: Kind) -> None:
 @KINDS
 def test_sparse_and_dense_gradients_are_measured_alike(kind: Kind) -> None:
     measured = []
-    for each in (Meter, kind):
+    for each in (HookMeter, kind):
         torch.manual_seed(0)
         table, rare = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.ones(1))
         meter = each([table.weight, rare], layers=True)
@@ -99,8 +99,8 @@ def test_sparse_and_dense_gradients_are_measured_alike(kind: Kind) -> None:
 
 def test_without_measuring_it_only_adds_up() -> None:
     model, reference = make_model(), make_model()
-    sums = Sums(model.parameters(), measured=False)
-    for x, y in make_pieces():
+    sums = FusedMeter(model.parameters(), measured=False)
+    for x, y in make_micro_batches():
         nn.functional.cross_entropy(model(x), y).backward()
         sums.close_micro_batch(len(x))
         nn.functional.cross_entropy(reference(x), y).backward()
@@ -109,7 +109,7 @@ def test_without_measuring_it_only_adds_up() -> None:
 
 
 @KINDS
-def test_a_step_of_another_size_than_its_pieces_is_refused(kind: Kind) -> None:
+def test_a_step_of_another_size_than_its_micro_batches_is_refused(kind: Kind) -> None:
     w = nn.Parameter(torch.tensor([1.0]))
     sums = kind([w])
     w.sum().backward()
@@ -119,31 +119,31 @@ def test_a_step_of_another_size_than_its_pieces_is_refused(kind: Kind) -> None:
 
 
 def test_flat_sums_are_for_small_models_of_one_type_on_a_cpu() -> None:
-    assert FlatSums.suits(make_model().parameters())
-    assert not FlatSums.suits(make_model().bfloat16().parameters())
-    assert not FlatSums.suits([*make_model().parameters(), *make_model().double().parameters()])
-    assert not FlatSums.suits(nn.Linear(1000, 1000).parameters())
-    assert not FlatSums.suits([])
+    assert FlatMeter.suits(make_model().parameters())
+    assert not FlatMeter.suits(make_model().bfloat16().parameters())
+    assert not FlatMeter.suits([*make_model().parameters(), *make_model().double().parameters()])
+    assert not FlatMeter.suits(nn.Linear(1000, 1000).parameters())
+    assert not FlatMeter.suits([])
 
 
-@pytest.mark.parametrize("kind", [Meter, Sums, FlatSums])
+@pytest.mark.parametrize("kind", [HookMeter, FusedMeter, FlatMeter])
 def test_one_that_is_off_leaves_the_gradients_to_autograd_and_goes_on_as_if_nothing_had_been(
-    kind: type[Meter] | Kind,
+    kind: type[HookMeter] | Kind,
 ) -> None:
     plain, model = make_model(), make_model()
     meter = kind(model.parameters(), layers=True)
-    run_step(model, meter, make_pieces(1))
+    run_step(model, meter, make_micro_batches(1))
     for on in (False, True):
         meter.on = on
         meter.discard()
         for net in (plain, model):
             net.zero_grad()
-            for x, y in make_pieces(2):
+            for x, y in make_micro_batches(2):
                 nn.functional.cross_entropy(net(x), y, reduction="sum").backward()
                 if net is model:
                     meter.close_micro_batch(len(x), scale=len(x))
         if on:
-            batch = sum(len(x) for x, _ in make_pieces(2))
+            batch = sum(len(x) for x, _ in make_micro_batches(2))
             measured = meter.finish(batch, scale=batch)
-            assert measured.mean_sq == pytest.approx(truth(model, make_pieces(2))[0], rel=1e-5)
+            assert measured.mean_sq == pytest.approx(truth(model, make_micro_batches(2))[0], rel=1e-5)
         assert all(torch.allclose(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))

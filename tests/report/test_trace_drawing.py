@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.errors import OutputError, TraceError
-from ebbflow.traces.draw import chart, figure
+from ebbflow.report.trace_drawing import chart, figure
+from ebbflow.traces.availability import Trace
 from ebbflow.traces.synthetic import load
-from ebbflow.traces.trace import Trace
 
 BEGINS = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ebbflow.errors import MissingExtra
-from ebbflow.optim.build import build_optimizer, norms_and_biases
 from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.optim.optimizers import build_optimizer, norms_and_biases
 
 LAMB = {"weight_decay": 0.01, "weight_decouple": False, "adam_debias": True}
 

@@ -1,0 +1,227 @@
+"""Plans that fit a training: long enough for its epochs, or with the step time at which it lasts as long as its trace.
+
+`plan_for` and `fit_step_time` are for fleet policies, `plan_growing` and `fit_growing` for growing ones, whose steps
+`foresee` computes before training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ebbflow.core.units import Seconds
+from ebbflow.errors import PlanError
+from ebbflow.plan.batch_plan import BatchPlan, StepSize, cut_into_steps, cut_step, fleet_segments, trace_from
+from ebbflow.plan.growing import Geo, allow
+from ebbflow.plan.policies import GrowingPolicy, Observation, Policy, make_policy
+from ebbflow.plan.steptime import ConstantStepTime, StepTimeLike
+from ebbflow.traces import Trace
+
+__all__ = ["GrowingPlan", "fit_growing", "fit_step_time", "foresee", "plan_for", "plan_growing"]
+
+_BEGINNING = Seconds(0.0)
+
+
+def plan_for(
+    trace: Trace,
+    policy: Policy | str,
+    step_time: StepTimeLike,
+    *,
+    samples: int,
+    epochs: int,
+    offset: Seconds = _BEGINNING,
+    repeat: bool = False,
+    on_change: str = "finish",
+) -> BatchPlan:
+    """A plan that is long enough for the epochs.
+
+    With `repeat` the trace is repeated as often as necessary; without, a trace that is too short is a PlanError that
+    says how many epochs it reaches.
+    """
+    if not repeat:
+        plan = BatchPlan.from_trace(trace, policy, step_time, offset=offset, on_change=on_change)
+        plan.for_epochs(samples, epochs)  # raises if it is too short
+        return plan
+    times = int(offset // trace.end) + 2  # so that at least one complete repetition follows the offset
+    while True:
+        plan = BatchPlan.from_trace(trace.repeat(times), policy, step_time, offset=offset, on_change=on_change)
+        reached = plan.epochs_reached(samples, epochs)
+        if reached >= epochs:
+            return plan
+        times = max(times + 1, int(times * epochs / max(reached, 1e-6)))
+
+
+def fit_step_time(
+    trace: Trace,
+    policy: Policy | str,
+    *,
+    samples: int,
+    epochs: int,
+    offset: Seconds = _BEGINNING,
+    on_change: str = "finish",
+) -> Seconds:
+    """The longest constant step time with which the epochs fit into the trace, so that the run lasts as long as it.
+
+    Found by bisection, to a relative accuracy of 1e-6. As in every plan, the end of an epoch makes steps smaller, and
+    with `finish` the last step only has to begin before the trace ends.
+    """
+    return _longest_step_time(
+        trace,
+        make_policy(policy),
+        lambda plan: plan.epochs_reached(samples, epochs) >= epochs,
+        offset=offset,
+        on_change=on_change,
+    )
+
+
+def _longest_step_time(
+    trace: Trace, policy: Policy, enough: Callable[[BatchPlan], bool], *, offset: Seconds, on_change: str
+) -> Seconds:
+    """The longest constant step time, at most the length of the trace, whose plan satisfies `enough`.
+
+    A plan of sufficiently short steps must satisfy it, or the search does not end.
+    """
+    segments = fleet_segments(trace_from(trace, offset), policy, ConstantStepTime(Seconds(1.0)))
+    if not segments.samples.any():
+        raise PlanError(f"the trace {trace.name} has no workers from {offset:g} s on; no step time fits")
+
+    def fits(step: float) -> bool:
+        runs = cut_into_steps(replace(segments, seconds=np.full(len(segments.times), step)), on_change, grid=True)
+        return len(runs.counts) > 0 and enough(BatchPlan.from_runs(runs, source={}))
+
+    short = long = segments.end
+    while not fits(short):
+        short, long = short / 2, short
+    while long - short > 1e-6 * short:
+        middle = (short + long) / 2
+        short, long = (middle, long) if fits(middle) else (short, middle)
+    return Seconds(short)
+
+
+# -- growing policies --------------------------------------------------------------------------------------------------
+
+
+def foresee(policy: GrowingPolicy, plan: BatchPlan, *, samples: int, epochs: int, ref_batch: int) -> BatchPlan:
+    """The steps that a growing policy will take if `plan` says what the workers can do.
+
+    For passive policies they are exact. For an adaptive policy, whose observations are not known before training, they
+    are the steps of a batch that never grows, which is the largest possible number of steps. If `plan` is too short for
+    the epochs, so is the result.
+    """
+    if not policy.passive:
+        policy = Geo(factor=1.0, initial=policy.initial, max_batch=policy.max_batch, local_batch=policy.local_batch)
+    first: list[int] = []
+    rows: list[StepSize] = []
+    steps = 0
+    for size, equal in _steps(policy, plan, samples=samples, epochs=epochs, ref_batch=ref_batch):
+        if not rows or not _continues(rows[-1], size, after=steps - first[-1]):
+            first.append(steps)
+            rows.append(size)
+        steps += equal
+    return BatchPlan(
+        first=np.array(first, np.int64),
+        workers=np.array([row.workers for row in rows], np.int64),
+        samples=np.array([row.samples for row in rows], np.int64),
+        start_s=np.array([row.time_s for row in rows], np.float64),
+        step_s=np.array([row.duration_s for row in rows], np.float64),
+        steps=steps,
+        source=plan.source,
+    )
+
+
+def _steps(
+    policy: GrowingPolicy, plan: BatchPlan, *, samples: int, epochs: int, ref_batch: int
+) -> Iterator[tuple[StepSize, int]]:
+    """(step, number of consecutive equal steps) of a passive policy, until the epochs or the plan end.
+
+    Equal steps are counted at once, so that a long run does not take one iteration per step.
+    """
+    seen = Observation(step=0, samples=0, epoch_samples=samples, ref_batch=ref_batch)
+    state = policy.init()
+    remaining, left = samples, epochs
+    for run in plan.runs():
+        here = StepSize(workers=run.workers, samples=run.samples, time_s=run.start_s, duration_s=run.step_s)
+        while run.stop is None or seen.step < run.stop:
+            requested, state = policy.requested(seen, state)
+            size = allow(here, requested, policy.max_batch)
+            # Steps that leave two samples or more of the epoch take what was planned; see `cut_step`.
+            equal = min(policy.unchanged_steps(seen, size.samples), (remaining - 2) // size.samples)
+            equal = max(1, equal if run.stop is None else min(equal, run.stop - seen.step))
+            taken = cut_step(size.samples, remaining) if equal == 1 else size.samples
+            yield replace(size, time_s=run.start_s + (seen.step - run.first) * run.step_s), equal
+            seen = replace(seen, step=seen.step + equal, samples=seen.samples + equal * taken, batch=taken)
+            remaining -= equal * taken
+            if not remaining:
+                remaining, left = samples, left - 1
+            if not left:
+                return
+
+
+def _continues(begin: StepSize, size: StepSize, *, after: int) -> bool:
+    """Whether a step belongs to the run of equal steps that began `after` steps before it."""
+    if (begin.workers, begin.samples, begin.duration_s) != (size.workers, size.samples, size.duration_s):
+        return False
+    return abs(begin.time_s + after * begin.duration_s - size.time_s) <= 1e-6 * size.duration_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowingPlan:
+    """The two plans of a training whose batch grows."""
+
+    capacity: BatchPlan
+    """What the workers can do in each step; engines follow this plan."""
+    foreseen: BatchPlan
+    """The steps that are taken, as far as they are known before training (`foresee`)."""
+
+
+def plan_growing(
+    trace: Trace,
+    policy: GrowingPolicy,
+    step_time: StepTimeLike,
+    *,
+    samples: int,
+    epochs: int,
+    ref_batch: int,
+    offset: Seconds = _BEGINNING,
+    repeat: bool = False,
+    on_change: str = "finish",
+) -> GrowingPlan:
+    """Plans that are long enough for the epochs, as `plan_for` makes them for policies that do not grow.
+
+    A step takes the step time of all available workers, whether it uses all of them or not.
+    """
+    times = int(offset // trace.end) + 2 if repeat else 1
+    while True:
+        whole = trace.repeat(times) if repeat else trace
+        capacity = BatchPlan.from_trace(whole, policy, step_time, offset=offset, on_change=on_change)
+        foreseen = foresee(policy, capacity, samples=samples, epochs=epochs, ref_batch=ref_batch)
+        if not repeat:
+            foreseen.for_epochs(samples, epochs)  # raises if it is too short
+        reached = foreseen.epochs_reached(samples, epochs)
+        if reached >= epochs:
+            return GrowingPlan(capacity=capacity, foreseen=foreseen)
+        times = max(times + 1, int(times * epochs / max(reached, 1e-6)))
+
+
+def fit_growing(
+    trace: Trace,
+    policy: GrowingPolicy,
+    *,
+    samples: int,
+    epochs: int,
+    ref_batch: int,
+    offset: Seconds = _BEGINNING,
+    on_change: str = "finish",
+) -> Seconds:
+    """The longest constant step time with which the epochs fit into the trace, as in `fit_step_time`.
+
+    For an adaptive policy it is the one with which they fit even if the batch never grows.
+    """
+
+    def enough(capacity: BatchPlan) -> bool:
+        steps = foresee(policy, capacity, samples=samples, epochs=epochs, ref_batch=ref_batch)
+        return steps.epochs_reached(samples, epochs) >= epochs
+
+    return _longest_step_time(trace, policy, enough, offset=offset, on_change=on_change)

@@ -1,0 +1,305 @@
+"""The contract of a rule, `scale(context, state) -> (Scaling, state)`, and the registry of rules and modifiers.
+
+A rule sees one step at a time and nothing but its context. What it has to remember it returns as a JSON value, which it
+gets back at the next step. Every step starts from the base rate: a scaled rate is never multiplied again, so that no
+rule can drift, however often the workers change.
+
+The text form of a rule is its name with arguments, followed by modifiers: `linear`, `power(0.75)`, `sqrt+warmup(5ep)`.
+All modules of this package are imported before a text is read, so that a new rule needs no further line anywhere. Rules
+of your own come from plugin files (`ebbflow train --plugin mine.py`) or from any module that was imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ebbflow.core.spec import Entry, Registry, bind, parse_calls
+from ebbflow.errors import ConfigError, SpecError
+from ebbflow.moments.estimate import Moments
+
+__all__ = [
+    "RULES",
+    "Modifier",
+    "Rule",
+    "RuleChain",
+    "Scaling",
+    "State",
+    "StepContext",
+    "damp",
+    "make_rule",
+    "register_modifier",
+    "register_rule",
+    "rule_entries",
+    "spread",
+]
+
+State = Any
+"""What a rule remembers: None, or a value that JSON can hold."""
+MEASURABLE = frozenset({"moments", "layers"})
+"""What a rule may need: noise and signal of the whole model, and of each layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepContext:
+    """What a rule may know about the step that it scales."""
+
+    step: int
+    """Number of the step, counted from 0."""
+    batch: int
+    """Samples in the step, over all workers."""
+    ref_batch: int
+    """The batch at which the base learning rate was tuned."""
+    samples: int
+    """Samples committed before the step."""
+    workers: int = 1
+    """Workers that take part in the step."""
+    epoch_samples: int = 0
+    """Samples in an epoch; 0 if there are no epochs."""
+    total_samples: int = 0
+    """Samples in the whole run; 0 if the run has no end."""
+    shortfall: float = 1.0
+    """`batch` divided by the batch that a growing policy requested; rules need not look at it (see `damp`)."""
+    moments: Moments | None = None
+    """Averaged noise and signal, including this step; None if no rule needs them or nothing was measured yet."""
+
+    @property
+    def ratio(self) -> float:
+        """The batch ratio: batch of the step divided by the reference batch. It may be below one."""
+        return self.batch / self.ref_batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling:
+    """How a step differs from a step at the reference batch; `Scaling()` changes nothing."""
+
+    lr: float | tuple[float, ...] = 1.0
+    """Multiplies the learning rate, outside the momentum: one number, or one per layer in the order of the
+    parameters."""
+    gradient: float | tuple[float, ...] = 1.0
+    """Multiplies the gradient, and coupled weight decay with it, inside the momentum: one number, or one per layer."""
+    weight_decay: float = 1.0
+    """Multiplies the weight decay of all layers."""
+    betas: float | tuple[float, float] = 1.0
+    """Exponent of Adam's betas, one for both or one for each. The batch ratio keeps their half-life in samples."""
+    eps: float = 1.0
+    """Multiplies the eps of an adaptive optimizer."""
+    progress: float | None = None
+    """Reference steps that the step is worth, where the schedule follows the gain; None: it follows the samples."""
+    stats: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Values for the record; they have no effect."""
+
+    @property
+    def layers(self) -> tuple[float, ...]:
+        """The multipliers of the rate as a tuple, with a single entry if all layers share one multiplier."""
+        return self.lr if isinstance(self.lr, tuple) else (self.lr,)
+
+    @property
+    def multiplier(self) -> float:
+        """The factor of the whole step, `lr` times `gradient`; the mean over the layers if they differ.
+
+        >>> Scaling(lr=(1.0, 3.0), gradient=2.0).multiplier
+        4.0
+        """
+        if not isinstance(self.lr, tuple) and not isinstance(self.gradient, tuple):
+            return self.lr * self.gradient
+        count = max(len(self.layers), len(self._inside))
+        return sum(self.by_layer(count)) / count
+
+    @property
+    def _inside(self) -> tuple[float, ...]:
+        return self.gradient if isinstance(self.gradient, tuple) else (self.gradient,)
+
+    def by_layer(self, count: int) -> list[float]:
+        """The factor of the whole step, `lr` times `gradient`, for each of `count` layers."""
+        pairs = zip(spread(self.layers, count), spread(self._inside, count), strict=True)
+        return [lr * gradient for lr, gradient in pairs]
+
+    def map_lr(self, change: Callable[[float], float]) -> Scaling:
+        """The same scaling with every multiplier of the rate changed by a function."""
+        lr = tuple(map(change, self.lr)) if isinstance(self.lr, tuple) else change(self.lr)
+        return replace(self, lr=lr)
+
+    def with_lr(self, layers: Sequence[float]) -> Scaling:
+        """The same scaling with these multipliers of the rate; a single one stays a number, not a tuple."""
+        return replace(self, lr=tuple(layers) if len(layers) > 1 or isinstance(self.lr, tuple) else layers[0])
+
+    def with_stats(self, **stats: float) -> Scaling:
+        """The same scaling with more values for the record."""
+        return replace(self, stats={**self.stats, **stats})
+
+
+def spread(values: Sequence[float], count: int) -> Sequence[float]:
+    """`count` values: those given, or a single one repeated for each layer."""
+    if len(values) == count:
+        return values
+    if len(values) == 1:
+        return [values[0]] * count
+    raise ConfigError(
+        f"the state of the rule has {len(values)} layers, but the step has {count}; a model whose trainable tensors "
+        f"change during the run needs a rule for the whole model, such as adascale"
+    )
+
+
+class _Part:
+    """What rules and modifiers have in common."""
+
+    needs: frozenset[str] = frozenset()
+    """What must be measured: "moments" of the whole model, "layers" of each layer, too. Set by the registration."""
+
+    def init(self) -> State:
+        """The state before the first step."""
+        return None
+
+
+class Rule(_Part, ABC):
+    """A learning-rate rule. Subclasses are frozen dataclasses, registered by `register_rule`."""
+
+    @abstractmethod
+    def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
+        """The scaling of one step, and the state for the next one."""
+
+
+class Modifier(_Part, ABC):
+    """Changes the scaling of the rule before it, as in `linear+warmup(5ep)`; registered by `register_modifier`."""
+
+    @abstractmethod
+    def modify(self, context: StepContext, scaling: Scaling, state: State) -> tuple[Scaling, State]:
+        """The changed scaling, and the state for the next step."""
+
+
+@dataclass(frozen=True)
+class RuleChain(Rule):
+    """A rule and its modifiers, which are applied from left to right as they are written."""
+
+    rule: Rule
+    modifiers: tuple[Modifier, ...]
+    text: str
+    """The text form, which records and reports show."""
+    needs: frozenset[str] = field(init=False, compare=False, repr=False)
+    """What any of the parts needs."""
+
+    def __post_init__(self) -> None:
+        needs = self.rule.needs.union(*(modifier.needs for modifier in self.modifiers))
+        object.__setattr__(self, "needs", needs)
+
+    def init(self) -> State:
+        """The states of all parts, in order."""
+        return [self.rule.init(), *(modifier.init() for modifier in self.modifiers)]
+
+    def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
+        """The scaling of the rule, changed by each modifier in turn."""
+        scaling, first = self.rule.scale(context, state[0])
+        states = [first]
+        for modifier, old in zip(self.modifiers, state[1:], strict=True):
+            scaling, new = modifier.modify(context, scaling, old)
+            states.append(new)
+        return scaling, states
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def damp(scaling: Scaling, rule: Rule, context: StepContext, state: State, *, exponent: float) -> Scaling:
+    """Reduce the rate of a step that has fewer samples than a growing policy requested.
+
+    `scaling` is what the rule returned for the step. A step of B samples where D were requested should have the
+    multiplier of the rule for D times (B/D)^exponent. The exponent is 1 for SGD, whose noise grows with rate/B, and 1/2
+    for optimizers that normalise the gradient. A rule that follows the batch reduces the rate itself (`linear` by B/D);
+    it is only reduced further as far as that is not enough, and never raised. With `constant` this is the damping of
+    Holt and Sievert (2021), the rate times max_batch/D.
+    """
+    if context.shortfall >= 1 or not scaling.multiplier > 0:
+        return scaling
+    # A rule is a pure function, so that asking it about a step that does not happen changes nothing.
+    requested, _ = rule.scale(replace(context, batch=round(context.batch / context.shortfall), shortfall=1.0), state)
+    damping = min(1.0, context.shortfall**exponent * requested.multiplier / scaling.multiplier)
+    return scaling.map_lr(lambda lr: lr * damping).with_stats(damping=damping)
+
+
+# -- the registry ------------------------------------------------------------------------------------------------------
+
+RULES: Registry[Rule | Modifier] = Registry("rule")
+
+
+def register_rule(
+    name: str, *, cite: str = "", needs: Iterable[str] = (), exempt: Mapping[str, str] | None = None
+) -> Callable[[Any], Any]:
+    """Return a decorator that adds a rule.
+
+    `needs` is what must be measured for it ("moments", "layers"). `exempt` names laws (see tests/laws) that the rule
+    does not have to pass, each with the reason.
+    """
+    return _register(name, "rule", cite, needs, exempt)
+
+
+def register_modifier(
+    name: str, *, cite: str = "", needs: Iterable[str] = (), exempt: Mapping[str, str] | None = None
+) -> Callable[[Any], Any]:
+    """Return a decorator that adds a modifier, which is written after a rule: `linear+NAME`. See `register_rule`."""
+    return _register(name, "modifier", cite, needs, exempt)
+
+
+def _register(
+    name: str, kind: str, cite: str, needs: Iterable[str], exempt: Mapping[str, str] | None
+) -> Callable[[Any], Any]:
+    measured = frozenset(needs)
+    if not measured <= MEASURABLE:
+        raise SpecError(
+            f"the {kind} {name!r} needs {', '.join(sorted(measured - MEASURABLE))}, which cannot be measured; "
+            f"known are {', '.join(sorted(MEASURABLE))}"
+        )
+
+    def add(make: Any) -> Any:
+        RULES.register(name, kind=kind, cite=cite, needs=measured, exempt=exempt)(make)
+        make.needs = measured
+        return make
+
+    return add
+
+
+@functools.cache
+def _import_rules() -> None:
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"ebbflow.rules.{module.name}")
+
+
+def rule_entries() -> list[Entry[Rule | Modifier]]:
+    """All registered rules and modifiers, rules first."""
+    _import_rules()
+    return sorted(RULES, key=lambda entry: (entry.kind != "rule", entry.name))
+
+
+def make_rule(text: str | Rule) -> Rule:
+    """The rule of a text; an argument that is a rule already is returned unchanged.
+
+    >>> make_rule("linear+warmup(5ep)").text
+    'linear+warmup(5ep)'
+    >>> make_rule("lineer")
+    Traceback (most recent call last):
+    ...
+    ebbflow.errors.SpecError: unknown rule 'lineer'; did you mean 'linear'? Known: ...
+    """
+    if isinstance(text, Rule):
+        return text
+    _import_rules()
+    first, *rest = parse_calls(text)
+    rule = bind(first, RULES.entry(first.name).make)
+    if not isinstance(rule, Rule):
+        raise SpecError(f"{text!r} starts with the modifier {first.name!r}; put a rule before it: linear+{first}")
+    modifiers = []
+    for call in rest:
+        part = bind(call, RULES.entry(call.name).make)
+        if not isinstance(part, Modifier):
+            raise SpecError(
+                f"{text!r} has {call.name!r}, a rule, after a +; only modifiers can follow a rule: "
+                f"{', '.join(RULES.names('modifier'))}"
+            )
+        modifiers.append(part)
+    return RuleChain(rule, tuple(modifiers), text="+".join(str(call) for call in (first, *rest)))
