@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ebbflow.errors import MissingExtra
+from ebbflow.core.extras import require
 
 if TYPE_CHECKING:
     from ebbflow.estimators.estimators import EbbflowClassifier as EbbflowClassifier
@@ -27,10 +27,7 @@ _HOME = {"EbbflowClassifier": "ebbflow.estimators.estimators", "EbbflowRegressor
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'ebbflow.sklearn' has no attribute {name!r}; it has {', '.join(__all__)}")
-    try:
-        importlib.import_module("skorch")
-    except ImportError:
-        raise MissingExtra("skorch", extra="dask", needed_for=f"ebbflow.sklearn.{name}") from None
+    require("skorch", extra="dask", needed_for=f"ebbflow.sklearn.{name}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

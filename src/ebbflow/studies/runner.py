@@ -9,7 +9,6 @@ restarted study from running the same arm beside them. Data that takes long to r
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -27,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from ebbflow.core.files import write_whole
+from ebbflow.core.files import hold_lock, write_whole
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.signals import StopSignal
 from ebbflow.errors import ConfigError, EbbflowError, OutputError, RecordError
@@ -131,26 +130,11 @@ def _earlier_result(folder: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 @contextmanager
-def _hold_lock(path: Path, *, busy: str | None = None) -> Iterator[None]:
-    """Hold a lock on a file, which is created with its folder, until the process ends, also if it is killed.
-
-    If another process holds the lock, a ConfigError with the text `busy` is raised; without `busy` this waits.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX if busy is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(busy or "") from None
-        yield
-
-
-@contextmanager
 def _study_folder(study: Study, out: Path, command: str) -> Iterator[None]:
     """Create the folder, or check that it holds this study or a part of it; hold it while the study runs."""
     try:
         (out / "arms").mkdir(parents=True, exist_ok=True)
-        with _hold_lock(out / ".lock", busy=f"another study is running in {out}; wait for it or choose another folder"):
+        with hold_lock(out / ".lock", busy=f"another study is running in {out}; wait for it or choose another folder"):
             _check_and_write(study, out, command)
             yield
     except OutputError:
@@ -321,7 +305,7 @@ def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) ->
             return "failed", text
 
     try:
-        with _hold_lock(folder / ".lock"):  # an arm of a killed study releases the folder at its next report
+        with hold_lock(folder / ".lock"):  # an arm of a killed study releases the folder at its next report
             what, text = train_arm()
     except KeyboardInterrupt:
         what, text = "failed", "interrupted"

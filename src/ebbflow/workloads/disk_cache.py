@@ -9,7 +9,6 @@ them makes it and the others wait.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbflow.core.files import write_whole
+from ebbflow.core.files import hold_lock, write_whole
 
 __all__ = ["disk_cached", "disk_cached_in"]
 
@@ -54,21 +53,13 @@ def disk_cached(name: str, sources: Sequence[NDArray[Any]], make: Callable[[], N
     path = folder / f"{name}-{digest.hexdigest()[:16]}.npy"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _lock(path.with_suffix(".lock")):
+        with hold_lock(path.with_suffix(".lock")):
             if (found := _map_file(path)) is None:
                 write_whole(path, _file_content(make()))
                 found = _map_file(path)
     except OSError:  # read-only, or full
         return make()
     return make() if found is None else found
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Wait until no other process holds this lock file, and hold it inside the `with` block."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _map_file(path: Path) -> NDArray[Any] | None:

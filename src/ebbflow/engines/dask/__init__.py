@@ -8,12 +8,9 @@ worker        the worker's side: the replica, and the handler that answers to th
 
 from __future__ import annotations
 
-from ebbflow.errors import MissingExtra
+from ebbflow.core.extras import require
 
-try:
-    import distributed as _distributed  # noqa: F401
-except ImportError as error:
-    raise MissingExtra("distributed", extra="dask", needed_for="training on a Dask cluster") from error
+require("distributed", extra="dask", needed_for="training on a Dask cluster")
 
 from ebbflow.engines.dask.cluster import connect
 from ebbflow.engines.dask.dask_engine import DaskEngine
