@@ -86,6 +86,11 @@ class TestFleet:
             process.start()
             self.processes[name] = process
 
+    def forget_who_was_here(self) -> None:
+        """Replicas that are started again wait for each other, as at the first start."""
+        for path in self.folder.glob("*.here"):
+            path.unlink()
+
     def hurry(self) -> None:
         """Nobody holds back any longer."""
         (self.folder / "hurry").touch()

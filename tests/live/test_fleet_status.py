@@ -16,6 +16,7 @@ from rich.console import Console
 from ebbflow.errors import ConfigError
 from ebbflow.live.address import is_loopback, local_address_towards, parse_address
 from ebbflow.live.display import members_table
+from ebbflow.live.heartbeats import heartbeat_ages
 from ebbflow.live.protocol import STATUS_KEY, ReplicaStatus
 from ebbflow.live.status import Quorum, combine, fetch_quorum, fetch_statuses, find_folder, parse_quorum, read_statuses
 
@@ -75,6 +76,11 @@ def test_the_page_of_the_lighthouse_is_read() -> None:
         stores={"r1": "127.0.0.1:2"},
         heartbeats={"r1": 0.027221429, "r0": 0.1},
     )
+
+
+def test_heartbeats_are_read_from_the_page_of_the_lighthouse() -> None:
+    assert heartbeat_ages(PAGE) == {"r1:uuid1": 0.027221429, "r0:uuid0": 0.1, "r0:earlier": 830.9}
+    assert heartbeat_ages("nothing of the kind") == {}
 
 
 def test_what_lighthouse_and_replicas_say_becomes_one_picture() -> None:

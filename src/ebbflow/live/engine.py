@@ -5,7 +5,7 @@
     commit      True where the message arrived, and then all have the same numbers, bit for bit
 
 A replica that dies in the middle may leave some that have the sum and some that do not. Those that have it commit; the
-others do not, and get the state from one of the former when they meet again (`agreement.py`).
+others do not, and get the state from one of the former when they meet again (`membership.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,40 +26,19 @@ from ebbflow.engines.base import Engine, Gradients
 from ebbflow.engines.batchnorm import LocalBatchNorm
 from ebbflow.engines.micro_batches import Fetch, Loss, Precision, autocast, generators, micro_batch_seed
 from ebbflow.errors import ConfigError
-from ebbflow.live.agreement import Standing, extend
+from ebbflow.live.connection import FleetConnection
 from ebbflow.live.group import Fault, Lost, no_fault
-from ebbflow.live.member import Circle, Member
+from ebbflow.live.membership_events import ComputeStep
 from ebbflow.moments.choose import meter_for
 from ebbflow.plan.plan import StepSize
 from ebbflow.plan.policies import Policy
 
-__all__ = ["Carrier", "LiveEngine", "Over", "LoadedMicroBatch", "Sizes", "by_policy"]
+__all__ = ["LiveEngine", "LoadedMicroBatch", "Sizes", "by_policy"]
 
 Sizes = Callable[[int, int], tuple[int, int]]
 """(step, replicas) -> (workers, samples of the step). The replica of rank w mod replicas computes worker w."""
 
 _LOSS, _LEAVING, _RETURNING, _NUMBERS = 0, 1, 2, 3  # places of the riders before those of batch norm
-
-
-class Over(Exception):
-    """There is no next step: the state that this replica has, or just got, is that of a finished job."""
-
-
-class Carrier(Protocol):
-    """The complete state of a replica, of which the engine knows only that it can be carried to another one."""
-
-    def pack(self) -> memoryview:
-        """Everything at the last committed step; reading it executes nothing."""
-
-    def unpack(self, data: memoryview) -> int:
-        """Become what `pack` described; the number of committed steps."""
-
-    def refresh(self) -> int | None:
-        """Become what a disk remembers, if that is further; the number of committed steps, None if it is not."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether there is nothing left to train."""
 
 
 def by_policy(policy: Policy) -> Sizes:
@@ -99,9 +78,8 @@ class LiveEngine(Engine):
         self,
         model: torch.nn.Module,
         fetch: Fetch,
-        member: Member,
+        connection: FleetConnection,
         sizes: Sizes,
-        carrier: Carrier,
         *,
         samples: int,
         lineage: int,
@@ -112,7 +90,6 @@ class LiveEngine(Engine):
         parameters: Iterable[torch.nn.Parameter] | None = None,
         precision: Precision = "fp32",
         leaving: Callable[[], bool] = lambda: False,
-        on_event: Callable[[str, str], None] = lambda what, text: None,
         fault: Fault = no_fault,
     ) -> None:
         """`samples`: size of an epoch. `lineage`: of the state that the model has now. `loss`: None, if whoever uses
@@ -122,9 +99,8 @@ class LiveEngine(Engine):
             raise ConfigError("precision is 'fp16', whose loss scale a fleet does not share; use bf16")
         self.model = model
         self.fetch = fetch
-        self.member = member
+        self.connection = connection
         self.sizes = sizes
-        self.carrier = carrier
         self.samples = samples
         self.loss = loss
         self.seed = seed
@@ -133,7 +109,6 @@ class LiveEngine(Engine):
         self.lineage = lineage
         self.parent = lineage
         """The lineage before the last committed step."""
-        self.established = False
         self.left = False
         """Whether this replica has left the fleet: nothing more comes."""
         self.last_of_all = False
@@ -147,48 +122,31 @@ class LiveEngine(Engine):
         self._generators = generators(model)
         self._device_type = trained[0].device.type
         self._leaving = leaving
-        self._on_event = on_event
         self._fault = fault
         self._began = time.monotonic()
         self._order: tuple[int, Permutation] | None = None
-        self._circle: Circle | None = None
+        self._quorum: ComputeStep | None = None
         self._size: StepSize | None = None
         self._assignment: Assignment | None = None
         self._loss_sum: torch.Tensor | float = 0.0
         self._done = 0  # samples of this step that a backward pass was over
         self._arrived = False
+        self._failure = ""
         self._says_leaving = False
         self._leavers: frozenset[int] = frozenset()
+        self._lighthouse_wanted = False
 
     # The three verbs --------------------------------------------------------------------------------------------
 
     def members(self, step: int) -> StepSize:
-        """Meet the others for the next step. Afterwards this replica has the state that counts, perhaps a later one.
+        """Form a quorum group for the next step, in which this replica has the state that counts, perhaps a later one.
 
-        Waits while the lighthouse has nobody to offer. Raises `Gone` if this replica is told to leave meanwhile, and
-        `Over` if the others, or a disk, turn out to have finished.
+        Waits while the lighthouse forms no quorum. Raises `LeftFleet` if this replica is told to leave meanwhile, and
+        `TrainingFinished` if the others, or a checkpoint, turn out to have finished.
         """
-        complaint = ""
-        while True:
-            try:
-                circle = self.member.meet(Standing(step=step, lineage=self.lineage, established=self.established))
-                if circle.new:
-                    if not circle.settlement.live and (further := self.carrier.refresh()) is not None:
-                        step = further
-                        raise Lost("a checkpoint is further than all replicas")
-                    step = self._transfer(circle, step)
-                    self._on_event("members", " ".join(circle.names))
-            except Lost as reason:
-                if str(reason) != complaint:  # a lighthouse that is away for hours is one event
-                    self._on_event("lost", complaint := str(reason))
-                self.member.failed()
-                continue
-            break
-        self._circle = circle
-        if self.carrier.finished:
-            raise Over
+        self._quorum = self.connection.next_step(step, self.lineage)
         self._fault("quorum")
-        workers, samples = self.sizes(step, len(circle.names))
+        workers, samples = self.sizes(self._quorum.step, len(self._quorum.participants))
         now = time.monotonic() - self._began
         self._size = StepSize(workers=workers, samples=samples, time_s=now, duration_s=0.0)
         return self._size
@@ -213,19 +171,20 @@ class LiveEngine(Engine):
 
     def commit(self) -> bool:
         """Whether the sum arrived here."""
-        assert self._circle is not None and self._assignment is not None, "commit follows gradients"
+        assert self._assignment is not None, "commit follows gradients"
         if not self._arrived:
             self._batch_norm.rollback()
             self.model.zero_grad(set_to_none=True)
-            self.member.failed()
+            self.connection.failed(self._failure)
             return False
         self._batch_norm.commit()
-        self.member.committed()
-        self.parent, self.lineage = self.lineage, extend(self.lineage, self._assignment, self._circle.key)
-        self.established = True
+        last = self.connection.committed(
+            self._assignment, leaving=self._leavers, lighthouse_wanted=self._lighthouse_wanted
+        )
+        self.parent, self.lineage = self.lineage, self.connection.membership.state.lineage
         self._fault("commit")
-        if self._leavers:
-            self._part(self._circle)
+        if last is not None:
+            self.left, self.last_of_all = True, last.save_state
         return True
 
     # The backward passes ----------------------------------------------------------------------------------------
@@ -242,9 +201,9 @@ class LiveEngine(Engine):
 
     def own_micro_batches(self) -> tuple[MicroBatch, ...]:
         """This replica's micro-batches of the open step; none at the tail of an epoch, or where the policy idles it."""
-        assert self._circle is not None
-        replicas = len(self._circle.names)
-        return tuple(share for share in self._all_micro_batches() if share.worker % replicas == self._circle.rank)
+        assert self._quorum is not None
+        replicas = len(self._quorum.participants)
+        return tuple(share for share in self._all_micro_batches() if share.worker % replicas == self._quorum.rank)
 
     def _all_micro_batches(self) -> tuple[MicroBatch, ...]:
         assert self._assignment is not None and self._size is not None
@@ -302,7 +261,7 @@ class LiveEngine(Engine):
         riders[_LOSS] = self._loss_sum * (samples / batch)
         self._says_leaving = self._leaving()
         riders[_LEAVING] = float(self._says_leaving)
-        riders[_RETURNING] = float(self.member.wants_lighthouse)
+        riders[_RETURNING] = float(self.connection.wants_lighthouse)
         riders[_NUMBERS:].copy_(self._batch_norm.pack())
         try:
             measurement = self._combine(samples=samples, batch=batch)
@@ -311,65 +270,38 @@ class LiveEngine(Engine):
             self._leavers = self._who_leaves() if leaving else frozenset()
             self._fault("sum")
         except Lost as reason:
-            self._on_event("lost", str(reason))
+            self._failure = str(reason)
             self._combine.renew()
             return Gradients(loss=float("nan"), micro_batches=len(own))
         self._batch_norm.unpack(riders[_NUMBERS:])
-        if returning:
-            self.member.return_to_lighthouse()
+        self._lighthouse_wanted = bool(returning)
         self._arrived = True
         return Gradients(loss=loss, micro_batches=len(self._all_micro_batches()), measurement=measurement)
 
     def _add_up(self, tensor: torch.Tensor) -> None:
-        assert self._circle is not None
-        self._circle.group.add_up(tensor)
+        self.connection.all_reduce(tensor)
 
-    # Upcoming and going -------------------------------------------------------------------------------------------
+    # Membership -------------------------------------------------------------------------------------------------------
 
-    def _transfer(self, circle: Circle, step: int) -> int:
-        """Send the state to those who need it, or get it; the step at which this replica is then."""
-        transfers = circle.settlement.transfers
-        source = transfers.get(circle.rank)
-        if source is not None:
-            data = circle.group.receive(source)
-            step = self.carrier.unpack(data)
-            self.established = False
-            self._on_event("received", f"{len(data)} bytes from {circle.names[source]}")
-            return step
-        needy = [rank for rank, donor in transfers.items() if donor == circle.rank]
-        if needy:
-            data = self.carrier.pack()
-            for rank in needy:
-                circle.group.send(data, rank)
-        return step
+    @property
+    def established(self) -> bool:
+        """Whether this replica has committed a step with this fleet since it started or received a state."""
+        return self.connection.membership.state.established
 
     @property
     def first(self) -> bool:
-        """Whether this replica is the first of its circle: the one that writes what is to be written once."""
-        return self._circle is not None and self._circle.rank == 0
+        """Whether this replica has rank 0 in its quorum group: the one that writes what is to be written once."""
+        return self._quorum is not None and self._quorum.rank == 0
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the replicas in the last step."""
-        return self._circle.names if self._circle is not None else ()
+        """Names of the participants of the last step, by rank."""
+        return self._quorum.participants if self._quorum is not None else ()
 
     def _who_leaves(self) -> frozenset[int]:
         """One more, tiny message: which of us said that they leave. In the rare step where somebody does."""
-        assert self._circle is not None
-        said = torch.zeros(len(self._circle.names), device=self._combine.riders.device)
-        said[self._circle.rank] = float(self._says_leaving)
+        assert self._quorum is not None
+        said = torch.zeros(len(self._quorum.participants), device=self._combine.riders.device)
+        said[self._quorum.rank] = float(self._says_leaving)
         self._add_up(said)
         return frozenset(rank for rank, leaves in enumerate(said.tolist()) if leaves)
-
-    def _part(self, circle: Circle) -> None:
-        """After the last step with some of us: go, or go on without them."""
-        leavers, self._leavers = self._leavers, frozenset()
-        if circle.rank in leavers:
-            self.left = True
-            self.last_of_all = len(leavers) == len(circle.names) and circle.rank == 0
-            return
-        try:
-            self._on_event("members", " ".join(self.member.go_on_without(leavers)))
-        except Lost as reason:
-            self._on_event("lost", str(reason))
-            self.member.failed()

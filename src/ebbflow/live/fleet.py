@@ -21,13 +21,12 @@ from ebbflow.core.signals import StopSignal
 from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.micro_batches import Fetch, Loss, Precision
 from ebbflow.errors import ConfigError, Diverged
-from ebbflow.live.agreement import root
 from ebbflow.live.checkpoints import Checkpoints
-from ebbflow.live.engine import LiveEngine, LoadedMicroBatch, Over, Sizes, by_policy
+from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished
+from ebbflow.live.engine import LiveEngine, LoadedMicroBatch, Sizes, by_policy
 from ebbflow.live.faults import ScriptedFaults
-from ebbflow.live.group import Lost
 from ebbflow.live.journal import Journal, Status
-from ebbflow.live.member import Gone, Member, Place
+from ebbflow.live.membership import initial_lineage
 from ebbflow.live.settings import Settings
 from ebbflow.live.state import FleetState, Stateful, job_of
 from ebbflow.optim.elastic import ElasticOptimizer
@@ -143,23 +142,17 @@ class Fleet:
         average = WeightAverage(model, ema) if ema is not None else None
         faults = ScriptedFaults(os.environ.get("EBBFLOW_FAULT", ""), lambda: self.flow.step)
         self._fault = faults
-        place = Place(
-            lighthouse=settings.lighthouse,
-            name=settings.replica,
-            bind=settings.bind,
-            min_replicas=settings.min_replicas,
-            heartbeat_timeout_s=settings.heartbeat_timeout_ms / 1000,
-        )
         device = next(model.parameters()).device
-        self._member = Member(place, job, device=device, leaving=self._leaving, fault=faults)
+        self._connection = FleetConnection(
+            settings, job, self._state, device=device, leaving=self._leaving, on_event=self._event, fault=faults
+        )
         self.engine = LiveEngine(
             model,
             fetch,
-            self._member,
+            self._connection,
             sizes,
-            self._state,
             samples=samples,
-            lineage=root(weights_digest(model)),
+            lineage=initial_lineage(weights_digest(model)),
             loss=loss,
             seed=seed,
             micro_batch=micro_batch,
@@ -167,7 +160,6 @@ class Fleet:
             parameters=optimizer.layers,
             precision=precision,
             leaving=self._leaving,
-            on_event=self._event,
             fault=faults,
         )
         self.flow = Flow(
@@ -182,8 +174,8 @@ class Fleet:
         self._state.flow, self._state.engine = self.flow, self.engine
         self._status = Status(
             settings.own_folder / "status.json",
-            lambda text: self._member.publish("ebbflow/status", text),
-            incarnation=self._member.name,
+            lambda text: self._connection.publish("ebbflow/status", text),
+            incarnation=self._connection.name,
         )
         self._journal: Journal  # from `__enter__` on
 
@@ -215,11 +207,10 @@ class Fleet:
             stack.callback(self._journal.close)
             stack.callback(self._checkpoints.wait)
             self._state.refresh()
-            stack.callback(self._member.leave)
+            stack.callback(self._connection.close)
             if threading.current_thread() is threading.main_thread():
                 stack.enter_context(self._stop)
-            with contextlib.suppress(Lost):  # no lighthouse yet: the first step waits for it
-                self._member.arrive()
+            self._connection.start()
             self._status.tell("joining", step=self.flow.step)
             self._stack = stack.pop_all()
         return self
@@ -263,10 +254,10 @@ class Fleet:
         while self._goes_on():
             try:
                 opened = self.flow.open()
-            except Gone:
+            except LeftFleet:
                 self._gone()
                 return
-            except Over:
+            except TrainingFinished:
                 continue
             with opened.keep:
                 self.engine.open(opened.assignment, opened.size)
@@ -278,10 +269,10 @@ class Fleet:
         while self._goes_on():
             try:
                 row = self.flow.run_step()
-            except Gone:
+            except LeftFleet:
                 self._gone()
                 return
-            except Over:
+            except TrainingFinished:
                 continue
             self._after(row)
 
@@ -357,8 +348,8 @@ class Fleet:
 
     def _finish(self) -> None:
         """Meet once more, so that a replica which missed the last sum gets the final state; then the end."""
-        self._member.return_to_lighthouse()
-        with contextlib.suppress(Gone, Over):
+        self._connection.return_to_lighthouse()
+        with contextlib.suppress(LeftFleet, TrainingFinished):
             self.engine.members(self.flow.step)
         if not self.finished:
             return

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import urllib.request
-from collections.abc import Iterable
 
 __all__ = ["Heartbeats", "heartbeat_ages"]
 
@@ -33,11 +32,10 @@ class Heartbeats:
         self.timeout_s = timeout_s
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a lighthouse is never outside
 
-    def silent(self, names: Iterable[str]) -> list[str]:
-        """Those whose last heartbeat is too long ago; nobody if the lighthouse cannot be asked."""
+    def ages(self) -> dict[str, float]:
+        """Seconds since the last heartbeat of each replica; nothing if the lighthouse cannot be asked."""
         try:
             with self._opener.open(f"{self.url}/status", timeout=self.timeout_s) as answer:
-                ages = heartbeat_ages(answer.read().decode("utf-8", "replace"))
+                return heartbeat_ages(answer.read().decode("utf-8", "replace"))
         except (OSError, ValueError):
-            return []
-        return [name for name in names if ages.get(name, 0.0) > self.timeout_s]
+            return {}

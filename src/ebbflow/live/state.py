@@ -14,9 +14,9 @@ import torch
 from ebbflow._version import __version__
 from ebbflow.data.ledger import Ledger
 from ebbflow.errors import CheckpointError
-from ebbflow.live.agreement import strangeness
 from ebbflow.live.checkpoints import Checkpoints
 from ebbflow.live.engine import LiveEngine
+from ebbflow.live.membership import describe_difference
 from ebbflow.run.checkpoint import load_model
 from ebbflow.run.flow import Flow
 
@@ -82,8 +82,8 @@ class FleetState:
         )
         return buffer.getbuffer()
 
-    def unpack(self, data: bytes | memoryview, origin: str = "the state of a peer") -> int:
-        """Become what the bytes describe; the number of committed steps. A state of another job changes nothing."""
+    def unpack(self, data: bytes | memoryview, origin: str = "the state of a peer") -> tuple[int, int]:
+        """Become what the bytes describe; the steps committed, and the lineage. One of another job changes nothing."""
         try:
             state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many kinds for damaged bytes; all mean the same
@@ -92,8 +92,8 @@ class FleetState:
             raise CheckpointError(f"{origin} is not of this version of ebbflow; delete it, or use the version it is of")
         if state["job"] != dict(self.job):
             raise CheckpointError(
-                f"{origin} is of another job: {strangeness(self.job, state['job'])}; use the same settings, or another "
-                f"folder"
+                f"{origin} is of another job: {describe_difference(self.job, state['job'])}; use the same settings, or "
+                f"another folder"
             )
         load_model(self.model, state["model"], Path(origin))
         self.flow.optimizer.load_state_dict(state["optimizer"])
@@ -108,17 +108,17 @@ class FleetState:
         self.flow.wall_s = float(state["wall_s"])
         self.engine.lineage = int(state["lineage"])
         torch.set_rng_state(state["rng"])
-        return self.flow.step
+        return self.flow.step, self.engine.lineage
 
-    def refresh(self) -> int | None:
-        """Become what the newest checkpoint remembers, if it is further; the number of committed steps."""
+    def refresh(self) -> tuple[int, int] | None:
+        """Become what the newest checkpoint remembers, if it is further; the number of committed steps, the lineage."""
         found = self.checkpoints.newest(beyond=self.flow.step)
         if found is None:
             return None
         path, data = found
-        step = self.unpack(data, str(path))
+        loaded = self.unpack(data, str(path))
         self.checkpoints.on_event("restored", f"from {path.name}")
-        return step
+        return loaded
 
     @property
     def finished(self) -> bool:

@@ -1,0 +1,421 @@
+"""The connection of one replica with its fleet: executes what the membership protocol asks for, and reports events.
+
+No decision is made here. `Membership` (membership.py) says what is to be done; this module does it with torchft's
+manager server and client, torch's store and a process group, in the thread of the training loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from ebbflow.data.ledger import Assignment
+from ebbflow.errors import ConfigError, MissingExtra
+from ebbflow.live.group import Fault, Group, Lost, no_fault, open_store
+from ebbflow.live.heartbeats import Heartbeats
+from ebbflow.live.membership import HEARTBEAT_INTERVAL_S, Membership, without_heartbeat
+from ebbflow.live.membership_events import (
+    AskLighthouse,
+    CheckHeartbeats,
+    CheckpointLoaded,
+    ComputeStep,
+    Connect,
+    ConnectionFailed,
+    DropConnections,
+    Event,
+    GroupConnected,
+    Handshake,
+    HandshakeFailed,
+    HandshakesReceived,
+    HeartbeatsReceived,
+    Instruction,
+    LeaveFleet,
+    LighthouseUnreachable,
+    LighthouseWanted,
+    LoadCheckpoint,
+    NoNewerCheckpoint,
+    QuorumFormed,
+    ReceiveState,
+    RecordEvent,
+    Refuse,
+    Register,
+    Registered,
+    SendHandshake,
+    SendState,
+    Started,
+    StateReceived,
+    StateSent,
+    StepCommitted,
+    StepFailed,
+    StepRequested,
+    Tick,
+    ToldToLeave,
+    Unregister,
+)
+from ebbflow.live.settings import Settings
+
+__all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransferableState"]
+
+_CONNECT_TIMEOUT_S = 10.0  # for the handshake, and for connecting
+_COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send heartbeats
+_QUORUM_TIMEOUT = timedelta(minutes=5)  # then the lighthouse is asked again: an answer may have been lost
+_LEAVE_POLL_S = 0.1
+_HANDSHAKE_POLL_S = 0.002
+
+
+class LeftFleet(Exception):
+    """This replica was told to leave while it waited for others."""
+
+
+class TrainingFinished(Exception):
+    """There is no next step: the state that this replica has, or just received, is that of a finished job."""
+
+
+class TransferableState(Protocol):
+    """The complete state of a replica, which can be sent to a peer and loaded from a checkpoint."""
+
+    def pack(self) -> memoryview:
+        """Write the state after the last committed step; reading it back executes nothing."""
+
+    def unpack(self, data: memoryview) -> tuple[int, int]:
+        """Load what `pack` wrote; return its number of committed steps and its lineage."""
+
+    def refresh(self) -> tuple[int, int] | None:
+        """Load the newest checkpoint if it is further than this state; return its steps and lineage, or None."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to train."""
+
+
+class FleetConnection:
+    """The connection of this replica with the others."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        job: Mapping[str, str],
+        state: TransferableState,
+        *,
+        device: torch.device,
+        leaving: Callable[[], bool] = lambda: False,
+        on_event: Callable[[str, str], None] = lambda what, text: None,
+        fault: Fault = no_fault,
+    ) -> None:
+        """`job`: what must be the same for all replicas. `leaving`: whether this replica was told to leave.
+        `on_event(what, text)`: writes an event into the record."""
+        self.settings = settings
+        self.state = state
+        self.membership = Membership(
+            job,
+            min_replicas=settings.min_replicas,
+            heartbeat_timeout_s=settings.heartbeat_timeout_ms / 1000,
+            connect_timeout_s=_CONNECT_TIMEOUT_S,
+        )
+        self.name = self._new_name()
+        self._device = device
+        self._leaving = leaving
+        self._on_event = on_event
+        self._fault = fault
+        self._heartbeats = Heartbeats(f"http://{settings.lighthouse}", timeout_s=settings.heartbeat_timeout_ms / 1000)
+        self._pending: Callable[[], Event] | None = None  # reports what is waited for, or that time has passed
+        self._group: Group | None = None
+        self._server: Any = None
+        self._client: Any = None
+        self._store: TCPStore | None = None
+
+    def _new_name(self) -> str:
+        return f"{self.settings.replica}:{uuid.uuid4().hex[:12]}"
+
+    # What the training loop calls -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Make this replica known to the lighthouse, if that can be reached; else the first step tries again."""
+        self._run(Started(now=time.monotonic()))
+
+    def next_step(self, step: int, lineage: int) -> ComputeStep:
+        """Form a quorum group for the next step, and make sure that this replica has the state that counts.
+
+        Waits while the lighthouse forms no quorum. Raises `LeftFleet` if this replica is told to leave meanwhile,
+        `TrainingFinished` if the state turns out to be that of a finished job, and a ConfigError if this replica is
+        incompatible with the fleet.
+        """
+        instruction = self._run(StepRequested(now=time.monotonic(), step=step, lineage=lineage))
+        if isinstance(instruction, Refuse):
+            raise ConfigError(
+                f"the fleet at {self.settings.lighthouse} refuses this replica, which is of another job: "
+                f"{instruction.difference}. Start it with the same script, settings and version, or give the job a "
+                f"lighthouse of its own"
+            )
+        if not isinstance(instruction, ComputeStep):
+            raise LeftFleet
+        if self.state.finished:
+            raise TrainingFinished
+        return instruction
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its sum over the participants of the step."""
+        assert self._group is not None
+        self._group.add_up(tensor)
+
+    @property
+    def wants_lighthouse(self) -> bool:
+        """What this replica tells the other participants in a step (`Membership.wants_lighthouse`)."""
+        return self.membership.wants_lighthouse(time.monotonic())
+
+    def committed(
+        self, assignment: Assignment, *, leaving: frozenset[int], lighthouse_wanted: bool
+    ) -> LeaveFleet | None:
+        """Report that the step counts on this replica; the answer says whether it was the last one."""
+        instruction = self._run(
+            StepCommitted(
+                now=time.monotonic(), assignment=assignment, leaving=leaving, lighthouse_wanted=lighthouse_wanted
+            )
+        )
+        return instruction if isinstance(instruction, LeaveFleet) else None
+
+    def failed(self, reason: str) -> None:
+        """Report that the step does not count on this replica."""
+        self._run(StepFailed(now=time.monotonic(), reason=reason))
+
+    def return_to_lighthouse(self) -> None:
+        """Ask the lighthouse before the next step, even if the group goes on by itself."""
+        self._run(LighthouseWanted(now=time.monotonic()))
+
+    def publish(self, key: str, text: str) -> None:
+        """Put a text into the store of this replica, where others can read it over the network."""
+        if self._store is not None:
+            self._store.set(key, text)
+
+    def close(self) -> None:
+        """Close everything; the lighthouse forgets this replica when its heartbeat times out."""
+        self._unregister()
+        self._drop()
+
+    # How instructions are executed ------------------------------------------------------------------------------------
+
+    def _run(self, event: Event) -> Instruction | None:
+        """Hand an event to the protocol and execute its instructions, until the training loop's turn has come.
+
+        The instruction for the training loop is returned, None if there is none.
+        """
+        todo = deque(self.membership.handle(event))
+        while todo or self._pending is not None:
+            if todo:
+                instruction = todo.popleft()
+                if isinstance(instruction, ComputeStep | LeaveFleet | Refuse):
+                    self._pending = None
+                    return instruction
+                outcome = self._execute(instruction)
+            else:
+                assert self._pending is not None
+                outcome = self._pending()
+            if outcome is not None:
+                todo.extend(self.membership.handle(outcome))
+        return None
+
+    def _execute(self, instruction: Instruction) -> Event | None:
+        """Execute an instruction; the event that it led to, if that is known at once."""
+        match instruction:
+            case Register():
+                time.sleep(instruction.after_s)
+                return self._register()
+            case AskLighthouse():
+                time.sleep(instruction.after_s)
+                self._ask(instruction)
+            case CheckHeartbeats():
+                ages = self._heartbeats.ages()
+                return HeartbeatsReceived(now=time.monotonic(), ages=ages)
+            case SendHandshake():
+                return self._exchange_handshakes(instruction)
+            case Connect():
+                return self._connect(instruction)
+            case LoadCheckpoint():
+                return self._load_checkpoint()
+            case SendState():
+                return self._send_state(instruction.to)
+            case ReceiveState():
+                return self._receive_state(instruction.source)
+            case RecordEvent():
+                self._on_event(instruction.what, instruction.text)
+            case Unregister():
+                self._unregister()
+            case DropConnections():
+                self._drop()
+            case _:
+                raise NotImplementedError(f"{instruction}")
+        return None
+
+    def _register(self) -> Event:
+        torchft = _torchft()
+        host = self.settings.bind
+        timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = listener.getsockname()[1]
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+        )
+        try:
+            self._server = torchft.ManagerServer(
+                replica_id=self.name,
+                lighthouse_addr=f"http://{self.settings.lighthouse}",
+                hostname=host,
+                bind=f"[{host}]:0" if ":" in host else f"{host}:0",
+                store_addr=address,
+                world_size=1,
+                heartbeat_interval=timedelta(seconds=HEARTBEAT_INTERVAL_S),
+                connect_timeout=timeout,
+                quorum_retries=0,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            reason = f"no lighthouse at {self.settings.lighthouse}: {error}"
+            return LighthouseUnreachable(now=time.monotonic(), reason=reason)
+        self._client = torchft.ManagerClient(self._server.address(), connect_timeout=timeout)
+        return Registered(now=time.monotonic(), name=self.name, store=address)
+
+    def _unregister(self) -> None:
+        if self._server is not None:
+            with contextlib.suppress(RuntimeError):
+                self._server.shutdown()
+        self._server = self._client = self._store = None
+        self.name = self._new_name()
+
+    def _drop(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _ask(self, request: AskLighthouse) -> None:
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        client = self._client
+
+        def ask() -> None:
+            try:
+                answers.put(
+                    client._quorum(
+                        group_rank=0,
+                        step=request.step,
+                        checkpoint_metadata="",
+                        shrink_only=False,
+                        timeout=_QUORUM_TIMEOUT,
+                        init_sync=False,
+                        commit_failures=request.commit_failures,
+                    )
+                )
+            except Exception as error:
+                answers.put(error)
+
+        def poll() -> Event:
+            try:
+                answer = answers.get(timeout=_LEAVE_POLL_S)
+            except queue.Empty:
+                return ToldToLeave(now=time.monotonic()) if self._leaving() else Tick(now=time.monotonic())
+            self._pending = None
+            if isinstance(answer, Exception):
+                reason = f"the lighthouse at {self.settings.lighthouse} does not answer: {answer}"
+                return LighthouseUnreachable(now=time.monotonic(), reason=reason)
+            return QuorumFormed(
+                now=time.monotonic(),
+                quorum_id=answer.quorum_id,
+                replicas=tuple(answer.replica_ids),
+                rank=answer.replica_rank,
+                store=answer.store_address,
+            )
+
+        self._pending = poll
+        # The request cannot be interrupted, so that it has a thread of its own.
+        threading.Thread(target=ask, daemon=True, name="ebbflow-quorum").start()
+
+    def _exchange_handshakes(self, instruction: SendHandshake) -> Event | None:
+        keys = [f"handshake/{rank}" for rank in range(instruction.size)]
+
+        def failed(error: Exception) -> Event:
+            self._pending = None
+            return HandshakeFailed(now=time.monotonic(), reason=f"the handshake failed: {error}")
+
+        def poll() -> Event:
+            try:
+                if not store.check(keys):
+                    time.sleep(_HANDSHAKE_POLL_S)
+                    return Tick(now=time.monotonic())
+                handshakes = tuple(Handshake.decode(store.get(key)) for key in keys)
+            except (RuntimeError, ValueError) as error:  # the store ended with the replica that had it
+                return failed(error)
+            self._pending = None
+            return HandshakesReceived(now=time.monotonic(), handshakes=handshakes)
+
+        try:
+            store = open_store(instruction.rendezvous, timeout_s=_CONNECT_TIMEOUT_S)
+            store.set(keys[instruction.rank], instruction.handshake.encode())
+        except (Lost, RuntimeError) as error:
+            return failed(error)
+        self._pending = poll
+        return None
+
+    def _connect(self, instruction: Connect) -> Event:
+        try:
+            self._group = Group(
+                instruction.rendezvous,
+                instruction.names,
+                instruction.rank,
+                bind=self.settings.bind,
+                device=self._device,
+                connect_s=_CONNECT_TIMEOUT_S,
+                timeout_s=_COLLECTIVE_TIMEOUT_S,
+                silent=self._without_heartbeat,
+                fault=self._fault,
+            )
+        except Lost as error:
+            return ConnectionFailed(now=time.monotonic(), reason=str(error))
+        return GroupConnected(now=time.monotonic())
+
+    def _without_heartbeat(self, names: Sequence[str]) -> list[str]:
+        return without_heartbeat(names, self._heartbeats.ages(), self._heartbeats.timeout_s)
+
+    def _load_checkpoint(self) -> Event:
+        loaded = self.state.refresh()
+        if loaded is None:
+            return NoNewerCheckpoint(now=time.monotonic())
+        step, lineage = loaded
+        return CheckpointLoaded(now=time.monotonic(), step=step, lineage=lineage)
+
+    def _send_state(self, receivers: Sequence[int]) -> Event:
+        assert self._group is not None
+        data = self.state.pack()
+        try:
+            for rank in receivers:
+                self._group.send(data, rank)
+        except Lost as error:
+            return ConnectionFailed(now=time.monotonic(), reason=str(error))
+        return StateSent(now=time.monotonic())
+
+    def _receive_state(self, source: int) -> Event:
+        assert self._group is not None
+        try:
+            data = self._group.receive(source)
+        except Lost as error:
+            return ConnectionFailed(now=time.monotonic(), reason=str(error))
+        step, lineage = self.state.unpack(data)
+        return StateReceived(now=time.monotonic(), step=step, lineage=lineage, size=len(data))
+
+
+def _torchft() -> Any:
+    os.environ.setdefault("RUST_LOG", "warn")  # else every step of every replica is several lines in its log
+    try:
+        from torchft import _torchft
+    except ImportError:
+        raise MissingExtra("torchft", extra="live", needed_for="training with a live fleet") from None
+    return _torchft
