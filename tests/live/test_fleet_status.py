@@ -119,11 +119,12 @@ def test_the_table_fits_eighty_columns() -> None:
 @pytest.fixture
 def lighthouse() -> Iterator[tuple[str, Any]]:
     pytest.importorskip("torchft", reason="the live extra is not installed")
-    from ebbflow.live.lighthouse import LighthouseOptions, _start, _torchft
+    from ebbflow.live.lighthouse import LighthouseOptions, _start
+    from ebbflow.live.torchft_api import load_compiled_part
 
     server = _start(LighthouseOptions(heartbeat_timeout_ms=60_000))
     address = f"127.0.0.1:{str(server.address()).rpartition(':')[2]}"
-    yield address, _torchft().LighthouseClient(f"http://{address}", timedelta(seconds=10))
+    yield address, load_compiled_part().LighthouseClient(f"http://{address}", timedelta(seconds=10))
     server.shutdown()
 
 

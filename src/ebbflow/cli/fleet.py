@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ from rich.live import Live
 from ebbflow.cli.common import err
 from ebbflow.core.signals import StopSignal
 from ebbflow.core.units import parse_seconds
-from ebbflow.errors import ConfigError, MissingExtra
+from ebbflow.errors import ConfigError
 from ebbflow.live.display import fleet_line, fleet_table, happening_line
 from ebbflow.live.lighthouse import Lighthouse, LighthouseOptions
 from ebbflow.live.program import job_name, locked, replica_command, tell_where
@@ -30,7 +29,7 @@ from ebbflow.live.watch import Act, Outcome, watch
 
 __all__ = [
     "PASS_THROUGH", "Bind", "Command", "Folder", "Gpus", "Grace", "Heartbeat", "JobName", "MaxFailures", "MinReplicas",
-    "Shown", "Workload", "exit_code", "milliseconds", "positive", "require_torchft", "supervised", "supervised_here",
+    "Shown", "Workload", "exit_code", "milliseconds", "positive", "supervised", "supervised_here",
 ]  # fmt: skip
 
 PASS_THROUGH = {"ignore_unknown_options": True}
@@ -61,12 +60,6 @@ Gpus = Annotated[int, typer.Option(help="GPUs a replica; 0 leaves CUDA_VISIBLE_D
 
 _FIRST_LINE_S, _LINE_EVERY_S = 5.0, 60.0
 _TABLE_EVERY_S = 0.25
-
-
-def require_torchft(needed_for: str) -> None:
-    """Say the pip command now, rather than let every replica die of it."""
-    if importlib.util.find_spec("torchft") is None:
-        raise MissingExtra("torchft", extra="live", needed_for=needed_for)
 
 
 def milliseconds(text: str) -> int:

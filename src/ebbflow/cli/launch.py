@@ -26,7 +26,6 @@ from ebbflow.cli.fleet import (
     exit_code,
     milliseconds,
     positive,
-    require_torchft,
     supervised,
     supervised_here,
 )
@@ -47,6 +46,7 @@ from ebbflow.live.protocol import Job, replica_folder
 from ebbflow.live.restart import RestartPolicy
 from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
 from ebbflow.live.supervisor import Supervisor
+from ebbflow.live.torchft_api import require_torchft
 
 __all__ = ["launch"]
 

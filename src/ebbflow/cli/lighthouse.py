@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ebbflow.cli.fleet import Heartbeat, MinReplicas, milliseconds, positive, require_torchft
+from ebbflow.cli.fleet import Heartbeat, MinReplicas, milliseconds, positive
 from ebbflow.live.address import LOOPBACK, parse_address
 from ebbflow.live.lighthouse import DEFAULT_PORT, LighthouseOptions, serve
 from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
+from ebbflow.live.torchft_api import require_torchft
 
 __all__ = ["lighthouse"]
 

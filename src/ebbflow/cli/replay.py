@@ -19,7 +19,6 @@ from ebbflow.cli.fleet import (
     exit_code,
     milliseconds,
     positive,
-    require_torchft,
     supervised,
     supervised_here,
 )
@@ -29,6 +28,7 @@ from ebbflow.live.lighthouse import LighthouseOptions
 from ebbflow.live.replay import Replay
 from ebbflow.live.schedule import Leaver, Stop, make_schedule, playable
 from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
+from ebbflow.live.torchft_api import require_torchft
 from ebbflow.traces import load
 
 __all__ = ["replay"]

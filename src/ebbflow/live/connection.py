@@ -7,9 +7,7 @@ manager server and client, torch's store and a process group, in the thread of t
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import socket
 import threading
 import time
 import uuid
@@ -19,11 +17,12 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from ebbflow.data.ledger import Assignment
-from ebbflow.errors import ConfigError, MissingExtra
-from ebbflow.live.group import Fault, Group, Lost, no_fault, open_store
+from ebbflow.engines.process_group import Fault, PeerLost, ProcessGroup, no_fault, open_store, serve_store
+from ebbflow.errors import ConfigError
+from ebbflow.live import torchft_api
+from ebbflow.live.address import format_address
 from ebbflow.live.heartbeats import Heartbeats
 from ebbflow.live.membership import HEARTBEAT_INTERVAL_S, Membership, without_heartbeat
 from ebbflow.live.membership_events import (
@@ -131,10 +130,10 @@ class FleetConnection:
         self._fault = fault
         self._heartbeats = Heartbeats(f"http://{settings.lighthouse}", timeout_s=settings.heartbeat_timeout_ms / 1000)
         self._pending: Callable[[], Event] | None = None  # reports what is waited for, or that time has passed
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         self._server: Any = None
         self._client: Any = None
-        self._store: TCPStore | None = None
+        self._store: Any = None
 
     def _new_name(self) -> str:
         return f"{self.settings.replica}:{uuid.uuid4().hex[:12]}"
@@ -168,7 +167,7 @@ class FleetConnection:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over the participants of the step."""
         assert self._group is not None
-        self._group.add_up(tensor)
+        self._group.all_reduce(tensor)
 
     @property
     def wants_lighthouse(self) -> bool:
@@ -259,31 +258,22 @@ class FleetConnection:
         return None
 
     def _register(self) -> Event:
-        torchft = _torchft()
-        host = self.settings.bind
         timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        port = listener.getsockname()[1]
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._store = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
-        )
+        self._store = serve_store(self.settings.bind)
+        address = format_address(self.settings.bind, self._store.port)
         try:
-            self._server = torchft.ManagerServer(
-                replica_id=self.name,
-                lighthouse_addr=f"http://{self.settings.lighthouse}",
-                hostname=host,
-                bind=f"[{host}]:0" if ":" in host else f"{host}:0",
-                store_addr=address,
-                world_size=1,
+            self._server = torchft_api.manager_server(
+                self.name,
+                lighthouse=self.settings.lighthouse,
+                host=self.settings.bind,
+                store=address,
                 heartbeat_interval=timedelta(seconds=HEARTBEAT_INTERVAL_S),
                 connect_timeout=timeout,
-                quorum_retries=0,
             )
         except (RuntimeError, TimeoutError) as error:
             reason = f"no lighthouse at {self.settings.lighthouse}: {error}"
             return LighthouseUnreachable(now=time.monotonic(), reason=reason)
-        self._client = torchft.ManagerClient(self._server.address(), connect_timeout=timeout)
+        self._client = torchft_api.manager_client(self._server.address(), connect_timeout=timeout)
         return Registered(now=time.monotonic(), name=self.name, store=address)
 
     def _unregister(self) -> None:
@@ -305,14 +295,11 @@ class FleetConnection:
         def ask() -> None:
             try:
                 answers.put(
-                    client._quorum(
-                        group_rank=0,
+                    torchft_api.request_quorum(
+                        client,
                         step=request.step,
-                        checkpoint_metadata="",
-                        shrink_only=False,
-                        timeout=_QUORUM_TIMEOUT,
-                        init_sync=False,
                         commit_failures=request.commit_failures,
+                        timeout=_QUORUM_TIMEOUT,
                     )
                 )
             except Exception as error:
@@ -360,30 +347,32 @@ class FleetConnection:
         try:
             store = open_store(instruction.rendezvous, timeout_s=_CONNECT_TIMEOUT_S)
             store.set(keys[instruction.rank], instruction.handshake.encode())
-        except (Lost, RuntimeError) as error:
+        except (PeerLost, RuntimeError) as error:
             return failed(error)
         self._pending = poll
         return None
 
     def _connect(self, instruction: Connect) -> Event:
+        own = instruction.names[instruction.rank]
+        others = [name for name in instruction.names if name != own]
+        self._group = ProcessGroup(
+            instruction.rendezvous,
+            instruction.rank,
+            len(instruction.names),
+            host=self.settings.bind,
+            connect_s=_CONNECT_TIMEOUT_S,
+            timeout_s=_COLLECTIVE_TIMEOUT_S,
+            device=self._device,
+            nccl=lambda rendezvous, rank, size, timeout: torchft_api.nccl_group(rendezvous, own, rank, size, timeout),
+            stopped=lambda: without_heartbeat(others, self._heartbeats.ages(), self._heartbeats.timeout_s),
+            fault=self._fault,
+        )
         try:
-            self._group = Group(
-                instruction.rendezvous,
-                instruction.names,
-                instruction.rank,
-                bind=self.settings.bind,
-                device=self._device,
-                connect_s=_CONNECT_TIMEOUT_S,
-                timeout_s=_COLLECTIVE_TIMEOUT_S,
-                silent=self._without_heartbeat,
-                fault=self._fault,
-            )
-        except Lost as error:
+            self._group.connect()
+        except PeerLost as error:
+            self._drop()
             return ConnectionFailed(now=time.monotonic(), reason=str(error))
         return GroupConnected(now=time.monotonic())
-
-    def _without_heartbeat(self, names: Sequence[str]) -> list[str]:
-        return without_heartbeat(names, self._heartbeats.ages(), self._heartbeats.timeout_s)
 
     def _load_checkpoint(self) -> Event:
         loaded = self.state.refresh()
@@ -398,7 +387,7 @@ class FleetConnection:
         try:
             for rank in receivers:
                 self._group.send(data, rank)
-        except Lost as error:
+        except PeerLost as error:
             return ConnectionFailed(now=time.monotonic(), reason=str(error))
         return StateSent(now=time.monotonic())
 
@@ -406,16 +395,7 @@ class FleetConnection:
         assert self._group is not None
         try:
             data = self._group.receive(source)
-        except Lost as error:
+        except PeerLost as error:
             return ConnectionFailed(now=time.monotonic(), reason=str(error))
         step, lineage = self.state.unpack(data)
         return StateReceived(now=time.monotonic(), step=step, lineage=lineage, size=len(data))
-
-
-def _torchft() -> Any:
-    os.environ.setdefault("RUST_LOG", "warn")  # else every step of every replica is several lines in its log
-    try:
-        from torchft import _torchft
-    except ImportError:
-        raise MissingExtra("torchft", extra="live", needed_for="training with a live fleet") from None
-    return _torchft

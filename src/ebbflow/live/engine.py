@@ -25,9 +25,9 @@ from ebbflow.engines.allreduce import AllReduce
 from ebbflow.engines.base import Engine, Gradients
 from ebbflow.engines.batchnorm import LocalBatchNorm
 from ebbflow.engines.micro_batches import Fetch, Loss, Precision, autocast, generators, micro_batch_seed
+from ebbflow.engines.process_group import Fault, PeerLost, no_fault
 from ebbflow.errors import ConfigError
 from ebbflow.live.connection import FleetConnection
-from ebbflow.live.group import Fault, Lost, no_fault
 from ebbflow.live.membership_events import ComputeStep
 from ebbflow.moments.choose import meter_for
 from ebbflow.plan.plan import StepSize
@@ -269,7 +269,7 @@ class LiveEngine(Engine):
             loss, leaving, returning = riders[:_NUMBERS].tolist()
             self._leavers = self._who_leaves() if leaving else frozenset()
             self._fault("sum")
-        except Lost as reason:
+        except PeerLost as reason:
             self._failure = str(reason)
             self._combine.renew()
             return Gradients(loss=float("nan"), micro_batches=len(own))

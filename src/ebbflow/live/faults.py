@@ -18,8 +18,8 @@ import re
 import signal
 from collections.abc import Callable
 
+from ebbflow.engines.process_group import PeerLost
 from ebbflow.errors import ConfigError
-from ebbflow.live.group import Lost
 
 __all__ = ["ScriptedFaults"]
 
@@ -47,5 +47,5 @@ class ScriptedFaults:
         for fault in [fault for fault in self._planned if fault[1] == point and fault[2] in (step, "*")]:
             self._planned.discard(fault)
             if fault[0] == "fail":
-                raise Lost(f"a fault was asked for at {point}")
+                raise PeerLost(f"a fault was asked for at {point}")
             os.kill(os.getpid(), signal.SIGKILL if fault[0] == "kill" else signal.SIGSTOP)

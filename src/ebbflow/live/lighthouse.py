@@ -6,18 +6,17 @@ It listens on the address it is given and on no other. Whoever reaches that port
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ebbflow.core.files import write_whole
-from ebbflow.errors import ConfigError, MissingExtra
+from ebbflow.errors import ConfigError
+from ebbflow.live import torchft_api
 from ebbflow.live.address import LOOPBACK, format_address, parse_address
 from ebbflow.live.process import Child
 from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
@@ -46,22 +45,6 @@ class LighthouseOptions:
     """How often it looks."""
 
 
-def _torchft() -> ModuleType:
-    """torchft's compiled part alone: `import torchft` would import torch, which a lighthouse has no use for."""
-    package = importlib.util.find_spec("torchft")
-    if package is None or not package.submodule_search_locations:
-        raise MissingExtra("torchft", extra="live", needed_for="a live fleet")
-    folder = Path(package.submodule_search_locations[0])
-    library = next(iter(sorted(folder.glob("_torchft*.so"))), None)
-    found = importlib.util.spec_from_file_location("torchft._torchft", library) if library else None
-    if found is None or found.loader is None:
-        raise MissingExtra("torchft (its compiled part)", extra="live", needed_for="a live fleet")
-    os.environ.setdefault("RUST_LOG", "warn")  # else every step of every replica is a line in the log
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
 def serve(options: LighthouseOptions, *, address_file: Path | None = None) -> None:
     """Serve until SIGINT or SIGTERM; the address goes into `address_file`, if any, once it is known."""
     signals = {signal.SIGINT, signal.SIGTERM}
@@ -83,8 +66,8 @@ def serve(options: LighthouseOptions, *, address_file: Path | None = None) -> No
 def _start(options: LighthouseOptions) -> Any:
     where = format_address(options.bind, options.port)
     try:
-        return _torchft().LighthouseServer(
-            bind=where,
+        return torchft_api.start_lighthouse(
+            where,
             min_replicas=options.min_replicas,
             join_timeout_ms=options.join_timeout_ms,
             quorum_tick_ms=options.quorum_tick_ms,
