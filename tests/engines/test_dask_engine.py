@@ -500,7 +500,7 @@ def test_a_replica_that_skips_a_step_leaves_batch_norm_alone(value: float) -> No
         statistics=True, layers=False, precision="fp32", device="cpu",
     )  # fmt: skip
     inputs = torch.arange(16.0).view(8, 2) * value
-    alone = SimpleNamespace(add_up=lambda buffer: None)
+    alone = SimpleNamespace(all_reduce=lambda buffer: None)
     replica = Replica(blueprint, lambda i: (inputs[i], torch.zeros(len(i), dtype=torch.int64)), group=alone)
     replica.step(None, Work(attempt=0, epoch=0, batch=4, micro_batches=((0, 2), (2, 4))))
     context = StepContext(step=0, batch=4, ref_batch=4, samples=0)

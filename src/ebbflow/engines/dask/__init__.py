@@ -4,7 +4,6 @@ engine.py    the driver: three verbs, for replicas that step themselves and for 
 cluster.py   who is there, messages, scaling                         (the driver's rim)
 service.py   what a worker answers                                   (the worker's rim)
 replica.py   the model on a worker
-group.py     the process group of the replicas
 """
 
 from __future__ import annotations

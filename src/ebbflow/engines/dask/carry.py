@@ -139,7 +139,7 @@ class AmongWorkers(_Asking):
         self.blueprint = blueprint
         self._batch_norm = LocalBatchNorm(blueprint.model)
         connect_s = min(_CONNECT_S, patience_s)
-        self._options = {"device": blueprint.device, "patience_s": patience_s, "connect_s": connect_s}
+        self._options = {"device": blueprint.device, "timeout_s": patience_s, "connect_s": connect_s}
         self._members: tuple[str, ...] = ()
         self._works: Sequence[Work] = ()
         self._holders: dict[str, int | None] = {}  # who has the state of the last step, by the number of its arrival
@@ -199,7 +199,7 @@ class AmongWorkers(_Asking):
             return False
         host, port = opened[ranks[0]]
         self._groups += 1
-        group = {"name": f"{self._groups}", "size": len(ranks), "store_host": host, "store_port": port, **self._options}
+        group = {"rendezvous": f"{host}:{port}/{self._groups}", "size": len(ranks), **self._options}
         settled = -1 if self._settle is None or not kept else self._settle.attempt
         answers = self.ask(
             {

@@ -21,8 +21,8 @@ from distributed.protocol.pickle import loads
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.allreduce import AllReduce
 from ebbflow.engines.batchnorm import LocalBatchNorm
-from ebbflow.engines.dask.group import Group
 from ebbflow.engines.micro_batches import Fetch, Loss, Precision, autocast, generators, micro_batch_seed
+from ebbflow.engines.process_group import ProcessGroup
 from ebbflow.moments.choose import AnyMeter, meter_for
 from ebbflow.moments.estimate import Measurement
 from ebbflow.moments.norms import squared_norms
@@ -149,7 +149,7 @@ class Replica:
 
     blueprint: Blueprint
     fetch: Fetch
-    group: Group | None = None
+    group: ProcessGroup | None = None
     _settled: int = -1
     _open: int | None = None
     """The attempt whose gradient is in `.grad`, as long as nobody has said whether it counts."""
@@ -189,7 +189,7 @@ class Replica:
         """In a group: apply the step before, if it counts, and compute the next one up to its mean gradient."""
         assert self.group is not None
         self.settle(settle)
-        self._reduce = self.group.add_up
+        self._reduce = self.group.all_reduce
         self._open, self._measurement, self._norm = None, None, None
         self._measurement = self._compute(work)
         optimizer = self.blueprint.optimizer
@@ -261,15 +261,17 @@ class Replica:
 
     # -- the group -------------------------------------------------------------------------------------------------
 
-    def join(self, settle: Settle | None, group: Group, *, source: int | None, newcomer: bool, settled: int) -> None:
+    def join(
+        self, settle: Settle | None, group: ProcessGroup, *, source: int | None, newcomer: bool, settled: int
+    ) -> None:
         """Enter a new group; newcomers take the state of its member `source`, if it is not None."""
         self.settle(settle)
         self.leave()
         self.combine.renew()  # a collective that was given up may still write into the old buffer
         self.group = group
-        group.open()
+        group.connect()
         if source is not None:
-            content = group.send_bytes(self.state() if group.rank == source else b"", source)
+            content = group.broadcast(self.state() if group.rank == source else b"", source)
             if newcomer:
                 self.load_state(content)
         self._settled = settled

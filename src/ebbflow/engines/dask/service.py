@@ -18,8 +18,8 @@ from distributed.comm.addressing import get_address_host
 from distributed.protocol.pickle import dumps, loads
 from distributed.protocol.serialize import to_serialize
 
-from ebbflow.engines.dask.group import Group, PartnerLost, open_store
 from ebbflow.engines.dask.replica import Replica, Settle, Work
+from ebbflow.engines.process_group import PeerLost, ProcessGroup, serve_store
 
 __all__ = ["HANDLER", "Failure", "install"]
 
@@ -60,12 +60,12 @@ class _Served:
         return self._replica.step(settle, work)
 
     def open_store(self) -> tuple[str, int]:
-        self.store = open_store(self.host)
+        self.store = serve_store(self.host)
         return self.host, self.store.port
 
     def join(self, *, settle: Settle | None, group: dict[str, Any], **options: Any) -> None:
         store, self.store = self.store, None
-        made = Group(host=self.host, store=store if group["rank"] == 0 else None, **group)
+        made = ProcessGroup(host=self.host, store=store if group["rank"] == 0 else None, **group)
         self._replica.join(settle, made, **options)
 
     def state(self, *, settle: Settle | None) -> bytes:
@@ -89,7 +89,7 @@ class _Served:
         """Do it, in the replica's thread; errors are answers, too."""
         try:
             return getattr(self, what)(**arguments)
-        except PartnerLost as error:
+        except PeerLost as error:
             self._replica.leave()  # those who wait for this one are told in turn
             return Failure(text=str(error), partner=True)
         except Exception as error:  # whatever a user's model raises belongs to the user, in the driver
