@@ -89,7 +89,7 @@ def measure(rule: str, turns: int) -> list[tuple[float, float]]:
     os.environ["RUST_LOG"] = "error"  # before torchft is loaded
     from torchft._torchft import LighthouseServer
 
-    from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
+    from ebbflow.live.protocol import HEARTBEAT_TIMEOUT_MS
 
     lighthouse = LighthouseServer(
         bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS

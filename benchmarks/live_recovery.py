@@ -71,7 +71,7 @@ class Processes:
         os.environ["RUST_LOG"] = "error"  # before torchft is loaded
         from torchft._torchft import LighthouseServer
 
-        from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
+        from ebbflow.live.protocol import HEARTBEAT_TIMEOUT_MS
 
         self.folder = folder
         self.lighthouse = LighthouseServer(

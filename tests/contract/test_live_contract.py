@@ -21,7 +21,7 @@ pytest.importorskip("torchft", reason="the live engine needs torchft: pip instal
 from contract.suite import SAMPLES, EngineContract, Outcome
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.base import Faults
-from ebbflow.live.lineage import read_fleet
+from ebbflow.live.accounting import read_fleet
 from ebbflow.plan.plan import BatchPlan
 from live import replicas
 

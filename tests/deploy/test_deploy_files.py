@@ -131,7 +131,7 @@ def test_the_replicas_are_an_indexed_job_on_spot_nodes_that_outlives_them() -> N
     assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert container("Job")["volumeMounts"] == [
-        {"name": volume["name"], "mountPath": arguments[arguments.index("--folder") + 1]}
+        {"name": volume["name"], "mountPath": arguments[arguments.index("--out") + 1]}
     ]
 
 
@@ -199,6 +199,6 @@ def test_the_slurm_replica_runs_ebbflow_with_its_number_and_the_arguments_it_got
     script = [bash, DEPLOY / "slurm" / "replicas.sbatch", "train.py", "--lr", "0.1"]
     result = subprocess.run(script, env=told, check=True, text=True, capture_output=True)
     assert result.stdout.splitlines() == [
-        "launch", "--join", "10.0.0.7:4242", "--name", "r3", "--folder", str(folder), "--grace", "45s", "train.py",
+        "launch", "--join", "10.0.0.7:4242", "--name", "r3", "--out", str(folder), "--grace", "45s", "train.py",
         "--lr", "0.1",
     ]  # fmt: skip

@@ -144,7 +144,7 @@ def final_state(folder: Path) -> dict[str, Any]:
     """What the newest checkpoint of a fleet holds."""
     import io
 
-    from ebbflow.live.checkpoints import Checkpoints, read_checkpoint
+    from ebbflow.live.replica_files import Checkpoints, read_checkpoint
 
     path = Checkpoints(folder / "checkpoints", on_event=lambda what, text: None).names()[0]
     return torch.load(io.BytesIO(read_checkpoint(path)), weights_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 import ebbflow.live.worker  # noqa: F401  loads everything that a replica needs
 from contract.suite import EPOCHS, make_data, make_model
 from ebbflow.engines.base import Faults
-from ebbflow.live.heartbeats import heartbeat_ages
 from ebbflow.live.joining import join
+from ebbflow.live.protocol import fetch_heartbeat_ages
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.sources import TensorSource
@@ -103,9 +102,7 @@ def together(folder: Path, lighthouse: str, own: str, everybody: list[str]) -> N
 
 def heard(lighthouse: str) -> set[str]:
     """The replicas whose hearts beat, as far as the lighthouse knows."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://{lighthouse}/status", timeout=5) as answer:
-        ages = heartbeat_ages(answer.read().decode())
+    ages = fetch_heartbeat_ages(lighthouse, timeout_s=5)
     return {name.partition(":")[0] for name, age in ages.items() if age < 0.5}
 
 

@@ -14,11 +14,20 @@ import pytest
 from rich.console import Console
 
 from ebbflow.errors import ConfigError
-from ebbflow.live.address import is_loopback, local_address_towards, parse_address
-from ebbflow.live.display import members_table
-from ebbflow.live.heartbeats import heartbeat_ages
-from ebbflow.live.protocol import STATUS_KEY, ReplicaStatus
-from ebbflow.live.status import Quorum, combine, fetch_quorum, fetch_statuses, find_folder, parse_quorum, read_statuses
+from ebbflow.live.fleet_status import combine, members_table
+from ebbflow.live.protocol import (
+    STATUS_KEY,
+    LighthouseStatus,
+    ReplicaStatus,
+    fetch_lighthouse_status,
+    find_folder,
+    is_loopback,
+    local_address_towards,
+    parse_address,
+    parse_heartbeat_ages,
+    parse_lighthouse_page,
+    read_statuses,
+)
 
 PAGE = """
 Current quorum_id: 7 <br>
@@ -68,19 +77,19 @@ def said(state: str, **values: Any) -> ReplicaStatus:
 
 
 def test_the_page_of_the_lighthouse_is_read() -> None:
-    assert parse_quorum(PAGE) == Quorum(
-        number=7,
-        age_s=0.83071074,
+    assert parse_lighthouse_page(PAGE) == LighthouseStatus(
+        quorum_id=7,
+        quorum_age_s=0.83071074,
         steps={"r1": 40, "r0": 0},
         recovering=frozenset({"r0"}),
         stores={"r1": "127.0.0.1:2"},
-        heartbeats={"r1": 0.027221429, "r0": 0.1},
+        heartbeat_ages={"r1": 0.027221429, "r0": 0.1},
     )
 
 
 def test_heartbeats_are_read_from_the_page_of_the_lighthouse() -> None:
-    assert heartbeat_ages(PAGE) == {"r1:uuid1": 0.027221429, "r0:uuid0": 0.1, "r0:earlier": 830.9}
-    assert heartbeat_ages("nothing of the kind") == {}
+    assert parse_heartbeat_ages(PAGE) == {"r1:uuid1": 0.027221429, "r0:uuid0": 0.1, "r0:earlier": 830.9}
+    assert parse_heartbeat_ages("nothing of the kind") == {}
 
 
 def test_what_lighthouse_and_replicas_say_becomes_one_picture() -> None:
@@ -90,7 +99,7 @@ def test_what_lighthouse_and_replicas_say_becomes_one_picture() -> None:
         "r3": said("finished", step=9),
         "r4": said("starting"),
     }
-    picture = combine("127.0.0.1:1", parse_quorum(PAGE), statuses)
+    picture = combine("127.0.0.1:1", parse_lighthouse_page(PAGE), statuses)
     assert [(m.name, m.state, m.step) for m in picture.members] == [
         ("r0", "recovering", 0), ("r1", "training", 43), ("r2", "dead", 12), ("r3", "finished", 9),
         ("r4", "starting", None),
@@ -99,7 +108,7 @@ def test_what_lighthouse_and_replicas_say_becomes_one_picture() -> None:
 
 
 def test_without_status_files_the_lighthouse_is_believed() -> None:
-    picture = combine("127.0.0.1:1", parse_quorum(PAGE), {})
+    picture = combine("127.0.0.1:1", parse_lighthouse_page(PAGE), {})
     assert [(m.name, m.state) for m in picture.members] == [("r0", "recovering"), ("r1", "training")]
     assert (picture.step, picture.batch) == (40, None)
 
@@ -108,7 +117,7 @@ def test_the_table_fits_eighty_columns() -> None:
     statuses = {"r1": said("training", step=430_000, epoch=100, batch=65536, lr=0.0123456, multiplier=123.456,
                            samples_per_s=1234567.8, loss=0.12345)}  # fmt: skip
     page = Console(file=io.StringIO(), width=80)
-    page.print(members_table(combine("10.0.0.1:29510", parse_quorum(PAGE), statuses)))
+    page.print(members_table(combine("10.0.0.1:29510", parse_lighthouse_page(PAGE), statuses)))
     assert isinstance(page.file, io.StringIO)
     lines = page.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
@@ -119,10 +128,10 @@ def test_the_table_fits_eighty_columns() -> None:
 @pytest.fixture
 def lighthouse() -> Iterator[tuple[str, Any]]:
     pytest.importorskip("torchft", reason="the live extra is not installed")
-    from ebbflow.live.lighthouse import LighthouseOptions, _start
+    from ebbflow.live.processes import LighthouseOptions, listen
     from ebbflow.live.torchft_api import load_compiled_part
 
-    server = _start(LighthouseOptions(heartbeat_timeout_ms=60_000))
+    server = listen(LighthouseOptions(heartbeat_timeout_ms=60_000))
     address = f"127.0.0.1:{str(server.address()).rpartition(':')[2]}"
     yield address, load_compiled_part().LighthouseClient(f"http://{address}", timedelta(seconds=10))
     server.shutdown()
@@ -130,28 +139,30 @@ def lighthouse() -> Iterator[tuple[str, Any]]:
 
 def test_a_real_lighthouse_is_asked(lighthouse: tuple[str, Any]) -> None:
     address, client = lighthouse
-    assert fetch_quorum(address) == Quorum(number=0)
+    assert fetch_lighthouse_status(address) == LighthouseStatus(quorum_id=0)
     client.quorum(
         replica_id="r5:abc", timeout=timedelta(seconds=10), address="http://127.0.0.1:1", store_address="127.0.0.1:2",
         step=17, world_size=1, shrink_only=False,
     )  # fmt: skip
-    quorum = fetch_quorum(address)
+    quorum = fetch_lighthouse_status(address)
     assert quorum.steps == {"r5": 17}
-    assert set(quorum.heartbeats) == {"r5"}
-    assert quorum.number > 0
+    assert set(quorum.heartbeat_ages) == {"r5"}
+    assert quorum.quorum_id > 0
 
 
 def test_replicas_are_asked_over_the_network_where_their_files_are_not_seen() -> None:
     from torch.distributed import TCPStore
 
+    from ebbflow.live.connection import fetch_statuses
+
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     silent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set(STATUS_KEY, json.dumps({"state": "training", "time": 1.0, "step": 4, "batch": 64}))
     address = f"127.0.0.1:{store.port}"
-    quorum = Quorum(
-        number=1,
+    quorum = LighthouseStatus(
+        quorum_id=1,
         stores={"r0": address, "r1": f"127.0.0.1:{silent.port}", "r2": "127.0.0.1:1", "dead": address},
-        heartbeats={"r0": 0.1, "r1": 0.1, "r2": 0.1},
+        heartbeat_ages={"r0": 0.1, "r1": 0.1, "r2": 0.1},
     )
     assert fetch_statuses(quorum) == {"r0": ReplicaStatus(state="training", time=1.0, step=4, batch=64)}
 
@@ -169,10 +180,10 @@ def test_what_is_no_lighthouse_is_told_apart() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(ConfigError, match="is not a lighthouse"):
-            fetch_quorum(address)
+            fetch_lighthouse_status(address)
         thread.join()
     with pytest.raises(ConfigError, match=f"no lighthouse answers at {address}"):
-        fetch_quorum(address)
+        fetch_lighthouse_status(address)
 
 
 def test_the_folder_of_a_job_is_found_by_its_lighthouse(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.live.account import account_lines, read_account
+from ebbflow.live.accounting import account_lines, read_account
 from ebbflow.record import Header, RecordWriter, StepRow, ValidationRow
 
 LAUNCHER = {"job": "j", "status": "finished", "seconds": 10.0, "starts": 3, "deaths": 1, "folder": "/j"}
@@ -47,8 +47,8 @@ def test_steps_of_two_replicas_are_counted_once_and_a_death_has_its_price(tmp_pa
     assert account_lines({**LAUNCHER, "kills": 1, "notices": 0}, account) == [
         "j: finished after 10.0 s, 3 starts, 1 death, 1 kill and 0 notices by the trace",
         "5 steps, 16 samples, 2 whole epochs of 8",
-        "every sample was committed exactly once an epoch",
-        "changes of the fleet: 1, held up for 1.5 s (median), at most 1.5 s",
+        "every sample was committed exactly once per epoch",
+        "changes of the fleet: 1, delay 1.5 s (median), at most 1.5 s",
         "last validation: accuracy 0.7500, loss nan",
     ]
 
@@ -63,7 +63,7 @@ def test_steps_lost_with_the_whole_fleet_are_given_up_and_the_new_beginning_has_
     assert (account.steps, account.samples, account.exactly_once) == (3, 12, True)
     assert (account.given_up_steps, account.given_up_samples) == (1, 4)
     assert [(change.step, change.lost_s) for change in account.changes] == [(1, None)]
-    assert any("1 steps (4 samples) were given up" in line for line in account_lines(LAUNCHER, account))
+    assert any("1 steps (4 samples) were lost" in line for line in account_lines(LAUNCHER, account))
 
 
 def test_a_lost_sample_is_a_problem(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ebbflow.data.ledger import Ledger
 from ebbflow.errors import RecordError
-from ebbflow.live.lineage import account, line_of
+from ebbflow.live.accounting import account, surviving_steps
 from ebbflow.record import StepRow
 
 SAMPLES = 23
@@ -61,7 +61,7 @@ def test_a_record_of_no_fleet_is_refused() -> None:
         multiplier=1.0, loss=0.0,
     )  # fmt: skip
     with pytest.raises(RecordError, match="no lineage"):
-        line_of([other])
+        surviving_steps([other])
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=60), st.randoms())

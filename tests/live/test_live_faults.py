@@ -23,7 +23,7 @@ pytest.importorskip("torchft", reason="the live engine needs torchft: pip instal
 from contract.suite import EPOCHS, SAMPLES, make_data, make_model
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.emulated import LoopEngine
-from ebbflow.live.lineage import Account, read_fleet
+from ebbflow.live.accounting import Account, read_fleet
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.plan import StepSize
 from ebbflow.record import Run, read_record

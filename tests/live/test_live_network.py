@@ -16,7 +16,7 @@ from live.harness import CONTEXT, HEARTBEAT_MS, TestFleet
 pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
 
 from contract.suite import EPOCHS
-from ebbflow.live.lineage import read_fleet
+from ebbflow.live.accounting import read_fleet
 from live import replicas
 
 HUB = f"ebb{os.getpid() % 10_000}h"

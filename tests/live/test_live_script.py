@@ -22,7 +22,7 @@ pytest.importorskip("torchft", reason="the live engine needs torchft: pip instal
 import ebbflow.live
 from contract.suite import make_data, make_model
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
-from ebbflow.live.lineage import read_fleet
+from ebbflow.live.accounting import read_fleet
 from ebbflow.optim.elastic import ElasticOptimizer
 from live import replicas
 

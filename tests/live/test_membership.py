@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.data.ledger import Assignment
-from ebbflow.live.membership import Membership, Phase, agree, extend_lineage, initial_lineage
+from ebbflow.live.membership import Membership, MembershipPhase, agree, extend_lineage, initial_lineage
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckHeartbeats,
@@ -18,7 +18,6 @@ from ebbflow.live.membership_events import (
     Connect,
     ConnectionFailed,
     DropConnections,
-    Event,
     GroupConnected,
     Handshake,
     HandshakeFailed,
@@ -29,6 +28,7 @@ from ebbflow.live.membership_events import (
     LighthouseUnreachable,
     LighthouseWanted,
     LoadCheckpoint,
+    MembershipEvent,
     NoNewerCheckpoint,
     QuorumFormed,
     ReceiveState,
@@ -157,7 +157,7 @@ def test_a_lineage_distinguishes_whatever_could_differ() -> None:
 # The state machine ----------------------------------------------------------------------------------------------------
 
 
-def react(membership: Membership, *events: Event) -> list[Instruction]:
+def react(membership: Membership, *events: MembershipEvent) -> list[Instruction]:
     """Hand over some events; the instructions that follow from the last one."""
     instructions: list[Instruction] = []
     for event in events:
@@ -211,7 +211,7 @@ def computing(*replicas: str, **settings: float) -> Membership:
     membership = idle(**settings)
     equal = [(0, 5, True)] * len(replicas)
     react(membership, requested(), quorum(*replicas), handshakes(*equal), GroupConnected(now=0))
-    assert membership.phase is Phase.COMPUTING
+    assert membership.phase is MembershipPhase.COMPUTING
     return membership
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ebbflow.live.restart import Ending, RestartPolicy
+from ebbflow.live.supervisor import Ending, RestartPolicy
 
 
 def endings(*codes: int, progressed: bool = False, policy: RestartPolicy | None = None) -> list[tuple[str, float]]:

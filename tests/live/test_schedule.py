@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.errors import ConfigError
-from ebbflow.live.schedule import make_schedule, playable
+from ebbflow.live.trace_replay import adapt_trace, make_schedule
 from ebbflow.traces import Trace
 
 
@@ -70,16 +70,16 @@ def test_the_seed_chooses_who_goes_and_how() -> None:
 
 def test_a_trace_is_scaled_down_never_up() -> None:
     trace = Trace.parse("0s:2 60s:1 120s")
-    assert playable(trace, max_workers=4) == trace
-    assert playable(trace, max_workers=1, speed=60) == Trace.parse("0s:1 2s")
-    assert playable(trace, duration_s=60) == Trace.parse("0s:2 60s")
-    assert playable(trace, duration_s=600) == trace
+    assert adapt_trace(trace, max_workers=4) == trace
+    assert adapt_trace(trace, max_workers=1, speed=60) == Trace.parse("0s:1 2s")
+    assert adapt_trace(trace, duration_s=60) == Trace.parse("0s:2 60s")
+    assert adapt_trace(trace, duration_s=600) == trace
 
 
 def test_bad_settings_are_refused() -> None:
     trace = Trace.parse("0s:2 60s")
     with pytest.raises(ConfigError, match="speed is 0; expected a number above 0"):
-        playable(trace, speed=0)
+        adapt_trace(trace, speed=0)
     with pytest.raises(ConfigError, match="signal is 'hup'; expected kill, term or mixed"):
         make_schedule(trace, stop="hup")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="leaver is 'best'; expected newest, oldest or random"):

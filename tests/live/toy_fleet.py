@@ -97,7 +97,7 @@ class ToyFleet:
 
     # A replica --------------------------------------------------------------------------------------------------------
 
-    def report(self, replica: ToyReplica, event: m.Event) -> None:
+    def report(self, replica: ToyReplica, event: m.MembershipEvent) -> None:
         replica.todo.extend(replica.membership.handle(event))
 
     def go_on(self, replica: ToyReplica) -> None:
@@ -141,7 +141,7 @@ class ToyFleet:
                 replica.rendezvous = instruction.rendezvous
         return instruction
 
-    def complete(self, replica: ToyReplica, instruction: m.Instruction) -> m.Event | None:
+    def complete(self, replica: ToyReplica, instruction: m.Instruction) -> m.MembershipEvent | None:
         """What came of an instruction; None while it is not completed."""
         now = self.now
         match instruction:
@@ -187,7 +187,7 @@ class ToyFleet:
         assert replica.membership.group is not None
         return [self.replicas[name] for name in replica.membership.group.names]
 
-    def broken(self, replica: ToyReplica, peers: list[ToyReplica]) -> m.Event | None:
+    def broken(self, replica: ToyReplica, peers: list[ToyReplica]) -> m.MembershipEvent | None:
         """A failure if a peer is dead or has given the group up."""
         if all(peer.alive and peer.rendezvous == replica.rendezvous for peer in peers):
             return None
@@ -195,7 +195,7 @@ class ToyFleet:
             return m.StepFailed(now=self.now, reason="a peer is gone")
         return m.ConnectionFailed(now=self.now, reason="a peer is gone")
 
-    def connect(self, replica: ToyReplica, instruction: m.Connect) -> m.Event | None:
+    def connect(self, replica: ToyReplica, instruction: m.Connect) -> m.MembershipEvent | None:
         peers = [self.replicas[name] for name in instruction.names]
         together = [
             isinstance(peer.waiting, m.Connect) and peer.waiting.rendezvous == instruction.rendezvous for peer in peers
@@ -208,7 +208,7 @@ class ToyFleet:
                 self.report(peer, m.GroupConnected(now=self.now))
         return m.GroupConnected(now=self.now)
 
-    def compute(self, replica: ToyReplica) -> m.Event | None:
+    def compute(self, replica: ToyReplica) -> m.MembershipEvent | None:
         """A step, once all participants are there: committed by all, or after a kill by some of them."""
         peers = self.peers(replica)
         if not all(isinstance(peer.waiting, m.ComputeStep) and peer.rendezvous == replica.rendezvous for peer in peers):
@@ -221,7 +221,7 @@ class ToyFleet:
         wanted = any(peer.membership.wants_lighthouse(self.now) for peer in peers)
         step = m.StepCommitted(now=self.now, assignment=ASSIGNMENT, leaving=leaving, lighthouse_wanted=wanted)
         interrupted = self.random.randrange(8) == 0
-        outcome: dict[str, m.Event] = {}
+        outcome: dict[str, m.MembershipEvent] = {}
         for peer in peers:
             missed = interrupted and self.random.random() < 0.5
             outcome[peer.name] = m.StepFailed(now=self.now, reason="the sum did not arrive") if missed else step

@@ -29,7 +29,7 @@ from ebbflow.cli import (
     workloads,
 )
 from ebbflow.cli.common import err
-from ebbflow.cli.fleet import PASS_THROUGH
+from ebbflow.cli.fleet_options import PASS_THROUGH
 from ebbflow.errors import EbbflowError, RankLost
 
 __all__ = ["app", "main"]

@@ -20,7 +20,7 @@ from ebbflow.core.files import write_whole
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.units import Seconds, format_seconds
 from ebbflow.errors import ConfigError
-from ebbflow.live.account import read_account
+from ebbflow.live.accounting import read_account
 from ebbflow.record import Run, read_record
 from ebbflow.run.config import RunConfig
 from ebbflow.simulate.efficiency import record_file

@@ -83,7 +83,10 @@ def serve_store(host: str) -> TCPStore:
 
 
 def open_store(rendezvous: str, *, timeout_s: float) -> Store:
-    """Connect to the store at HOST:PORT/PREFIX, for the keys below a prefix. `PeerLost` if nobody serves it."""
+    """Connect to the store at HOST:PORT, or to the keys below a prefix of it (HOST:PORT/PREFIX).
+
+    Raises `PeerLost` if nobody serves it.
+    """
     address, _, prefix = rendezvous.partition("/")
     host, _, port = address.rpartition(":")
     timeout = timedelta(seconds=timeout_s)
@@ -91,7 +94,7 @@ def open_store(rendezvous: str, *, timeout_s: float) -> Store:
         client = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise PeerLost(f"no store at {address}: {_first_line(error)}") from None
-    return PrefixStore(prefix, client)
+    return PrefixStore(prefix, client) if prefix else client
 
 
 class ProcessGroup:

@@ -15,25 +15,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ebbflow.live.accounting import Account as Account
+    from ebbflow.live.accounting import account as account
+    from ebbflow.live.accounting import read_fleet as read_fleet
     from ebbflow.live.fleet import Fleet as Fleet
     from ebbflow.live.fleet import Step as Step
     from ebbflow.live.joining import join as join
-    from ebbflow.live.lineage import Account as Account
-    from ebbflow.live.lineage import account as account
-    from ebbflow.live.lineage import read_fleet as read_fleet
-    from ebbflow.live.settings import Settings as Settings
+    from ebbflow.live.protocol import ReplicaConfig as ReplicaConfig
 
 _HOME = {
-    "Account": "lineage",
+    "Account": "accounting",
     "Fleet": "fleet",
-    "Settings": "settings",
+    "ReplicaConfig": "protocol",
     "Step": "fleet",
-    "account": "lineage",
+    "account": "accounting",
     "join": "joining",
-    "read_fleet": "lineage",
+    "read_fleet": "accounting",
 }
 
-__all__ = ["Account", "Fleet", "Settings", "Step", "account", "join", "read_fleet"]
+__all__ = ["Account", "Fleet", "ReplicaConfig", "Step", "account", "join", "read_fleet"]
 
 
 def __getattr__(name: str) -> Any:

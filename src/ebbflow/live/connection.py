@@ -22,9 +22,7 @@ from ebbflow.data.ledger import Assignment
 from ebbflow.engines.process_group import Fault, PeerLost, ProcessGroup, no_fault, open_store, serve_store
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
-from ebbflow.live.address import format_address
-from ebbflow.live.heartbeats import Heartbeats
-from ebbflow.live.membership import HEARTBEAT_INTERVAL_S, Membership, without_heartbeat
+from ebbflow.live.membership import Membership, without_heartbeat
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckHeartbeats,
@@ -33,7 +31,6 @@ from ebbflow.live.membership_events import (
     Connect,
     ConnectionFailed,
     DropConnections,
-    Event,
     GroupConnected,
     Handshake,
     HandshakeFailed,
@@ -44,6 +41,7 @@ from ebbflow.live.membership_events import (
     LighthouseUnreachable,
     LighthouseWanted,
     LoadCheckpoint,
+    MembershipEvent,
     NoNewerCheckpoint,
     QuorumFormed,
     ReceiveState,
@@ -63,13 +61,23 @@ from ebbflow.live.membership_events import (
     ToldToLeave,
     Unregister,
 )
-from ebbflow.live.settings import Settings
+from ebbflow.live.protocol import (
+    HEARTBEAT_INTERVAL_S,
+    STATUS_KEY,
+    LighthouseStatus,
+    ReplicaConfig,
+    ReplicaStatus,
+    fetch_heartbeat_ages,
+    format_address,
+    parse_status,
+)
 
-__all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransferableState"]
+__all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransferableState", "fetch_statuses"]
 
 _CONNECT_TIMEOUT_S = 10.0  # for the handshake, and for connecting
 _COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send heartbeats
 _QUORUM_TIMEOUT = timedelta(minutes=5)  # then the lighthouse is asked again: an answer may have been lost
+_STATUS_TIMEOUT_S = 2.0  # for reading the status of another replica
 _LEAVE_POLL_S = 0.1
 _HANDSHAKE_POLL_S = 0.002
 
@@ -104,7 +112,7 @@ class FleetConnection:
 
     def __init__(
         self,
-        settings: Settings,
+        config: ReplicaConfig,
         job: Mapping[str, str],
         state: TransferableState,
         *,
@@ -115,12 +123,13 @@ class FleetConnection:
     ) -> None:
         """`job`: what must be the same for all replicas. `leaving`: whether this replica was told to leave.
         `on_event(what, text)`: writes an event into the record."""
-        self.settings = settings
+        self.config = config
         self.state = state
+        self._heartbeat_timeout_s = config.heartbeat_timeout_ms / 1000
         self.membership = Membership(
             job,
-            min_replicas=settings.min_replicas,
-            heartbeat_timeout_s=settings.heartbeat_timeout_ms / 1000,
+            min_replicas=config.min_replicas,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
             connect_timeout_s=_CONNECT_TIMEOUT_S,
         )
         self.name = self._new_name()
@@ -128,15 +137,16 @@ class FleetConnection:
         self._leaving = leaving
         self._on_event = on_event
         self._fault = fault
-        self._heartbeats = Heartbeats(f"http://{settings.lighthouse}", timeout_s=settings.heartbeat_timeout_ms / 1000)
-        self._pending: Callable[[], Event] | None = None  # reports what is waited for, or that time has passed
+        self._pending: Callable[[], MembershipEvent] | None = (
+            None  # reports what is waited for, or that time has passed
+        )
         self._group: ProcessGroup | None = None
         self._server: Any = None
         self._client: Any = None
         self._store: Any = None
 
     def _new_name(self) -> str:
-        return f"{self.settings.replica}:{uuid.uuid4().hex[:12]}"
+        return f"{self.config.replica}:{uuid.uuid4().hex[:12]}"
 
     # What the training loop calls -------------------------------------------------------------------------------------
 
@@ -154,7 +164,7 @@ class FleetConnection:
         instruction = self._run(StepRequested(now=time.monotonic(), step=step, lineage=lineage))
         if isinstance(instruction, Refuse):
             raise ConfigError(
-                f"the fleet at {self.settings.lighthouse} refuses this replica, which is of another job: "
+                f"the fleet at {self.config.lighthouse} refuses this replica, which is of another job: "
                 f"{instruction.difference}. Start it with the same script, settings and version, or give the job a "
                 f"lighthouse of its own"
             )
@@ -205,7 +215,7 @@ class FleetConnection:
 
     # How instructions are executed ------------------------------------------------------------------------------------
 
-    def _run(self, event: Event) -> Instruction | None:
+    def _run(self, event: MembershipEvent) -> Instruction | None:
         """Hand an event to the protocol and execute its instructions, until the training loop's turn has come.
 
         The instruction for the training loop is returned, None if there is none.
@@ -225,7 +235,7 @@ class FleetConnection:
                 todo.extend(self.membership.handle(outcome))
         return None
 
-    def _execute(self, instruction: Instruction) -> Event | None:
+    def _execute(self, instruction: Instruction) -> MembershipEvent | None:
         """Execute an instruction; the event that it led to, if that is known at once."""
         match instruction:
             case Register():
@@ -235,7 +245,7 @@ class FleetConnection:
                 time.sleep(instruction.after_s)
                 self._ask(instruction)
             case CheckHeartbeats():
-                ages = self._heartbeats.ages()
+                ages = self._heartbeat_ages()
                 return HeartbeatsReceived(now=time.monotonic(), ages=ages)
             case SendHandshake():
                 return self._exchange_handshakes(instruction)
@@ -257,21 +267,21 @@ class FleetConnection:
                 raise NotImplementedError(f"{instruction}")
         return None
 
-    def _register(self) -> Event:
+    def _register(self) -> MembershipEvent:
         timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
-        self._store = serve_store(self.settings.bind)
-        address = format_address(self.settings.bind, self._store.port)
+        self._store = serve_store(self.config.bind)
+        address = format_address(self.config.bind, self._store.port)
         try:
             self._server = torchft_api.manager_server(
                 self.name,
-                lighthouse=self.settings.lighthouse,
-                host=self.settings.bind,
+                lighthouse=self.config.lighthouse,
+                host=self.config.bind,
                 store=address,
                 heartbeat_interval=timedelta(seconds=HEARTBEAT_INTERVAL_S),
                 connect_timeout=timeout,
             )
         except (RuntimeError, TimeoutError) as error:
-            reason = f"no lighthouse at {self.settings.lighthouse}: {error}"
+            reason = f"no lighthouse at {self.config.lighthouse}: {error}"
             return LighthouseUnreachable(now=time.monotonic(), reason=reason)
         self._client = torchft_api.manager_client(self._server.address(), connect_timeout=timeout)
         return Registered(now=time.monotonic(), name=self.name, store=address)
@@ -305,14 +315,14 @@ class FleetConnection:
             except Exception as error:
                 answers.put(error)
 
-        def poll() -> Event:
+        def poll() -> MembershipEvent:
             try:
                 answer = answers.get(timeout=_LEAVE_POLL_S)
             except queue.Empty:
                 return ToldToLeave(now=time.monotonic()) if self._leaving() else Tick(now=time.monotonic())
             self._pending = None
             if isinstance(answer, Exception):
-                reason = f"the lighthouse at {self.settings.lighthouse} does not answer: {answer}"
+                reason = f"the lighthouse at {self.config.lighthouse} does not answer: {answer}"
                 return LighthouseUnreachable(now=time.monotonic(), reason=reason)
             return QuorumFormed(
                 now=time.monotonic(),
@@ -326,14 +336,14 @@ class FleetConnection:
         # The request cannot be interrupted, so that it has a thread of its own.
         threading.Thread(target=ask, daemon=True, name="ebbflow-quorum").start()
 
-    def _exchange_handshakes(self, instruction: SendHandshake) -> Event | None:
+    def _exchange_handshakes(self, instruction: SendHandshake) -> MembershipEvent | None:
         keys = [f"handshake/{rank}" for rank in range(instruction.size)]
 
-        def failed(error: Exception) -> Event:
+        def failed(error: Exception) -> MembershipEvent:
             self._pending = None
             return HandshakeFailed(now=time.monotonic(), reason=f"the handshake failed: {error}")
 
-        def poll() -> Event:
+        def poll() -> MembershipEvent:
             try:
                 if not store.check(keys):
                     time.sleep(_HANDSHAKE_POLL_S)
@@ -352,19 +362,19 @@ class FleetConnection:
         self._pending = poll
         return None
 
-    def _connect(self, instruction: Connect) -> Event:
+    def _connect(self, instruction: Connect) -> MembershipEvent:
         own = instruction.names[instruction.rank]
         others = [name for name in instruction.names if name != own]
         self._group = ProcessGroup(
             instruction.rendezvous,
             instruction.rank,
             len(instruction.names),
-            host=self.settings.bind,
+            host=self.config.bind,
             connect_s=_CONNECT_TIMEOUT_S,
             timeout_s=_COLLECTIVE_TIMEOUT_S,
             device=self._device,
             nccl=lambda rendezvous, rank, size, timeout: torchft_api.nccl_group(rendezvous, own, rank, size, timeout),
-            stopped=lambda: without_heartbeat(others, self._heartbeats.ages(), self._heartbeats.timeout_s),
+            stopped=lambda: without_heartbeat(others, self._heartbeat_ages(), self._heartbeat_timeout_s),
             fault=self._fault,
         )
         try:
@@ -374,14 +384,17 @@ class FleetConnection:
             return ConnectionFailed(now=time.monotonic(), reason=str(error))
         return GroupConnected(now=time.monotonic())
 
-    def _load_checkpoint(self) -> Event:
+    def _heartbeat_ages(self) -> dict[str, float]:
+        return fetch_heartbeat_ages(self.config.lighthouse, timeout_s=self._heartbeat_timeout_s)
+
+    def _load_checkpoint(self) -> MembershipEvent:
         loaded = self.state.refresh()
         if loaded is None:
             return NoNewerCheckpoint(now=time.monotonic())
         step, lineage = loaded
         return CheckpointLoaded(now=time.monotonic(), step=step, lineage=lineage)
 
-    def _send_state(self, receivers: Sequence[int]) -> Event:
+    def _send_state(self, receivers: Sequence[int]) -> MembershipEvent:
         assert self._group is not None
         data = self.state.pack()
         try:
@@ -391,7 +404,7 @@ class FleetConnection:
             return ConnectionFailed(now=time.monotonic(), reason=str(error))
         return StateSent(now=time.monotonic())
 
-    def _receive_state(self, source: int) -> Event:
+    def _receive_state(self, source: int) -> MembershipEvent:
         assert self._group is not None
         try:
             data = self._group.receive(source)
@@ -399,3 +412,16 @@ class FleetConnection:
             return ConnectionFailed(now=time.monotonic(), reason=str(error))
         step, lineage = self.state.unpack(data)
         return StateReceived(now=time.monotonic(), step=step, lineage=lineage, size=len(data))
+
+
+def fetch_statuses(lighthouse: LighthouseStatus) -> dict[str, ReplicaStatus]:
+    """Read what the living replicas published, from the store of each; those that do not answer are left out."""
+    found = {}
+    for name, address in lighthouse.stores.items():
+        if name in lighthouse.heartbeat_ages:
+            with contextlib.suppress(PeerLost, RuntimeError):
+                store = open_store(address, timeout_s=_STATUS_TIMEOUT_S)
+                status = parse_status(store.get(STATUS_KEY)) if store.check([STATUS_KEY]) else None
+                if status is not None:
+                    found[name] = status
+    return found

@@ -1,11 +1,12 @@
-"""The engine contract on real replicas: each computes its share, one message adds up everything.
+"""The engine of a live fleet: every replica computes its micro-batches, and one all-reduce adds up everything.
 
-    members     meet the others (wait while nobody is there); whoever needs the state gets it now
+    members     form a quorum group; replicas that need the state receive it now
     gradients   backward over this replica's micro-batches; gradient, statistics, loss and batch norm in one all-reduce
-    commit      True where the message arrived, and then all have the same numbers, bit for bit
+    commit      True if the sum arrived here; all replicas on which it did have the same numbers, bit for bit
 
-A replica that dies in the middle may leave some that have the sum and some that do not. Those that have it commit; the
-others do not, and get the state from one of the former when they meet again (`membership.py`).
+When a replica dies in the middle of the all-reduce, the sum may arrive at some of the others and not at all of them.
+Those that have it commit the step; the others receive the state of one of them in the next quorum group
+(`membership.py`).
 """
 
 from __future__ import annotations
@@ -110,9 +111,9 @@ class LiveEngine(Engine):
         self.parent = lineage
         """The lineage before the last committed step."""
         self.left = False
-        """Whether this replica has left the fleet: nothing more comes."""
+        """Whether this replica has left the fleet, so that there is no next step."""
         self.last_of_all = False
-        """Whether everybody left in the last step, and this replica is the first of them: nobody else has the state."""
+        """Whether all replicas left in the last step, and this one is to save the state."""
         trained = [*(parameters if parameters is not None else (p for p in model.parameters() if p.requires_grad))]
         wanted = not {"moments", "layers"}.isdisjoint(needs)
         self.meter = meter_for(trained, layers="layers" in needs) if wanted else None
@@ -299,7 +300,7 @@ class LiveEngine(Engine):
         return self._quorum.participants if self._quorum is not None else ()
 
     def _who_leaves(self) -> frozenset[int]:
-        """One more, tiny message: which of us said that they leave. In the rare step where somebody does."""
+        """Find the ranks that leave by one more, tiny all-reduce, in the rare step in which a replica leaves."""
         assert self._quorum is not None
         said = torch.zeros(len(self._quorum.participants), device=self._combine.riders.device)
         said[self._quorum.rank] = float(self._says_leaving)

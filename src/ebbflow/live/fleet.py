@@ -21,13 +21,12 @@ from ebbflow.core.signals import StopSignal
 from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.micro_batches import Fetch, Loss, Precision
 from ebbflow.errors import ConfigError, Diverged
-from ebbflow.live.checkpoints import Checkpoints
 from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished
 from ebbflow.live.engine import LiveEngine, LoadedMicroBatch, Sizes, by_policy
 from ebbflow.live.faults import ScriptedFaults
-from ebbflow.live.journal import Journal, Status
 from ebbflow.live.membership import initial_lineage
-from ebbflow.live.settings import Settings
+from ebbflow.live.protocol import STATUS_KEY, ReplicaConfig
+from ebbflow.live.replica_files import Checkpoints, ReplicaRecord, StatusFile
 from ebbflow.live.state import FleetState, Stateful, job_of
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
@@ -87,7 +86,7 @@ class Fleet:
         model: torch.nn.Module,
         optimizer: ElasticOptimizer,
         fetch: Fetch,
-        settings: Settings,
+        settings: ReplicaConfig,
         *,
         samples: int,
         epochs: int,
@@ -172,12 +171,12 @@ class Fleet:
             growth=Growth(growing, ref_batch=optimizer.base_batch, epoch_samples=samples) if growing else None,
         )
         self._state.flow, self._state.engine = self.flow, self.engine
-        self._status = Status(
+        self._status = StatusFile(
             settings.own_folder / "status.json",
-            lambda text: self._connection.publish("ebbflow/status", text),
+            lambda text: self._connection.publish(STATUS_KEY, text),
             incarnation=self._connection.name,
         )
-        self._journal: Journal  # from `__enter__` on
+        self._journal: ReplicaRecord  # from `__enter__` on
 
     def _header(self) -> Header:
         settings = {**dataclasses.asdict(self.settings), "folder": str(self.settings.folder)}
@@ -203,7 +202,7 @@ class Fleet:
     def __enter__(self) -> Self:
         self.settings.own_folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            self._journal = Journal(self.settings.own_folder / "record.jsonl", self._header)
+            self._journal = ReplicaRecord(self.settings.own_folder / "record.jsonl", self._header)
             stack.callback(self._journal.close)
             stack.callback(self._checkpoints.wait)
             self._state.refresh()
@@ -211,7 +210,7 @@ class Fleet:
             if threading.current_thread() is threading.main_thread():
                 stack.enter_context(self._stop)
             self._connection.start()
-            self._status.tell("joining", step=self.flow.step)
+            self._status.update("joining", step=self.flow.step)
             self._stack = stack.pop_all()
         return self
 
@@ -221,7 +220,7 @@ class Fleet:
         with self._stack:
             if error is not None:
                 self._end("diverged" if isinstance(error, Diverged) else "failed", f"{type(error).__name__}: {error}")
-                self._status.tell("failed")
+                self._status.update("failed")
 
     def leave(self) -> None:
         """Leave after the step under way, as on SIGTERM."""
@@ -337,7 +336,7 @@ class Fleet:
         if self.engine.last_of_all:
             self._save_now()
         self._event("left", "told to leave")
-        self._status.tell("left", step=self.flow.step)
+        self._status.update("left", step=self.flow.step)
 
     def _gone(self) -> None:
         """Told to leave while waiting for others: nobody else may have this state."""
@@ -356,7 +355,7 @@ class Fleet:
         if self.first:
             self._save_now()
         self._end("finished")
-        self._status.tell("finished", step=self.flow.step, epoch=self.flow.ledger.epoch, position=0)
+        self._status.update("finished", step=self.flow.step, epoch=self.flow.ledger.epoch, position=0)
 
     def _end(self, status: Literal["finished", "diverged", "failed"], text: str = "") -> None:
         self._journal.write(

@@ -13,7 +13,7 @@ from ebbflow.engines.micro_batches import Loss, Precision
 from ebbflow.errors import ConfigError
 from ebbflow.live.engine import Sizes
 from ebbflow.live.fleet import Fleet, OnEpoch
-from ebbflow.live.settings import Settings
+from ebbflow.live.protocol import ReplicaConfig
 from ebbflow.live.state import Stateful
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.record import StepRow
@@ -64,7 +64,7 @@ def join(
         raise ConfigError(
             "the model is wrapped in DistributedDataParallel; a fleet adds up the gradients: give model.module"
         )
-    settings = Settings.from_environment(lighthouse=lighthouse, replica=replica, folder=folder, job=job, bind=bind)
+    settings = ReplicaConfig.from_environment(lighthouse=lighthouse, replica=replica, folder=folder, job=job, bind=bind)
     source = data if hasattr(data, "batch") else DatasetSource(data, next(model.parameters()).device)
     samples = len(cast(Sized, source))
     if not isinstance(optimizer, ElasticOptimizer):

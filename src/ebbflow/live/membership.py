@@ -36,7 +36,6 @@ from ebbflow.live.membership_events import (
     Connect,
     ConnectionFailed,
     DropConnections,
-    Event,
     GroupConnected,
     Handshake,
     HandshakeFailed,
@@ -47,6 +46,7 @@ from ebbflow.live.membership_events import (
     LighthouseUnreachable,
     LighthouseWanted,
     LoadCheckpoint,
+    MembershipEvent,
     NoNewerCheckpoint,
     QuorumFormed,
     ReceiveState,
@@ -67,13 +67,13 @@ from ebbflow.live.membership_events import (
     ToldToLeave,
     Unregister,
 )
+from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 
 __all__ = [
-    "HEARTBEAT_INTERVAL_S", "Agreement", "Membership", "Phase", "QuorumGroup", "agree", "describe_difference",
+    "Agreement", "Membership", "MembershipPhase", "QuorumGroup", "agree", "describe_difference",
     "extend_lineage", "initial_lineage", "without_heartbeat",
 ]  # fmt: skip
 
-HEARTBEAT_INTERVAL_S = 0.1
 _RETRY_PAUSE_S = 0.2  # before an unreachable lighthouse is tried again
 _OBJECTION_PAUSE_S = 0.1  # before the lighthouse is asked for a better quorum
 _MAX_OBJECTIONS = 5
@@ -169,7 +169,7 @@ def without_heartbeat(names: Iterable[str], ages: Mapping[str, float], timeout_s
     return [name for name in names if ages.get(name, 0.0) > timeout_s]
 
 
-class Phase(Enum):
+class MembershipPhase(Enum):
     """What this replica is doing."""
 
     IDLE = auto()  # between two steps, or before the first one
@@ -216,7 +216,7 @@ class Membership:
         self.min_replicas = min_replicas
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.connect_timeout_s = connect_timeout_s
-        self.phase = Phase.IDLE
+        self.phase = MembershipPhase.IDLE
         self.state = ReplicaState(step=0, lineage=0)
         self.name = self.store = ""  # not registered
         self.group: QuorumGroup | None = None
@@ -235,7 +235,7 @@ class Membership:
         self._next_heartbeat_check = 0.0
         self._reported = ""
 
-    def handle(self, event: Event) -> list[Instruction]:
+    def handle(self, event: MembershipEvent) -> list[Instruction]:
         """Take an event and return what is to be done, in this order. An event that cannot happen now is an error."""
         handler, phases = _HANDLERS[type(event)]
         if self.phase not in phases:
@@ -264,7 +264,7 @@ class Membership:
         return self._begin(event.now)
 
     def _register(self, after_s: float = 0.0) -> list[Instruction]:
-        self.phase = Phase.REGISTERING
+        self.phase = MembershipPhase.REGISTERING
         return [Register(after_s=after_s)]
 
     def _begin(self, now: float, after_s: float = 0.0) -> list[Instruction]:
@@ -275,19 +275,19 @@ class Membership:
         # others do not come, it just leaves.
         self._wait_for_others_until = now + (self.connect_timeout_s if self.group is not None else 0.0)
         failures, self._commit_failures = self._commit_failures, self._commit_failures + 1  # until a step is committed
-        self.phase = Phase.ASKING
+        self.phase = MembershipPhase.ASKING
         return [AskLighthouse(step=self.state.step, commit_failures=failures, after_s=after_s)]
 
     def _on_registered(self, event: Registered) -> list[Instruction]:
         self.name, self.store = event.name, event.store
         if self._step_requested:
             return self._begin(event.now)
-        self.phase = Phase.IDLE
+        self.phase = MembershipPhase.IDLE
         return []
 
     def _on_lighthouse_unreachable(self, event: LighthouseUnreachable) -> list[Instruction]:
         if not self._step_requested:
-            self.phase = Phase.IDLE  # the first step tries again
+            self.phase = MembershipPhase.IDLE  # the first step tries again
             return []
         return self._fail(event.reason, event.now, _RETRY_PAUSE_S)
 
@@ -295,11 +295,11 @@ class Membership:
         self._told_to_leave = True
         return self._on_time(event)
 
-    def _on_time(self, event: Event) -> list[Instruction]:
-        if self.phase is Phase.ASKING and self._told_to_leave and event.now >= self._wait_for_others_until:
-            self.phase = Phase.LEFT
+    def _on_time(self, event: MembershipEvent) -> list[Instruction]:
+        if self.phase is MembershipPhase.ASKING and self._told_to_leave and event.now >= self._wait_for_others_until:
+            self.phase = MembershipPhase.LEFT
             return [LeaveFleet(save_state=self.state.established)]
-        if self.phase is Phase.HANDSHAKE:
+        if self.phase is MembershipPhase.HANDSHAKE:
             if event.now > self._next_heartbeat_check:
                 self._next_heartbeat_check = event.now + self.heartbeat_timeout_s / 2
                 return [CheckHeartbeats()]
@@ -327,7 +327,7 @@ class Membership:
             rank=event.rank,
         )
         if self._missing and self._objections < _MAX_OBJECTIONS:
-            self.phase = Phase.CHECKING
+            self.phase = MembershipPhase.CHECKING
             return [*dropped, CheckHeartbeats()]
         return [*dropped, *self._send_handshake(event.now, objects=False)]
 
@@ -341,7 +341,7 @@ class Membership:
 
     def _on_heartbeats_received(self, event: HeartbeatsReceived) -> list[Instruction]:
         assert self._forming is not None
-        if self.phase is Phase.CHECKING:
+        if self.phase is MembershipPhase.CHECKING:
             # A lighthouse that stood still for a moment takes all replicas for dead and forms a quorum of whoever asks
             # first. A replica that hangs sends heartbeats, too, and the lighthouse rightly leaves it out after a while:
             # so the number of objections is limited.
@@ -352,7 +352,7 @@ class Membership:
 
     def _send_handshake(self, now: float, *, objects: bool) -> list[Instruction]:
         assert self._forming is not None
-        self.phase = Phase.HANDSHAKE
+        self.phase = MembershipPhase.HANDSHAKE
         self._handshake_deadline = now + self.connect_timeout_s
         self._next_heartbeat_check = now + self.heartbeat_timeout_s
         own = Handshake(name=self.name, store=self.store, state=self.state, job=self.job, objects=objects)
@@ -374,7 +374,7 @@ class Membership:
         self._agreement = agree(event.handshakes)
         if self._forming.rank in self._agreement.incompatible:
             self.name = self.store = ""
-            self.phase = Phase.REFUSED
+            self.phase = MembershipPhase.REFUSED
             return [Unregister(), Refuse(describe_difference(self.job, self._agreement.job))]
         if self._agreement.incompatible:
             refused = ", ".join(event.handshakes[rank].name for rank in sorted(self._agreement.incompatible))
@@ -384,7 +384,7 @@ class Membership:
 
     def _connect(self, group: QuorumGroup) -> list[Instruction]:
         self._forming = group
-        self.phase = Phase.CONNECTING
+        self.phase = MembershipPhase.CONNECTING
         return [Connect(rendezvous=group.rendezvous, names=group.names, rank=group.rank)]
 
     def _on_group_connected(self, event: GroupConnected) -> list[Instruction]:
@@ -392,11 +392,11 @@ class Membership:
         self.group = self._forming
         if not self._step_requested:  # the group goes on without those who left
             self._independent_since = event.now
-            self.phase = Phase.IDLE
+            self.phase = MembershipPhase.IDLE
             return [RecordEvent("members", " ".join(self.group.names))]
         assert self._agreement is not None
         if not self._agreement.established:
-            self.phase = Phase.LOADING
+            self.phase = MembershipPhase.LOADING
             return [LoadCheckpoint()]
         return self._heal()
 
@@ -411,7 +411,7 @@ class Membership:
 
     def _heal(self) -> list[Instruction]:
         assert self.group is not None and self._agreement is not None
-        self.phase = Phase.HEALING
+        self.phase = MembershipPhase.HEALING
         transfers = self._agreement.transfers
         if (source := transfers.get(self.group.rank)) is not None:
             return [ReceiveState(source)]
@@ -434,7 +434,7 @@ class Membership:
 
     def _compute(self) -> list[Instruction]:
         assert self.group is not None
-        self.phase = Phase.COMPUTING
+        self.phase = MembershipPhase.COMPUTING
         self._step_requested = False
         self._reported = ""
         return [ComputeStep(step=self.state.step, participants=self.group.names, rank=self.group.rank)]
@@ -444,7 +444,7 @@ class Membership:
     def _on_step_committed(self, event: StepCommitted) -> list[Instruction]:
         group = self.group
         assert group is not None
-        self.phase = Phase.IDLE
+        self.phase = MembershipPhase.IDLE
         self._commit_failures = self._objections = 0
         self._last_participants = group.names
         self.state = ReplicaState(
@@ -457,7 +457,7 @@ class Membership:
         if not event.leaving:
             return []
         if group.rank in event.leaving:
-            self.phase = Phase.LEFT
+            self.phase = MembershipPhase.LEFT
             return [LeaveFleet(save_state=len(event.leaving) == len(group.names) and group.rank == 0)]
         return self._continue_without(group, event)
 
@@ -496,7 +496,7 @@ class Membership:
         self._commit_failures += 1
         dropped = self._drop()
         if not self._step_requested:
-            self.phase = Phase.IDLE
+            self.phase = MembershipPhase.IDLE
             return [*recorded, *dropped]
         return [*recorded, *dropped, *self._begin(now, pause_s)]
 
@@ -507,26 +507,29 @@ class Membership:
         return [DropConnections()]
 
 
-_Handler = tuple[Callable[[Membership, Any], list[Instruction]], Collection[Phase]]
-_HANDLERS: Mapping[type[Event], _Handler] = {
-    Started: (Membership._on_started, {Phase.IDLE}),
-    StepRequested: (Membership._on_step_requested, {Phase.IDLE, Phase.COMPUTING}),
-    Registered: (Membership._on_registered, {Phase.REGISTERING}),
-    LighthouseUnreachable: (Membership._on_lighthouse_unreachable, {Phase.REGISTERING, Phase.ASKING}),
-    QuorumFormed: (Membership._on_quorum_formed, {Phase.ASKING}),
-    HeartbeatsReceived: (Membership._on_heartbeats_received, {Phase.CHECKING, Phase.HANDSHAKE}),
-    HandshakesReceived: (Membership._on_handshakes_received, {Phase.HANDSHAKE}),
-    HandshakeFailed: (Membership._on_failure, {Phase.HANDSHAKE}),
-    GroupConnected: (Membership._on_group_connected, {Phase.CONNECTING}),
-    ConnectionFailed: (Membership._on_failure, {Phase.CONNECTING, Phase.HEALING}),
-    CheckpointLoaded: (Membership._on_checkpoint_loaded, {Phase.LOADING}),
-    NoNewerCheckpoint: (Membership._on_no_newer_checkpoint, {Phase.LOADING}),
-    StateReceived: (Membership._on_state_received, {Phase.HEALING}),
-    StateSent: (Membership._on_state_sent, {Phase.HEALING}),
-    StepCommitted: (Membership._on_step_committed, {Phase.COMPUTING}),
-    StepFailed: (Membership._on_failure, {Phase.COMPUTING}),
-    LighthouseWanted: (Membership._on_lighthouse_wanted, {Phase.IDLE, Phase.COMPUTING}),
-    ToldToLeave: (Membership._on_told_to_leave, frozenset(Phase)),
-    Tick: (Membership._on_time, frozenset(Phase)),
+_Handler = tuple[Callable[[Membership, Any], list[Instruction]], Collection[MembershipPhase]]
+_HANDLERS: Mapping[type[MembershipEvent], _Handler] = {
+    Started: (Membership._on_started, {MembershipPhase.IDLE}),
+    StepRequested: (Membership._on_step_requested, {MembershipPhase.IDLE, MembershipPhase.COMPUTING}),
+    Registered: (Membership._on_registered, {MembershipPhase.REGISTERING}),
+    LighthouseUnreachable: (
+        Membership._on_lighthouse_unreachable,
+        {MembershipPhase.REGISTERING, MembershipPhase.ASKING},
+    ),
+    QuorumFormed: (Membership._on_quorum_formed, {MembershipPhase.ASKING}),
+    HeartbeatsReceived: (Membership._on_heartbeats_received, {MembershipPhase.CHECKING, MembershipPhase.HANDSHAKE}),
+    HandshakesReceived: (Membership._on_handshakes_received, {MembershipPhase.HANDSHAKE}),
+    HandshakeFailed: (Membership._on_failure, {MembershipPhase.HANDSHAKE}),
+    GroupConnected: (Membership._on_group_connected, {MembershipPhase.CONNECTING}),
+    ConnectionFailed: (Membership._on_failure, {MembershipPhase.CONNECTING, MembershipPhase.HEALING}),
+    CheckpointLoaded: (Membership._on_checkpoint_loaded, {MembershipPhase.LOADING}),
+    NoNewerCheckpoint: (Membership._on_no_newer_checkpoint, {MembershipPhase.LOADING}),
+    StateReceived: (Membership._on_state_received, {MembershipPhase.HEALING}),
+    StateSent: (Membership._on_state_sent, {MembershipPhase.HEALING}),
+    StepCommitted: (Membership._on_step_committed, {MembershipPhase.COMPUTING}),
+    StepFailed: (Membership._on_failure, {MembershipPhase.COMPUTING}),
+    LighthouseWanted: (Membership._on_lighthouse_wanted, {MembershipPhase.IDLE, MembershipPhase.COMPUTING}),
+    ToldToLeave: (Membership._on_told_to_leave, frozenset(MembershipPhase)),
+    Tick: (Membership._on_time, frozenset(MembershipPhase)),
 }
 """What handles each event, and the phases in which it can happen."""

@@ -16,7 +16,7 @@ from ebbflow.data.ledger import Assignment
 
 __all__ = [
     "AskLighthouse", "CheckHeartbeats", "CheckpointLoaded", "ComputeStep", "Connect", "ConnectionFailed",
-    "DropConnections", "Event", "GroupConnected", "Handshake", "HandshakeFailed", "HandshakesReceived",
+    "DropConnections", "MembershipEvent", "GroupConnected", "Handshake", "HandshakeFailed", "HandshakesReceived",
     "HeartbeatsReceived", "Instruction", "LeaveFleet", "LighthouseUnreachable", "LighthouseWanted", "LoadCheckpoint",
     "NoNewerCheckpoint", "QuorumFormed", "ReceiveState", "RecordEvent", "Refuse", "Register", "Registered",
     "ReplicaState", "SendHandshake", "SendState", "Started", "StateReceived", "StateSent", "StepCommitted",
@@ -80,19 +80,19 @@ class Handshake:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class MembershipEvent:
     """Something that happened to this replica."""
 
     now: float
     """When it happened, in seconds of a monotonic clock."""
 
 
-class Started(Event):
+class Started(MembershipEvent):
     """The replica is ready to join the fleet, and may not ask for a step for a while."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepRequested(Event):
+class StepRequested(MembershipEvent):
     """The training loop is ready for its next step."""
 
     step: int
@@ -100,7 +100,7 @@ class StepRequested(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Registered(Event):
+class Registered(MembershipEvent):
     """The manager server runs."""
 
     name: str
@@ -110,14 +110,14 @@ class Registered(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LighthouseUnreachable(Event):
+class LighthouseUnreachable(MembershipEvent):
     """Registering failed, or the lighthouse did not answer the request for a quorum."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuorumFormed(Event):
+class QuorumFormed(MembershipEvent):
     """The lighthouse answered the request for a quorum."""
 
     quorum_id: int
@@ -130,7 +130,7 @@ class QuorumFormed(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeartbeatsReceived(Event):
+class HeartbeatsReceived(MembershipEvent):
     """The lighthouse was asked about heartbeats."""
 
     ages: Mapping[str, float]
@@ -138,7 +138,7 @@ class HeartbeatsReceived(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HandshakesReceived(Event):
+class HandshakesReceived(MembershipEvent):
     """The handshakes of all replicas of the quorum are there."""
 
     handshakes: tuple[Handshake, ...]
@@ -146,37 +146,37 @@ class HandshakesReceived(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HandshakeFailed(Event):
+class HandshakeFailed(MembershipEvent):
     """The store where the replicas meet cannot be used."""
 
     reason: str
 
 
-class GroupConnected(Event):
+class GroupConnected(MembershipEvent):
     """The quorum group is connected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConnectionFailed(Event):
+class ConnectionFailed(MembershipEvent):
     """The quorum group could not be connected, or broke while the state was sent."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointLoaded(Event):
+class CheckpointLoaded(MembershipEvent):
     """A checkpoint that is further than this replica was loaded."""
 
     step: int
     lineage: int
 
 
-class NoNewerCheckpoint(Event):
+class NoNewerCheckpoint(MembershipEvent):
     """No checkpoint is further than this replica."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StateReceived(Event):
+class StateReceived(MembershipEvent):
     """The complete state of a peer was received and loaded."""
 
     step: int
@@ -185,12 +185,12 @@ class StateReceived(Event):
     """Bytes."""
 
 
-class StateSent(Event):
+class StateSent(MembershipEvent):
     """All peers that needed the state of this replica have received it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepCommitted(Event):
+class StepCommitted(MembershipEvent):
     """The sum of the step's gradients arrived here, so that the step counts on this replica."""
 
     assignment: Assignment
@@ -201,21 +201,21 @@ class StepCommitted(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepFailed(Event):
+class StepFailed(MembershipEvent):
     """The sum of the step's gradients did not arrive here."""
 
     reason: str
 
 
-class LighthouseWanted(Event):
+class LighthouseWanted(MembershipEvent):
     """The next step is to begin at the lighthouse, so that all replicas meet."""
 
 
-class ToldToLeave(Event):
+class ToldToLeave(MembershipEvent):
     """This replica was told to leave the fleet."""
 
 
-class Tick(Event):
+class Tick(MembershipEvent):
     """Time has passed while this replica waits for the lighthouse or for handshakes."""
 
 

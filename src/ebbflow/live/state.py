@@ -14,9 +14,9 @@ import torch
 from ebbflow._version import __version__
 from ebbflow.data.ledger import Ledger
 from ebbflow.errors import CheckpointError
-from ebbflow.live.checkpoints import Checkpoints
 from ebbflow.live.engine import LiveEngine
 from ebbflow.live.membership import describe_difference
+from ebbflow.live.replica_files import Checkpoints
 from ebbflow.run.checkpoint import load_model
 from ebbflow.run.flow import Flow
 

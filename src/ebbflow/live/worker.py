@@ -1,7 +1,7 @@
 """A replica that trains a workload: `python -m ebbflow.live.worker --workload digits-mlp --rule adascale`.
 
 For those who want to try a fleet, replay a trace or measure without a script of their own. Started by
-`ebbflow launch`, or by whoever sets the environment that `settings.py` names.
+`ebbflow launch`, or by whoever sets the environment that `protocol.py` names.
 """
 
 from __future__ import annotations
