@@ -127,15 +127,15 @@ def test_a_killed_lighthouse_comes_back_at_its_address(shell: Shell) -> None:
 
 
 def test_one_replica_joins_a_fleet_elsewhere(shell: Shell) -> None:
-    told = shell.folder / "address"
-    lighthouse = shell.start("lighthouse", "--bind", "127.0.0.1:0", "--address-file", told)
-    until(told.exists)
-    joined = shell.start("launch", "--join", told.read_text(), "--name", "node 7", "--out", "job", FAKE, "train")
+    address = shell.folder / "address"
+    lighthouse = shell.start("lighthouse", "--bind", "127.0.0.1:0", "--address-file", address)
+    until(address.exists)
+    joined = shell.start("launch", "--join", address.read_text(), "--name", "node 7", "--out", "job", FAKE, "train")
     until(lambda: shell.training("node-7"))
     environment = Path(f"/proc/{shell.status('node-7')['pid']}/environ").read_text().split("\0")
-    assert f"EBBFLOW_LIGHTHOUSE={told.read_text()}" in environment
+    assert f"EBBFLOW_LIGHTHOUSE={address.read_text()}" in environment
     assert "EBBFLOW_BIND=127.0.0.1" in environment  # the way to the lighthouse is loopback
-    same = shell.run("launch", "--join", told.read_text(), "--name", "node 7", "--out", "job", FAKE, "train")
+    same = shell.run("launch", "--join", address.read_text(), "--name", "node 7", "--out", "job", FAKE, "train")
     assert same[0] == 2
     assert "is in use by another launcher" in same[2]
     joined.send_signal(signal.SIGTERM)  # what a cloud sends
@@ -162,9 +162,9 @@ def listening(pid: int) -> set[str]:
 
 
 def test_the_lighthouse_listens_on_the_address_it_is_told_alone(shell: Shell) -> None:
-    told = shell.folder / "address"
-    lighthouse = shell.start("lighthouse", "--bind", "127.0.0.1:0", "--address-file", told)
-    until(told.exists)
+    address = shell.folder / "address"
+    lighthouse = shell.start("lighthouse", "--bind", "127.0.0.1:0", "--address-file", address)
+    until(address.exists)
     assert listening(lighthouse.pid) == {"0100007F"}  # 127.0.0.1
 
 
@@ -232,6 +232,6 @@ def test_bad_input_is_explained(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    told = " ".join(capsys.readouterr().err.split())
-    for message in messages:
-        assert message in told
+    message = " ".join(capsys.readouterr().err.split())
+    for expected in messages:
+        assert expected in message

@@ -195,9 +195,9 @@ def test_the_slurm_replica_runs_ebbflow_with_its_number_and_the_arguments_it_got
     (folder / "lighthouse" / "address").write_text("10.0.0.7:4242")
     bash = shutil.which("bash")
     assert bash
-    told = {"PATH": f"{programs}:/usr/bin:/bin", "FOLDER": str(folder), "SLURM_ARRAY_TASK_ID": "3"}
+    variables = {"PATH": f"{programs}:/usr/bin:/bin", "FOLDER": str(folder), "SLURM_ARRAY_TASK_ID": "3"}
     script = [bash, DEPLOY / "slurm" / "replicas.sbatch", "train.py", "--lr", "0.1"]
-    result = subprocess.run(script, env=told, check=True, text=True, capture_output=True)
+    result = subprocess.run(script, env=variables, check=True, text=True, capture_output=True)
     assert result.stdout.splitlines() == [
         "launch", "--join", "10.0.0.7:4242", "--name", "r3", "--out", str(folder), "--grace", "45s", "train.py",
         "--lr", "0.1",

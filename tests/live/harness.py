@@ -1,4 +1,4 @@
-"""Fleets of real processes for tests: started from a server that has torch loaded already, ended whatever happens."""
+"""Fleets of real processes for tests: forked from a server that has imported torch, and always ended."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class TestFleet:
     def __post_init__(self) -> None:
         self.lighthouse: Any = None
         self.host, self.port = "127.0.0.1", 0
-        self.light()
+        self.start_lighthouse()
 
-    def light(self) -> None:
+    def start_lighthouse(self) -> None:
         """Start the lighthouse, on the port that it had before."""
         from torchft._torchft import LighthouseServer
 
@@ -91,12 +91,12 @@ class TestFleet:
         for path in self.folder.glob("*.here"):
             path.unlink()
 
-    def hurry(self) -> None:
-        """Nobody holds back any longer."""
-        (self.folder / "hurry").touch()
+    def stop_holding(self) -> None:
+        """Let all replicas train at full speed (`hold` in `replicas.tiny`)."""
+        (self.folder / "full-speed").touch()
 
     def trains(self, *names: str, step: int = 1, members: int | None = None) -> None:
-        """Wait until replicas have committed so many steps, and did so with so many members."""
+        """Wait until replicas have committed this number of steps, the last one with this number of participants."""
 
         def there(name: str) -> bool:
             status = self.status(name)

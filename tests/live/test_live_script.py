@@ -75,8 +75,8 @@ def test_half_precision_by_autocast_in_the_script(script: Any, tmp_path: Path) -
     assert account.exactly_once and all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
-def test_a_notice_from_the_cloud_is_heeded(script: Any, tmp_path: Path) -> None:
-    # By the steps, not by how often it is asked: while a slow lighthouse is waited for, that is ten times a second.
+def test_a_replica_leaves_when_notice_says_that_its_machine_is_taken_away(script: Any, tmp_path: Path) -> None:
+    # By the steps, not by the number of calls: while it waits for a slow lighthouse, that is ten times per second.
     model, fleet = script(notice=lambda: fleet.flow.step >= 3)
     with fleet:
         for step in fleet:
@@ -184,14 +184,14 @@ def test_the_example_runs_on_two_replicas_one_of_which_is_told_to_leave(tmp_path
     with TestFleet(tmp_path, replicas.tiny) as fleet:
         processes = {}
         for name in ("r0", "r1"):
-            told = {
+            variables = {
                 "EBBFLOW_LIGHTHOUSE": f"127.0.0.1:{fleet.port}",
                 "EBBFLOW_REPLICA": name,
                 "EBBFLOW_FOLDER": str(tmp_path),
             }
             processes[name] = subprocess.Popen(
                 [sys.executable, str(ROOT / "examples" / "live_training.py")],
-                env={**os.environ, **told},
+                env={**os.environ, **variables},
                 stdout=subprocess.PIPE,
                 text=True,
             )

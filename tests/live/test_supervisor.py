@@ -1,3 +1,5 @@
+"""Which replicas are started again, how they are started and stopped, and how a fleet ends."""
+
 from __future__ import annotations
 
 import os
@@ -8,13 +10,56 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.signals import StopSignal
 from ebbflow.errors import ConfigError
+from ebbflow.live import supervisor as supervising
 from ebbflow.live.protocol import FleetConfig, read_status
-from ebbflow.live.supervisor import FleetEvent, Job, RestartPolicy, Supervisor
+from ebbflow.live.supervisor import Ending, FleetEvent, Job, Outcome, RestartPolicy, Supervisor, supervise
 from live.fakes import alive, until
 
 MakeJob = Callable[..., Job]
 QUICK = RestartPolicy(max_failures=3, first_pause_s=0.05, longest_pause_s=0.1)
+
+
+# When a replica is started again --------------------------------------------------------------------------------------
+
+
+def endings(*codes: int, progressed: bool = False, policy: RestartPolicy | None = None) -> list[tuple[str, float]]:
+    policy, failures, verdicts = policy or RestartPolicy(max_failures=5), 0, []
+    for code in codes:
+        ending = Ending(code=code, state="training", progressed=progressed)
+        failures = policy.failures(failures, ending)
+        verdicts.append(policy.judge(ending, failures))
+    return verdicts
+
+
+def test_pauses_double_and_the_fifth_death_without_a_step_is_the_last() -> None:
+    assert endings(1, 1, -9, 1, 1) == [
+        ("restart", 0.0), ("restart", 1.0), ("restart", 2.0), ("restart", 4.0), ("gave up", 0.0),
+    ]  # fmt: skip
+
+
+def test_pauses_have_an_end() -> None:
+    policy = RestartPolicy(max_failures=100, first_pause_s=1, longest_pause_s=5)
+    assert [pause for _, pause in endings(*[1] * 7, policy=policy)] == [0, 1, 2, 4, 5, 5, 5]
+
+
+def test_a_replica_that_commits_steps_between_its_deaths_is_never_given_up() -> None:
+    assert endings(*[-9] * 50, progressed=True) == [("restart", 0.0)] * 50
+
+
+def test_asking_to_be_restarted_for_ever_is_given_up_too() -> None:
+    assert endings(*[75] * 5)[-1] == ("gave up", 0.0)
+    assert endings(75) == [("restart", 0.0)]
+
+
+def test_code_0_is_the_end_and_the_status_says_which() -> None:
+    policy = RestartPolicy()
+    for state, verdict in [("finished", "finished"), ("left", "left"), ("leaving", "left"), (None, "finished")]:
+        assert policy.judge(Ending(code=0, state=state, progressed=True), 0) == (verdict, 0.0)
+
+
+# The supervisor -------------------------------------------------------------------------------------------------------
 
 
 class Seen(list[FleetEvent]):
@@ -74,7 +119,7 @@ def test_a_script_with_a_bug_is_given_up_with_the_end_of_its_log(fake_job: MakeJ
     assert "replica r0, incarnation 3" in log
 
 
-def test_code_75_is_a_wish_to_be_started_again(fake_job: MakeJob) -> None:
+def test_code_75_asks_to_be_started_again(fake_job: MakeJob) -> None:
     seen = Seen()
     with Supervisor(fake_job("again"), policy=QUICK) as fleet:
         fleet.request("r0")
@@ -83,7 +128,7 @@ def test_code_75_is_a_wish_to_be_started_again(fake_job: MakeJob) -> None:
     assert "asked to be started again" in seen[1].text
 
 
-def test_a_dismissed_replica_leaves_by_itself_and_stays_away(fake_job: MakeJob) -> None:
+def test_a_replica_that_is_told_to_leave_leaves_by_itself_and_stays_away(fake_job: MakeJob) -> None:
     seen = Seen()
     with Supervisor(fake_job("train")) as fleet:
         fleet.request("r0")
@@ -97,7 +142,7 @@ def test_a_dismissed_replica_leaves_by_itself_and_stays_away(fake_job: MakeJob) 
     assert status.state == "left"
 
 
-def test_who_does_not_leave_in_time_is_killed(fake_job: MakeJob) -> None:
+def test_a_replica_that_does_not_leave_in_time_is_killed(fake_job: MakeJob) -> None:
     seen = Seen()
     with Supervisor(fake_job("stubborn")) as fleet:
         fleet.request("r0")
@@ -107,7 +152,7 @@ def test_who_does_not_leave_in_time_is_killed(fake_job: MakeJob) -> None:
     assert seen.of("r0") == ["started", "told to leave", "killed", "left"]
 
 
-def test_a_replica_that_is_wanted_again_while_it_leaves_comes_back(fake_job: MakeJob) -> None:
+def test_a_replica_that_is_requested_again_while_it_leaves_comes_back(fake_job: MakeJob) -> None:
     seen = Seen()
     with Supervisor(fake_job("train")) as fleet:
         fleet.request("r0")
@@ -176,19 +221,6 @@ class _Running:
         return None
 
 
-def test_a_damaged_or_foreign_status_file_is_no_status(tmp_path: Path) -> None:
-    folder = tmp_path / "replicas" / "r0"
-    folder.mkdir(parents=True)
-    assert read_status(tmp_path, "r0") is None
-    for text in ("", "{", "[]", '{"state": 3, "time": 1}', '{"state": "training"}'):
-        (folder / "status.json").write_text(text)
-        assert read_status(tmp_path, "r0") is None
-    (folder / "status.json").write_text('{"state": "training", "time": 5, "step": true, "loss": NaN, "members": ["a"]}')
-    status = read_status(tmp_path, "r0")
-    assert status is not None
-    assert (status.step, status.loss, status.members) == (None, None, None)
-
-
 def test_a_program_that_is_not_there_is_an_error_of_ours(fake_job: MakeJob, tmp_path: Path) -> None:
     fleet_config = FleetConfig(job="x", folder=tmp_path / "job", lighthouse="127.0.0.1:1")
     job = Job(command=("/no/such/program",), fleet=fleet_config)
@@ -196,3 +228,65 @@ def test_a_program_that_is_not_there_is_an_error_of_ours(fake_job: MakeJob, tmp_
         fleet.request("r0")
         with pytest.raises(ConfigError, match="/no/such/program cannot be run"):
             fleet.poll()
+
+
+# The loop around it ---------------------------------------------------------------------------------------------------
+
+
+def run_to_the_end(
+    fleet: Supervisor, *, stop_when: Callable[[], object] = bool
+) -> tuple[Outcome, list[tuple[str, str]]]:
+    """Supervise a fleet to its end; `stop_when` stands for the user, who presses Ctrl-C once it is true."""
+    seen: list[FleetEvent] = []
+    with fleet, StopSignal() as stop:
+
+        def on_poll() -> None:
+            if not stop.requested and stop_when():
+                signal.raise_signal(signal.SIGINT)
+
+        outcome = supervise(fleet, stop=stop, grace_s=20, on_event=seen.append, on_poll=on_poll)
+    return outcome, [(event.replica, event.what) for event in seen]
+
+
+def test_replicas_that_do_not_finish_with_the_others_are_told_to_leave(
+    fake_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "_OTHERS_MAY_FINISH_S", 0.1)
+    fleet = Supervisor(fake_job("first", 5))
+    fleet.request("r0")
+    fleet.request("r1")
+    outcome, seen = run_to_the_end(fleet)
+    assert outcome == "finished"
+    assert seen[2:] == [("r0", "finished"), ("r1", "told to leave"), ("r1", "left")]
+
+
+def test_a_fleet_whose_replicas_are_all_given_up_has_failed(fake_job: MakeJob) -> None:
+    fleet = Supervisor(fake_job("crash"), policy=RestartPolicy(max_failures=1))
+    fleet.request("r0")
+    assert run_to_the_end(fleet) == ("failed", [("r0", "started"), ("r0", "gave up")])
+
+
+def test_a_signal_tells_all_replicas_to_leave(fake_job: MakeJob) -> None:
+    fleet = Supervisor(fake_job("train"))
+    fleet.request("r0")
+    outcome, seen = run_to_the_end(fleet, stop_when=lambda: fleet.replicas["r0"].progressed)
+    assert (outcome, seen[1:]) == ("stopped", [("r0", "told to leave"), ("r0", "left")])
+    status = read_status(fleet.job.fleet.folder, "r0")
+    assert status is not None
+    assert status.state == "left"
+
+
+def test_a_replica_that_left_by_itself_is_not_started_again(fake_job: MakeJob) -> None:
+    """As when a cloud sends SIGTERM: the machine is about to be taken away."""
+    fleet = Supervisor(fake_job("train"))
+    fleet.request("r0")
+    sent: list[bool] = []
+
+    def send_it_once() -> bool:
+        replica = fleet.replicas["r0"]
+        if not sent and replica.progressed and replica.child:
+            sent.append(True)
+            replica.child.send(signal.SIGTERM)
+        return False
+
+    assert run_to_the_end(fleet, stop_when=send_it_once) == ("left", [("r0", "started"), ("r0", "left")])

@@ -87,13 +87,13 @@ def launch(
         if join is None:
             for number in range(replicas):
                 fleet.request(f"r{number}")
-        told = fleet.job.fleet
-        title = f"{told.job}: lighthouse {told.lighthouse}, folder {told.folder}"
+        config = fleet.job.fleet
+        title = f"{config.job}: lighthouse {config.lighthouse}, folder {config.folder}"
         err.print(title, markup=False, soft_wrap=True)
         run = run_fleet(fleet, grace_s=grace_s, console=err, title=lambda: title)
     seen = run.account(fleet)
     # The records of a fleet elsewhere may be elsewhere, too.
-    account = read_account(told.folder) if join is None else None
+    account = read_account(config.folder) if join is None else None
     if json:
         print_json({**seen, **(account.to_json() if account else {})})
     else:

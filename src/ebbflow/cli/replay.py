@@ -71,16 +71,16 @@ def replay(
         max_failures=max_failures, gpus=gpus,
     ) as fleet:  # fmt: skip
         replayed = TraceReplay(fleet, schedule, grace_s=grace_s, finish=finish)
-        told = fleet.job.fleet
+        config = fleet.job.fleet
 
         def title() -> str:
             now = min(replayed.elapsed_s, played.end)
             available = len(schedule.running(now))
-            return f"{told.job}: {now:.0f} of {format_seconds(played.end)}, {available} available by {trace}"
+            return f"{config.job}: {now:.0f} of {format_seconds(played.end)}, {available} available by {trace}"
 
-        err.print(f"{title()}; folder {told.folder}", markup=False, soft_wrap=True)
+        err.print(f"{title()}; folder {config.folder}", markup=False, soft_wrap=True)
         run = run_fleet(fleet, grace_s=grace_s, console=err, title=title, act=replayed.act)
-    account = read_account(told.folder)
+    account = read_account(config.folder)
     trace_over = replayed.over and run.outcome == "left"
     seen = {
         **run.account(fleet),

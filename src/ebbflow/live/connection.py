@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 import torch
@@ -108,7 +108,7 @@ class TransferableState(Protocol):
 
 
 class FleetConnection:
-    """The connection of this replica with the others."""
+    """The connection of this replica with the others. The training loop calls it, and waits in it."""
 
     def __init__(
         self,
@@ -137,9 +137,8 @@ class FleetConnection:
         self._leaving = leaving
         self._on_event = on_event
         self._fault = fault
-        self._pending: Callable[[], MembershipEvent] | None = (
-            None  # reports what is waited for, or that time has passed
-        )
+        # While something is waited for: reports it, or that time has passed.
+        self._pending: Callable[[], MembershipEvent] | None = None
         self._group: ProcessGroup | None = None
         self._server: Any = None
         self._client: Any = None
@@ -152,7 +151,7 @@ class FleetConnection:
 
     def start(self) -> None:
         """Make this replica known to the lighthouse, if that can be reached; else the first step tries again."""
-        self._run(Started(now=time.monotonic()))
+        self._run(Started(now=monotonic()))
 
     def next_step(self, step: int, lineage: int) -> ComputeStep:
         """Form a quorum group for the next step, and make sure that this replica has the state that counts.
@@ -161,7 +160,7 @@ class FleetConnection:
         `TrainingFinished` if the state turns out to be that of a finished job, and a ConfigError if this replica is
         incompatible with the fleet.
         """
-        instruction = self._run(StepRequested(now=time.monotonic(), step=step, lineage=lineage))
+        instruction = self._run(StepRequested(now=monotonic(), step=step, lineage=lineage))
         if isinstance(instruction, Refuse):
             raise ConfigError(
                 f"the fleet at {self.config.lighthouse} refuses this replica, which is of another job: "
@@ -182,26 +181,24 @@ class FleetConnection:
     @property
     def wants_lighthouse(self) -> bool:
         """What this replica tells the other participants in a step (`Membership.wants_lighthouse`)."""
-        return self.membership.wants_lighthouse(time.monotonic())
+        return self.membership.wants_lighthouse(monotonic())
 
     def committed(
         self, assignment: Assignment, *, leaving: frozenset[int], lighthouse_wanted: bool
     ) -> LeaveFleet | None:
         """Report that the step counts on this replica; the answer says whether it was the last one."""
         instruction = self._run(
-            StepCommitted(
-                now=time.monotonic(), assignment=assignment, leaving=leaving, lighthouse_wanted=lighthouse_wanted
-            )
+            StepCommitted(now=monotonic(), assignment=assignment, leaving=leaving, lighthouse_wanted=lighthouse_wanted)
         )
         return instruction if isinstance(instruction, LeaveFleet) else None
 
     def failed(self, reason: str) -> None:
         """Report that the step does not count on this replica."""
-        self._run(StepFailed(now=time.monotonic(), reason=reason))
+        self._run(StepFailed(now=monotonic(), reason=reason))
 
     def return_to_lighthouse(self) -> None:
         """Ask the lighthouse before the next step, even if the group goes on by itself."""
-        self._run(LighthouseWanted(now=time.monotonic()))
+        self._run(LighthouseWanted(now=monotonic()))
 
     def publish(self, key: str, text: str) -> None:
         """Put a text into the store of this replica, where others can read it over the network."""
@@ -216,9 +213,9 @@ class FleetConnection:
     # How instructions are executed ------------------------------------------------------------------------------------
 
     def _run(self, event: MembershipEvent) -> Instruction | None:
-        """Hand an event to the protocol and execute its instructions, until the training loop's turn has come.
+        """Hand an event to the protocol and execute all instructions that follow from it.
 
-        The instruction for the training loop is returned, None if there is none.
+        Ends at an instruction for the training loop, which is returned, or when there is nothing left to do.
         """
         todo = deque(self.membership.handle(event))
         while todo or self._pending is not None:
@@ -239,14 +236,13 @@ class FleetConnection:
         """Execute an instruction; the event that it led to, if that is known at once."""
         match instruction:
             case Register():
-                time.sleep(instruction.after_s)
+                sleep(instruction.after_s)
                 return self._register()
             case AskLighthouse():
-                time.sleep(instruction.after_s)
+                sleep(instruction.after_s)
                 self._ask(instruction)
             case CheckHeartbeats():
-                ages = self._heartbeat_ages()
-                return HeartbeatsReceived(now=time.monotonic(), ages=ages)
+                return HeartbeatsReceived(ages=self._heartbeat_ages(), now=monotonic())
             case SendHandshake():
                 return self._exchange_handshakes(instruction)
             case Connect():
@@ -282,9 +278,9 @@ class FleetConnection:
             )
         except (RuntimeError, TimeoutError) as error:
             reason = f"no lighthouse at {self.config.lighthouse}: {error}"
-            return LighthouseUnreachable(now=time.monotonic(), reason=reason)
+            return LighthouseUnreachable(now=monotonic(), reason=reason)
         self._client = torchft_api.manager_client(self._server.address(), connect_timeout=timeout)
-        return Registered(now=time.monotonic(), name=self.name, store=address)
+        return Registered(now=monotonic(), name=self.name, store=address)
 
     def _unregister(self) -> None:
         if self._server is not None:
@@ -304,28 +300,24 @@ class FleetConnection:
 
         def ask() -> None:
             try:
-                answers.put(
-                    torchft_api.request_quorum(
-                        client,
-                        step=request.step,
-                        commit_failures=request.commit_failures,
-                        timeout=_QUORUM_TIMEOUT,
-                    )
+                answer = torchft_api.request_quorum(
+                    client, step=request.step, commit_failures=request.commit_failures, timeout=_QUORUM_TIMEOUT
                 )
             except Exception as error:
-                answers.put(error)
+                answer = error
+            answers.put(answer)
 
         def poll() -> MembershipEvent:
             try:
                 answer = answers.get(timeout=_LEAVE_POLL_S)
             except queue.Empty:
-                return ToldToLeave(now=time.monotonic()) if self._leaving() else Tick(now=time.monotonic())
+                return ToldToLeave(now=monotonic()) if self._leaving() else Tick(now=monotonic())
             self._pending = None
             if isinstance(answer, Exception):
                 reason = f"the lighthouse at {self.config.lighthouse} does not answer: {answer}"
-                return LighthouseUnreachable(now=time.monotonic(), reason=reason)
+                return LighthouseUnreachable(now=monotonic(), reason=reason)
             return QuorumFormed(
-                now=time.monotonic(),
+                now=monotonic(),
                 quorum_id=answer.quorum_id,
                 replicas=tuple(answer.replica_ids),
                 rank=answer.replica_rank,
@@ -341,18 +333,18 @@ class FleetConnection:
 
         def failed(error: Exception) -> MembershipEvent:
             self._pending = None
-            return HandshakeFailed(now=time.monotonic(), reason=f"the handshake failed: {error}")
+            return HandshakeFailed(now=monotonic(), reason=f"the handshake failed: {error}")
 
         def poll() -> MembershipEvent:
             try:
                 if not store.check(keys):
-                    time.sleep(_HANDSHAKE_POLL_S)
-                    return Tick(now=time.monotonic())
+                    sleep(_HANDSHAKE_POLL_S)
+                    return Tick(now=monotonic())
                 handshakes = tuple(Handshake.decode(store.get(key)) for key in keys)
             except (RuntimeError, ValueError) as error:  # the store ended with the replica that had it
                 return failed(error)
             self._pending = None
-            return HandshakesReceived(now=time.monotonic(), handshakes=handshakes)
+            return HandshakesReceived(now=monotonic(), handshakes=handshakes)
 
         try:
             store = open_store(instruction.rendezvous, timeout_s=_CONNECT_TIMEOUT_S)
@@ -381,8 +373,8 @@ class FleetConnection:
             self._group.connect()
         except PeerLost as error:
             self._drop()
-            return ConnectionFailed(now=time.monotonic(), reason=str(error))
-        return GroupConnected(now=time.monotonic())
+            return ConnectionFailed(now=monotonic(), reason=str(error))
+        return GroupConnected(now=monotonic())
 
     def _heartbeat_ages(self) -> dict[str, float]:
         return fetch_heartbeat_ages(self.config.lighthouse, timeout_s=self._heartbeat_timeout_s)
@@ -390,9 +382,9 @@ class FleetConnection:
     def _load_checkpoint(self) -> MembershipEvent:
         loaded = self.state.refresh()
         if loaded is None:
-            return NoNewerCheckpoint(now=time.monotonic())
+            return NoNewerCheckpoint(now=monotonic())
         step, lineage = loaded
-        return CheckpointLoaded(now=time.monotonic(), step=step, lineage=lineage)
+        return CheckpointLoaded(now=monotonic(), step=step, lineage=lineage)
 
     def _send_state(self, receivers: Sequence[int]) -> MembershipEvent:
         assert self._group is not None
@@ -401,17 +393,17 @@ class FleetConnection:
             for rank in receivers:
                 self._group.send(data, rank)
         except PeerLost as error:
-            return ConnectionFailed(now=time.monotonic(), reason=str(error))
-        return StateSent(now=time.monotonic())
+            return ConnectionFailed(now=monotonic(), reason=str(error))
+        return StateSent(now=monotonic())
 
     def _receive_state(self, source: int) -> MembershipEvent:
         assert self._group is not None
         try:
             data = self._group.receive(source)
         except PeerLost as error:
-            return ConnectionFailed(now=time.monotonic(), reason=str(error))
+            return ConnectionFailed(now=monotonic(), reason=str(error))
         step, lineage = self.state.unpack(data)
-        return StateReceived(now=time.monotonic(), step=step, lineage=lineage, size=len(data))
+        return StateReceived(now=monotonic(), step=step, lineage=lineage, size=len(data))
 
 
 def fetch_statuses(lighthouse: LighthouseStatus) -> dict[str, ReplicaStatus]:

@@ -148,7 +148,7 @@ def launch_fleet(
     with _hold_folder(folder):
         process = LighthouseProcess(folder / "lighthouse", options)
         write_fleet_file(folder, job=name, lighthouse=process.address, command=program)
-        told = FleetConfig(
+        config = FleetConfig(
             lighthouse=process.address,
             folder=folder,
             job=name,
@@ -157,7 +157,7 @@ def launch_fleet(
             heartbeat_timeout_ms=options.heartbeat_timeout_ms,
         )
         threads = max(1, (os.cpu_count() or 1) // max(1, replicas))
-        run = Job(command=program, fleet=told, gpus=gpus, threads=threads)
+        run = Job(command=program, fleet=config, gpus=gpus, threads=threads)
         with Supervisor(run, process, RestartPolicy(max_failures=max_failures)) as fleet:
             yield fleet
 
@@ -187,7 +187,7 @@ def join_fleet(
         )
     program = replica_command(command, workload=workload)
     title = job or job_name(command, workload=workload)
-    told = FleetConfig(
+    config = FleetConfig(
         lighthouse=format_address(host, port),
         folder=(out or Path("runs") / title).resolve(),
         job=title,
@@ -196,9 +196,9 @@ def join_fleet(
         heartbeat_timeout_ms=heartbeat_timeout_ms,
     )
     own = replica_name(name)
-    run = Job(command=program, fleet=told, gpus=gpus)
+    run = Job(command=program, fleet=config, gpus=gpus)
     with (
-        _hold_folder(replica_folder(told.folder, own)),
+        _hold_folder(replica_folder(config.folder, own)),
         Supervisor(run, None, RestartPolicy(max_failures=max_failures)) as fleet,
     ):
         fleet.request(own)

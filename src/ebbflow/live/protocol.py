@@ -1,6 +1,6 @@
-"""What the processes of a fleet tell each other outside of training: addresses, environment, files, lighthouse page.
+"""How the processes of a fleet find and inform each other: addresses, environment, files, the lighthouse's page.
 
-A launcher tells a replica where its fleet is by environment variables (`ReplicaConfig`). A replica answers with its
+The launcher describes the fleet to a replica by environment variables (`ReplicaConfig`). The replica reports by its
 status file (`ReplicaStatus`, replaced as a whole, about twice per second), its log, its record and its exit code.
 SIGTERM tells it to leave: it finishes its step, leaves and exits with 0.
 
@@ -90,7 +90,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def parse_bind(text: str) -> str:
-    """Check the address to listen on. Other machines are told it, so it must be one address and not all of them.
+    """Check the address to listen on. It is announced to other machines, so it must be one address and not all.
 
     >>> parse_bind("[::1]"), parse_bind("10.0.0.7")
     ('::1', '10.0.0.7')
@@ -138,7 +138,7 @@ def local_address_towards(host: str, port: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig:
-    """What all replicas of a fleet are told. Each field is an environment variable: EBBFLOW_LIGHTHOUSE, ..."""
+    """What all replicas of a fleet need to know. Each field is an environment variable: EBBFLOW_LIGHTHOUSE, ..."""
 
     lighthouse: str = param(doc="HOST:PORT of the lighthouse")
     folder: Path = param(doc="folder of the job, with records, status files and checkpoints")
@@ -161,7 +161,7 @@ class FleetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaConfig(FleetConfig):
-    """What one replica is told. The launcher writes these variables and the replica reads them."""
+    """What one replica needs to know. The launcher writes these variables and the replica reads them."""
 
     replica: str = param(doc="name of this replica, unique in the fleet")
 
@@ -191,18 +191,18 @@ class ReplicaConfig(FleetConfig):
     def from_environment(cls, environment: Mapping[str, str] | None = None, **overrides: object) -> Self:
         """Read the environment variables; overrides that are not None take precedence.
 
-        >>> told = {"EBBFLOW_LIGHTHOUSE": "10.0.0.7:29510", "EBBFLOW_REPLICA": "r2", "EBBFLOW_FOLDER": "runs/a"}
-        >>> ReplicaConfig.from_environment(told, job="a").lighthouse
+        >>> variables = {"EBBFLOW_LIGHTHOUSE": "10.0.0.7:29510", "EBBFLOW_REPLICA": "r2", "EBBFLOW_FOLDER": "runs/a"}
+        >>> ReplicaConfig.from_environment(variables, job="a").lighthouse
         '10.0.0.7:29510'
         """
-        told = os.environ if environment is None else environment
+        variables = os.environ if environment is None else environment
         types = typing.get_type_hints(cls)
         values: dict[str, Any] = {}
         missing: dict[str, str] = {}
         for variable, one in cls.variables():
             value = overrides.get(one.name)
             if value is None:
-                value = told.get(variable) or None
+                value = variables.get(variable) or None
             if value is None:
                 if one.default is dataclasses.MISSING:
                     missing[variable] = one.name
@@ -213,7 +213,7 @@ class ReplicaConfig(FleetConfig):
                 raise ConfigError(f"{variable} is {value!r}; expected a whole number") from None
         if missing:
             raise ConfigError(
-                f"this replica was not told where its fleet is ({', '.join(missing)} not set): run the script with "
+                f"this replica does not know where its fleet is ({', '.join(missing)} not set): run the script with "
                 f"`ebbflow launch --replicas 2 SCRIPT`, or pass {', '.join(missing.values())} to join()"
             )
         return cls(**values)

@@ -152,7 +152,7 @@ class Checkpoints:
     """The checkpoints in a folder, of which the newest are kept. Replicas that share a disk share the folder."""
 
     def __init__(self, folder: Path, *, keep: int = 3, on_event: Callable[[str, str], None]) -> None:
-        """`keep`: how many are kept. `on_event(what, text)`: is told of damaged files and failures, from any thread."""
+        """`keep`: how many are kept. `on_event(what, text)`: called for damaged files and failures, from any thread."""
         self.folder = folder
         self.keep = keep
         self.on_event = on_event

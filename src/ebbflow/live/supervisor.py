@@ -1,8 +1,7 @@
 """Keeps the requested replicas of one machine running: starts them, watches them, and starts those again that died.
 
-The supervisor is told which replicas are requested (`request`, `stop`) and looks at their processes when it is asked to
-(`poll`). `RestartPolicy` decides, as a pure function, what is done when a process ends. `supervise` is the loop around
-it all.
+Its user says which replicas are requested (`request`, `stop`) and when to look at their processes (`poll`).
+`RestartPolicy` decides, as a pure function, what is done when a process ends. `supervise` is the loop around it all.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ class Job:
     command: tuple[str, ...]
     """The program and its arguments."""
     fleet: FleetConfig
-    """What all replicas are told."""
+    """What all replicas of the fleet need to know."""
     gpus: int = 0
     """GPUs per replica; 0 leaves CUDA_VISIBLE_DEVICES alone."""
     threads: int = 0
     """CPU threads per replica, unless OMP_NUM_THREADS is set already; 0 leaves it alone."""
 
     def environment(self, replica: str, *, slot: int, base: dict[str, str]) -> dict[str, str]:
-        """Give the environment of a replica: that of the launcher, and what the replica is told.
+        """Give the environment of a replica: that of the launcher, and the variables of the fleet.
 
         `slot` numbers the replicas of this machine from 0. If `gpus` is set, slot i sees the i-th group of the GPUs
         that the launcher sees.
@@ -53,15 +52,15 @@ class Job:
         >>> job.environment("r1", slot=1, base={"CUDA_VISIBLE_DEVICES": "4,5,6,7"})["CUDA_VISIBLE_DEVICES"]
         '6,7'
         """
-        told = self.fleet.for_replica(replica).environment()
-        told["PYTHONUNBUFFERED"] = "1"  # so that the log of a killed process ends with what it printed last
+        own = self.fleet.for_replica(replica).environment()
+        own["PYTHONUNBUFFERED"] = "1"  # so that the log of a killed process ends with what it printed last
         if self.threads and "OMP_NUM_THREADS" not in base:
-            told["OMP_NUM_THREADS"] = str(self.threads)
+            own["OMP_NUM_THREADS"] = str(self.threads)
         if self.gpus:
             visible = base.get("CUDA_VISIBLE_DEVICES", "")
             numbers = visible.split(",") if visible else [str(i) for i in range((slot + 1) * self.gpus)]
-            told["CUDA_VISIBLE_DEVICES"] = ",".join(numbers[slot * self.gpus : (slot + 1) * self.gpus])
-        return {**base, **told}
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(numbers[slot * self.gpus : (slot + 1) * self.gpus])
+        return {**base, **own}
 
 
 # When a replica is started again --------------------------------------------------------------------------------------

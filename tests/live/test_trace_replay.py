@@ -1,3 +1,5 @@
+"""Which replicas run at which time of a trace."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -34,10 +36,10 @@ def test_at_every_time_as_many_run_as_the_trace_says(
     seed: int,
 ) -> None:
     schedule = make_schedule(trace, stop=stop, leaver=leaver, seed=seed)
-    there: set[str] = set()
-    for action in schedule.actions:  # nobody starts twice, nobody goes who is not there
-        assert (action.replica in there) == (action.what != "start")
-        (there.add if action.what == "start" else there.discard)(action.replica)
+    running: set[str] = set()
+    for action in schedule.actions:  # no replica starts twice, and none is stopped that does not run
+        assert (action.replica in running) == (action.what != "start")
+        (running.add if action.what == "start" else running.discard)(action.replica)
     for start, end, workers in trace.segments():
         for time in (start, (start + end) / 2):
             assert len(schedule.running(time)) == workers
@@ -62,10 +64,10 @@ def test_the_newest_or_the_oldest_leaves_and_the_free_slot_is_taken_again() -> N
     ]  # fmt: skip
 
 
-def test_the_seed_chooses_who_goes_and_how() -> None:
-    stories = {tuple(departures("random", stop="mixed", seed=seed)) for seed in range(20)}
-    assert len(stories) > 5
-    assert {what for story in stories for _, what, _ in story} == {"start", "kill", "term"}
+def test_the_seed_decides_which_replica_is_stopped_and_how() -> None:
+    histories = {tuple(departures("random", stop="mixed", seed=seed)) for seed in range(20)}
+    assert len(histories) > 5
+    assert {what for history in histories for _, what, _ in history} == {"start", "kill", "term"}
 
 
 def test_a_trace_is_scaled_down_never_up() -> None:
