@@ -182,9 +182,7 @@ def measure_torchrun() -> float:
         environment = {
             **os.environ, "BENCH_FOLDER": folder, "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
         }  # fmt: skip
-        process = subprocess.Popen(
-            command, env=environment, stderr=subprocess.DEVNULL
-        )  # it reports the death at length
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)  # reports deaths at length
 
         def steps() -> dict[str, list[str]]:
             """When the steps of each worker ended, by its process number."""

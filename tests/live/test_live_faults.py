@@ -193,9 +193,8 @@ def test_a_replica_killed_while_it_sends_the_state(fleet: Any, tmp_path: Path) -
     group = fleet(hold=2)
     group.start("r1")
     group.trains("r1")
-    group.start(
-        "r0", fault="kill:send@*"
-    )  # receives the state of r1; the next one receives it from r0, the first of two
+    # It receives the state of r1; the next one receives it from r0, the first of two.
+    group.start("r0", fault="kill:send@*")
     group.trains("r0", "r1", members=2)
     group.start("r2")
     assert group.wait("r0") == {"r0": KILLED}
