@@ -42,7 +42,7 @@ class Handshake:
     """What a replica tells the others of a quorum before they connect."""
 
     name: str
-    """Unique for each start of a replica: r2:5f3a..."""
+    """Name of the incarnation, such as r2:5f3a..."""
     store: str
     """HOST:PORT of its store, where others can connect without the lighthouse."""
     state: ReplicaState
@@ -87,8 +87,9 @@ class MembershipEvent:
     """When it happened, in seconds of a monotonic clock."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Started(MembershipEvent):
-    """The replica is ready to join the fleet, and may not ask for a step for a while."""
+    """The replica is ready to join the fleet; it may request its first step later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +105,7 @@ class Registered(MembershipEvent):
     """The manager server runs."""
 
     name: str
-    """The name of this replica at the lighthouse, which no other start of a replica ever has."""
+    """Name of this replica at the lighthouse; no other incarnation ever has it."""
     store: str
     """HOST:PORT of the store of this replica."""
 
@@ -121,7 +122,7 @@ class QuorumFormed(MembershipEvent):
     """The lighthouse answered the request for a quorum."""
 
     quorum_id: int
-    """A lighthouse counts its quorums: it changes with the replicas, and when a replica reports a failed step."""
+    """Number of the quorum; the lighthouse increases it if the replicas change or one reports a failed attempt."""
     replicas: tuple[str, ...]
     """Names by rank."""
     rank: int
@@ -152,6 +153,7 @@ class HandshakeFailed(MembershipEvent):
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GroupConnected(MembershipEvent):
     """The quorum group is connected."""
 
@@ -171,6 +173,7 @@ class CheckpointLoaded(MembershipEvent):
     lineage: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NoNewerCheckpoint(MembershipEvent):
     """No checkpoint is further than this replica."""
 
@@ -185,6 +188,7 @@ class StateReceived(MembershipEvent):
     """Bytes."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StateSent(MembershipEvent):
     """All peers that needed the state of this replica have received it."""
 
@@ -207,14 +211,17 @@ class StepFailed(MembershipEvent):
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LighthouseWanted(MembershipEvent):
     """The next step is to begin at the lighthouse, so that all replicas meet."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ToldToLeave(MembershipEvent):
     """This replica was told to leave the fleet."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tick(MembershipEvent):
     """Time has passed while this replica waits for the lighthouse or for handshakes."""
 
@@ -223,7 +230,7 @@ class Tick(MembershipEvent):
 
 
 class Instruction:
-    """Something to do; the comment of each names the events that it may lead to."""
+    """Something to do. After an arrow, each instruction names the events with which its outcome is reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
