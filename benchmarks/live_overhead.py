@@ -1,8 +1,8 @@
 """A step of the live engine against plain DDP: the same model, 11M parameters, two replicas, gloo over loopback.
 
-Both train in the same two processes and take turns, so that whatever else the machine does hits both alike; the ratio
-is the median over the turns. The live engine meets at the lighthouse before every step, adds up in one message what
-DDP adds up in buckets during the backward pass, and writes its record; with AdaScale it measures the noise, too.
+Both train in the same two processes and take turns, so that other load on the machine affects both alike; the ratio is
+the median over the turns. The live engine asks the lighthouse before every step, adds up in one message what DDP adds
+up in buckets during the backward pass, and writes its record; with AdaScale it measures the noise, too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def measure(rule: str, turns: int) -> list[tuple[float, float]]:
     os.environ["RUST_LOG"] = "error"  # before torchft is loaded
     from torchft._torchft import LighthouseServer
 
-    from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
+    from ebbflow.live.protocol import HEARTBEAT_TIMEOUT_MS
 
     lighthouse = LighthouseServer(
         bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS

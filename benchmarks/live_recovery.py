@@ -1,12 +1,12 @@
-"""What a change of the fleet costs: kill -9, a notice to leave, a newcomer; 11M parameters, replicas on loopback.
+"""What a change of the fleet costs: kill -9, SIGTERM, a new replica; 11M parameters, replicas on loopback.
 
-    killed   from kill -9 to the next step that the survivors commit
-    left     from the last step with a replica that was told to leave to the next one without it
-    joined   from when a started replica is ready (model built, script at its loop) to its first committed step
+    killed   from kill -9 to the next step that the others commit
+    left     from the last step with a replica that was told to leave to the next step without it
+    joined   from the time when a started replica is ready for its training loop to its first committed step
 
-The lighthouse has the heartbeat that the product ships with. With `--torchrun` torchrun's elastic restart is measured
-in the same run: from kill -9 of one of its workers to the next step of the restarted ones; the processes load torch
-again, as they do there. It takes about a minute.
+The lighthouse has the default heartbeat timeout. With `--torchrun`, torchrun's elastic restart is measured in the same
+run: from kill -9 of one of its workers to the next step of the restarted workers, which import torch again. It takes
+about a minute.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def eleven_million() -> Any:
 
 
 def replica() -> None:
-    """What each process of the fleet runs: endless steps, each noted with the time of its commit."""
+    """What each process of the fleet runs: endless steps, each logged with the time of its commit."""
     import torch
 
     import ebbflow.live
@@ -71,7 +71,7 @@ class Processes:
         os.environ["RUST_LOG"] = "error"  # before torchft is loaded
         from torchft._torchft import LighthouseServer
 
-        from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
+        from ebbflow.live.protocol import HEARTBEAT_TIMEOUT_MS
 
         self.folder = folder
         self.lighthouse = LighthouseServer(
@@ -182,7 +182,7 @@ def measure_torchrun() -> float:
         environment = {
             **os.environ, "BENCH_FOLDER": folder, "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
         }  # fmt: skip
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)  # the death is told at length
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)  # reports deaths at length
 
         def steps() -> dict[str, list[str]]:
             """When the steps of each worker ended, by its process number."""
@@ -222,7 +222,7 @@ def main() -> None:
     if arguments.torchrun_worker:
         return worker_of_torchrun()
     results = measure(arguments.rounds)
-    print(f"a step of three replicas: {statistics.median(results['step']):.3f} s\n")
+    print(f"one step of three replicas: {statistics.median(results['step']):.3f} s\n")
     print(f"{'':8}{'median':>9}{'worst':>9}{'limit':>9}{'ratio':>9}")
     for name, limit in LIMITS.items():
         middle = statistics.median(results[name])

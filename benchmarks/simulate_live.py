@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ebbflow.live.account import read_account
+from ebbflow.live.accounting import read_account
 from ebbflow.plan import make_policy
 from ebbflow.record import Run, read_record
 from ebbflow.simulate import FlatPrice, Scenario, simulate
@@ -72,7 +72,7 @@ def replay(case: str, trace: str, epochs: int, folder: Path, *more: str) -> None
     training = [__file__, "--replica", str(epochs)]
     if case != "waiting":
         training = ["--workload", case, "--rule", "linear", "--local-batch", str(LOCAL), "--epochs", str(epochs)]
-    options = ["--leaver", "newest", "--folder", str(folder), "--json", *more]
+    options = ["--leaver", "newest", "--out", str(folder), "--json", *more]
     command = [sys.executable, "-m", "ebbflow", "replay", trace, *options, *training]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:

@@ -2,7 +2,8 @@
 
     ebbflow launch --replicas 3 examples/live_training.py
 
-Kill a replica (`kill -9`) or tell it to leave (`kill`): the others go on, and `ebbflow launch` starts it again.
+Kill a replica (`kill -9`): the others go on, and `ebbflow launch` starts it again. Tell one to leave (`kill`): it
+finishes its step and is not started again.
 """
 
 import torch
@@ -33,5 +34,5 @@ with ebbflow.live.join(
     model, optimizer, data, rule="adascale", base_batch=32, local_batch=16, epochs=10, on_epoch=accuracy
 ) as fleet:
     for step in fleet:  # until all epochs are done, whoever comes and goes
-        for x, y in step:  # this replica's part of the step's samples
+        for x, y in step:  # this replica's micro-batches of the step
             step.backward(loss_fn(model(x), y))

@@ -101,7 +101,17 @@ class RankLost(EbbflowError):
 
 
 class Diverged(EbbflowError):
-    """The loss or the gradient is no longer finite; the run ends, and its record says so."""
+    """The loss or the gradient stopped being finite; the run ends and says so in its record.
+
+    >>> raise Diverged("the training loss is nan at step 7")
+    Traceback (most recent call last):
+    ...
+    ebbflow.errors.Diverged: the training loss is nan at step 7; use a smaller learning rate, a warm-up, or inputs on a \
+smaller scale
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; use a smaller learning rate, a warm-up, or inputs on a smaller scale")
 
 
 class MissingExtra(EbbflowError, ImportError):

@@ -63,7 +63,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def test_a_fleet_runs_to_its_end_and_is_accounted_for(shell: Shell) -> None:
-    code, out, err = shell.run("launch", "--replicas", 2, "--folder", "job", "--json", FAKE, "train", 5)
+    code, out, err = shell.run("launch", "--replicas", 2, "--out", "job", "--json", FAKE, "train", 5)
     account = json.loads(out)
     assert code == 0
     assert (account["status"], account["starts"], account["restarts"], account["deaths"]) == ("finished", 2, 0, 0)
@@ -73,7 +73,7 @@ def test_a_fleet_runs_to_its_end_and_is_accounted_for(shell: Shell) -> None:
 
 
 def test_ctrl_c_lets_the_replicas_leave(shell: Shell) -> None:
-    launcher = shell.start("launch", "--replicas", 2, "--folder", "job", FAKE, "train")
+    launcher = shell.start("launch", "--replicas", 2, "--out", "job", FAKE, "train")
     until(lambda: shell.training("r0", "r1"))
     launcher.send_signal(signal.SIGINT)
     out, _ = launcher.communicate(timeout=30)
@@ -83,12 +83,12 @@ def test_ctrl_c_lets_the_replicas_leave(shell: Shell) -> None:
 
 
 def test_a_second_ctrl_c_kills_those_who_do_not_leave(shell: Shell) -> None:
-    launcher = shell.start("launch", "--folder", "job", FAKE, "stubborn")
+    launcher = shell.start("launch", "--out", "job", FAKE, "stubborn")
     until(lambda: shell.training("r0"))
     pid = shell.status("r0")["pid"]
     launcher.send_signal(signal.SIGINT)
     assert launcher.stderr is not None
-    until(lambda: "dismissed" in launcher.stderr.readline())  # type: ignore[union-attr]
+    until(lambda: "told to leave" in launcher.stderr.readline())  # type: ignore[union-attr]
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=30)
     assert launcher.returncode == 130
@@ -96,25 +96,25 @@ def test_a_second_ctrl_c_kills_those_who_do_not_leave(shell: Shell) -> None:
 
 
 def test_not_even_kill_9_of_the_launcher_leaves_a_process_behind(shell: Shell) -> None:
-    launcher = shell.start("launch", "--replicas", 2, "--folder", "job", FAKE, "stubborn")
+    launcher = shell.start("launch", "--replicas", 2, "--out", "job", FAKE, "stubborn")
     until(lambda: shell.training("r0", "r1"))
     assert len(processes_with(f"{shell.folder}/job")) == 3  # two replicas and the lighthouse
     launcher.kill()
     launcher.wait()
     until(lambda: not processes_with(f"{shell.folder}/job"))
     # And the folder is free again.
-    assert shell.run("launch", "--folder", "job", FAKE, "train", 1)[0] == 0
+    assert shell.run("launch", "--out", "job", FAKE, "train", 1)[0] == 0
 
 
 def test_a_script_with_a_bug_ends_the_launch_with_the_end_of_its_log(shell: Shell) -> None:
-    code, _, err = shell.run("launch", "--folder", "job", "--max-failures", 2, FAKE, "crash")
+    code, _, err = shell.run("launch", "--out", "job", "--max-failures", 2, FAKE, "crash")
     assert code == 1
     assert "r0 gave up: exit code 3, 2 times in a row without a step" in err
     assert err.count("ZeroDivisionError: the bug of this script") == 1
 
 
 def test_a_killed_lighthouse_comes_back_at_its_address(shell: Shell) -> None:
-    launcher = shell.start("launch", "--folder", "job", FAKE, "train")
+    launcher = shell.start("launch", "--out", "job", FAKE, "train")
     until(lambda: shell.training("r0"))
     address = json.loads((shell.folder / "job" / "fleet.json").read_text())["lighthouse"]
     (lighthouse,) = (pid for pid in processes_with(f"{shell.folder}/job/lighthouse/address"))
@@ -127,15 +127,15 @@ def test_a_killed_lighthouse_comes_back_at_its_address(shell: Shell) -> None:
 
 
 def test_one_replica_joins_a_fleet_elsewhere(shell: Shell) -> None:
-    told = shell.folder / "address"
-    lighthouse = shell.start("lighthouse", "--bind", "127.0.0.1:0", "--address-file", told)
-    until(told.exists)
-    joined = shell.start("launch", "--join", told.read_text(), "--name", "node 7", "--folder", "job", FAKE, "train")
+    address = shell.folder / "address"
+    lighthouse = shell.start("lighthouse", "--bind", "127.0.0.1:0", "--address-file", address)
+    until(address.exists)
+    joined = shell.start("launch", "--join", address.read_text(), "--name", "node 7", "--out", "job", FAKE, "train")
     until(lambda: shell.training("node-7"))
     environment = Path(f"/proc/{shell.status('node-7')['pid']}/environ").read_text().split("\0")
-    assert f"EBBFLOW_LIGHTHOUSE={told.read_text()}" in environment
+    assert f"EBBFLOW_LIGHTHOUSE={address.read_text()}" in environment
     assert "EBBFLOW_BIND=127.0.0.1" in environment  # the way to the lighthouse is loopback
-    same = shell.run("launch", "--join", told.read_text(), "--name", "node 7", "--folder", "job", FAKE, "train")
+    same = shell.run("launch", "--join", address.read_text(), "--name", "node 7", "--out", "job", FAKE, "train")
     assert same[0] == 2
     assert "is in use by another launcher" in same[2]
     joined.send_signal(signal.SIGTERM)  # what a cloud sends
@@ -162,9 +162,9 @@ def listening(pid: int) -> set[str]:
 
 
 def test_the_lighthouse_listens_on_the_address_it_is_told_alone(shell: Shell) -> None:
-    told = shell.folder / "address"
-    lighthouse = shell.start("lighthouse", "--bind", "127.0.0.1:0", "--address-file", told)
-    until(told.exists)
+    address = shell.folder / "address"
+    lighthouse = shell.start("lighthouse", "--bind", "127.0.0.1:0", "--address-file", address)
+    until(address.exists)
     assert listening(lighthouse.pid) == {"0100007F"}  # 127.0.0.1
 
 
@@ -172,7 +172,7 @@ def test_a_replay_follows_the_trace_with_real_processes(shell: Shell) -> None:
     # Two for a second, one for a second, nobody for half a second, two to the end: 2 + 2 starts, 2 losses.
     trace = "0s:2 60s:1 120s:0 150s:2 240s"
     code, out, _ = shell.run(
-        "replay", trace, FAKE, "train", "--speed", 60, "--signal", "kill", "--folder", "job", "--json"
+        "replay", trace, FAKE, "train", "--speed", 60, "--signal", "kill", "--out", "job", "--json"
     )
     account = json.loads(out)
     assert code == 0
@@ -181,7 +181,7 @@ def test_a_replay_follows_the_trace_with_real_processes(shell: Shell) -> None:
 
 
 def test_a_replay_ends_when_the_job_is_done(shell: Shell) -> None:
-    code, out, _ = shell.run("replay", "0s:2 600s", FAKE, "train", 5, "--folder", "job", "--json")
+    code, out, _ = shell.run("replay", "0s:2 600s", FAKE, "train", 5, "--out", "job", "--json")
     account = json.loads(out)
     assert (code, account["status"], account["trace_over"]) == (0, "finished", False)
 
@@ -232,6 +232,6 @@ def test_bad_input_is_explained(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    told = " ".join(capsys.readouterr().err.split())
-    for message in messages:
-        assert message in told
+    message = " ".join(capsys.readouterr().err.split())
+    for expected in messages:
+        assert expected in message

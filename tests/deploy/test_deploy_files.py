@@ -16,7 +16,6 @@ import typer
 import yaml
 
 from ebbflow.cli.main import app
-from ebbflow.live import worker
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DOCS = DEPLOY.parent / "docs"
@@ -82,7 +81,7 @@ def test_every_command_line_names_a_real_verb_and_real_flags(file: str, words: l
     while rest:
         word = rest.pop(0)
         if word == "--workload" or word.endswith(".py") or word in ("-m", "--", "$@"):
-            break  # from here on the words are the script's, or the worker's
+            break  # from here on the words are the script's, or the ready-made replica's
         if word.startswith("-"):
             assert word in flags, f"{file}: {words[1]} has no option {word}"
             if not getattr(flags[word], "is_flag", False):
@@ -90,7 +89,8 @@ def test_every_command_line_names_a_real_verb_and_real_flags(file: str, words: l
                 rest.pop(0)
     given = verb.make_context(words[1], list(words[2:]), parent=context).params
     if given.get("workload"):
-        worker._parser().parse_args(given["command"])  # exits on an option that the worker does not have
+        replica = group.get_command(context, "replica")  # type: ignore[attr-defined]
+        replica.make_context("replica", list(given["command"] or []), parent=context)  # fails on an unknown option
 
 
 def test_the_lighthouse_is_one_on_an_on_demand_node_behind_a_name() -> None:
@@ -131,7 +131,7 @@ def test_the_replicas_are_an_indexed_job_on_spot_nodes_that_outlives_them() -> N
     assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert container("Job")["volumeMounts"] == [
-        {"name": volume["name"], "mountPath": arguments[arguments.index("--folder") + 1]}
+        {"name": volume["name"], "mountPath": arguments[arguments.index("--out") + 1]}
     ]
 
 
@@ -195,10 +195,10 @@ def test_the_slurm_replica_runs_ebbflow_with_its_number_and_the_arguments_it_got
     (folder / "lighthouse" / "address").write_text("10.0.0.7:4242")
     bash = shutil.which("bash")
     assert bash
-    told = {"PATH": f"{programs}:/usr/bin:/bin", "FOLDER": str(folder), "SLURM_ARRAY_TASK_ID": "3"}
+    variables = {"PATH": f"{programs}:/usr/bin:/bin", "FOLDER": str(folder), "SLURM_ARRAY_TASK_ID": "3"}
     script = [bash, DEPLOY / "slurm" / "replicas.sbatch", "train.py", "--lr", "0.1"]
-    result = subprocess.run(script, env=told, check=True, text=True, capture_output=True)
+    result = subprocess.run(script, env=variables, check=True, text=True, capture_output=True)
     assert result.stdout.splitlines() == [
-        "launch", "--join", "10.0.0.7:4242", "--name", "r3", "--folder", str(folder), "--grace", "45s", "train.py",
+        "launch", "--join", "10.0.0.7:4242", "--name", "r3", "--out", str(folder), "--grace", "45s", "train.py",
         "--lr", "0.1",
     ]  # fmt: skip

@@ -27,7 +27,7 @@ from torch import nn
 from ebbflow.core.units import Span
 from ebbflow.data.ledger import Ledger, MicroBatch
 from ebbflow.engines.dask import DaskEngine, connect
-from ebbflow.engines.dask.worker import ApplyStep, DaskReplica, ReplicaBlueprint, WorkerTask
+from ebbflow.engines.dask.dask_worker import ApplyStep, DaskReplica, ReplicaBlueprint, WorkerTask
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.optim.elastic import ElasticOptimizer
@@ -506,7 +506,7 @@ def test_a_replica_that_skips_a_step_leaves_batch_norm_alone(value: float) -> No
         needs=frozenset({"moments"}), precision="fp32", device="cpu",
     )  # fmt: skip
     inputs = torch.arange(16.0).view(8, 2) * value
-    alone = SimpleNamespace(add_up=lambda buffer: None)
+    alone = SimpleNamespace(all_reduce=lambda buffer: None)
     replica = DaskReplica(blueprint, lambda i: (inputs[i], torch.zeros(len(i), dtype=torch.int64)))
     replica.group = alone  # type: ignore[assignment]
     micro_batches = (MicroBatch(0, 0, 2), MicroBatch(0, 2, 4))

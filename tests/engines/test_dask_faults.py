@@ -19,8 +19,8 @@ import torch
 from distributed import Client, LocalCluster
 
 from ebbflow.data.ledger import Ledger
-from ebbflow.engines.dask import DaskEngine, cluster, transport, worker
-from ebbflow.engines.dask.worker import WorkerFailure
+from ebbflow.engines.dask import DaskEngine, cluster, dask_worker, transport
+from ebbflow.engines.dask.dask_worker import WorkerFailure
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError
 from ebbflow.plan.batch_plan import BatchPlan
@@ -195,8 +195,8 @@ def test_a_replica_that_was_just_made_does_not_outlive_the_engine(two: Client) -
         assert engine.cluster.look(now=True) == []
         for start in engine.cluster._starting.values():
             assert start.result(60) is None
-        assert len(worker._RUNS) == 2
-    assert worker._RUNS == {}
+        assert len(dask_worker._RUNS) == 2
+    assert dask_worker._RUNS == {}
 
 
 # -- errors --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.live.protocol import Job
+from ebbflow.live.protocol import FleetConfig
+from ebbflow.live.supervisor import Job
 from live.fakes import FAKE, processes_with
 
 
@@ -18,7 +19,8 @@ def fake_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
     def make(*arguments: object) -> Job:
         command = (sys.executable, str(FAKE), *map(str, arguments))
-        return Job(command=command, name="fake", folder=tmp_path / "job", lighthouse="127.0.0.1:1")
+        fleet = FleetConfig(job="fake", folder=tmp_path / "job", lighthouse="127.0.0.1:1")
+        return Job(command=command, fleet=fleet)
 
     yield make
     assert processes_with(f"EBBFLOW_FOLDER={tmp_path}") == []

@@ -1,7 +1,7 @@
 """A replica without torch, for tests of what supervises replicas: does as its first argument says.
 
 train      write a status, count steps, leave on SIGTERM, finish after --steps
-stubborn   the same, but deaf to SIGTERM
+stubborn   the same, but ignore SIGTERM
 crash      exit with code 3 before the first step
 again      exit with code 75, at the third start finish
 first      r0 finishes after --steps, the others do not
@@ -21,7 +21,7 @@ from pathlib import Path
 leaving = False
 
 
-def tell(own: Path, state: str, step: int) -> None:
+def write_status(own: Path, state: str, step: int) -> None:
     body = {
         "pid": os.getpid(), "incarnation": "a", "step": step, "epoch": 0, "position": step, "members": 2, "batch": 64,
         "lr": 0.2, "multiplier": 2.0, "samples_per_s": 640.0, "loss": 0.5, "time": time.time(), "state": state,
@@ -46,7 +46,7 @@ def main(mode: str, steps: int) -> int:
         starts = own / "starts"
         count = len(starts.read_text()) if starts.exists() else 0
         starts.write_text("x" * (count + 1))
-        tell(own, "finished" if count == 2 else "joining", 1)
+        write_status(own, "finished" if count == 2 else "joining", 1)
         return 0 if count == 2 else 75
     if mode == "nested":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -54,14 +54,14 @@ def main(mode: str, steps: int) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "stubborn" else on_notice)
     if mode == "first" and own.name != "r0":
         steps = 10**9
-    tell(own, "starting", 0)
+    write_status(own, "starting", 0)
     for step in range(steps):
-        tell(own, "training", step)
+        write_status(own, "training", step)
         time.sleep(0.02)
         if leaving:
-            tell(own, "left", step + 1)
+            write_status(own, "left", step + 1)
             return 0
-    tell(own, "finished", steps)
+    write_status(own, "finished", steps)
     return 0
 
 

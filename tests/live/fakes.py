@@ -7,6 +7,48 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+LIGHTHOUSE_PAGE = """
+Current quorum_id: 7 <br>
+Next quorum status: New quorum not ready, only have 0 participants, need min_replicas 1
+<h3>Previous Quorum</h3>
+Previous quorum id: 7 <br>
+Num participants: 2 <br>
+Quorum age:
+0.83071074s
+<div class="member
+
+">
+  <b>r1:uuid1</b> <br/>
+  Step: 40 <br/>
+  Manager: http://127.0.0.1:1 <br/>
+  TCPStore: 127.0.0.1:2 <br/>
+</div>
+<div class="member
+recovering
+">
+  <b>r0:uuid0</b> <br/>
+  Step: 0 <br/>
+</div>
+<h2>Heartbeats</h2>
+<ul>
+  <li class="heartbeat
+
+  ">
+    r1:uuid1: seen 0.027221429s ago
+  </li>
+  <li class="heartbeat
+
+  ">
+    r0:uuid0: seen 0.1s ago
+  </li>
+  <li class="heartbeat
+    old
+  ">
+    r0:earlier: seen 830.9s ago
+  </li>
+</ul>
+"""
+
 FAKE = Path(__file__).parent / "fake_replica.py"
 
 

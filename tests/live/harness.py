@@ -1,4 +1,4 @@
-"""Fleets of real processes for tests: started from a server that has torch loaded already, ended whatever happens."""
+"""Fleets of real processes for tests: forked from a server that has imported torch, and always ended."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class TestFleet:
     def __post_init__(self) -> None:
         self.lighthouse: Any = None
         self.host, self.port = "127.0.0.1", 0
-        self.light()
+        self.start_lighthouse()
 
-    def light(self) -> None:
+    def start_lighthouse(self) -> None:
         """Start the lighthouse, on the port that it had before."""
         from torchft._torchft import LighthouseServer
 
@@ -86,12 +86,17 @@ class TestFleet:
             process.start()
             self.processes[name] = process
 
-    def hurry(self) -> None:
-        """Nobody holds back any longer."""
-        (self.folder / "hurry").touch()
+    def forget_who_was_here(self) -> None:
+        """Replicas that are started again wait for each other, as at the first start."""
+        for path in self.folder.glob("*.here"):
+            path.unlink()
+
+    def stop_holding(self) -> None:
+        """Let all replicas train at full speed (`hold` in `replicas.tiny`)."""
+        (self.folder / "full-speed").touch()
 
     def trains(self, *names: str, step: int = 1, members: int | None = None) -> None:
-        """Wait until replicas have committed so many steps, and did so with so many members."""
+        """Wait until replicas have committed this number of steps, the last one with this number of participants."""
 
         def there(name: str) -> bool:
             status = self.status(name)
@@ -139,7 +144,7 @@ def final_state(folder: Path) -> dict[str, Any]:
     """What the newest checkpoint of a fleet holds."""
     import io
 
-    from ebbflow.live.checkpoints import Checkpoints, read_checkpoint
+    from ebbflow.live.replica_files import Checkpoints, read_checkpoint
 
     path = Checkpoints(folder / "checkpoints", on_event=lambda what, text: None).names()[0]
     return torch.load(io.BytesIO(read_checkpoint(path)), weights_only=True)

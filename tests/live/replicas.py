@@ -1,21 +1,19 @@
-"""What the processes of the test fleets do. Preloaded by the server that forks them."""
+"""What the processes of the test fleets run; imported by the server that forks them."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import torch
+from ebbflow.live.session import join
 
-import ebbflow.live.worker  # noqa: F401  loads everything that a replica needs
 from contract.suite import EPOCHS, make_data, make_model
 from ebbflow.engines.base import Faults
-from ebbflow.live.heartbeats import heartbeat_ages
-from ebbflow.live.joining import join
+from ebbflow.live.protocol import fetch_heartbeat_ages
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.sources import TensorSource
@@ -27,7 +25,7 @@ torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     """Train the contract's model.
 
-    `all`: nobody begins without these. `hold`: from this step on a step takes a while, until the test says hurry.
+    `all`: no replica begins without these. `hold`: from this step on every step takes a while (`stop_holding`).
     """
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -43,10 +41,10 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rule, base_batch=8, epoch_samples=len(x),
         memory_steps=arguments.get("memory_steps", 1000.0),
     )  # fmt: skip
-    hold, hurry = arguments.get("hold"), Path(environment["EBBFLOW_FOLDER"]) / "hurry"
+    hold, full_speed = arguments.get("hold"), Path(environment["EBBFLOW_FOLDER"]) / "full-speed"
 
     def pace(row: Any) -> None:
-        if hold is not None and row.step >= hold and not hurry.exists():
+        if hold is not None and row.step >= hold and not full_speed.exists():
             time.sleep(0.2)
 
     with join(
@@ -88,9 +86,9 @@ def lighthouse(network: str | None, address: str, heartbeat_ms: int) -> None:
 
 
 def together(folder: Path, lighthouse: str, own: str, everybody: list[str]) -> None:
-    """Wait until all are here and the lighthouse has heard from them: then none of them begins without the others.
+    """Wait until all are here and send heartbeats: then none of them begins without the others.
 
-    Who is not one of them, or comes back, does not wait for their hearts: some may have ended.
+    A replica that is not one of them, or comes back, does not wait for heartbeats: some may have ended.
     """
     here = folder / f"{own}.here"
     first = own in everybody and not here.exists()
@@ -102,17 +100,15 @@ def together(folder: Path, lighthouse: str, own: str, everybody: list[str]) -> N
 
 
 def heard(lighthouse: str) -> set[str]:
-    """The replicas whose hearts beat, as far as the lighthouse knows."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://{lighthouse}/status", timeout=5) as answer:
-        ages = heartbeat_ages(answer.read().decode())
+    """The replicas that send heartbeats, as far as the lighthouse knows."""
+    ages = fetch_heartbeat_ages(lighthouse, timeout_s=5)
     return {name.partition(":")[0] for name, age in ages.items() if age < 0.5}
 
 
 class PlanSizes:
-    """The plan's workers, computed by whatever replicas there are, less those that the script of faults took away.
+    """The plan's workers, computed by whatever replicas there are, without those that the scripted faults took away.
 
-    A loss in a step counts once its replica is dead: every loss kills one, so the replicas that are left tell.
+    A loss in a step counts once its replica is dead. Every loss kills one, so the number of replicas says how many.
     """
 
     def __init__(self, plan: Any, faults: Faults, replicas: int) -> None:

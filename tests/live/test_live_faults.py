@@ -1,4 +1,4 @@
-"""Real replicas, really killed: whatever happens, every sample counts once and all replicas are the same."""
+"""Real replicas that are really killed: every sample counts once, and all replicas have the same weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("torchft", reason="the live engine needs torchft: pip instal
 from contract.suite import EPOCHS, SAMPLES, make_data, make_model
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.emulated import LoopEngine
-from ebbflow.live.lineage import Account, read_fleet
+from ebbflow.live.accounting import Account, read_fleet
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.batch_plan import StepSize
 from ebbflow.record import Run, read_record
@@ -85,7 +85,7 @@ def emulated(
 def check(
     folder: Path, *finishers: str, rule: str = "linear", epochs: int = EPOCHS, **more: Any
 ) -> tuple[Account, dict[str, Run]]:
-    """Exactly once; those who finished are the same bit for bit; and what an emulated run of this history gives."""
+    """Every sample once; equal weights, bit for bit, where training finished; the weights of an emulated run."""
     account, runs = reports(folder)
     assert account.mistakes == ()
     assert account.epochs == epochs and account.samples == epochs * SAMPLES
@@ -132,7 +132,7 @@ def test_the_first_or_the_last_is_killed_inside_the_sum_and_comes_back(fleet: An
     assert group.wait(victim) == {victim: KILLED}
     group.start(victim)
     group.trains(*ALL, step=8, members=3)
-    group.hurry()
+    group.stop_holding()
     assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
     _, runs = check(tmp_path, *ALL)
     assert what(runs[victim], "received"), "the state came from a peer"
@@ -151,7 +151,8 @@ def test_all_are_killed_and_the_lighthouse_too(fleet: Any, tmp_path: Path) -> No
     group.start("r0", "r1", fault="kill:allreduce@12")
     assert group.wait() == {"r0": KILLED, "r1": KILLED}
     group.lighthouse.shutdown()
-    group.light()
+    group.start_lighthouse()
+    group.forget_who_was_here()  # neither begins, and writes a checkpoint, before the other has read one
     group.start("r0", "r1")
     assert group.wait() == {"r0": 0, "r1": 0}
     account, runs = check(tmp_path, "r0", "r1")
@@ -161,8 +162,10 @@ def test_all_are_killed_and_the_lighthouse_too(fleet: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("losers", [["r1"], ["r0", "r2"]])
-def test_who_misses_a_sum_that_others_have_takes_their_state(fleet: Any, tmp_path: Path, losers: list[str]) -> None:
-    """Some commit a step and others do not, as after a kill in the middle of the sum: those who did are right."""
+def test_a_replica_that_misses_a_sum_receives_the_state_of_one_that_has_it(
+    fleet: Any, tmp_path: Path, losers: list[str]
+) -> None:
+    """Only some commit a step, as after a kill in the middle of the all-reduce: their state counts."""
     group = fleet(all=ALL)
     group.start(*losers, fault="fail:sum@6")
     group.start(*(name for name in ALL if name not in losers))
@@ -175,27 +178,28 @@ def test_who_misses_a_sum_that_others_have_takes_their_state(fleet: Any, tmp_pat
     assert {row.workers for row in account.steps} == {3}
 
 
-def test_a_newcomer_killed_while_it_gets_the_state(fleet: Any, tmp_path: Path) -> None:
+def test_a_new_replica_killed_while_it_receives_the_state(fleet: Any, tmp_path: Path) -> None:
     group = fleet(all=ALL[:2], hold=2)
     group.start("r0", "r1")
     group.trains("r0", "r1")
     group.start("r2", fault="kill:receive@*")
     assert group.wait("r2") == {"r2": KILLED}
-    group.hurry()
+    group.stop_holding()
     assert group.wait() == {"r0": 0, "r1": 0, "r2": KILLED}
     check(tmp_path, "r0", "r1")
 
 
-def test_a_helper_killed_while_it_sends_the_state(fleet: Any, tmp_path: Path) -> None:
+def test_a_replica_killed_while_it_sends_the_state(fleet: Any, tmp_path: Path) -> None:
     group = fleet(hold=2)
     group.start("r1")
     group.trains("r1")
-    group.start("r0", fault="kill:send@*")  # gets the state of r1; the next one gets it from r0, the first of two
+    # It receives the state of r1; the next one receives it from r0, the first of two.
+    group.start("r0", fault="kill:send@*")
     group.trains("r0", "r1", members=2)
     group.start("r2")
     assert group.wait("r0") == {"r0": KILLED}
     group.trains("r1", "r2", members=2)
-    group.hurry()
+    group.stop_holding()
     assert group.wait() == {"r0": KILLED, "r1": 0, "r2": 0}
     _, runs = check(tmp_path, "r1", "r2")
     assert what(runs["r2"], "lost") and what(runs["r2"], "received")
@@ -209,7 +213,7 @@ def test_a_flapping_replica(fleet: Any, tmp_path: Path) -> None:
         assert group.wait("r2") == {"r2": KILLED}
     group.start("r2")
     group.trains(*ALL, members=3)
-    group.hurry()
+    group.stop_holding()
     assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
     check(tmp_path, *ALL)
 
@@ -221,7 +225,7 @@ def test_a_stopped_replica_is_left_behind_and_comes_back(fleet: Any, tmp_path: P
     group.trains("r0", "r2", step=9, members=2)
     group.signal("r1", signal.SIGCONT)
     group.trains(*ALL, step=9, members=3)
-    group.hurry()
+    group.stop_holding()
     assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
     _, runs = check(tmp_path, *ALL)
     assert any("no heartbeat of r1" in text for text in what(runs["r0"], "lost") + what(runs["r2"], "lost"))
@@ -234,7 +238,7 @@ def test_a_replica_that_is_told_to_leave_finishes_its_step(fleet: Any, tmp_path:
     group.signal("r0", signal.SIGTERM)
     assert group.wait("r0") == {"r0": 0}
     assert group.status("r0")["state"] == "left"
-    group.hurry()
+    group.stop_holding()
     assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
     account, runs = check(tmp_path, "r1", "r2")
     assert not any(what(run, "lost step") or what(run, "lost") for run in runs.values()), "nothing was lost"
@@ -242,7 +246,7 @@ def test_a_replica_that_is_told_to_leave_finishes_its_step(fleet: Any, tmp_path:
     assert runs["r0"].steps[-1].workers == 3 and runs["r1"].steps[-1].workers == 2
 
 
-def test_everybody_leaves_and_the_next_day_it_goes_on(fleet: Any, tmp_path: Path) -> None:
+def test_all_replicas_leave_and_the_next_fleet_goes_on(fleet: Any, tmp_path: Path) -> None:
     group = fleet(all=ALL[:2], hold=2)
     group.start("r0", "r1")
     group.trains("r0", "r1", step=3)
@@ -250,14 +254,14 @@ def test_everybody_leaves_and_the_next_day_it_goes_on(fleet: Any, tmp_path: Path
     group.signal("r1", signal.SIGTERM)
     assert group.wait() == {"r0": 0, "r1": 0}
     assert [group.status(name)["state"] for name in ("r0", "r1")] == ["left", "left"]
-    group.hurry()
+    group.stop_holding()
     group.start("r0", "r1")
     assert group.wait() == {"r0": 0, "r1": 0}
     account, _ = check(tmp_path, "r0", "r1")
     assert account.given_up == 0
 
 
-def test_who_comes_after_the_end_trains_nothing(fleet: Any, tmp_path: Path) -> None:
+def test_a_replica_that_starts_after_the_end_trains_nothing(fleet: Any, tmp_path: Path) -> None:
     group = fleet(all=ALL[:2])
     group.start("r0", "r1")
     assert group.wait() == {"r0": 0, "r1": 0}
@@ -272,15 +276,15 @@ def test_the_lighthouse_is_started_anew_under_a_running_fleet(fleet: Any, tmp_pa
     group.start("r0", "r1")
     group.trains("r0", "r1", step=3)
     group.lighthouse.shutdown()
-    group.light()
+    group.start_lighthouse()
     group.trains("r0", "r1", step=8)
-    group.hurry()
+    group.stop_holding()
     assert group.wait() == {"r0": 0, "r1": 0}
     check(tmp_path, "r0", "r1")
 
 
 def test_a_lighthouse_that_stands_still_for_a_while_costs_no_member(fleet: Any, tmp_path: Path) -> None:
-    """It takes all hearts for stopped then, and would begin with whoever asks first."""
+    """It takes all replicas for dead then, and would form a quorum of whoever asks first."""
     group = fleet(all=ALL, hold=2)
     group.lighthouse.shutdown()
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -296,7 +300,7 @@ def test_a_lighthouse_that_stands_still_for_a_while_costs_no_member(fleet: Any, 
             time.sleep(3 * HEARTBEAT_MS / 1000)
             os.kill(lighthouse.pid, signal.SIGCONT)
             group.trains(*ALL, step=group.status("r0")["step"] + 3, members=3)
-        group.hurry()
+        group.stop_holding()
         assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
     finally:
         lighthouse.kill()
@@ -313,7 +317,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(fleet: Any, tmp_path: Path) 
     damaged = bytearray(newest.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     newest.write_bytes(damaged)
-    group.hurry()
+    group.stop_holding()
     group.start("r0", "r1", all=ALL[:2])
     assert group.wait() == {"r0": 0, "r1": 0}
     _, runs = check(tmp_path, "r0", "r1")
@@ -321,17 +325,17 @@ def test_a_damaged_newest_checkpoint_is_passed_over(fleet: Any, tmp_path: Path) 
     assert what(runs["r0"], "restored") == [f"from {older.name}"]
 
 
-def test_a_stranger_is_refused_and_the_fleet_goes_on(fleet: Any, tmp_path: Path) -> None:
+def test_an_incompatible_replica_is_refused_and_the_fleet_goes_on(fleet: Any, tmp_path: Path) -> None:
     group = fleet(all=ALL[:2], hold=2)
     group.start("r0", "r1")
     group.trains("r0", "r1", step=3)
     group.start("r2", seed=8)
     assert group.wait("r2") == {"r2": 1}
-    group.hurry()
+    group.stop_holding()
     assert group.wait("r0", "r1") == {"r0": 0, "r1": 0}
-    (tmp_path / "replicas" / "r2" / "record.jsonl").rename(tmp_path / "stranger.jsonl")
+    (tmp_path / "replicas" / "r2" / "record.jsonl").rename(tmp_path / "incompatible.jsonl")
     check(tmp_path, "r0", "r1")
-    (text,) = [read_record(tmp_path / "stranger.jsonl").end.text]
+    (text,) = [read_record(tmp_path / "incompatible.jsonl").end.text]
     assert "another job" in text and "seed is '8' here and '7' in the fleet" in text
 
 
@@ -345,15 +349,15 @@ def test_replicas_that_begin_with_other_weights_take_those_of_one(fleet: Any, tm
 
 
 def test_a_growing_batch_goes_on_growing_when_a_replica_is_killed_and_comes_back(fleet: Any, tmp_path: Path) -> None:
-    # The policy wants 2 samples, then 4, then 8, an epoch each. 97 samples by two are 48 steps, the last one of three,
-    # so step 52 is in the second epoch.
+    # The policy requests 2 samples, then 4, then 8, for one epoch each. 97 samples by two are 48 steps, the last one of
+    # three, so step 52 is in the second epoch.
     group = fleet(all=ALL, policy="geo(delay=1ep, factor=2, initial=2)", hold=54)
     group.start("r1", fault="kill:quorum@52")
     group.start("r0", "r2")
     assert group.wait("r1") == {"r1": KILLED}
     group.start("r1")
     group.trains(*ALL, step=54, members=3)
-    group.hurry()
+    group.stop_holding()
     assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
     account, runs = reports(tmp_path)
     assert account.mistakes == () and account.samples == EPOCHS * SAMPLES

@@ -1,4 +1,4 @@
-"""Replicas in network namespaces, a link that is cut and healed: never two lines of steps that both go on."""
+"""Replicas in network namespaces, with a link that is cut and restored: never do two lineages both go on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from live.harness import CONTEXT, HEARTBEAT_MS, TestFleet
 pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
 
 from contract.suite import EPOCHS
-from ebbflow.live.lineage import read_fleet
+from ebbflow.live.accounting import read_fleet
 from live import replicas
 
 HUB = f"ebb{os.getpid() % 10_000}h"
@@ -56,7 +56,7 @@ def network() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("cut", ["r0", "r2"])
-def test_a_replica_that_is_cut_off_stops_and_rejoins_when_the_link_is_healed(
+def test_a_replica_that_is_cut_off_stops_and_rejoins_when_the_link_is_restored(
     network: None, tmp_path: Path, cut: str
 ) -> None:
     lighthouse = CONTEXT.Process(target=replicas.lighthouse, args=(HUB, "10.77.0.1:29510", HEARTBEAT_MS), daemon=True)
@@ -71,10 +71,10 @@ def test_a_replica_that_is_cut_off_stops_and_rejoins_when_the_link_is_healed(
             others = [name for name in ENDS if name != cut]
             before = fleet.status(cut)["step"]
             fleet.trains(*others, step=before + 4, members=2)
-            assert fleet.status(cut)["step"] <= before + 1, "the one that is cut off stands still"
+            assert fleet.status(cut)["step"] <= before + 1, "the replica that is cut off commits nothing"
             ip("link", "set", cut, "up", inside=HUB)
             fleet.trains(*ENDS, step=before + 4, members=3)
-            fleet.hurry()
+            fleet.stop_holding()
             assert set(fleet.wait().values()) == {0}
     finally:
         lighthouse.kill()

@@ -22,7 +22,7 @@ pytest.importorskip("torchft", reason="the live engine needs torchft: pip instal
 import ebbflow.live
 from contract.suite import make_data, make_model
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
-from ebbflow.live.lineage import read_fleet
+from ebbflow.live.accounting import read_fleet
 from ebbflow.optim.elastic import ElasticOptimizer
 from live import replicas
 
@@ -35,7 +35,7 @@ def script(tmp_path: Path) -> Iterator[Any]:
     """`join` for a fleet of one, in this process."""
     with TestFleet(tmp_path, replicas.tiny) as fleet:
 
-        def join(**settings: Any) -> tuple[nn.Module, ebbflow.live.Fleet]:
+        def join(**settings: Any) -> tuple[nn.Module, ebbflow.live.LiveSession]:
             model = settings.pop("model", None) or make_model()
             optimizer = settings.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             defaults = {"epochs": 1, "local_batch": 8, "base_batch": 8, "lighthouse": f"127.0.0.1:{fleet.port}"}
@@ -75,8 +75,8 @@ def test_half_precision_by_autocast_in_the_script(script: Any, tmp_path: Path) -
     assert account.exactly_once and all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
-def test_a_notice_from_the_cloud_is_heeded(script: Any, tmp_path: Path) -> None:
-    # By the steps, not by how often it is asked: while a slow lighthouse is waited for, that is ten times a second.
+def test_a_replica_leaves_when_notice_says_that_its_machine_is_taken_away(script: Any, tmp_path: Path) -> None:
+    # By the steps, not by the number of calls: while it waits for a slow lighthouse, that is ten times per second.
     model, fleet = script(notice=lambda: fleet.flow.step >= 3)
     with fleet:
         for step in fleet:
@@ -131,7 +131,7 @@ def test_a_forgotten_or_repeated_backward_is_refused(script: Any, mistake: str) 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_its_reason(script: Any, tmp_path: Path) -> None:
     _, fleet = script(loss=lambda model, x, y: loss_fn(model(x), y) * float("nan"))
-    with pytest.raises(Diverged, match="loss is nan"), fleet:
+    with pytest.raises(Diverged, match="norm of the gradient is nan at step 0; use a smaller learning rate"), fleet:
         fleet.run()
     _, (run,) = read_fleet(tmp_path)
     assert run.status == "diverged"
@@ -184,14 +184,14 @@ def test_the_example_runs_on_two_replicas_one_of_which_is_told_to_leave(tmp_path
     with TestFleet(tmp_path, replicas.tiny) as fleet:
         processes = {}
         for name in ("r0", "r1"):
-            told = {
+            variables = {
                 "EBBFLOW_LIGHTHOUSE": f"127.0.0.1:{fleet.port}",
                 "EBBFLOW_REPLICA": name,
                 "EBBFLOW_FOLDER": str(tmp_path),
             }
             processes[name] = subprocess.Popen(
                 [sys.executable, str(ROOT / "examples" / "live_training.py")],
-                env={**os.environ, **told},
+                env={**os.environ, **variables},
                 stdout=subprocess.PIPE,
                 text=True,
             )

@@ -70,9 +70,7 @@ def assert_account_agrees_with_an_independent_count(account: dict[str, Any], job
 @pytest.mark.timeout(180)
 def test_a_replica_killed_under_way_costs_no_sample(tmp_path: Path) -> None:
     job = tmp_path / "job"
-    launcher = ebbflow(
-        "launch", "--replicas", 2, "--folder", job, "--json", *TRAINING, "--epochs", 120, folder=tmp_path
-    )
+    launcher = ebbflow("launch", "--replicas", 2, "--out", job, "--json", *TRAINING, "--epochs", 120, folder=tmp_path)
     try:
         until(lambda: training(job, "r0", "r1"), seconds=90)
         found = json.loads(ebbflow("status", job, "--json", folder=tmp_path).communicate(timeout=60)[0])
@@ -99,7 +97,7 @@ def test_a_trace_with_kills_notices_and_a_time_without_anybody_loses_nothing(tmp
     trace = "0min:2 10min:1 13min:0 13.5min:2 15min"
     replay = ebbflow(
         "replay", trace, *TRAINING, "--epochs", 150, "--speed", 60, "--signal", "mixed", "--seed", 1, "--finish",
-        "--folder", job, "--json", folder=tmp_path,
+        "--out", job, "--json", folder=tmp_path,
     )  # fmt: skip
     try:
         out, err = replay.communicate(timeout=170)
@@ -124,7 +122,7 @@ def test_a_published_trace_of_half_a_day_in_three_minutes_loses_nothing(
     job = tmp_path / "job"
     replay = ebbflow(
         "replay", shared / "traces" / "aws_p3_bamboo.csv", *TRAINING, "--epochs", 1_000_000, "--max-workers", 4,
-        "--speed", 228, "--duration", "3min", "--signal", "mixed", "--folder", job, "--json", folder=tmp_path,
+        "--speed", 228, "--duration", "3min", "--signal", "mixed", "--out", job, "--json", folder=tmp_path,
     )  # fmt: skip
     try:
         out, err = replay.communicate(timeout=360)

@@ -1,3 +1,5 @@
+"""Which replicas are started again, how they are started and stopped, and how a fleet ends."""
+
 from __future__ import annotations
 
 import os
@@ -8,21 +10,63 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.signals import StopSignal
 from ebbflow.errors import ConfigError
-from ebbflow.live.protocol import Job, read_status
-from ebbflow.live.restart import RestartPolicy
-from ebbflow.live.supervisor import Happening, Supervisor
+from ebbflow.live import supervisor as supervising
+from ebbflow.live.protocol import FleetConfig, read_status
+from ebbflow.live.supervisor import Ending, FleetEvent, Job, Outcome, RestartPolicy, Supervisor, supervise
 from live.fakes import alive, until
 
 MakeJob = Callable[..., Job]
 QUICK = RestartPolicy(max_failures=3, first_pause_s=0.05, longest_pause_s=0.1)
 
 
-class Seen(list[Happening]):
-    """Happenings so far."""
+# When a replica is started again --------------------------------------------------------------------------------------
+
+
+def endings(*codes: int, progressed: bool = False, policy: RestartPolicy | None = None) -> list[tuple[str, float]]:
+    policy, failures, verdicts = policy or RestartPolicy(max_failures=5), 0, []
+    for code in codes:
+        ending = Ending(code=code, state="training", progressed=progressed)
+        failures = policy.failures(failures, ending)
+        verdicts.append(policy.judge(ending, failures))
+    return verdicts
+
+
+def test_pauses_double_and_the_fifth_death_without_a_step_is_the_last() -> None:
+    assert endings(1, 1, -9, 1, 1) == [
+        ("restart", 0.0), ("restart", 1.0), ("restart", 2.0), ("restart", 4.0), ("gave up", 0.0),
+    ]  # fmt: skip
+
+
+def test_pauses_have_an_end() -> None:
+    policy = RestartPolicy(max_failures=100, first_pause_s=1, longest_pause_s=5)
+    assert [pause for _, pause in endings(*[1] * 7, policy=policy)] == [0, 1, 2, 4, 5, 5, 5]
+
+
+def test_a_replica_that_commits_steps_between_its_deaths_is_never_given_up() -> None:
+    assert endings(*[-9] * 50, progressed=True) == [("restart", 0.0)] * 50
+
+
+def test_asking_to_be_restarted_for_ever_is_given_up_too() -> None:
+    assert endings(*[75] * 5)[-1] == ("gave up", 0.0)
+    assert endings(75) == [("restart", 0.0)]
+
+
+def test_code_0_is_the_end_and_the_status_says_which() -> None:
+    policy = RestartPolicy()
+    for state, verdict in [("finished", "finished"), ("left", "left"), ("leaving", "left"), (None, "finished")]:
+        assert policy.judge(Ending(code=0, state=state, progressed=True), 0) == (verdict, 0.0)
+
+
+# The supervisor -------------------------------------------------------------------------------------------------------
+
+
+class Seen(list[FleetEvent]):
+    """Events so far."""
 
     def of(self, replica: str) -> list[str]:
-        return [happening.what for happening in self if happening.replica == replica]
+        return [event.what for event in self if event.replica == replica]
 
 
 def poll_until(fleet: Supervisor, seen: Seen, condition: Callable[[], object]) -> None:
@@ -40,8 +84,8 @@ def training(fleet: Supervisor, name: str) -> bool:
 def test_replicas_run_until_they_finish(fake_job: MakeJob) -> None:
     seen = Seen()
     with Supervisor(fake_job("train", 5)) as fleet:
-        fleet.want("r0")
-        fleet.want("r1")
+        fleet.request("r0")
+        fleet.request("r1")
         poll_until(fleet, seen, lambda: not fleet.active)
     assert seen.of("r0") == seen.of("r1") == ["started", "finished"]
     assert [replica.deaths for replica in fleet.replicas.values()] == [0, 0]
@@ -50,8 +94,8 @@ def test_replicas_run_until_they_finish(fake_job: MakeJob) -> None:
 def test_a_killed_replica_is_started_again_and_the_other_is_left_alone(fake_job: MakeJob) -> None:
     seen = Seen()
     with Supervisor(fake_job("train")) as fleet:
-        fleet.want("r0")
-        fleet.want("r1")
+        fleet.request("r0")
+        fleet.request("r1")
         poll_until(fleet, seen, lambda: training(fleet, "r0") and training(fleet, "r1"))
         child = fleet.replicas["r0"].child
         assert child is not None
@@ -59,73 +103,73 @@ def test_a_killed_replica_is_started_again_and_the_other_is_left_alone(fake_job:
         poll_until(fleet, seen, lambda: fleet.replicas["r0"].incarnations == 2 and training(fleet, "r0"))
     assert seen.of("r0") == ["started", "died", "started"]
     assert seen.of("r1") == ["started"]
-    assert [happening.text for happening in seen if happening.what == "died"] == ["killed by SIGKILL; starting again"]
+    assert [event.text for event in seen if event.what == "died"] == ["killed by SIGKILL; starting again"]
 
 
 def test_a_script_with_a_bug_is_given_up_with_the_end_of_its_log(fake_job: MakeJob) -> None:
     seen = Seen()
     with Supervisor(fake_job("crash"), policy=QUICK) as fleet:
-        fleet.want("r0")
+        fleet.request("r0")
         poll_until(fleet, seen, lambda: not fleet.active)
     assert seen.of("r0") == ["started", "died", "started", "died", "started", "gave up"]
     assert "exit code 3, 3 times in a row without a step" in seen[-1].text
     assert seen[-1].lines[-1] == "ZeroDivisionError: the bug of this script"
-    log = (fleet.job.folder / "replicas" / "r0" / "log.txt").read_text()
+    log = (fleet.job.fleet.folder / "replicas" / "r0" / "log.txt").read_text()
     assert log.count("the bug of this script") == 3
     assert "replica r0, incarnation 3" in log
 
 
-def test_code_75_is_a_wish_to_be_started_again(fake_job: MakeJob) -> None:
+def test_code_75_asks_to_be_started_again(fake_job: MakeJob) -> None:
     seen = Seen()
     with Supervisor(fake_job("again"), policy=QUICK) as fleet:
-        fleet.want("r0")
+        fleet.request("r0")
         poll_until(fleet, seen, lambda: not fleet.active)
     assert seen.of("r0") == ["started", "died", "started", "died", "started", "finished"]
     assert "asked to be started again" in seen[1].text
 
 
-def test_a_dismissed_replica_leaves_by_itself_and_stays_away(fake_job: MakeJob) -> None:
+def test_a_replica_that_is_told_to_leave_leaves_by_itself_and_stays_away(fake_job: MakeJob) -> None:
     seen = Seen()
     with Supervisor(fake_job("train")) as fleet:
-        fleet.want("r0")
+        fleet.request("r0")
         poll_until(fleet, seen, lambda: training(fleet, "r0"))
-        seen.extend(fleet.dismiss("r0"))
-        assert fleet.dismiss("r0") == []  # once is enough
+        seen.extend(fleet.stop("r0"))
+        assert fleet.stop("r0") == []  # once is enough
         poll_until(fleet, seen, lambda: not fleet.active)
-        status = read_status(fleet.job.folder, "r0")
-    assert seen.of("r0") == ["started", "dismissed", "left"]
+        status = read_status(fleet.job.fleet.folder, "r0")
+    assert seen.of("r0") == ["started", "told to leave", "left"]
     assert status is not None
     assert status.state == "left"
 
 
-def test_who_does_not_leave_in_time_is_killed(fake_job: MakeJob) -> None:
+def test_a_replica_that_does_not_leave_in_time_is_killed(fake_job: MakeJob) -> None:
     seen = Seen()
     with Supervisor(fake_job("stubborn")) as fleet:
-        fleet.want("r0")
+        fleet.request("r0")
         poll_until(fleet, seen, lambda: training(fleet, "r0"))
-        seen.extend(fleet.dismiss("r0", grace_s=0.1))
+        seen.extend(fleet.stop("r0", grace_s=0.1))
         poll_until(fleet, seen, lambda: not fleet.active)
-    assert seen.of("r0") == ["started", "dismissed", "killed", "left"]
+    assert seen.of("r0") == ["started", "told to leave", "killed", "left"]
 
 
-def test_a_replica_that_is_wanted_again_while_it_leaves_comes_back(fake_job: MakeJob) -> None:
+def test_a_replica_that_is_requested_again_while_it_leaves_comes_back(fake_job: MakeJob) -> None:
     seen = Seen()
     with Supervisor(fake_job("train")) as fleet:
-        fleet.want("r0")
+        fleet.request("r0")
         poll_until(fleet, seen, lambda: training(fleet, "r0"))
-        seen.extend(fleet.dismiss("r0"))
-        fleet.want("r0")
+        seen.extend(fleet.stop("r0"))
+        fleet.request("r0")
         poll_until(fleet, seen, lambda: fleet.replicas["r0"].incarnations == 2 and training(fleet, "r0"))
-        seen.extend(fleet.dismiss("r0", kill=True))
+        seen.extend(fleet.stop("r0", kill=True))
         poll_until(fleet, seen, lambda: not fleet.active)
-    assert seen.of("r0") == ["started", "dismissed", "left", "started", "killed", "left"]
+    assert seen.of("r0") == ["started", "told to leave", "left", "started", "killed", "left"]
     assert fleet.replicas["r0"].deaths == 0
 
 
 def test_a_stopped_process_is_killed_too(fake_job: MakeJob) -> None:
     seen = Seen()
     with Supervisor(fake_job("train")) as fleet:
-        fleet.want("r0")
+        fleet.request("r0")
         poll_until(fleet, seen, lambda: training(fleet, "r0"))
         child = fleet.replicas["r0"].child
         assert child is not None
@@ -137,12 +181,12 @@ def test_a_stopped_process_is_killed_too(fake_job: MakeJob) -> None:
 def test_what_a_replica_started_goes_with_it(fake_job: MakeJob, how: str) -> None:
     seen = Seen()
     with Supervisor(fake_job("nested")) as fleet:
-        fleet.want("r0")
+        fleet.request("r0")
         poll_until(fleet, seen, lambda: training(fleet, "r0"))
-        grandchild = int((fleet.job.folder / "replicas" / "r0" / "child").read_text())
+        grandchild = int((fleet.job.fleet.folder / "replicas" / "r0" / "child").read_text())
         assert alive(grandchild)
         if how == "killed by us":
-            fleet.dismiss("r0", kill=True)
+            fleet.stop("r0", kill=True)
         elif how == "killed by someone":
             child = fleet.replicas["r0"].child
             assert child is not None
@@ -155,9 +199,9 @@ def test_what_a_replica_started_goes_with_it(fake_job: MakeJob, how: str) -> Non
 def test_progress_is_a_step_of_this_incarnation_not_the_state_its_peers_gave_it(fake_job: MakeJob) -> None:
     """A replica that dies whenever it has joined must be given up one day, however far its peers are."""
     fleet = Supervisor(fake_job("train"))
-    fleet.want("r0")
+    fleet.request("r0")
     replica = fleet.replicas["r0"]
-    folder = fleet.job.folder / "replicas" / "r0"
+    folder = fleet.job.fleet.folder / "replicas" / "r0"
     folder.mkdir(parents=True)
     with fleet:
         fleet.poll()
@@ -165,7 +209,7 @@ def test_progress_is_a_step_of_this_incarnation_not_the_state_its_peers_gave_it(
         replica.child.kill()
         for state, step, progressed in [("joining", 0, False), ("training", 500, False), ("training", 501, True)]:
             (folder / "status.json").write_text(f'{{"state": "{state}", "step": {step}, "time": {time.time()}}}')
-            fleet._look_after(replica, _Running(replica.child.began))  # type: ignore[arg-type]
+            fleet._check(replica, _Running(replica.child.began))  # type: ignore[arg-type]
             assert replica.progressed == progressed
 
 
@@ -177,22 +221,72 @@ class _Running:
         return None
 
 
-def test_a_damaged_or_foreign_status_file_is_no_status(tmp_path: Path) -> None:
-    folder = tmp_path / "replicas" / "r0"
-    folder.mkdir(parents=True)
-    assert read_status(tmp_path, "r0") is None
-    for text in ("", "{", "[]", '{"state": 3, "time": 1}', '{"state": "training"}'):
-        (folder / "status.json").write_text(text)
-        assert read_status(tmp_path, "r0") is None
-    (folder / "status.json").write_text('{"state": "training", "time": 5, "step": true, "loss": NaN, "members": ["a"]}')
-    status = read_status(tmp_path, "r0")
-    assert status is not None
-    assert (status.step, status.loss, status.members) == (None, None, None)
-
-
 def test_a_program_that_is_not_there_is_an_error_of_ours(fake_job: MakeJob, tmp_path: Path) -> None:
-    job = Job(command=("/no/such/program",), name="x", folder=tmp_path / "job", lighthouse="127.0.0.1:1")
+    fleet_config = FleetConfig(job="x", folder=tmp_path / "job", lighthouse="127.0.0.1:1")
+    job = Job(command=("/no/such/program",), fleet=fleet_config)
     with Supervisor(job) as fleet:
-        fleet.want("r0")
+        fleet.request("r0")
         with pytest.raises(ConfigError, match="/no/such/program cannot be run"):
             fleet.poll()
+
+
+# The loop around it ---------------------------------------------------------------------------------------------------
+
+
+def run_to_the_end(
+    fleet: Supervisor, *, stop_when: Callable[[], object] = bool
+) -> tuple[Outcome, list[tuple[str, str]]]:
+    """Supervise a fleet to its end; `stop_when` stands for the user, who presses Ctrl-C once it is true."""
+    seen: list[FleetEvent] = []
+    with fleet, StopSignal() as stop:
+
+        def on_poll() -> None:
+            if not stop.requested and stop_when():
+                signal.raise_signal(signal.SIGINT)
+
+        outcome = supervise(fleet, stop=stop, grace_s=20, on_event=seen.append, on_poll=on_poll)
+    return outcome, [(event.replica, event.what) for event in seen]
+
+
+def test_replicas_that_do_not_finish_with_the_others_are_told_to_leave(
+    fake_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "_OTHERS_MAY_FINISH_S", 0.1)
+    fleet = Supervisor(fake_job("first", 5))
+    fleet.request("r0")
+    fleet.request("r1")
+    outcome, seen = run_to_the_end(fleet)
+    assert outcome == "finished"
+    assert seen[2:] == [("r0", "finished"), ("r1", "told to leave"), ("r1", "left")]
+
+
+def test_a_fleet_whose_replicas_are_all_given_up_has_failed(fake_job: MakeJob) -> None:
+    fleet = Supervisor(fake_job("crash"), policy=RestartPolicy(max_failures=1))
+    fleet.request("r0")
+    assert run_to_the_end(fleet) == ("failed", [("r0", "started"), ("r0", "gave up")])
+
+
+def test_a_signal_tells_all_replicas_to_leave(fake_job: MakeJob) -> None:
+    fleet = Supervisor(fake_job("train"))
+    fleet.request("r0")
+    outcome, seen = run_to_the_end(fleet, stop_when=lambda: fleet.replicas["r0"].progressed)
+    assert (outcome, seen[1:]) == ("stopped", [("r0", "told to leave"), ("r0", "left")])
+    status = read_status(fleet.job.fleet.folder, "r0")
+    assert status is not None
+    assert status.state == "left"
+
+
+def test_a_replica_that_left_by_itself_is_not_started_again(fake_job: MakeJob) -> None:
+    """As when a cloud sends SIGTERM: the machine is about to be taken away."""
+    fleet = Supervisor(fake_job("train"))
+    fleet.request("r0")
+    sent: list[bool] = []
+
+    def send_it_once() -> bool:
+        replica = fleet.replicas["r0"]
+        if not sent and replica.progressed and replica.child:
+            sent.append(True)
+            replica.child.send(signal.SIGTERM)
+        return False
+
+    assert run_to_the_end(fleet, stop_when=send_it_once) == ("left", [("r0", "started"), ("r0", "left")])

@@ -7,24 +7,26 @@ from typing import Annotated
 
 import typer
 
-from ebbflow.cli.fleet import Heartbeat, MinReplicas, milliseconds, positive, require_torchft
-from ebbflow.live.address import LOOPBACK, parse_address
-from ebbflow.live.lighthouse import DEFAULT_PORT, LighthouseOptions, serve
-from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
+from ebbflow.cli.fleet_options import Heartbeat, MinReplicas, milliseconds, positive
+from ebbflow.live.processes import LighthouseOptions, serve_lighthouse
+from ebbflow.live.protocol import DEFAULT_PORT, HEARTBEAT_TIMEOUT_MS, LOOPBACK, parse_address
+from ebbflow.live.torchft_api import require_torchft
 
 __all__ = ["lighthouse"]
 
 
 def lighthouse(
     bind: Annotated[
-        str, typer.Option(metavar="ADDRESS[:PORT]", help="Where to listen; port 0: any free one.")
+        str, typer.Option(metavar="ADDRESS[:PORT]", help="Where to listen; port 0 stands for any free one.")
     ] = f"{LOOPBACK}:{DEFAULT_PORT}",
     min_replicas: MinReplicas = 1,
     heartbeat_timeout: Heartbeat = f"{HEARTBEAT_TIMEOUT_MS}ms",
-    join_timeout: Annotated[str, typer.Option(help="How long the others wait for a replica that is late.")] = "10s",
+    join_timeout: Annotated[
+        str, typer.Option(help="How long the others wait for a replica that is alive and late.")
+    ] = "10s",
     address_file: Annotated[Path | None, typer.Option(help="Write HOST:PORT here once it listens.")] = None,
 ) -> None:
-    """Serve the meeting point of a fleet until it is told to stop; replicas join it with ebbflow launch --join.
+    """Serve the meeting point of a fleet until it is stopped; replicas join it with ebbflow launch --join.
 
     Whoever reaches its port can join and kill replicas: bind it to an address of the fleet's own network.
     """
@@ -37,4 +39,4 @@ def lighthouse(
         heartbeat_timeout_ms=milliseconds(heartbeat_timeout),
         join_timeout_ms=milliseconds(join_timeout),
     )
-    serve(options, address_file=address_file)
+    serve_lighthouse(options, address_file=address_file)

@@ -18,6 +18,7 @@ from ebbflow.cli import (
     plan,
     profile,
     replay,
+    replica,
     report,
     rules,
     simulate,
@@ -29,7 +30,7 @@ from ebbflow.cli import (
     workloads,
 )
 from ebbflow.cli.common import err
-from ebbflow.cli.fleet import PASS_THROUGH
+from ebbflow.cli.fleet_options import PASS_THROUGH
 from ebbflow.errors import EbbflowError, RankLost
 
 __all__ = ["app", "main"]
@@ -57,10 +58,11 @@ app.command("launch", context_settings=PASS_THROUGH)(launch.launch)
 app.command("status")(status.status)
 app.command("replay", context_settings=PASS_THROUGH)(replay.replay)
 app.command("lighthouse")(lighthouse.lighthouse)
+app.command("replica", hidden=True)(replica.replica)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"ebbflow {__version__}")
         raise typer.Exit
 

@@ -7,28 +7,26 @@ from typing import Annotated, cast
 import typer
 
 from ebbflow.cli.common import AsJson, err, out, print_json
-from ebbflow.cli.fleet import (
+from ebbflow.cli.fleet_options import (
+    EXIT_CODES,
     Command,
-    Folder,
     Gpus,
     Grace,
     Heartbeat,
     JobName,
     MaxFailures,
+    Out,
     Workload,
-    exit_code,
     milliseconds,
     positive,
-    require_torchft,
-    supervised,
-    supervised_here,
 )
 from ebbflow.core.units import format_seconds, parse_seconds
-from ebbflow.live.account import account_lines, read_account
-from ebbflow.live.lighthouse import LighthouseOptions
-from ebbflow.live.replay import Replay
-from ebbflow.live.schedule import Leaver, Stop, make_schedule, playable
-from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
+from ebbflow.live.accounting import account_lines, read_account
+from ebbflow.live.launcher import launch_fleet, run_fleet
+from ebbflow.live.processes import LighthouseOptions
+from ebbflow.live.protocol import HEARTBEAT_TIMEOUT_MS
+from ebbflow.live.torchft_api import require_torchft
+from ebbflow.live.trace_replay import Leaver, StopSignalName, TraceReplay, adapt_trace, make_schedule
 from ebbflow.traces import load
 
 __all__ = ["replay"]
@@ -37,17 +35,17 @@ __all__ = ["replay"]
 def replay(
     trace: Annotated[str, typer.Argument(help="A trace file, or a generator such as 'gcp-a100-like(seed=1)'.")],
     command: Command = None,
-    speed: Annotated[float, typer.Option(help="Times faster than the trace: 60 plays an hour in a minute.")] = 1.0,
-    max_workers: Annotated[int | None, typer.Option(help="Scale the trace down to at most so many replicas.")] = None,
-    signal: Annotated[str, typer.Option(help="How a replica goes: kill (-9), term (a notice), or mixed.")] = "kill",
-    leaver: Annotated[str, typer.Option(help="Which one goes: newest, oldest or random.")] = "random",
-    seed: Annotated[int, typer.Option(help="Of who goes, and how.")] = 0,
-    duration: Annotated[str | None, typer.Option(help="Stop after so long on the clock of the wall.")] = None,
+    speed: Annotated[float, typer.Option(help="How many times faster than the trace: 60 is an hour per minute.")] = 1.0,
+    max_workers: Annotated[int | None, typer.Option(help="Scale the trace down to this many replicas.")] = None,
+    signal: Annotated[str, typer.Option(help="How a replica is ended: kill (-9), term (SIGTERM), or mixed.")] = "kill",
+    leaver: Annotated[str, typer.Option(help="Which replica is ended: newest, oldest or random.")] = "random",
+    seed: Annotated[int, typer.Option(help="Seed of which replica is ended, and how.")] = 0,
+    duration: Annotated[str | None, typer.Option(help="Stop after this long, of real time.")] = None,
     finish: Annotated[
         bool, typer.Option("--finish", help="When the trace is over, keep the last replicas until the job is done.")
     ] = False,
     workload: Workload = None,
-    folder: Folder = None,
+    out_folder: Out = None,
     job: JobName = None,
     heartbeat_timeout: Heartbeat = f"{HEARTBEAT_TIMEOUT_MS}ms",
     grace: Grace = "30s",
@@ -58,44 +56,45 @@ def replay(
     """Start and kill real replicas on this machine as an availability trace says, and end with an account.
 
     The account is made from the replicas' own records: steps, samples committed
-    exactly once, what was lost, and how long each change held the fleet up.
+    exactly once, what was lost, and how long each change delayed the fleet.
     """
     require_torchft("ebbflow replay")
     if max_workers is not None:
         positive(max_workers, "max-workers")
     duration_s = parse_seconds(duration) if duration else None
     grace_s = parse_seconds(grace)
-    played = playable(load(trace), speed=speed, max_workers=max_workers, duration_s=duration_s)
-    schedule = make_schedule(played, stop=cast(Stop, signal), leaver=cast(Leaver, leaver), seed=seed)
+    played = adapt_trace(load(trace), speed=speed, max_workers=max_workers, duration_s=duration_s)
+    schedule = make_schedule(played, stop=cast(StopSignalName, signal), leaver=cast(Leaver, leaver), seed=seed)
     options = LighthouseOptions(heartbeat_timeout_ms=milliseconds(heartbeat_timeout))
-    with supervised_here(
-        command or [], workload=workload, folder=folder, job=job, replicas=played.stats().max, lighthouse=options,
+    with launch_fleet(
+        command or [], replicas=played.stats().max, workload=workload, out=out_folder, job=job, lighthouse=options,
         max_failures=max_failures, gpus=gpus,
     ) as fleet:  # fmt: skip
-        acting = Replay(fleet, schedule, grace_s=grace_s, finish=finish)
+        replayed = TraceReplay(fleet, schedule, grace_s=grace_s, finish=finish)
+        config = fleet.job.fleet
 
         def title() -> str:
-            now = min(acting.elapsed_s, played.end)
-            wanted = len(schedule.running(now))
-            return f"{fleet.job.name}: {now:.0f} of {format_seconds(played.end)}, {wanted} wanted by {trace}"
+            now = min(replayed.elapsed_s, played.end)
+            available = len(schedule.running(now))
+            return f"{config.job}: {now:.0f} of {format_seconds(played.end)}, {available} available by {trace}"
 
-        err.print(f"{title()}; folder {fleet.job.folder}", markup=False, soft_wrap=True)
-        shown = supervised(fleet, grace_s=grace_s, title=title, act=acting.act)
-    account = read_account(fleet.job.folder)
-    played_out = acting.over and shown.outcome == "left"
-    ended = {
-        **shown.account(fleet),
-        "status": "trace over" if played_out else shown.outcome,
+        err.print(f"{title()}; folder {config.folder}", markup=False, soft_wrap=True)
+        run = run_fleet(fleet, grace_s=grace_s, console=err, title=title, act=replayed.act)
+    account = read_account(config.folder)
+    trace_over = replayed.over and run.outcome == "left"
+    seen = {
+        **run.account(fleet),
+        "status": "trace over" if trace_over else run.outcome,
         "trace": trace,
         "speed": speed,
-        "trace_played_s": round(min(shown.seconds, played.end), 3),
-        "trace_over": acting.over,
-        "kills": sum(action.what == "kill" for action in acting.done),
-        "notices": sum(action.what == "term" for action in acting.done),
+        "trace_played_s": round(min(run.seconds, played.end), 3),
+        "trace_over": replayed.over,
+        "kills": sum(action.what == "kill" for action in replayed.done),
+        "notices": sum(action.what == "term" for action in replayed.done),
     }
     if json:
-        print_json({**ended, **account.to_json()})
+        print_json({**seen, **account.to_json()})
     else:
-        for line in account_lines(ended, account):
+        for line in account_lines(seen, account):
             out.print(line, markup=False, soft_wrap=True)
-    raise typer.Exit(1 if account.problems else 0 if played_out else exit_code(shown.outcome))
+    raise typer.Exit(1 if account.problems else 0 if trace_over else EXIT_CODES[run.outcome])

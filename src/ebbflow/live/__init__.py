@@ -2,11 +2,20 @@
 
     with ebbflow.live.join(model, optimizer, data, local_batch=32, epochs=10) as fleet:
         for step in fleet:                              # until all epochs are done, whoever comes and goes
-            for x, y in step:                           # this replica's part of the step's samples
+            for x, y in step:                           # this replica's micro-batches of the step
                 step.backward(loss_fn(model(x), y))
 
 Start it with `ebbflow launch`. A replica that is killed costs the others about a second and no sample; one that is
-told to leave (SIGTERM) finishes its step first; one that comes gets the complete state from its peers.
+told to leave (SIGTERM) finishes its step first; a new one receives the complete state from a peer.
+
+    protocol       addresses, environment, status files and the lighthouse's page          both sides
+    membership     who takes part in a step and whose state counts: a pure state machine   the replica
+    connection     executes its instructions (torchft_api, engines/process_group)
+    live_engine    the engine contract on a fleet
+    session        the training loop of a replica, and its state; replica_files: record, status, checkpoints
+    processes      child processes and the lighthouse                                      the launcher
+    supervisor     starts, watches and restarts replicas
+    launcher, trace_replay, fleet_status, accounting  what the verbs do
 """
 
 from __future__ import annotations
@@ -15,29 +24,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebbflow.live.fleet import Fleet as Fleet
-    from ebbflow.live.fleet import Step as Step
-    from ebbflow.live.joining import join as join
-    from ebbflow.live.lineage import Account as Account
-    from ebbflow.live.lineage import account as account
-    from ebbflow.live.lineage import read_fleet as read_fleet
-    from ebbflow.live.settings import Settings as Settings
+    from ebbflow.live.accounting import Account as Account
+    from ebbflow.live.accounting import account as account
+    from ebbflow.live.accounting import read_fleet as read_fleet
+    from ebbflow.live.protocol import ReplicaConfig as ReplicaConfig
+    from ebbflow.live.session import LiveSession as LiveSession
+    from ebbflow.live.session import join as join
+    from ebbflow.live.session import join_workload as join_workload
 
 _HOME = {
-    "Account": "lineage",
-    "Fleet": "fleet",
-    "Settings": "settings",
-    "Step": "fleet",
-    "account": "lineage",
-    "join": "joining",
-    "read_fleet": "lineage",
+    "Account": "accounting",
+    "LiveSession": "session",
+    "ReplicaConfig": "protocol",
+    "account": "accounting",
+    "join": "session",
+    "join_workload": "session",
+    "read_fleet": "accounting",
 }
 
-__all__ = ["Account", "Fleet", "Settings", "Step", "account", "join", "read_fleet"]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: what reads records of a fleet needs no torch.
+    # Imported on first use: whoever only reads the records of a fleet needs no torch.
     if name not in _HOME:
         raise AttributeError(f"module 'ebbflow.live' has no attribute {name!r}; public names: {', '.join(__all__)}")
     return getattr(importlib.import_module(f"ebbflow.live.{_HOME[name]}"), name)

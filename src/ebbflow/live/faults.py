@@ -1,14 +1,19 @@
-"""Faults at named points of a step, for those who want to see what a fleet does: `EBBFLOW_FAULT=kill:allreduce@5`.
+"""Faults at named points of a step, to see what a fleet makes of them: `EBBFLOW_FAULT=kill:allreduce@5`.
 
-    quorum      the members are known, nothing is computed           sum       the sum has arrived backward    after a
-    micro-batch                                        commit    it counts, the weights are the old ones allreduce
-    while the gradients are added up                     step      after a step, before it is recorded announce
-    before a state is sent                               send      while it is sent announced   before a state is
-    received                           receive   while it is received
+    quorum      the participants are known, nothing is computed yet
+    backward    after the backward pass of a micro-batch
+    allreduce   while the gradients are added up
+    sum         the sum has arrived
+    commit      the step counts, and the weights are still the old ones
+    step        the step is applied, and not recorded yet
+    announce    before a state is sent
+    send        while a state is sent
+    announced   before a state is received
+    receive     while a state is received
 
-`kill` ends the process as kill -9 does, `stop` halts it as SIGSTOP does, `fail` loses what was just done, as a broken
-connection does. `@*` is the first time that the point is passed. Several faults are separated by commas; each strikes
-once.
+`kill` ends the process as kill -9 does, `stop` halts it as SIGSTOP does, and `fail` acts as if the connection had been
+lost. The number after @ is the number of committed steps; @* stands for the first time that the point is reached.
+Several faults are separated by commas, and each happens once.
 """
 
 from __future__ import annotations
@@ -18,8 +23,8 @@ import re
 import signal
 from collections.abc import Callable
 
+from ebbflow.engines.process_group import PeerLost
 from ebbflow.errors import ConfigError
-from ebbflow.live.group import Lost
 
 __all__ = ["ScriptedFaults"]
 
@@ -27,10 +32,10 @@ _FAULT = re.compile(r"(kill|stop|fail):([a-z]+)@(\d+|\*)")
 
 
 class ScriptedFaults:
-    """Strikes when the process passes a named point in a given step."""
+    """Lets a fault happen when the process reaches a named point in a given step."""
 
     def __init__(self, text: str, step: Callable[[], int]) -> None:
-        """`step`: the number of committed steps, asked at each point."""
+        """`text`: the value of EBBFLOW_FAULT. `step`: gives the number of committed steps."""
         self._step = step
         self._planned: set[tuple[str, str, str]] = set()
         for part in filter(None, text.split(",")):
@@ -40,12 +45,12 @@ class ScriptedFaults:
             self._planned.add((match[1], match[2], match[3]))
 
     def __call__(self, point: str) -> None:
-        """The process is at a point."""
+        """Let the faults happen that are planned for this point and step."""
         if not self._planned:
             return
         step = str(self._step())
         for fault in [fault for fault in self._planned if fault[1] == point and fault[2] in (step, "*")]:
             self._planned.discard(fault)
             if fault[0] == "fail":
-                raise Lost(f"a fault was asked for at {point}")
+                raise PeerLost(f"a fault was asked for at {point}")
             os.kill(os.getpid(), signal.SIGKILL if fault[0] == "kill" else signal.SIGSTOP)

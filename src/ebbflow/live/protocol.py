@@ -1,124 +1,265 @@
-"""What a replica is told by whoever starts it, and what it tells.
+"""How the processes of a fleet find and inform each other: addresses, environment, files, the lighthouse's page.
 
-A replica is told by environment variables (`Job.environment`; `ebbflow.live.settings` reads them). It answers with its
-status file (`ReplicaStatus`, written whole, about twice a second), its log, its record and its exit code. SIGTERM is
-the notice to leave: finish the step, leave cleanly, exit with 0.
+The launcher describes the fleet to a replica by environment variables (`ReplicaConfig`). The replica reports by its
+status file (`ReplicaStatus`, replaced as a whole, about twice per second), its log, its record and its exit code.
+SIGTERM tells it to leave: it finishes its step, leaves and exits with 0.
 
-    <folder>/fleet.json                    who launched what; where the lighthouse is
+    <folder>/fleet.json                    who launched what, and the address of the lighthouse
     <folder>/lighthouse/log.txt
-    <folder>/replicas/<name>/log.txt       everything the replica printed, all incarnations
+    <folder>/replicas/<name>/log.txt       everything that the replica printed, of all incarnations
     <folder>/replicas/<name>/status.json   what it is doing now
-    <folder>/replicas/<name>/record.jsonl  the steps it committed
+    <folder>/replicas/<name>/record.jsonl  the steps that it committed
     <folder>/checkpoints/
 """
 
 from __future__ import annotations
 
+import dataclasses
+import html
+import ipaddress
 import json
 import math
-from dataclasses import dataclass, fields
+import os
+import re
+import socket
+import time
+import typing
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from ebbflow.live.settings import HEARTBEAT_TIMEOUT_MS
+from ebbflow.core.files import read_text, write_whole
+from ebbflow.core.spec import param
+from ebbflow.errors import ConfigError
 
-__all__ = ["STATUS_KEY", "Job", "ReplicaStatus", "parse_status", "read_status", "replica_folder"]
+__all__ = [
+    "DEFAULT_PORT", "EXIT_RESTART", "HEARTBEAT_INTERVAL_S", "HEARTBEAT_TIMEOUT_MS", "LOOPBACK", "STATUS_KEY",
+    "FleetConfig", "LighthouseStatus", "ReplicaConfig", "ReplicaStatus", "fetch_heartbeat_ages",
+    "fetch_lighthouse_status", "find_folder", "format_address", "is_loopback", "local_address_towards",
+    "parse_address", "parse_bind", "parse_heartbeat_ages", "parse_lighthouse_page", "parse_status",
+    "read_lighthouse_address", "read_status", "read_statuses", "replica_folder", "write_fleet_file",
+]  # fmt: skip
 
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29510
+"""The port of torchft's lighthouse."""
+HEARTBEAT_INTERVAL_S = 0.1
+HEARTBEAT_TIMEOUT_MS = 800
+"""A replica whose last heartbeat is older is dead. Three replicas on two cores under a load of ten lost nobody in ten
+minutes with 700."""
+EXIT_RESTART = 75
+"""Exit code (EX_TEMPFAIL) with which a replica asks to be started again."""
 STATUS_KEY = "ebbflow/status"
-"""Where a replica's store has its status, too, for those who do not see its files."""
+"""Key of a replica's status in its store, for those who cannot read its files."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What the replicas of a fleet run, and what they are told."""
+# Addresses ------------------------------------------------------------------------------------------------------------
 
-    command: tuple[str, ...]
-    """The program and its arguments."""
-    name: str
-    """Of the job; replicas of another job are refused by the fleet."""
-    folder: Path
-    lighthouse: str
-    """HOST:PORT."""
-    bind: str = "127.0.0.1"
-    """The address that replicas listen on."""
-    min_replicas: int = 1
-    heartbeat_timeout_ms: int = HEARTBEAT_TIMEOUT_MS
-    gpus: int = 0
-    """GPUs a replica; 0 leaves them alone."""
-    threads: int = 0
-    """CPU threads a replica, unless OMP_NUM_THREADS is set already; 0 leaves them alone."""
 
-    def environment(self, replica: str, *, slot: int, base: dict[str, str]) -> dict[str, str]:
-        """The environment of a replica: that of the launcher, and what the replica must know.
+def parse_address(text: str, *, default_port: int | None = None) -> tuple[str, int]:
+    """Split HOST:PORT, [V6]:PORT or http://HOST:PORT into host and port.
 
-        `slot` numbers the replicas of this machine from 0; with `gpus` set, slot i sees the i-th group of GPUs (of
-        those that the launcher sees).
+    >>> parse_address("10.0.0.7:29510"), parse_address("[::1]:80"), parse_address("head", default_port=29510)
+    (('10.0.0.7', 29510), ('::1', 80), ('head', 29510))
+    """
+    bare = text.strip().removeprefix("http://").rstrip("/")
+    if bare.startswith("["):
+        host, bracket, rest = bare[1:].partition("]")
+        port = rest[1:] if bracket and rest.startswith(":") else None if bracket and not rest else ""
+    elif bare.count(":") > 1:
+        raise ConfigError(f"{text!r}: an IPv6 address goes into brackets; write for example [::1]:29510")
+    else:
+        host, colon, after = bare.partition(":")
+        port = after if colon else None
+    if port is None and default_port is not None:
+        port = str(default_port)
+    if not host or not port or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{text!r} is not an address; expected HOST:PORT, for example 10.0.0.7:29510")
+    return host, int(port)
 
-        >>> job = Job(command=("python",), name="j", folder=Path("/f"), lighthouse="127.0.0.1:1", gpus=2)
-        >>> job.environment("r1", slot=1, base={"CUDA_VISIBLE_DEVICES": "4,5,6,7"})["CUDA_VISIBLE_DEVICES"]
-        '6,7'
+
+def format_address(host: str, port: int) -> str:
+    """Write host and port as `parse_address` reads them.
+
+    >>> format_address("::1", 80)
+    '[::1]:80'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_bind(text: str) -> str:
+    """Check the address to listen on. It is announced to other machines, so it must be one address and not all.
+
+    >>> parse_bind("[::1]"), parse_bind("10.0.0.7")
+    ('::1', '10.0.0.7')
+    """
+    bare = text.strip().removeprefix("[").removesuffix("]")
+    try:
+        unspecified = ipaddress.ip_address(bare).is_unspecified
+    except ValueError:  # a host name
+        unspecified = bare == "*"
+        if not bare or ":" in bare:
+            raise ConfigError(f"--bind {text}: expected an address without a port, for example 10.0.0.7") from None
+    if unspecified:
+        raise ConfigError(
+            f"--bind {text} means every network of this machine; give the one address at which the others reach it"
+        )
+    return bare
+
+
+def is_loopback(host: str) -> bool:
+    """Whether other machines cannot reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def local_address_towards(host: str, port: int) -> str:
+    """Find the address of this machine on the network through which it reaches a host. Nothing is sent."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as problem:
+        raise ConfigError(
+            f"{format_address(host, port)} cannot be reached from here ({problem.strerror or problem}); "
+            f"check the name and the network, or say with --bind which address to listen on"
+        ) from None
+
+
+# The environment of a replica -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetConfig:
+    """What all replicas of a fleet need to know. Each field is an environment variable: EBBFLOW_LIGHTHOUSE, ..."""
+
+    lighthouse: str = param(doc="HOST:PORT of the lighthouse")
+    folder: Path = param(doc="folder of the job, with records, status files and checkpoints")
+    job: str = param("job", doc="name of the job; a replica of another job is refused")
+    bind: str = param(LOOPBACK, doc="address that the replica listens on, and at which its peers reach it")
+    min_replicas: int = param(1, doc="training waits while there are fewer replicas")
+    heartbeat_timeout_ms: int = param(
+        HEARTBEAT_TIMEOUT_MS, doc="a replica whose last heartbeat is older is dead; as at the lighthouse"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("min_replicas", "heartbeat_timeout_ms"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more")
+
+    def for_replica(self, replica: str) -> ReplicaConfig:
+        """Give the configuration of one replica."""
+        return ReplicaConfig(replica=replica, **{f.name: getattr(self, f.name) for f in fields(FleetConfig)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaConfig(FleetConfig):
+    """What one replica needs to know. The launcher writes these variables and the replica reads them."""
+
+    replica: str = param(doc="name of this replica, unique in the fleet")
+
+    def __post_init__(self) -> None:
+        FleetConfig.__post_init__(self)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.replica):
+            raise ConfigError(
+                f"the replica is called {self.replica!r}; expected letters, digits, dots and dashes, such as r2"
+            )
+
+    @property
+    def own_folder(self) -> Path:
+        """Folder of this replica's record and status."""
+        return replica_folder(self.folder, self.replica)
+
+    @classmethod
+    def variables(cls) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+        """Name the environment variable of each field."""
+        for one in fields(cls):
+            yield f"EBBFLOW_{one.name.upper()}", one
+
+    def environment(self) -> dict[str, str]:
+        """Write the environment variables."""
+        return {variable: str(getattr(self, one.name)) for variable, one in self.variables()}
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **overrides: object) -> Self:
+        """Read the environment variables; overrides that are not None take precedence.
+
+        >>> variables = {"EBBFLOW_LIGHTHOUSE": "10.0.0.7:29510", "EBBFLOW_REPLICA": "r2", "EBBFLOW_FOLDER": "runs/a"}
+        >>> ReplicaConfig.from_environment(variables, job="a").lighthouse
+        '10.0.0.7:29510'
         """
-        told = {
-            "EBBFLOW_LIGHTHOUSE": self.lighthouse,
-            "EBBFLOW_REPLICA": replica,
-            "EBBFLOW_JOB": self.name,
-            "EBBFLOW_FOLDER": str(self.folder),
-            "EBBFLOW_BIND": self.bind,
-            "EBBFLOW_MIN_REPLICAS": str(self.min_replicas),
-            "EBBFLOW_HEARTBEAT_TIMEOUT_MS": str(self.heartbeat_timeout_ms),
-            "PYTHONUNBUFFERED": "1",  # a log of a killed process ends with what it printed last
-        }
-        if self.threads and "OMP_NUM_THREADS" not in base:
-            told["OMP_NUM_THREADS"] = str(self.threads)
-        if self.gpus:
-            seen = base.get("CUDA_VISIBLE_DEVICES", "")
-            every = seen.split(",") if seen else [str(i) for i in range((slot + 1) * self.gpus)]
-            told["CUDA_VISIBLE_DEVICES"] = ",".join(every[slot * self.gpus : (slot + 1) * self.gpus])
-        return {**base, **told}
+        variables = os.environ if environment is None else environment
+        types = typing.get_type_hints(cls)
+        values: dict[str, Any] = {}
+        missing: dict[str, str] = {}
+        for variable, one in cls.variables():
+            value = overrides.get(one.name)
+            if value is None:
+                value = variables.get(variable) or None
+            if value is None:
+                if one.default is dataclasses.MISSING:
+                    missing[variable] = one.name
+                continue
+            try:
+                values[one.name] = types[one.name](value)
+            except ValueError:
+                raise ConfigError(f"{variable} is {value!r}; expected a whole number") from None
+        if missing:
+            raise ConfigError(
+                f"this replica does not know where its fleet is ({', '.join(missing)} not set): run the script with "
+                f"`ebbflow launch --replicas 2 SCRIPT`, or pass {', '.join(missing.values())} to join()"
+            )
+        return cls(**values)
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def replica_folder(folder: Path, replica: str) -> Path:
+    """Folder of a replica's files, in the folder of its job."""
+    return folder / "replicas" / replica
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStatus:
-    """What a replica said last. Everything but state and time may be unknown while it starts."""
+    """What a replica is doing, as its status file says. Until its first step, most of it may be unknown."""
 
     state: str
-    """starting, joining, training, leaving, left, finished."""
+    """starting, joining, training, leaving, left, finished, failed."""
     time: float
     """When it was written, in seconds since 1970."""
     pid: int | None = None
     incarnation: str | int | None = None
     step: int | None = None
-    """Committed steps."""
+    """Number of committed steps."""
     epoch: int | None = None
     position: int | None = None
-    """Samples of the epoch that are committed."""
+    """Committed samples of the epoch."""
     members: int | None = None
-    """Replicas in the last step."""
+    """Participants of the last step."""
     batch: int | None = None
-    """Samples in the last step, of all members together."""
+    """Samples of the last step, over all participants."""
     lr: float | None = None
     multiplier: float | None = None
-    """What the rule made of the batch."""
+    """Factor by which the rule changed the base rate."""
     samples_per_s: float | None = None
-    """Of the fleet, as this replica sees it."""
+    """Speed of the fleet, as this replica measures it."""
     loss: float | None = None
 
-
-def replica_folder(folder: Path, replica: str) -> Path:
-    """Where a replica keeps its files."""
-    return folder / "replicas" / replica
-
-
-def read_status(folder: Path, replica: str) -> ReplicaStatus | None:
-    """The status of a replica; None if there is none that can be read."""
-    try:
-        return parse_status((replica_folder(folder, replica) / "status.json").read_bytes())
-    except OSError:
-        return None
+    def to_json(self) -> str:
+        """Write what is known."""
+        return json.dumps({name: value for name, value in dataclasses.asdict(self).items() if value is not None})
 
 
 def parse_status(text: str | bytes) -> ReplicaStatus | None:
-    """A status as a replica writes it; None for anything else. What is not of the expected kind is unknown.
+    """Read a status; None if it is not one. Values of an unexpected type are unknown.
 
     >>> parse_status('{"state": "training", "time": 5.0, "step": 3, "loss": NaN}').step
     3
@@ -129,14 +270,157 @@ def parse_status(text: str | bytes) -> ReplicaStatus | None:
         return None
     if not isinstance(body, dict):
         return None
-    values = {field.name: _plain(body.get(field.name)) for field in fields(ReplicaStatus)}
+    values = {one.name: _number_or_text(body.get(one.name)) for one in fields(ReplicaStatus)}
     if not isinstance(values["state"], str) or not isinstance(values["time"], int | float):
         return None
     return ReplicaStatus(**values)
 
 
-def _plain(value: Any) -> Any:
-    """A number or a text; anything else is unknown."""
+def _number_or_text(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, int | float | str) and not isinstance(value, bool) else None
+
+
+def read_status(folder: Path, replica: str) -> ReplicaStatus | None:
+    """Read the status file of a replica; None if there is none that can be read."""
+    try:
+        return parse_status((replica_folder(folder, replica) / "status.json").read_bytes())
+    except OSError:
+        return None
+
+
+def read_statuses(folder: Path) -> dict[str, ReplicaStatus]:
+    """Read the status files of a job, by replica."""
+    found = {path.parent.name: read_status(folder, path.parent.name) for path in folder.glob("replicas/*/status.json")}
+    return {name: status for name, status in sorted(found.items()) if status is not None}
+
+
+def write_fleet_file(folder: Path, *, job: str, lighthouse: str, command: Sequence[str]) -> None:
+    """Write fleet.json, by which `ebbflow status` finds the lighthouse of a folder and the folder of a lighthouse."""
+    body = {
+        "job": job, "lighthouse": lighthouse, "command": list(command), "launcher": os.getpid(), "time": time.time(),
+    }  # fmt: skip
+    write_whole(folder / "fleet.json", json.dumps(body, indent=2).encode())
+
+
+def read_lighthouse_address(folder: Path) -> str:
+    """Read the address of the lighthouse from fleet.json in the folder of a job."""
+    path = folder / "fleet.json"
+    try:
+        address = json.loads(read_text(path, error=ConfigError))["lighthouse"]
+    except (ValueError, KeyError, TypeError) as problem:
+        if isinstance(problem, ConfigError):
+            raise ConfigError(f"{problem}; expected the folder of a job that ebbflow launch made") from None
+        raise ConfigError(f"{path} is damaged; give the lighthouse as HOST:PORT instead") from None
+    return str(address)
+
+
+def find_folder(address: str, below: Path) -> Path | None:
+    """Find the folder of the job that was launched with this lighthouse, among the folders below one."""
+    for path in sorted(below.glob("*/fleet.json")):
+        try:
+            body = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            continue
+        if isinstance(body, dict) and body.get("lighthouse") == address:
+            return path.parent
+    return None
+
+
+# The status page of the lighthouse ------------------------------------------------------------------------------------
+
+_PAGE_TIMEOUT_S = 5.0
+_PAGE_BYTES = 10_000_000
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the lighthouse is never behind a proxy
+_QUORUM_ID = re.compile(r"Previous quorum id:\s*(\d+)")
+_QUORUM_AGE = re.compile(r"Quorum age:\s*([\d.]+)")
+_MEMBER = re.compile(
+    r'<div class="member\s*(?P<kind>[^"]*?)\s*">\s*<b>(?P<id>.*?)</b>.*?Step:\s*(?P<step>-?\d+)'
+    r"(?:.*?TCPStore:\s*(?P<store>\S+))?",
+    re.DOTALL,
+)
+_HEARTBEAT = re.compile(
+    r'<li class="heartbeat\s*(?P<kind>[^"]*?)\s*">\s*(?P<id>.*?): seen (?P<age>[\d.eE+-]+)s ago', re.DOTALL
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LighthouseStatus:
+    """What the lighthouse knows. Replicas are named without the suffix of their incarnation."""
+
+    quorum_id: int
+    """Number of the last quorum; 0 before the first."""
+    quorum_age_s: float | None = None
+    steps: Mapping[str, int] = field(default_factory=dict)
+    """Replica -> step at which it joined the last quorum."""
+    recovering: frozenset[str] = frozenset()
+    """Replicas of the quorum that are behind the others."""
+    stores: Mapping[str, str] = field(default_factory=dict)
+    """Replica -> HOST:PORT of its store."""
+    heartbeat_ages: Mapping[str, float] = field(default_factory=dict)
+    """Replica -> seconds since its last heartbeat, of those that the lighthouse does not take for dead."""
+
+
+def parse_lighthouse_page(page: str) -> LighthouseStatus:
+    """Read the status page of the lighthouse."""
+    quorum_id, age = _QUORUM_ID.search(page), _QUORUM_AGE.search(page)
+    members = {_replica_name(member["id"]): member for member in _MEMBER.finditer(page)}
+    return LighthouseStatus(
+        quorum_id=int(quorum_id[1]) if quorum_id else 0,
+        quorum_age_s=float(age[1]) if age else None,
+        steps={name: int(member["step"]) for name, member in members.items()},
+        recovering=frozenset(name for name, member in members.items() if "recovering" in member["kind"]),
+        stores={name: member["store"] for name, member in members.items() if member["store"]},
+        heartbeat_ages={
+            _replica_name(heartbeat["id"]): float(heartbeat["age"])
+            for heartbeat in _HEARTBEAT.finditer(page)
+            if "old" not in heartbeat["kind"]
+        },
+    )
+
+
+def _replica_name(identifier: str) -> str:
+    """Strip the suffix that distinguishes the incarnations of a replica at the lighthouse."""
+    return html.unescape(identifier).partition(":")[0]
+
+
+def parse_heartbeat_ages(page: str) -> dict[str, float]:
+    """Read the seconds since the last heartbeat of every incarnation that the lighthouse remembers, dead or not.
+
+    >>> parse_heartbeat_ages('<li class="heartbeat">r1:5f3a: seen 4.395209627s ago</li>')
+    {'r1:5f3a': 4.395209627}
+    """
+    return {html.unescape(found["id"]): float(found["age"]) for found in _HEARTBEAT.finditer(page)}
+
+
+def fetch_heartbeat_ages(lighthouse: str, *, timeout_s: float) -> dict[str, float]:
+    """Ask the lighthouse at HOST:PORT for heartbeats (`parse_heartbeat_ages`); nothing if it does not answer.
+
+    A connection to a machine that vanished, or to a stopped process, does not break: the lighthouse knows within a
+    heartbeat what a process that waits for a collective would learn after its timeout only.
+    """
+    try:
+        return parse_heartbeat_ages(_fetch_page(lighthouse, timeout_s))
+    except (OSError, ValueError):
+        return {}
+
+
+def fetch_lighthouse_status(lighthouse: str) -> LighthouseStatus:
+    """Ask the lighthouse at HOST:PORT for its status."""
+    try:
+        page = _fetch_page(lighthouse, _PAGE_TIMEOUT_S)
+    except (OSError, ValueError) as problem:  # URLError is an OSError
+        reason = getattr(problem, "reason", None) or problem
+        raise ConfigError(
+            f"no lighthouse answers at {lighthouse} ({reason}); is the fleet running, and may this machine reach that "
+            f"port? ebbflow launch prints the address, and a job's folder has it in fleet.json"
+        ) from None
+    if "quorum" not in page.lower():
+        raise ConfigError(f"what answers at {lighthouse} is not a lighthouse; ebbflow launch prints the address of one")
+    return parse_lighthouse_page(page)
+
+
+def _fetch_page(lighthouse: str, timeout_s: float) -> str:
+    with _OPENER.open(f"http://{lighthouse}/status", timeout=timeout_s) as answer:
+        return str(answer.read(_PAGE_BYTES).decode("utf-8", "replace"))

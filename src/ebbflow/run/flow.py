@@ -227,7 +227,4 @@ def check_loss(row: StepRow) -> None:
     """Raise Diverged if the loss of a step is not a finite number; a skipped step does not count."""
     if "skipped" in row.stats or (row.loss is not None and math.isfinite(row.loss)):
         return
-    raise Diverged(
-        f"the training loss is {row.loss} at step {row.step} (epoch {row.epoch}); use a smaller learning rate than "
-        f"{row.lr:g}, a warm-up, or inputs on a smaller scale"
-    )
+    raise Diverged(f"the training loss is {row.loss} at step {row.step} (epoch {row.epoch}, rate {row.lr:g})")

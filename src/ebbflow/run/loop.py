@@ -7,18 +7,28 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from ebbflow.errors import Diverged, PlanError
-from ebbflow.record import End, Event, LayersRow, RecordWriter, StepRow, ValidationRow, layers_due
+from ebbflow.record import End, Event, LayersRow, Row, StepRow, ValidationRow, layers_due
 from ebbflow.run.checkpoint import weights_digest
 from ebbflow.run.flow import Flow, check_loss
 from ebbflow.run.planning import MAX_EPOCHS
 
-__all__ = ["Callbacks", "Evaluate", "TrainingLoop"]
+__all__ = ["Callbacks", "Evaluate", "RowWriter", "TrainingLoop"]
 
 Evaluate = Callable[[], Mapping[str, float] | None]
 """Scores of the model over the validation samples."""
+
+
+class RowWriter(Protocol):
+    """Where the rows of a record go."""
+
+    def write(self, row: Row) -> None:
+        """Append one row."""
+
+    def flush(self) -> int:
+        """Make what was written so far survive a crash."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +49,13 @@ class TrainingLoop:
 
     After each committed step the row is written to the record, the callbacks are called and the loss is checked. After
     every `validate_every` epochs, and at the end, the model is evaluated. `save` is called every `checkpoint_every_s`
-    seconds, and before the run is interrupted.
+    seconds, and before the run is interrupted because `should_stop` said so.
     """
 
     def __init__(
         self,
         flow: Flow,
-        record: RecordWriter,
+        record: RowWriter,
         *,
         evaluate: Evaluate | None = None,
         validate_every: int = 1,
@@ -61,32 +71,30 @@ class TrainingLoop:
         self.save = save or (lambda: None)
         self.checkpoint_every_s = checkpoint_every_s
         self._saved_at = time.monotonic()
+        self._should_stop = flow.engine.agree_to_stop(self.callbacks.should_stop)
 
     def run(self) -> End:
         """All epochs, or all the gain where the rule counts that; the last row of the record says how it ended."""
         flow = self.flow
-        should_stop = flow.engine.agree_to_stop(self.callbacks.should_stop)
         self.callbacks.on_start(flow.ledger.total, flow.total_samples)
         try:
             while not flow.finished:
                 if flow.ledger.total >= MAX_EPOCHS * flow.total_samples:
                     return self.end("failed", self._too_little_gain())
                 self.after(self.next_step())
-                stop = should_stop()
-                if stop or time.monotonic() - self._saved_at >= self.checkpoint_every_s:
-                    self.save()
-                    self._saved_at = time.monotonic()
-                if stop:
-                    raise KeyboardInterrupt
         except Diverged as error:
             return self.end("diverged", str(error))
         return self.end("finished", self._gained() if flow.optimizer.by_gain else "")
 
     def next_step(self) -> StepRow:
-        """Compute steps until one is committed; a lost one is an event in the record."""
+        """Compute steps until one is committed."""
         while (row := self._try_step()) is None:
-            self.event("lost step", "a worker left during the step; the same samples are assigned again")
+            self.lost_step()
         return row
+
+    def lost_step(self) -> None:
+        """Write to the record that a step was lost."""
+        self.event("lost step", "a worker left during the step; the same samples are assigned again")
 
     def _try_step(self) -> StepRow | None:
         try:
@@ -109,6 +117,12 @@ class TrainingLoop:
         check_loss(row)
         if self.flow.ledger.position == 0 or self.flow.finished:
             self.validate(row)
+        stop = self._should_stop()
+        if stop or time.monotonic() - self._saved_at >= self.checkpoint_every_s:
+            self.save()
+            self._saved_at = time.monotonic()
+        if stop:
+            raise KeyboardInterrupt
 
     def _write_layers(self, row: StepRow) -> None:
         """What a layer-wise rule measured and decided for each layer, in about 200 steps of the run."""

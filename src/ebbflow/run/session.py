@@ -135,6 +135,7 @@ class Session:
         out: Path | str | None = None,
         callbacks: Callbacks | None = None,
         checkpoint_every_s: float = 60.0,
+        config: RunConfig | None = None,
         **settings: Any,
     ) -> None:
         """`optimizer`: any optimizer of torch, whose rates were tuned at `base_batch` samples; or an ElasticOptimizer.
@@ -144,7 +145,7 @@ class Session:
         y)`: the mean over the samples, for `run()` and for engines that compute elsewhere. `evaluate()`: called after
         every epoch; the scores that it returns go into the record."""
         self.model = model
-        self.config = RunConfig.for_front_end("session", settings, workload=type(model).__name__)
+        self.config = config or RunConfig.for_front_end("session", settings, workload=type(model).__name__)
         if self.config.epochs is None:
             raise ConfigError("epochs is missing: how many passes over the data?")
         self.task = own_task(model, data, loss, workers=loader_workers(self.config))
@@ -226,28 +227,44 @@ class Session:
 
     def __iter__(self) -> Iterator[SessionStep]:
         """Steps to compute, until all epochs are done."""
-        flow, loop = self.flow, self.loop
-        while not flow.finished:
-            opened = flow.open()
-            step = SessionStep(flow.engine, opened)
+        engine = self.flow.engine
+        while self._continues():
+            opened = self._open_step()
+            if opened is None:
+                continue
+            step = SessionStep(engine, opened)
             with opened.restore:
                 try:
                     yield step
                 except GeneratorExit:  # the loop was left with `break`, return or an error
-                    flow.engine.abandon()
+                    engine.abandon()
                     raise
-                row = step._complete(flow)
-            if row is None:
-                loop.event("lost step", "a worker left during the step; the same samples are assigned again")
-            else:
-                loop.after(row)
-        flow.engine.sync()
-        loop.end("finished")
+                row = step._complete(self.flow)
+            self._after(row)
+
+    def _continues(self) -> bool:
+        """Whether there is another step; ends the run if there is none."""
+        if not self.flow.finished:
+            return True
+        self.flow.engine.sync()
+        self.loop.end("finished")
+        return False
+
+    def _open_step(self) -> OpenStep | None:
+        """The next step up to its backward passes; None if it turns out that there may be none."""
+        return self.flow.open()
+
+    def _after(self, row: StepRow | None) -> None:
+        """Everything that follows a step; None: it was lost."""
+        if row is None:
+            self.loop.lost_step()
+        else:
+            self.loop.after(row)
 
     def run(self) -> None:
         """Train to the end with the loss that was given."""
-        self.loop.run()
-        self.flow.engine.sync()
+        for _ in self:
+            pass
 
     @property
     def finished(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.units import Seconds
 from ebbflow.errors import ConfigError
-from ebbflow.live.account import read_account
+from ebbflow.live.accounting import read_account
 from ebbflow.record import Run, read_record
 from ebbflow.run.config import RunConfig
 from ebbflow.simulate.profiles import (

@@ -12,7 +12,7 @@ from ebbflow.core.extras import require
 
 require("distributed", extra="dask", needed_for="training on a Dask cluster")
 
-from ebbflow.engines.dask.cluster import connect
-from ebbflow.engines.dask.dask_engine import DaskEngine
+from ebbflow.engines.dask.cluster import connect  # noqa: E402
+from ebbflow.engines.dask.dask_engine import DaskEngine  # noqa: E402
 
 __all__ = ["DaskEngine", "connect"]

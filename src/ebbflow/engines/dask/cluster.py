@@ -16,7 +16,7 @@ from distributed.protocol.serialize import to_serialize
 
 from ebbflow._version import __version__
 from ebbflow.core.units import format_seconds
-from ebbflow.engines.dask.worker import HANDLER, WorkerFailure
+from ebbflow.engines.dask.dask_worker import HANDLER, WorkerFailure
 from ebbflow.errors import ConfigError
 
 __all__ = ["DaskCluster", "Message", "connect"]
@@ -51,7 +51,7 @@ def _starter() -> Callable[[str], Any]:
     def start(version: str) -> Any:
         try:
             import ebbflow._version as found
-            from ebbflow.engines.dask.worker import install
+            from ebbflow.engines.dask.dask_worker import install
         except ImportError as error:
             return f"cannot import ebbflow ({error}); install it there: pip install 'ebbflow[dask]=={version}'"
         if found.__version__ != version:

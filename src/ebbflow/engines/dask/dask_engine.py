@@ -19,8 +19,8 @@ from ebbflow.core.units import format_seconds
 from ebbflow.data.ledger import Assignment, MicroBatch, micro_batches_of
 from ebbflow.engines.base import Engine, Faults, Gradients
 from ebbflow.engines.dask.cluster import DaskCluster
+from ebbflow.engines.dask.dask_worker import ReplicaBlueprint, WorkerTask
 from ebbflow.engines.dask.transport import AllReduceTransport, CentralizedTransport, GradientTransport
-from ebbflow.engines.dask.worker import ReplicaBlueprint, WorkerTask
 from ebbflow.engines.replica import Fetch, Loss, Precision, autocast, trained_parameters
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.plan.batch_plan import BatchPlan, StepSize

@@ -14,7 +14,7 @@ import torch
 from ebbflow.engines.allreduce import StepAllReduce
 from ebbflow.engines.base import Gradients
 from ebbflow.engines.dask.cluster import DaskCluster, Message
-from ebbflow.engines.dask.worker import ApplyStep, FlatState, ReplicaBlueprint, WorkerFailure, WorkerTask
+from ebbflow.engines.dask.dask_worker import ApplyStep, FlatState, ReplicaBlueprint, WorkerFailure, WorkerTask
 from ebbflow.engines.replica import LocalBatchNorm, measuring
 
 __all__ = ["AllReduceTransport", "CentralizedTransport", "GradientTransport"]
@@ -137,7 +137,7 @@ class AllReduceTransport(_Caller):
         self.blueprint = blueprint
         self._batch_norm = LocalBatchNorm(blueprint.model)
         connect_s = min(_CONNECT_S, timeout_s)
-        self._group_options = {"device": blueprint.device, "patience_s": timeout_s, "connect_s": connect_s}
+        self._group_options = {"device": blueprint.device, "timeout_s": timeout_s, "connect_s": connect_s}
         self._connected: tuple[str, ...] = ()
         self._tasks: Sequence[WorkerTask] = ()
         self._holders: dict[str, int | None] = {}  # workers with the state of the last step, by number of arrival
@@ -195,8 +195,7 @@ class AllReduceTransport(_Caller):
             return False
         host, port = opened[ranks[0]]
         self._groups += 1
-        group = {"name": f"{self._groups}", "size": len(ranks), "store_host": host, "store_port": port}
-        group |= self._group_options
+        group = {"rendezvous": f"{host}:{port}/{self._groups}", "size": len(ranks), **self._group_options}
         applied = -1 if self._apply is None or not holders else self._apply.attempt
         answers = self.call(
             {

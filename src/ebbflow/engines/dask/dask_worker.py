@@ -28,7 +28,7 @@ from distributed.protocol.serialize import to_serialize
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.allreduce import StepAllReduce
 from ebbflow.engines.base import Gradients
-from ebbflow.engines.dask.group import Group, PartnerLost, open_store
+from ebbflow.engines.process_group import PeerLost, ProcessGroup, serve_store
 from ebbflow.engines.replica import Fetch, Loss, Precision, ReplicaStep
 from ebbflow.moments.meters import squared_norms
 
@@ -157,7 +157,7 @@ class DaskReplica:
 
     def __init__(self, blueprint: ReplicaBlueprint, fetch: Fetch) -> None:
         self.blueprint = blueprint
-        self.group: Group | None = None
+        self.group: ProcessGroup | None = None
         self.model = blueprint.model.to(blueprint.device)
 
         def to_device(indices: Any) -> tuple[Any, Any]:
@@ -199,7 +199,7 @@ class DaskReplica:
         """In a group: apply the previous step, if it counts, and compute the next one up to its mean gradient."""
         assert self.group is not None
         self.apply(apply)
-        self._all_reduce = self.group.add_up
+        self._all_reduce = self.group.all_reduce
         gradients = self._compute(task)
         optimizer = self.blueprint.optimizer
         if gradients.measurement is None and (optimizer.clip is not None or optimizer.on_nonfinite != "ignore"):
@@ -241,15 +241,17 @@ class DaskReplica:
 
     # The group ----------------------------------------------------------------------------------------------------
 
-    def join(self, apply: ApplyStep | None, group: Group, *, source: int | None, newcomer: bool, applied: int) -> None:
+    def join(
+        self, apply: ApplyStep | None, group: ProcessGroup, *, source: int | None, newcomer: bool, applied: int
+    ) -> None:
         """Enter a new group; newcomers take the state of its rank `source`, if it is not None."""
         self.apply(apply)
         self.leave()
         self._combine.renew()  # a collective that was abandoned may still write into the old buffer
         self.group = group
-        group.open()
+        group.connect()
         if source is not None:
-            content = group.send_bytes(self.state() if group.rank == source else b"", source)
+            content = group.broadcast(self.state() if group.rank == source else b"", source)
             if newcomer:
                 self.load_state(content)
         self._applied = applied
@@ -299,12 +301,12 @@ class _RunOnWorker:
         return self._replica.step(apply, task)
 
     def open_store(self) -> tuple[str, int]:
-        self.store = open_store(self.host)
+        self.store = serve_store(self.host)
         return self.host, self.store.port
 
     def join(self, *, apply: ApplyStep | None, group: dict[str, Any], **options: Any) -> None:
         store, self.store = self.store, None
-        made = Group(host=self.host, store=store if group["rank"] == 0 else None, **group)
+        made = ProcessGroup(host=self.host, store=store if group["rank"] == 0 else None, **group)
         self._replica.join(apply, made, **options)
 
     def state(self, *, apply: ApplyStep | None) -> bytes:
@@ -328,7 +330,7 @@ class _RunOnWorker:
         """Carry out a message in the replica's thread; an error is an answer, too."""
         try:
             return getattr(self, what)(**arguments)
-        except PartnerLost as error:
+        except PeerLost as error:
             self._replica.leave()  # workers that wait for this one are told in turn
             return WorkerFailure(text=str(error), partner=True)
         except Exception as error:  # whatever a user's model raises belongs to the user, in the driver

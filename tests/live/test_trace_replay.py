@@ -1,3 +1,5 @@
+"""Which replicas run at which time of a trace."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -7,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.errors import ConfigError
-from ebbflow.live.schedule import make_schedule, playable
+from ebbflow.live.trace_replay import adapt_trace, make_schedule
 from ebbflow.traces import Trace
 
 
@@ -34,10 +36,10 @@ def test_at_every_time_as_many_run_as_the_trace_says(
     seed: int,
 ) -> None:
     schedule = make_schedule(trace, stop=stop, leaver=leaver, seed=seed)
-    there: set[str] = set()
-    for action in schedule.actions:  # nobody starts twice, nobody goes who is not there
-        assert (action.replica in there) == (action.what != "start")
-        (there.add if action.what == "start" else there.discard)(action.replica)
+    running: set[str] = set()
+    for action in schedule.actions:  # no replica starts twice, and none is stopped that does not run
+        assert (action.replica in running) == (action.what != "start")
+        (running.add if action.what == "start" else running.discard)(action.replica)
     for start, end, workers in trace.segments():
         for time in (start, (start + end) / 2):
             assert len(schedule.running(time)) == workers
@@ -62,24 +64,24 @@ def test_the_newest_or_the_oldest_leaves_and_the_free_slot_is_taken_again() -> N
     ]  # fmt: skip
 
 
-def test_the_seed_chooses_who_goes_and_how() -> None:
-    stories = {tuple(departures("random", stop="mixed", seed=seed)) for seed in range(20)}
-    assert len(stories) > 5
-    assert {what for story in stories for _, what, _ in story} == {"start", "kill", "term"}
+def test_the_seed_decides_which_replica_is_stopped_and_how() -> None:
+    histories = {tuple(departures("random", stop="mixed", seed=seed)) for seed in range(20)}
+    assert len(histories) > 5
+    assert {what for history in histories for _, what, _ in history} == {"start", "kill", "term"}
 
 
 def test_a_trace_is_scaled_down_never_up() -> None:
     trace = Trace.parse("0s:2 60s:1 120s")
-    assert playable(trace, max_workers=4) == trace
-    assert playable(trace, max_workers=1, speed=60) == Trace.parse("0s:1 2s")
-    assert playable(trace, duration_s=60) == Trace.parse("0s:2 60s")
-    assert playable(trace, duration_s=600) == trace
+    assert adapt_trace(trace, max_workers=4) == trace
+    assert adapt_trace(trace, max_workers=1, speed=60) == Trace.parse("0s:1 2s")
+    assert adapt_trace(trace, duration_s=60) == Trace.parse("0s:2 60s")
+    assert adapt_trace(trace, duration_s=600) == trace
 
 
 def test_bad_settings_are_refused() -> None:
     trace = Trace.parse("0s:2 60s")
     with pytest.raises(ConfigError, match="speed is 0; expected a number above 0"):
-        playable(trace, speed=0)
+        adapt_trace(trace, speed=0)
     with pytest.raises(ConfigError, match="signal is 'hup'; expected kill, term or mixed"):
         make_schedule(trace, stop="hup")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="leaver is 'best'; expected newest, oldest or random"):

@@ -1,4 +1,4 @@
-"""The parts of a replica by themselves: what it is told, its checkpoints, its record, its faults."""
+"""Checkpoints and records of a replica: what a kill or a full disk leaves of them."""
 
 from __future__ import annotations
 
@@ -6,45 +6,13 @@ import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from ebbflow.errors import CheckpointError, ConfigError
-from ebbflow.live.checkpoints import Checkpoints, read_checkpoint
-from ebbflow.live.journal import Journal
-from ebbflow.live.settings import Settings
+from ebbflow.errors import CheckpointError
+from ebbflow.live.replica_files import Checkpoints, ReplicaRecord, read_checkpoint
 from ebbflow.record import Event, Header, read_record
-
-TOLD = {"EBBFLOW_LIGHTHOUSE": "10.0.0.7:1", "EBBFLOW_REPLICA": "r2", "EBBFLOW_FOLDER": "f"}
-
-
-def test_a_replica_is_told_by_its_environment_and_a_script_may_override() -> None:
-    settings = Settings.from_environment({**TOLD, "EBBFLOW_HEARTBEAT_TIMEOUT_MS": "700"}, replica="r3", bind=None)
-    assert settings.replica == "r3" and settings.heartbeat_timeout_ms == 700 and settings.bind == "127.0.0.1"
-    assert settings.own_folder == Path("f/replicas/r3")
-
-
-@pytest.mark.parametrize("missing", ["LIGHTHOUSE", "REPLICA", "FOLDER"])
-def test_what_is_missing_is_named_with_the_command_that_mends_it(missing: str) -> None:
-    told = {key: value for key, value in TOLD.items() if not key.endswith(missing)}
-    with pytest.raises(ConfigError, match=rf"EBBFLOW_{missing} not set.*ebbflow launch"):
-        Settings.from_environment(told)
-
-
-@pytest.mark.parametrize(
-    ("more", "match"),
-    [
-        ({"EBBFLOW_MIN_REPLICAS": "two"}, "EBBFLOW_MIN_REPLICAS is 'two'; expected a whole number"),
-        ({"EBBFLOW_MIN_REPLICAS": "0"}, "min_replicas is 0"),
-        ({"EBBFLOW_REPLICA": "../r2"}, "expected letters"),
-    ],
-)
-def test_bad_settings_are_refused(more: dict[str, str], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        Settings.from_environment({**TOLD, **more})
 
 
 def checkpoints(folder: Path) -> tuple[Checkpoints, list[tuple[str, str]]]:
@@ -105,12 +73,12 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_training(tmp_path: Path) -> 
 
 def test_a_record_goes_on_after_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
-    first = Journal(path, Header)
+    first = ReplicaRecord(path, Header)
     first.event(3, "members", "r0")
     first.close()
     with path.open("ab") as file:
         file.write(b'{"kind":"step","st')  # the process is gone
-    second = Journal(path, Header)
+    second = ReplicaRecord(path, Header)
     second.event(4, "members", "r0 r1")
     second.close()
     run = read_record(path)
@@ -120,7 +88,7 @@ def test_a_record_goes_on_after_a_kill_in_the_middle_of_a_line(tmp_path: Path) -
 
 def _write_on_a_full_disk(path: Path) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    journal = Journal(path, Header)
+    journal = ReplicaRecord(path, Header)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, resource.RLIM_INFINITY))
     for step in range(5):
         journal.event(step, "members", "r0")
@@ -135,8 +103,3 @@ def test_rows_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
     process.join()
     assert process.exitcode == 0
     assert [event.step for event in read_record(tmp_path / "r.jsonl").events] == [0, 1, 2, 3, 4, 5]
-
-
-def test_the_account_of_a_fleet_needs_no_torch() -> None:
-    code = "import sys, ebbflow.live.lineage, ebbflow.live.settings; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

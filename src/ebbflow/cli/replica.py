@@ -1,0 +1,39 @@
+"""`ebbflow replica`: the ready-made replica that `ebbflow launch --workload` starts."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from ebbflow.cli.options import takes_settings
+from ebbflow.core.memory import keep_freed_memory
+from ebbflow.core.plugins import load_plugins
+from ebbflow.core.units import parse_seconds
+from ebbflow.run.config import RunConfig
+
+__all__ = ["replica"]
+
+
+@takes_settings("replica")
+def replica(
+    config: RunConfig,
+    *,
+    checkpoint_every: Annotated[str, typer.Option(help="Time between checkpoints.")] = "60s",
+) -> None:
+    """Train a workload as a replica of the fleet that the environment describes; ebbflow launch --workload starts
+    it."""
+    every = parse_seconds(checkpoint_every)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    import torch
+
+    from ebbflow.live.session import join_workload
+
+    torch.set_num_threads(config.threads)
+    torch.set_flush_denormal(True)  # denormal numbers late in training slow a CPU down several times
+    keep_freed_memory()
+    load_plugins(config.plugins)
+    with join_workload(config, checkpoint_every_s=every) as fleet:
+        fleet.run()

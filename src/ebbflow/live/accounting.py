@@ -1,0 +1,281 @@
+"""What a fleet trained on, from the records of its replicas: the steps that survived, and what each change cost.
+
+Every committed step is a row in the record of each replica that committed it, with two numbers among its `stats`: the
+*lineage* of the state after it and the *parent*, the lineage of the state before it. The rows are thus the nodes of a
+tree. The surviving steps are the path from the last state back to the first; steps beside it were committed by replicas
+that then died or received the state of others. Nothing that a launcher saw is used.
+
+What a change of the fleet cost is measured by the replicas that were there before and after it: how much later than
+usual they began the next step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ebbflow.core.units import format_seconds, plural
+from ebbflow.errors import RecordError
+from ebbflow.record import Run, StepRow, ValidationRow, read_record
+
+__all__ = [
+    "Account", "FleetChange", "JobAccount", "account", "account_lines", "fleet_changes", "read_account", "read_fleet",
+    "surviving_steps",
+]  # fmt: skip
+
+
+# The surviving steps --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """The surviving steps of a fleet, and whether every sample of an epoch is in them once."""
+
+    steps: tuple[StepRow, ...]
+    """In order, each once."""
+    given_up: int
+    """Number of steps that a replica committed and the fleet did not keep."""
+    epoch_samples: int
+    epochs: int
+    """Epochs of which every sample was committed."""
+    mistakes: tuple[str, ...]
+    """Lost or repeated samples, one sentence each. If empty, every sample of these epochs counts exactly once."""
+
+    @property
+    def exactly_once(self) -> bool:
+        """Whether no sample was lost and none counts twice."""
+        return not self.mistakes
+
+    @property
+    def samples(self) -> int:
+        """Committed samples of all epochs."""
+        return sum(row.batch for row in self.steps)
+
+
+def account(rows: Iterable[StepRow], *, epoch_samples: int) -> Account:
+    """Account for all rows of all replicas, in any order, each as often as it was written."""
+    nodes = {_lineage(row): row for row in rows}
+    steps = surviving_steps(nodes.values())
+    mistakes = []
+    expected = (0, 0)  # epoch and position at which the next step must begin
+    for row in steps:
+        start = row.samples - row.batch - row.epoch * epoch_samples
+        stop = start + row.batch
+        if (row.epoch, start) != expected:
+            mistakes.append(
+                f"step {row.step} has samples {start} to {stop} of epoch {row.epoch}, but the step before ended at "
+                f"sample {expected[1]} of epoch {expected[0]}"
+            )
+        expected = (row.epoch + 1, 0) if stop == epoch_samples else (row.epoch, stop)
+    if steps and steps[0].step != 0:
+        mistakes.append(f"the records begin with step {steps[0].step}: rows of the steps before it are missing")
+    return Account(
+        steps=tuple(steps),
+        given_up=len(nodes) - len(steps),
+        epoch_samples=epoch_samples,
+        epochs=expected[0],
+        mistakes=tuple(mistakes),
+    )
+
+
+def surviving_steps(rows: Iterable[StepRow]) -> list[StepRow]:
+    """Follow the parents from the row that came furthest back to the first one; the result is in order."""
+    nodes = {_lineage(row): row for row in rows}
+    if not nodes:
+        return []
+    parents = {_parent(row) for row in nodes.values()}
+    ends = [row for lineage, row in nodes.items() if lineage not in parents]
+    row: StepRow | None = max(reversed(ends), key=lambda end: end.samples)  # of equals the one written last
+    path: list[StepRow] = []
+    while row is not None:
+        path.append(row)
+        row = nodes.get(_parent(row))
+    return path[::-1]
+
+
+def _lineage(row: StepRow) -> int:
+    return int(_stat(row, "lineage"))
+
+
+def _parent(row: StepRow) -> int:
+    return int(_stat(row, "parent"))
+
+
+def _stat(row: StepRow, name: str) -> float:
+    if name not in row.stats:
+        raise RecordError(f"step {row.step} has no {name}: expected the record of a replica in a live fleet")
+    return row.stats[name]
+
+
+def read_fleet(folder: Path) -> tuple[Account, Sequence[Run]]:
+    """Read the records in `replicas/*/record.jsonl` in the folder of a job, and account for them."""
+    runs = [read_record(path) for path in sorted(folder.glob("replicas/*/record.jsonl"))]
+    if not runs:
+        raise RecordError(f"{folder} has no replicas/*/record.jsonl; expected the folder of a live job")
+    sizes = {int(run.header.config["epoch_samples"]) for run in runs}
+    if len(sizes) != 1:
+        raise RecordError(f"{folder}: the replicas' records are of epochs of {sorted(sizes)} samples; expected one job")
+    rows = [row for run in runs for row in run.steps]
+    return account(rows, epoch_samples=sizes.pop()), runs
+
+
+# The account of a job -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetChange:
+    """A step with another number of workers than the step before, or with which a fleet begins again."""
+
+    step: int
+    """The first step after the change."""
+    before: int
+    after: int
+    lost_s: float | None
+    """How much longer than usual the others waited for that step; None if no replica was there before and after."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobAccount:
+    """The account of a job; the field names are keys of the `--json` answer of `launch` and `replay`."""
+
+    steps: int = 0
+    """Number of surviving steps."""
+    samples: int = 0
+    epochs: int = 0
+    """Epochs of which every sample was committed."""
+    epoch_samples: int = 0
+    exactly_once: bool = True
+    problems: tuple[str, ...] = ()
+    """Lost or repeated samples, one sentence each; or why the records cannot be read."""
+    given_up_steps: int = 0
+    """Steps that a replica committed and the fleet did not keep, because the replica or the whole fleet was lost."""
+    given_up_samples: int = 0
+    """Samples of those steps. They were trained on again and count once."""
+    changes: tuple[FleetChange, ...] = ()
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    """Metrics of the last validation."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the account for `--json`."""
+        return {
+            **asdict(self),
+            "problems": list(self.problems),
+            "changes": [asdict(change) for change in self.changes],
+            "lost_s_a_change": _spread(_costs(self.changes)),
+        }
+
+
+def read_account(folder: Path) -> JobAccount:
+    """Read the account of a job from its folder. Records that cannot be read are a problem in it, not an error."""
+    if not any(folder.glob("replicas/*/record.jsonl")):
+        return JobAccount()
+    try:
+        found, runs = read_fleet(folder)
+    except (RecordError, KeyError) as problem:
+        return JobAccount(exactly_once=False, problems=(str(problem),))
+    kept = {row.stats["lineage"] for row in found.steps}
+    given_up = {row.stats["lineage"]: row for run in runs for row in run.steps if row.stats["lineage"] not in kept}
+    validations = [row for run in runs for row in run.validations]
+    last: ValidationRow | None = max(validations, key=lambda row: row.samples, default=None)
+    return JobAccount(
+        steps=len(found.steps),
+        samples=found.samples,
+        epochs=found.epochs,
+        epoch_samples=found.epoch_samples,
+        exactly_once=found.exactly_once,
+        problems=found.mistakes,
+        given_up_steps=len(given_up),
+        given_up_samples=sum(row.batch for row in given_up.values()),
+        changes=tuple(fleet_changes(found.steps, runs)),
+        metrics=dict(last.metrics) if last else {},
+    )
+
+
+def fleet_changes(steps: Sequence[StepRow], runs: Iterable[Run]) -> Iterable[FleetChange]:
+    """Find the steps whose fleet is not that of the step before, and what each change cost.
+
+    The usual time is the median between two steps of the fleet before, or of all fleets if that made only one step.
+    """
+    gaps = _gaps(runs)
+    pairs = [
+        (before, after, gaps.get((before.stats["lineage"], after.stats["lineage"])))
+        for before, after in pairwise(steps)
+    ]
+    usual: dict[int, list[float]] = {}
+    for before, after, gap in pairs:
+        if gap is not None and before.workers == after.workers:
+            usual.setdefault(before.workers, []).append(gap)
+    every = [gap for some in usual.values() for gap in some] or [0.0]
+    for before, after, gap in pairs:
+        if before.workers != after.workers or gap is None:
+            typical = statistics.median(usual.get(before.workers) or every)
+            lost = None if gap is None else round(max(0.0, gap - typical), 4)
+            yield FleetChange(step=after.step, before=before.workers, after=after.workers, lost_s=lost)
+
+
+def _gaps(runs: Iterable[Run]) -> dict[tuple[float, float], float]:
+    """Seconds between the beginnings of two consecutive steps, by their lineages: the shortest that a replica measured.
+
+    The clock of a record starts again with each incarnation of its replica, so a time that decreases measures nothing.
+    """
+    found: dict[tuple[float, float], float] = {}
+    for run in runs:
+        for before, after in pairwise(run.steps):
+            gap = after.time_s - before.time_s
+            if after.stats["parent"] == before.stats["lineage"] and gap > 0:
+                key = (before.stats["lineage"], after.stats["lineage"])
+                found[key] = min(gap, found.get(key, gap))
+    return found
+
+
+def _costs(changes: Iterable[FleetChange]) -> list[float]:
+    return [change.lost_s for change in changes if change.lost_s is not None]
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | None]:
+    if not values:
+        return {"mean": None, "median": None, "max": None}
+    return {
+        "mean": round(statistics.fmean(values), 4),
+        "median": round(statistics.median(values), 4),
+        "max": round(max(values), 4),
+    }
+
+
+def account_lines(launcher: Mapping[str, Any], account: JobAccount | None) -> list[str]:
+    """Write the account for people: what the launcher saw, then what the records say, if they are here."""
+
+    def count(what: str) -> str:
+        return f"{launcher[what + 's']} {plural(launcher[what + 's'], what)}"
+
+    by_trace = f", {count('kill')} and {count('notice')} by the trace" if "kills" in launcher else ""
+    lines = [
+        f"{launcher['job']}: {launcher['status']} after {format_seconds(launcher['seconds'])}, {count('start')}, "
+        f"{count('death')}{by_trace}"
+    ]
+    if account is None:
+        return lines
+    if not account.steps and not account.problems:
+        return [*lines, f"no step was committed; logs are in {launcher['folder']}/replicas"]
+    lines.append(
+        f"{account.steps} steps, {account.samples} samples, {account.epochs} whole epochs of {account.epoch_samples}"
+    )
+    lines.append("every sample was committed exactly once per epoch" if account.exactly_once else "NOT exactly once:")
+    lines += [f"    {problem}" for problem in account.problems[:20]]
+    if account.given_up_steps:
+        lines.append(
+            f"{account.given_up_steps} steps ({account.given_up_samples} samples) were lost with the replicas that had "
+            f"committed them, and computed again"
+        )
+    costs = _costs(account.changes)
+    if costs:
+        usual, worst = format_seconds(statistics.median(costs)), format_seconds(max(costs))
+        lines.append(f"changes of the fleet: {len(account.changes)}, delay {usual} (median), at most {worst}")
+    if account.metrics:
+        values = ((name, "nan" if value is None else f"{value:.4f}") for name, value in account.metrics.items())
+        lines.append("last validation: " + ", ".join(f"{name} {value}" for name, value in values))
+    return lines

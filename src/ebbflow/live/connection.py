@@ -1,0 +1,419 @@
+"""The connection of one replica with its fleet: executes what the membership protocol asks for, and reports events.
+
+No decision is made here. `Membership` (membership.py) says what is to be done; this module does it with torchft's
+manager server and client, torch's store and a process group, in the thread of the training loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any, Protocol
+
+import torch
+
+from ebbflow.data.ledger import Assignment
+from ebbflow.engines.process_group import Fault, PeerLost, ProcessGroup, no_fault, open_store, serve_store
+from ebbflow.errors import ConfigError
+from ebbflow.live import torchft_api
+from ebbflow.live.membership import Membership, without_heartbeat
+from ebbflow.live.membership_events import (
+    AskLighthouse,
+    CheckHeartbeats,
+    CheckpointLoaded,
+    ComputeStep,
+    Connect,
+    ConnectionFailed,
+    DropConnections,
+    GroupConnected,
+    Handshake,
+    HandshakeFailed,
+    HandshakesReceived,
+    HeartbeatsReceived,
+    Instruction,
+    LeaveFleet,
+    LighthouseUnreachable,
+    LighthouseWanted,
+    LoadCheckpoint,
+    MembershipEvent,
+    NoNewerCheckpoint,
+    QuorumFormed,
+    ReceiveState,
+    RecordEvent,
+    Refuse,
+    Register,
+    Registered,
+    SendHandshake,
+    SendState,
+    Started,
+    StateReceived,
+    StateSent,
+    StepCommitted,
+    StepFailed,
+    StepRequested,
+    Tick,
+    ToldToLeave,
+    Unregister,
+)
+from ebbflow.live.protocol import (
+    HEARTBEAT_INTERVAL_S,
+    STATUS_KEY,
+    LighthouseStatus,
+    ReplicaConfig,
+    ReplicaStatus,
+    fetch_heartbeat_ages,
+    format_address,
+    parse_status,
+)
+
+__all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransferableState", "fetch_statuses"]
+
+_CONNECT_TIMEOUT_S = 10.0  # for the handshake, and for connecting
+_COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send heartbeats
+_QUORUM_TIMEOUT = timedelta(minutes=5)  # then the lighthouse is asked again: an answer may have been lost
+_STATUS_TIMEOUT_S = 2.0  # for reading the status of another replica
+_LEAVE_POLL_S = 0.1
+_HANDSHAKE_POLL_S = 0.002
+
+
+class LeftFleet(Exception):
+    """This replica was told to leave while it waited for others."""
+
+
+class TrainingFinished(Exception):
+    """There is no next step: the state that this replica has, or just received, is that of a finished job."""
+
+
+class TransferableState(Protocol):
+    """The complete state of a replica, which can be sent to a peer and loaded from a checkpoint."""
+
+    def pack(self) -> memoryview:
+        """Write the state after the last committed step; reading it back executes nothing."""
+
+    def unpack(self, data: memoryview) -> tuple[int, int]:
+        """Load what `pack` wrote; return its number of committed steps and its lineage."""
+
+    def refresh(self) -> tuple[int, int] | None:
+        """Load the newest checkpoint if it is further than this state; return its steps and lineage, or None."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to train."""
+
+
+class FleetConnection:
+    """The connection of this replica with the others. The training loop calls it, and waits in it."""
+
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        job: Mapping[str, str],
+        state: TransferableState,
+        *,
+        device: torch.device,
+        leaving: Callable[[], bool] = lambda: False,
+        on_event: Callable[[str, str], None] = lambda what, text: None,
+        fault: Fault = no_fault,
+    ) -> None:
+        """`job`: what must be the same for all replicas. `leaving`: whether this replica was told to leave.
+        `on_event(what, text)`: writes an event into the record."""
+        self.config = config
+        self.state = state
+        self._heartbeat_timeout_s = config.heartbeat_timeout_ms / 1000
+        self.membership = Membership(
+            job,
+            min_replicas=config.min_replicas,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+            connect_timeout_s=_CONNECT_TIMEOUT_S,
+        )
+        self.name = self._new_name()
+        self._device = device
+        self._leaving = leaving
+        self._on_event = on_event
+        self._fault = fault
+        # While something is waited for: reports it, or that time has passed.
+        self._pending: Callable[[], MembershipEvent] | None = None
+        self._group: ProcessGroup | None = None
+        self._server: Any = None
+        self._client: Any = None
+        self._store: Any = None
+
+    def _new_name(self) -> str:
+        return f"{self.config.replica}:{uuid.uuid4().hex[:12]}"
+
+    # What the training loop calls -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Make this replica known to the lighthouse, if that can be reached; else the first step tries again."""
+        self._run(Started(now=monotonic()))
+
+    def next_step(self, step: int, lineage: int) -> ComputeStep:
+        """Form a quorum group for the next step, and make sure that this replica has the state that counts.
+
+        Waits while the lighthouse forms no quorum. Raises `LeftFleet` if this replica is told to leave meanwhile,
+        `TrainingFinished` if the state turns out to be that of a finished job, and a ConfigError if this replica is
+        incompatible with the fleet.
+        """
+        instruction = self._run(StepRequested(now=monotonic(), step=step, lineage=lineage))
+        if isinstance(instruction, Refuse):
+            raise ConfigError(
+                f"the fleet at {self.config.lighthouse} refuses this replica, which is of another job: "
+                f"{instruction.difference}. Start it with the same script, settings and version, or give the job a "
+                f"lighthouse of its own"
+            )
+        if not isinstance(instruction, ComputeStep):
+            raise LeftFleet
+        if self.state.finished:
+            raise TrainingFinished
+        return instruction
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its sum over the participants of the step."""
+        assert self._group is not None
+        self._group.all_reduce(tensor)
+
+    @property
+    def wants_lighthouse(self) -> bool:
+        """What this replica tells the other participants in a step (`Membership.wants_lighthouse`)."""
+        return self.membership.wants_lighthouse(monotonic())
+
+    def committed(
+        self, assignment: Assignment, *, leaving: frozenset[int], lighthouse_wanted: bool
+    ) -> LeaveFleet | None:
+        """Report that the step counts on this replica; the answer says whether it was the last one."""
+        instruction = self._run(
+            StepCommitted(now=monotonic(), assignment=assignment, leaving=leaving, lighthouse_wanted=lighthouse_wanted)
+        )
+        return instruction if isinstance(instruction, LeaveFleet) else None
+
+    def failed(self, reason: str) -> None:
+        """Report that the step does not count on this replica."""
+        self._run(StepFailed(now=monotonic(), reason=reason))
+
+    def return_to_lighthouse(self) -> None:
+        """Ask the lighthouse before the next step, even if the group goes on by itself."""
+        self._run(LighthouseWanted(now=monotonic()))
+
+    def publish(self, key: str, text: str) -> None:
+        """Put a text into the store of this replica, where others can read it over the network."""
+        if self._store is not None:
+            self._store.set(key, text)
+
+    def close(self) -> None:
+        """Close everything; the lighthouse forgets this replica when its heartbeat times out."""
+        self._unregister()
+        self._drop()
+
+    # How instructions are executed ------------------------------------------------------------------------------------
+
+    def _run(self, event: MembershipEvent) -> Instruction | None:
+        """Hand an event to the protocol and execute all instructions that follow from it.
+
+        Ends at an instruction for the training loop, which is returned, or when there is nothing left to do.
+        """
+        todo = deque(self.membership.handle(event))
+        while todo or self._pending is not None:
+            if todo:
+                instruction = todo.popleft()
+                if isinstance(instruction, ComputeStep | LeaveFleet | Refuse):
+                    self._pending = None
+                    return instruction
+                outcome = self._execute(instruction)
+            else:
+                assert self._pending is not None
+                outcome = self._pending()
+            if outcome is not None:
+                todo.extend(self.membership.handle(outcome))
+        return None
+
+    def _execute(self, instruction: Instruction) -> MembershipEvent | None:
+        """Execute an instruction; the event that it led to, if that is known at once."""
+        match instruction:
+            case Register():
+                sleep(instruction.after_s)
+                return self._register()
+            case AskLighthouse():
+                sleep(instruction.after_s)
+                self._ask(instruction)
+            case CheckHeartbeats():
+                return HeartbeatsReceived(ages=self._heartbeat_ages(), now=monotonic())
+            case SendHandshake():
+                return self._exchange_handshakes(instruction)
+            case Connect():
+                return self._connect(instruction)
+            case LoadCheckpoint():
+                return self._load_checkpoint()
+            case SendState():
+                return self._send_state(instruction.to)
+            case ReceiveState():
+                return self._receive_state(instruction.source)
+            case RecordEvent():
+                self._on_event(instruction.what, instruction.text)
+            case Unregister():
+                self._unregister()
+            case DropConnections():
+                self._drop()
+            case _:
+                raise NotImplementedError(f"{instruction}")
+        return None
+
+    def _register(self) -> MembershipEvent:
+        timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
+        self._store = serve_store(self.config.bind)
+        address = format_address(self.config.bind, self._store.port)
+        try:
+            self._server = torchft_api.manager_server(
+                self.name,
+                lighthouse=self.config.lighthouse,
+                host=self.config.bind,
+                store=address,
+                heartbeat_interval=timedelta(seconds=HEARTBEAT_INTERVAL_S),
+                connect_timeout=timeout,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            reason = f"no lighthouse at {self.config.lighthouse}: {error}"
+            return LighthouseUnreachable(now=monotonic(), reason=reason)
+        self._client = torchft_api.manager_client(self._server.address(), connect_timeout=timeout)
+        return Registered(now=monotonic(), name=self.name, store=address)
+
+    def _unregister(self) -> None:
+        if self._server is not None:
+            with contextlib.suppress(RuntimeError):
+                self._server.shutdown()
+        self._server = self._client = self._store = None
+        self.name = self._new_name()
+
+    def _drop(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _ask(self, request: AskLighthouse) -> None:
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        client = self._client
+
+        def ask() -> None:
+            try:
+                answer = torchft_api.request_quorum(
+                    client, step=request.step, commit_failures=request.commit_failures, timeout=_QUORUM_TIMEOUT
+                )
+            except Exception as error:
+                answer = error
+            answers.put(answer)
+
+        def poll() -> MembershipEvent:
+            try:
+                answer = answers.get(timeout=_LEAVE_POLL_S)
+            except queue.Empty:
+                return ToldToLeave(now=monotonic()) if self._leaving() else Tick(now=monotonic())
+            self._pending = None
+            if isinstance(answer, Exception):
+                reason = f"the lighthouse at {self.config.lighthouse} does not answer: {answer}"
+                return LighthouseUnreachable(now=monotonic(), reason=reason)
+            return QuorumFormed(
+                now=monotonic(),
+                quorum_id=answer.quorum_id,
+                replicas=tuple(answer.replica_ids),
+                rank=answer.replica_rank,
+                store=answer.store_address,
+            )
+
+        self._pending = poll
+        # The request cannot be interrupted, so that it has a thread of its own.
+        threading.Thread(target=ask, daemon=True, name="ebbflow-quorum").start()
+
+    def _exchange_handshakes(self, instruction: SendHandshake) -> MembershipEvent | None:
+        keys = [f"handshake/{rank}" for rank in range(instruction.size)]
+
+        def failed(error: Exception) -> MembershipEvent:
+            self._pending = None
+            return HandshakeFailed(now=monotonic(), reason=f"the handshake failed: {error}")
+
+        def poll() -> MembershipEvent:
+            try:
+                if not store.check(keys):
+                    sleep(_HANDSHAKE_POLL_S)
+                    return Tick(now=monotonic())
+                handshakes = tuple(Handshake.decode(store.get(key)) for key in keys)
+            except (RuntimeError, ValueError) as error:  # the store ended with the replica that had it
+                return failed(error)
+            self._pending = None
+            return HandshakesReceived(now=monotonic(), handshakes=handshakes)
+
+        try:
+            store = open_store(instruction.rendezvous, timeout_s=_CONNECT_TIMEOUT_S)
+            store.set(keys[instruction.rank], instruction.handshake.encode())
+        except (PeerLost, RuntimeError) as error:
+            return failed(error)
+        self._pending = poll
+        return None
+
+    def _connect(self, instruction: Connect) -> MembershipEvent:
+        own = instruction.names[instruction.rank]
+        others = [name for name in instruction.names if name != own]
+        self._group = ProcessGroup(
+            instruction.rendezvous,
+            instruction.rank,
+            len(instruction.names),
+            host=self.config.bind,
+            connect_s=_CONNECT_TIMEOUT_S,
+            timeout_s=_COLLECTIVE_TIMEOUT_S,
+            device=self._device,
+            nccl=lambda rendezvous, rank, size, timeout: torchft_api.nccl_group(rendezvous, own, rank, size, timeout),
+            stopped=lambda: without_heartbeat(others, self._heartbeat_ages(), self._heartbeat_timeout_s),
+            fault=self._fault,
+        )
+        try:
+            self._group.connect()
+        except PeerLost as error:
+            self._drop()
+            return ConnectionFailed(now=monotonic(), reason=str(error))
+        return GroupConnected(now=monotonic())
+
+    def _heartbeat_ages(self) -> dict[str, float]:
+        return fetch_heartbeat_ages(self.config.lighthouse, timeout_s=self._heartbeat_timeout_s)
+
+    def _load_checkpoint(self) -> MembershipEvent:
+        loaded = self.state.refresh()
+        if loaded is None:
+            return NoNewerCheckpoint(now=monotonic())
+        step, lineage = loaded
+        return CheckpointLoaded(now=monotonic(), step=step, lineage=lineage)
+
+    def _send_state(self, receivers: Sequence[int]) -> MembershipEvent:
+        assert self._group is not None
+        data = self.state.pack()
+        try:
+            for rank in receivers:
+                self._group.send(data, rank)
+        except PeerLost as error:
+            return ConnectionFailed(now=monotonic(), reason=str(error))
+        return StateSent(now=monotonic())
+
+    def _receive_state(self, source: int) -> MembershipEvent:
+        assert self._group is not None
+        try:
+            data = self._group.receive(source)
+        except PeerLost as error:
+            return ConnectionFailed(now=monotonic(), reason=str(error))
+        step, lineage = self.state.unpack(data)
+        return StateReceived(now=monotonic(), step=step, lineage=lineage, size=len(data))
+
+
+def fetch_statuses(lighthouse: LighthouseStatus) -> dict[str, ReplicaStatus]:
+    """Read what the living replicas published, from the store of each; those that do not answer are left out."""
+    found = {}
+    for name, address in lighthouse.stores.items():
+        if name in lighthouse.heartbeat_ages:
+            with contextlib.suppress(PeerLost, RuntimeError):
+                store = open_store(address, timeout_s=_STATUS_TIMEOUT_S)
+                status = parse_status(store.get(STATUS_KEY)) if store.check([STATUS_KEY]) else None
+                if status is not None:
+                    found[name] = status
+    return found

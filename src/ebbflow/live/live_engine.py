@@ -1,0 +1,238 @@
+"""The engine of a live fleet: every replica computes its micro-batches, and one all-reduce adds up everything.
+
+    participants   form a quorum group; replicas that need the state receive it now
+    gradients      backward over this replica's micro-batches; gradient, statistics, loss and batch norm in one message
+    commit         True if the sum arrived here; all replicas on which it did have the same numbers, bit for bit
+
+When a replica dies in the middle of the all-reduce, the sum may arrive at some of the others and not at all of them.
+Those that have it commit the step; the others receive the state of one of them in the next quorum group
+(`membership.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from ebbflow.data.ledger import Assignment, MicroBatch, micro_batches_of
+from ebbflow.engines.allreduce import StepAllReduce
+from ebbflow.engines.base import Engine, Gradients
+from ebbflow.engines.process_group import Fault, PeerLost, no_fault
+from ebbflow.engines.replica import Fetch, LoadedMicroBatch, Loss, Precision, ReplicaStep
+from ebbflow.live.connection import FleetConnection
+from ebbflow.live.membership_events import ComputeStep
+from ebbflow.plan.batch_plan import StepSize
+from ebbflow.plan.policies import Policy
+
+__all__ = ["LiveEngine", "StepSizes", "by_policy"]
+
+StepSizes = Callable[[int, int], tuple[int, int]]
+"""(step, replicas) -> (workers, samples of the step). The replica of rank w mod replicas computes worker w."""
+
+
+def by_policy(policy: Policy) -> StepSizes:
+    """Every replica is a worker, and the policy says how many samples they take.
+
+    >>> from ebbflow.plan.policies import Follow
+    >>> by_policy(Follow(32))(0, 3)
+    (3, 96)
+    """
+
+    def sizes(step: int, replicas: int) -> tuple[int, int]:
+        workers, samples = policy.sizes(np.array([replicas]))
+        return int(workers[0]), int(samples[0])
+
+    return sizes
+
+
+class LiveEngine(Engine):
+    """Trains with the replicas that are there.
+
+    Guarantees: after `commit` returned True, gradient, measurement, loss and batch-norm statistics have the same bits
+    on every replica that committed; after False the model is what it was. Micro-batches, seeds and order are those of
+    the emulated engines, so an emulated run with the same participants in each step computes the same to rounding. """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        fetch: Fetch,
+        connection: FleetConnection,
+        sizes: StepSizes,
+        *,
+        samples: int,
+        lineage: int,
+        loss: Loss | None = None,
+        seed: int = 0,
+        micro_batch: int | None = None,
+        needs: Collection[str] = (),
+        parameters: Iterable[torch.nn.Parameter] | None = None,
+        precision: Precision = "fp32",
+        leaving: Callable[[], bool] = lambda: False,
+        fault: Fault = no_fault,
+    ) -> None:
+        """`samples`: size of an epoch. `lineage`: of the state that the model has now. `loss`: None if the user's own
+        loop does the backward passes. `micro_batch`: most samples in one backward pass."""
+        self.model = model
+        self.connection = connection
+        self.sizes = sizes
+        self.micro_batch = micro_batch
+        self.lineage = lineage
+        self.parent = lineage
+        """The lineage before the last committed step."""
+        self.left = False
+        """Whether this replica has left the fleet, so that there is no next step."""
+        self.last_of_all = False
+        """Whether all replicas left in the last step, and this one is to save the state."""
+        self._replica = ReplicaStep(
+            model, fetch, loss, samples=samples, seed=seed, precision=precision, needs=needs, parameters=parameters,
+            after_backward=lambda: fault("backward"),
+        )  # fmt: skip
+        self._batch_norm = self._replica.batch_norm
+        self._combine = StepAllReduce(
+            self._replica.parameters,
+            meter=self._replica.meter,
+            sums=self._batch_norm.sums,
+            flags=("leaving", "lighthouse"),
+            all_reduce=connection.all_reduce,
+        )
+        self._leaving = leaving
+        self._fault = fault
+        self._began = time.monotonic()
+        self._quorum: ComputeStep | None = None
+        self._assignment: Assignment | None = None
+        self._micro_batches: tuple[MicroBatch, ...] = ()
+        """All micro-batches of the open step, of all replicas."""
+        self._arrived = False
+        self._failure = ""
+        self._leavers: frozenset[int] = frozenset()
+
+    # The three verbs ----------------------------------------------------------------------------------------------
+
+    def participants(self, step: int) -> StepSize:
+        """Form a quorum group for the next step, in which this replica has the state that counts, perhaps a later one.
+
+        Waits while the lighthouse forms no quorum. Raises `LeftFleet` if this replica is told to leave meanwhile, and
+        `TrainingFinished` if the others, or a checkpoint, turn out to have finished.
+        """
+        self._quorum = self.connection.next_step(step, self.lineage)
+        self._fault("quorum")
+        workers, samples = self.sizes(self._quorum.step, len(self._quorum.participants))
+        now = time.monotonic() - self._began
+        return StepSize(workers=workers, samples=samples, time_s=now, duration_s=0.0)
+
+    def measure(self, on: bool) -> None:
+        """Measure the coming steps or not: the same on all replicas, which decide it from the state they share."""
+        self._replica.measure(on)
+
+    def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:
+        """Forward and backward passes over this replica's micro-batches, then the sum over all replicas."""
+        self.open(assignment, size)
+        self._replica.compute(self._own(), epoch=assignment.epoch, batch=assignment.batch)
+        return self.combine()
+
+    def commit(self) -> bool:
+        """Whether the sum arrived here."""
+        assert self._assignment is not None, "commit follows gradients"
+        if not self._arrived:
+            self._replica.abandon()
+            self.connection.failed(self._failure)
+            return False
+        self._batch_norm.commit()
+        wanted = self._combine.flags["lighthouse"] > 0
+        last = self.connection.committed(self._assignment, leaving=self._leavers, lighthouse_wanted=wanted)
+        self.parent, self.lineage = self.lineage, self.connection.membership.state.lineage
+        self._fault("commit")
+        if last is not None:
+            self.left, self.last_of_all = True, last.save_state
+        return True
+
+    # A training loop of the user's own ----------------------------------------------------------------------------
+
+    def open(self, assignment: Assignment, size: StepSize) -> None:
+        """Begin a step, or begin it again: nothing of an earlier attempt is left."""
+        self._replica.begin()
+        self._assignment, self._arrived = assignment, False
+        self._micro_batches = micro_batches_of(assignment, size, limit=self.micro_batch)
+
+    def _own(self) -> tuple[MicroBatch, ...]:
+        """This replica's micro-batches; none at the end of an epoch, or where the policy leaves it idle."""
+        assert self._quorum is not None
+        replicas, rank = len(self._quorum.participants), self._quorum.rank
+        return tuple(micro_batch for micro_batch in self._micro_batches if micro_batch.worker % replicas == rank)
+
+    def micro_batches(self) -> Iterator[LoadedMicroBatch]:
+        """This replica's micro-batches of the open step; one backward pass each."""
+        assert self._assignment is not None, "micro_batches follows open"
+        return self._replica.load(self._own(), epoch=self._assignment.epoch, batch=self._assignment.batch)
+
+    def backward(self, loss: torch.Tensor, micro_batch: LoadedMicroBatch) -> None:
+        """Add the gradient of a micro-batch; `loss` is the mean over its samples."""
+        self._replica.backward(loss, micro_batch)
+
+    def abandon(self) -> None:
+        """Give up the open step: the model is what it was before the step."""
+        self._replica.abandon()
+
+    def combine(self) -> Gradients:
+        """Gradient, statistics, loss and batch norm of all replicas, weighted with the samples they are made of."""
+        assert self._assignment is not None, "combine follows open"
+        own = self._own()
+        samples = sum(micro_batch.size for micro_batch in own)
+        self._replica.check_complete(samples)
+        leaving = self._leaving()
+        try:
+            gradients = self._combine(
+                self._replica.loss,
+                len(own),
+                samples=samples,
+                batch=self._assignment.batch,
+                leaving=float(leaving),
+                lighthouse=float(self.connection.wants_lighthouse),
+            )
+            self._leavers = self._who_leaves(leaving) if self._combine.flags["leaving"] else frozenset()
+            self._fault("sum")
+        except PeerLost as reason:
+            self._failure = str(reason)
+            self._combine.renew()
+            return Gradients(loss=math.nan, micro_batches=len(own))
+        self._arrived = True
+        return gradients
+
+    def _who_leaves(self, leaving: bool) -> frozenset[int]:
+        """Find the ranks that leave by one more, tiny all-reduce, in the rare step in which a replica leaves."""
+        assert self._quorum is not None
+        said = torch.zeros(len(self._quorum.participants), device=self._replica.parameters[0].device)
+        said[self._quorum.rank] = float(leaving)
+        self.connection.all_reduce(said)
+        return frozenset(rank for rank, leaves in enumerate(said.tolist()) if leaves)
+
+    # The run around the steps -------------------------------------------------------------------------------------
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The model computes in the engine's precision inside."""
+        return self._replica.autocast()
+
+    def describe(self) -> dict[str, Any]:
+        """How steps are computed, as JSON values: for the header of a record."""
+        return {"engine": type(self).__name__}
+
+    @property
+    def established(self) -> bool:
+        """Whether this replica has committed a step with this fleet since it started or received a state."""
+        return self.connection.membership.state.established
+
+    @property
+    def first(self) -> bool:
+        """Whether this replica has rank 0 in its quorum group: it writes what is to be written once."""
+        return self._quorum is not None and self._quorum.rank == 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the participants of the last step, by rank."""
+        return self._quorum.participants if self._quorum is not None else ()

@@ -1,0 +1,535 @@
+"""Who takes part in a step and whose state counts: the membership protocol as a state machine without I/O.
+
+`Membership.handle` takes an event and returns the instructions that follow from it. Nothing in this module waits, opens
+a connection, reads a clock or draws a random number: times, names and what other replicas said are fields of events
+(`membership_events.py`). `connection.py` executes the instructions and reports what came of them as further events.
+
+    register    start torchft's manager server; from now on the lighthouse waits for this replica
+    ask         request a quorum from the lighthouse: the replicas of the next steps
+    handshake   every replica of the quorum tells the others its job and its replica state
+    connect     form the quorum group
+    heal        replicas with another lineage receive the complete state of one that has the right one
+    compute     the step; if it is committed, every participant extends its lineage in the same way
+
+If anything fails on the way, the connections are dropped and the lighthouse is asked again. When the lighthouse names
+the same quorum again, the quorum group stays connected. A replica that leaves says so in its last step, and the others
+form the next quorum group among themselves at once: the lighthouse would wait until the leaver's heartbeat times out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from ebbflow.data.ledger import Assignment
+from ebbflow.live.membership_events import (
+    AskLighthouse,
+    CheckHeartbeats,
+    CheckpointLoaded,
+    ComputeStep,
+    Connect,
+    ConnectionFailed,
+    DropConnections,
+    GroupConnected,
+    Handshake,
+    HandshakeFailed,
+    HandshakesReceived,
+    HeartbeatsReceived,
+    Instruction,
+    LeaveFleet,
+    LighthouseUnreachable,
+    LighthouseWanted,
+    LoadCheckpoint,
+    MembershipEvent,
+    NoNewerCheckpoint,
+    QuorumFormed,
+    ReceiveState,
+    RecordEvent,
+    Refuse,
+    Register,
+    Registered,
+    ReplicaState,
+    SendHandshake,
+    SendState,
+    Started,
+    StateReceived,
+    StateSent,
+    StepCommitted,
+    StepFailed,
+    StepRequested,
+    Tick,
+    ToldToLeave,
+    Unregister,
+)
+from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
+
+__all__ = [
+    "Agreement", "Membership", "MembershipPhase", "QuorumGroup", "agree", "describe_difference",
+    "extend_lineage", "initial_lineage", "without_heartbeat",
+]  # fmt: skip
+
+_RETRY_PAUSE_S = 0.2  # before an unreachable lighthouse is tried again
+_OBJECTION_PAUSE_S = 0.1  # before the lighthouse is asked for a better quorum
+_MAX_OBJECTIONS = 5
+_LINEAGE_BITS = 48  # a double, and so any reader of JSON, holds such a number exactly
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """What follows from the handshakes of a quorum. Ranks are positions in their list."""
+
+    incompatible: frozenset[int]
+    """Ranks that are refused. If there are any, no state is sent: they leave, and the others ask for a new quorum."""
+    transfers: Mapping[int, int]
+    """For each rank that needs the state, the rank that sends it."""
+    job: Mapping[str, str]
+    """What the fleet trains."""
+    established: bool = True
+    """Whether any replica is established. If none is, a checkpoint may be further than all of them."""
+
+
+def agree(handshakes: Sequence[Handshake]) -> Agreement:
+    """Decide who may take part and whose state counts, as a pure function: all replicas come to the same answer.
+
+    A replica of another job, model, seed or version is incompatible. The state that counts is the one of the replica
+    that has come furthest among the established ones; if there are none, as at the start or after the loss of the
+    whole fleet, among all. Replicas with another lineage receive that state, and with it the position in the data.
+
+    >>> new = ReplicaState(step=0, lineage=5)
+    >>> trained = ReplicaState(step=7, lineage=9, established=True)
+    >>> agree([Handshake(name=name, store="", state=state) for name, state in [("a", new), ("b", trained)]]).transfers
+    {0: 1}
+    """
+    if not handshakes:
+        raise ValueError("there are no handshakes to agree on")
+    established = [handshake for handshake in handshakes if handshake.state.established]
+    # If nobody has trained yet, the job that most replicas have is the fleet's, or the first of equals.
+    votes = Counter(_job_key(handshake) for handshake in established or handshakes)
+    job = max(
+        established or handshakes,
+        key=lambda handshake: (handshake.state.step if established else 0, votes[_job_key(handshake)]),
+    ).job
+    incompatible = frozenset(rank for rank, handshake in enumerate(handshakes) if handshake.job != job)
+    compatible = [rank for rank in range(len(handshakes)) if rank not in incompatible]
+    furthest = max(compatible, key=lambda rank: (handshakes[rank].state.established, handshakes[rank].state.step))
+    lineage = handshakes[furthest].state.lineage
+    senders = [rank for rank in compatible if handshakes[rank].state.lineage == lineage]
+    receivers = [rank for rank in compatible if handshakes[rank].state.lineage != lineage]
+    transfers = {rank: senders[i % len(senders)] for i, rank in enumerate(receivers)}
+    return Agreement(
+        incompatible=incompatible, transfers={} if incompatible else transfers, job=job, established=bool(established)
+    )
+
+
+def _job_key(handshake: Handshake) -> str:
+    return json.dumps(sorted(handshake.job.items()))
+
+
+def describe_difference(own: Mapping[str, str], fleet: Mapping[str, str]) -> str:
+    """Say in which respects a replica is incompatible, for the message that refuses it.
+
+    >>> describe_difference({"seed": "1", "rule": "linear"}, {"seed": "2", "rule": "linear"})
+    "seed is '1' here and '2' in the fleet"
+    """
+    keys = [key for key in {**own, **fleet} if own.get(key) != fleet.get(key)]
+    return "; ".join(f"{key} is {own.get(key)!r} here and {fleet.get(key)!r} in the fleet" for key in keys)
+
+
+def initial_lineage(weights: str) -> int:
+    """Give the lineage of a state in which no step was committed, from a digest of its weights."""
+    return _hash("root", weights)
+
+
+def extend_lineage(lineage: int, assignment: Assignment, group: str) -> int:
+    """Give the lineage after a step: from the state before it, its samples and the quorum group that computed it.
+
+    `group` is the key of the quorum group, which no other group ever has: a step that is repeated after a failure is
+    another step.
+    """
+    return _hash(lineage, assignment.epoch, assignment.start, assignment.stop, group)
+
+
+def _hash(*parts: object) -> int:
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[: _LINEAGE_BITS // 8], "big")
+
+
+def without_heartbeat(names: Iterable[str], ages: Mapping[str, float], timeout_s: float) -> list[str]:
+    """Name those whose last heartbeat is older than the timeout. One that the lighthouse does not know is not old.
+
+    >>> without_heartbeat(["a", "b", "c"], {"a": 0.1, "b": 3.0}, timeout_s=0.8)
+    ['b']
+    """
+    return [name for name in names if ages.get(name, 0.0) > timeout_s]
+
+
+class MembershipPhase(Enum):
+    """What this replica is doing."""
+
+    IDLE = auto()  # between two steps, or before the first one
+    REGISTERING = auto()
+    ASKING = auto()  # for a quorum
+    CHECKING = auto()  # whether replicas that the quorum lacks still send heartbeats
+    HANDSHAKE = auto()
+    CONNECTING = auto()
+    LOADING = auto()  # a checkpoint, if one is further than all replicas
+    HEALING = auto()  # sending or receiving the state
+    COMPUTING = auto()
+    LEFT = auto()
+    REFUSED = auto()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuorumGroup:
+    """Replicas that compute together, or are about to."""
+
+    key: str
+    """A name for this group: no other group, not even one of the same replicas, ever has it."""
+    rendezvous: str
+    names: tuple[str, ...]
+    rank: int
+    stores: tuple[str, ...] = ()
+    """HOST:PORT of the store of each replica."""
+
+
+class Membership:
+    """The membership protocol of one replica."""
+
+    def __init__(
+        self,
+        job: Mapping[str, str],
+        *,
+        min_replicas: int = 1,
+        heartbeat_timeout_s: float = 0.8,
+        connect_timeout_s: float = 10.0,
+    ) -> None:
+        """`job`: what must be the same for all replicas. `min_replicas`: fewer do not train. `heartbeat_timeout_s`: the
+        lighthouse's; a replica whose last heartbeat is older is dead. `connect_timeout_s`: how long the handshake may
+        take, and how long a replica that was told to leave waits for the others of its last step."""
+        self.job = dict(job)
+        self.min_replicas = min_replicas
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self.connect_timeout_s = connect_timeout_s
+        self.phase = MembershipPhase.IDLE
+        self.state = ReplicaState(step=0, lineage=0)
+        self.name = self.store = ""  # not registered
+        self.group: QuorumGroup | None = None
+        self._forming: QuorumGroup | None = None
+        self._agreement: Agreement | None = None
+        self._step_requested = False
+        self._told_to_leave = False
+        self._quorum: tuple[int, tuple[str, ...]] = (-1, ())  # the last answer of the lighthouse
+        self._generation = 0  # groups that were formed from that quorum without the lighthouse
+        self._independent_since: float | None = None  # the group goes on without asking the lighthouse
+        self._commit_failures = 0
+        self._objections = 0
+        self._last_participants: tuple[str, ...] = ()  # of the last committed step
+        self._wait_for_others_until = 0.0
+        self._handshake_deadline = 0.0
+        self._next_heartbeat_check = 0.0
+        self._reported = ""
+
+    def handle(self, event: MembershipEvent) -> list[Instruction]:
+        """Take an event and return what is to be done, in this order. An event that cannot happen now is an error."""
+        handler, phases = _HANDLERS[type(event)]
+        if self.phase not in phases:
+            raise RuntimeError(f"{event} cannot happen in phase {self.phase.name}")
+        return handler(self, event)
+
+    def wants_lighthouse(self, now: float) -> bool:
+        """Whether a group that goes on by itself should ask the lighthouse again, since that has forgotten the leaver.
+
+        Clocks differ between replicas, so the participants tell each other and all return as soon as one wants to.
+        """
+        forgotten_after_s = self.heartbeat_timeout_s + 2 * HEARTBEAT_INTERVAL_S
+        return self._independent_since is not None and now - self._independent_since > forgotten_after_s
+
+    # From the request for a step to a quorum --------------------------------------------------------------------------
+
+    def _on_started(self, event: Started) -> list[Instruction]:
+        return [] if self.name else self._register()
+
+    def _on_step_requested(self, event: StepRequested) -> list[Instruction]:
+        self.state = dataclasses.replace(self.state, step=event.step, lineage=event.lineage)
+        self._step_requested = True
+        self._reported = ""
+        if self.group is not None and self._independent_since is not None:
+            return self._compute()
+        return self._begin(event.now)
+
+    def _register(self, after_s: float = 0.0) -> list[Instruction]:
+        self.phase = MembershipPhase.REGISTERING
+        return [Register(after_s=after_s)]
+
+    def _begin(self, now: float, after_s: float = 0.0) -> list[Instruction]:
+        """Begin an attempt to form a quorum group."""
+        if not self.name:
+            return self._register(after_s)
+        # A replica that is told to leave takes part in one more step, in which it says so. If it is alone, or the
+        # others do not come, it just leaves.
+        self._wait_for_others_until = now + (self.connect_timeout_s if self.group is not None else 0.0)
+        failures, self._commit_failures = self._commit_failures, self._commit_failures + 1  # until a step is committed
+        self.phase = MembershipPhase.ASKING
+        return [AskLighthouse(step=self.state.step, commit_failures=failures, after_s=after_s)]
+
+    def _on_registered(self, event: Registered) -> list[Instruction]:
+        self.name, self.store = event.name, event.store
+        if self._step_requested:
+            return self._begin(event.now)
+        self.phase = MembershipPhase.IDLE
+        return []
+
+    def _on_lighthouse_unreachable(self, event: LighthouseUnreachable) -> list[Instruction]:
+        if not self._step_requested:
+            self.phase = MembershipPhase.IDLE  # the first step tries again
+            return []
+        return self._fail(event.reason, event.now, _RETRY_PAUSE_S)
+
+    def _on_told_to_leave(self, event: ToldToLeave) -> list[Instruction]:
+        self._told_to_leave = True
+        return self._on_time(event)
+
+    def _on_time(self, event: MembershipEvent) -> list[Instruction]:
+        if self.phase is MembershipPhase.ASKING and self._told_to_leave and event.now >= self._wait_for_others_until:
+            self.phase = MembershipPhase.LEFT
+            return [LeaveFleet(save_state=self.state.established)]
+        if self.phase is MembershipPhase.HANDSHAKE:
+            if event.now > self._next_heartbeat_check:
+                self._next_heartbeat_check = event.now + self.heartbeat_timeout_s / 2
+                return [CheckHeartbeats()]
+            if event.now > self._handshake_deadline:
+                return self._fail(
+                    f"not every replica sent its handshake within {self.connect_timeout_s:g} s", event.now
+                )
+        return []
+
+    def _on_quorum_formed(self, event: QuorumFormed) -> list[Instruction]:
+        quorum = (event.quorum_id, event.replicas)
+        if self.group is not None and quorum == self._quorum:
+            return self._compute()
+        dropped = self._drop()
+        if event.quorum_id < self._quorum[0]:
+            # Another lighthouse than before, whose numbers may have been used. The new name makes every key a new one.
+            self._quorum = (-1, ())
+            self.name = self.store = ""
+            return [*dropped, Unregister(), *self._fail("the lighthouse was restarted", event.now)]
+        self._quorum, self._generation = quorum, 0
+        self._forming = QuorumGroup(
+            key="/".join((str(event.quorum_id), *event.replicas)),
+            rendezvous=f"{event.store}/ebbflow/{event.quorum_id}",
+            names=event.replicas,
+            rank=event.rank,
+        )
+        if self._missing and self._objections < _MAX_OBJECTIONS:
+            self.phase = MembershipPhase.CHECKING
+            return [*dropped, CheckHeartbeats()]
+        return [*dropped, *self._send_handshake(event.now, objects=False)]
+
+    # From a quorum to a connected group -------------------------------------------------------------------------------
+
+    @property
+    def _missing(self) -> set[str]:
+        """Participants of the last committed step that the lighthouse left out of the quorum."""
+        assert self._forming is not None
+        return set(self._last_participants) - set(self._forming.names)
+
+    def _on_heartbeats_received(self, event: HeartbeatsReceived) -> list[Instruction]:
+        assert self._forming is not None
+        if self.phase is MembershipPhase.CHECKING:
+            # A lighthouse that stood still for a moment takes all replicas for dead and forms a quorum of whoever asks
+            # first. A replica that hangs sends heartbeats, too, and the lighthouse rightly leaves it out after a while:
+            # so the number of objections is limited.
+            dead = without_heartbeat(self._missing, event.ages, self.heartbeat_timeout_s)
+            return self._send_handshake(event.now, objects=len(dead) < len(self._missing))
+        dead = without_heartbeat(self._forming.names, event.ages, self.heartbeat_timeout_s)
+        return self._fail(f"no heartbeat of {', '.join(dead)}", event.now) if dead else []
+
+    def _send_handshake(self, now: float, *, objects: bool) -> list[Instruction]:
+        assert self._forming is not None
+        self.phase = MembershipPhase.HANDSHAKE
+        self._handshake_deadline = now + self.connect_timeout_s
+        self._next_heartbeat_check = now + self.heartbeat_timeout_s
+        own = Handshake(name=self.name, store=self.store, state=self.state, job=self.job, objects=objects)
+        return [
+            SendHandshake(
+                rendezvous=self._forming.rendezvous,
+                rank=self._forming.rank,
+                size=len(self._forming.names),
+                handshake=own,
+            )
+        ]
+
+    def _on_handshakes_received(self, event: HandshakesReceived) -> list[Instruction]:
+        assert self._forming is not None
+        if any(handshake.objects for handshake in event.handshakes):
+            self._objections += 1
+            reason = "the lighthouse left out a replica that still sends heartbeats"
+            return self._fail(reason, event.now, _OBJECTION_PAUSE_S)
+        self._agreement = agree(event.handshakes)
+        if self._forming.rank in self._agreement.incompatible:
+            self.name = self.store = ""
+            self.phase = MembershipPhase.REFUSED
+            return [Unregister(), Refuse(describe_difference(self.job, self._agreement.job))]
+        if self._agreement.incompatible:
+            refused = ", ".join(event.handshakes[rank].name for rank in sorted(self._agreement.incompatible))
+            return self._fail(f"incompatible replicas were refused: {refused}", event.now)
+        stores = tuple(handshake.store for handshake in event.handshakes)
+        return self._connect(dataclasses.replace(self._forming, stores=stores))
+
+    def _connect(self, group: QuorumGroup) -> list[Instruction]:
+        self._forming = group
+        self.phase = MembershipPhase.CONNECTING
+        return [Connect(rendezvous=group.rendezvous, names=group.names, rank=group.rank)]
+
+    def _on_group_connected(self, event: GroupConnected) -> list[Instruction]:
+        assert self._forming is not None
+        self.group = self._forming
+        if not self._step_requested:  # the group goes on without those who left
+            self._independent_since = event.now
+            self.phase = MembershipPhase.IDLE
+            return [RecordEvent("members", " ".join(self.group.names))]
+        assert self._agreement is not None
+        if not self._agreement.established:
+            self.phase = MembershipPhase.LOADING
+            return [LoadCheckpoint()]
+        return self._heal()
+
+    # From a connected group to a step ---------------------------------------------------------------------------------
+
+    def _on_checkpoint_loaded(self, event: CheckpointLoaded) -> list[Instruction]:
+        self.state = dataclasses.replace(self.state, step=event.step, lineage=event.lineage)
+        return self._fail("a checkpoint is further than all replicas", event.now)
+
+    def _on_no_newer_checkpoint(self, event: NoNewerCheckpoint) -> list[Instruction]:
+        return self._heal()
+
+    def _heal(self) -> list[Instruction]:
+        assert self.group is not None and self._agreement is not None
+        self.phase = MembershipPhase.HEALING
+        transfers = self._agreement.transfers
+        if (source := transfers.get(self.group.rank)) is not None:
+            return [ReceiveState(source)]
+        if receivers := tuple(rank for rank, sender in transfers.items() if sender == self.group.rank):
+            return [SendState(receivers)]
+        return self._compute_with_new_group()
+
+    def _on_state_received(self, event: StateReceived) -> list[Instruction]:
+        assert self.group is not None and self._agreement is not None
+        self.state = ReplicaState(step=event.step, lineage=event.lineage)
+        sender = self.group.names[self._agreement.transfers[self.group.rank]]
+        return [RecordEvent("received", f"{event.size} bytes from {sender}"), *self._compute_with_new_group()]
+
+    def _on_state_sent(self, event: StateSent) -> list[Instruction]:
+        return self._compute_with_new_group()
+
+    def _compute_with_new_group(self) -> list[Instruction]:
+        assert self.group is not None
+        return [RecordEvent("members", " ".join(self.group.names)), *self._compute()]
+
+    def _compute(self) -> list[Instruction]:
+        assert self.group is not None
+        self.phase = MembershipPhase.COMPUTING
+        self._step_requested = False
+        self._reported = ""
+        return [ComputeStep(step=self.state.step, participants=self.group.names, rank=self.group.rank)]
+
+    # After a step -----------------------------------------------------------------------------------------------------
+
+    def _on_step_committed(self, event: StepCommitted) -> list[Instruction]:
+        group = self.group
+        assert group is not None
+        self.phase = MembershipPhase.IDLE
+        self._commit_failures = self._objections = 0
+        self._last_participants = group.names
+        self.state = ReplicaState(
+            step=self.state.step + 1,
+            lineage=extend_lineage(self.state.lineage, event.assignment, group.key),
+            established=True,
+        )
+        if event.lighthouse_wanted:
+            self._independent_since = None
+        if not event.leaving:
+            return []
+        if group.rank in event.leaving:
+            self.phase = MembershipPhase.LEFT
+            return [LeaveFleet(save_state=len(event.leaving) == len(group.names) and group.rank == 0)]
+        return self._continue_without(group, event)
+
+    def _continue_without(self, group: QuorumGroup, event: StepCommitted) -> list[Instruction]:
+        """Form the next group at once with those who stay. All participants know who leaves, so all do the same."""
+        stay = [rank for rank in range(len(group.names)) if rank not in event.leaving]
+        if len(stay) < self.min_replicas:
+            return self._fail(f"{len(stay)} replicas are left, and {self.min_replicas} are needed", event.now)
+        self._last_participants = tuple(group.names[rank] for rank in stay)
+        self._generation += 1
+        stores = tuple(group.stores[rank] for rank in stay)
+        following = QuorumGroup(
+            key=f"{group.key}+{self._generation}",
+            rendezvous=f"{stores[0]}/ebbflow/{self._quorum[0]}+{self._generation}",
+            names=self._last_participants,
+            rank=stay.index(group.rank),
+            stores=stores,
+        )
+        return [*self._drop(), *self._connect(following)]
+
+    def _on_lighthouse_wanted(self, event: LighthouseWanted) -> list[Instruction]:
+        self._independent_since = None
+        return []
+
+    # When something fails ---------------------------------------------------------------------------------------------
+
+    def _on_failure(self, event: HandshakeFailed | ConnectionFailed | StepFailed) -> list[Instruction]:
+        return self._fail(event.reason, event.now)
+
+    def _fail(self, reason: str, now: float, pause_s: float = 0.0) -> list[Instruction]:
+        """Give the group up, and begin again if a step is requested."""
+        # A lighthouse that is away for hours is one event in the record.
+        recorded = [RecordEvent("lost", reason)] if reason != self._reported else []
+        self._reported = reason
+        self._independent_since = None
+        self._commit_failures += 1
+        dropped = self._drop()
+        if not self._step_requested:
+            self.phase = MembershipPhase.IDLE
+            return [*recorded, *dropped]
+        return [*recorded, *dropped, *self._begin(now, pause_s)]
+
+    def _drop(self) -> list[Instruction]:
+        if self.group is None:
+            return []
+        self.group = None
+        return [DropConnections()]
+
+
+_Handler = tuple[Callable[[Membership, Any], list[Instruction]], Collection[MembershipPhase]]
+_HANDLERS: Mapping[type[MembershipEvent], _Handler] = {
+    Started: (Membership._on_started, {MembershipPhase.IDLE}),
+    StepRequested: (Membership._on_step_requested, {MembershipPhase.IDLE, MembershipPhase.COMPUTING}),
+    Registered: (Membership._on_registered, {MembershipPhase.REGISTERING}),
+    LighthouseUnreachable: (
+        Membership._on_lighthouse_unreachable,
+        {MembershipPhase.REGISTERING, MembershipPhase.ASKING},
+    ),
+    QuorumFormed: (Membership._on_quorum_formed, {MembershipPhase.ASKING}),
+    HeartbeatsReceived: (Membership._on_heartbeats_received, {MembershipPhase.CHECKING, MembershipPhase.HANDSHAKE}),
+    HandshakesReceived: (Membership._on_handshakes_received, {MembershipPhase.HANDSHAKE}),
+    HandshakeFailed: (Membership._on_failure, {MembershipPhase.HANDSHAKE}),
+    GroupConnected: (Membership._on_group_connected, {MembershipPhase.CONNECTING}),
+    ConnectionFailed: (Membership._on_failure, {MembershipPhase.CONNECTING, MembershipPhase.HEALING}),
+    CheckpointLoaded: (Membership._on_checkpoint_loaded, {MembershipPhase.LOADING}),
+    NoNewerCheckpoint: (Membership._on_no_newer_checkpoint, {MembershipPhase.LOADING}),
+    StateReceived: (Membership._on_state_received, {MembershipPhase.HEALING}),
+    StateSent: (Membership._on_state_sent, {MembershipPhase.HEALING}),
+    StepCommitted: (Membership._on_step_committed, {MembershipPhase.COMPUTING}),
+    StepFailed: (Membership._on_failure, {MembershipPhase.COMPUTING}),
+    LighthouseWanted: (Membership._on_lighthouse_wanted, {MembershipPhase.IDLE, MembershipPhase.COMPUTING}),
+    ToldToLeave: (Membership._on_told_to_leave, frozenset(MembershipPhase)),
+    Tick: (Membership._on_time, frozenset(MembershipPhase)),
+}
+"""What handles each event, and the phases in which it can happen."""

@@ -1,0 +1,342 @@
+"""What the membership protocol takes and gives: handshakes of replicas, events, and instructions.
+
+All of them are plain values. `membership.py` turns events into instructions; `connection.py` executes instructions and
+reports events.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from ebbflow.data.ledger import Assignment
+
+__all__ = [
+    "AskLighthouse", "CheckHeartbeats", "CheckpointLoaded", "ComputeStep", "Connect", "ConnectionFailed",
+    "DropConnections", "MembershipEvent", "GroupConnected", "Handshake", "HandshakeFailed", "HandshakesReceived",
+    "HeartbeatsReceived", "Instruction", "LeaveFleet", "LighthouseUnreachable", "LighthouseWanted", "LoadCheckpoint",
+    "NoNewerCheckpoint", "QuorumFormed", "ReceiveState", "RecordEvent", "Refuse", "Register", "Registered",
+    "ReplicaState", "SendHandshake", "SendState", "Started", "StateReceived", "StateSent", "StepCommitted",
+    "StepFailed", "StepRequested", "Tick", "ToldToLeave", "Unregister",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaState:
+    """How far a replica has come."""
+
+    step: int
+    """Number of committed steps."""
+    lineage: int
+    """Hash chain over the initial weights and all committed steps. Equal lineages mean equal states, bit for bit; a
+    replica that committed a step which the others did not has another lineage at the same step number."""
+    established: bool = False
+    """Whether it has committed a step with this fleet since it started: its state is live, not from a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handshake:
+    """What a replica tells the others of a quorum before they connect."""
+
+    name: str
+    """Name of the incarnation, such as r2:5f3a..."""
+    store: str
+    """HOST:PORT of its store, where others can connect without the lighthouse."""
+    state: ReplicaState
+    job: Mapping[str, str] = field(default_factory=dict)
+    """What must be the same for all: job, versions, model, seed, rule, ..."""
+    objects: bool = False
+    """Whether it misses a replica that still sends heartbeats: then all ask the lighthouse again."""
+
+    def encode(self) -> str:
+        """Write it as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Self:
+        """Read what `encode` wrote; anything else is a ValueError."""
+        try:
+            body = json.loads(text)
+            state = ReplicaState(
+                step=int(body["state"]["step"]),
+                lineage=int(body["state"]["lineage"]),
+                established=bool(body["state"]["established"]),
+            )
+            return cls(
+                name=str(body["name"]),
+                store=str(body["store"]),
+                state=state,
+                job={str(key): str(value) for key, value in body["job"].items()},
+                objects=bool(body["objects"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a handshake of ebbflow: {error!r}") from None
+
+
+# Events ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MembershipEvent:
+    """Something that happened to this replica."""
+
+    now: float
+    """When it happened, in seconds of a monotonic clock."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started(MembershipEvent):
+    """The replica is ready to join the fleet; it may request its first step later."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRequested(MembershipEvent):
+    """The training loop is ready for its next step."""
+
+    step: int
+    lineage: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registered(MembershipEvent):
+    """The manager server runs."""
+
+    name: str
+    """Name of this replica at the lighthouse; no other incarnation ever has it."""
+    store: str
+    """HOST:PORT of the store of this replica."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LighthouseUnreachable(MembershipEvent):
+    """Registering failed, or the lighthouse did not answer the request for a quorum."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuorumFormed(MembershipEvent):
+    """The lighthouse answered the request for a quorum."""
+
+    quorum_id: int
+    """Number of the quorum; the lighthouse increases it if the replicas change or one reports a failed attempt."""
+    replicas: tuple[str, ...]
+    """Names by rank."""
+    rank: int
+    store: str
+    """HOST:PORT of the store where the replicas of the quorum meet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeartbeatsReceived(MembershipEvent):
+    """The lighthouse was asked about heartbeats."""
+
+    ages: Mapping[str, float]
+    """Seconds since the last heartbeat of each replica; empty if the lighthouse did not answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandshakesReceived(MembershipEvent):
+    """The handshakes of all replicas of the quorum are there."""
+
+    handshakes: tuple[Handshake, ...]
+    """By rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandshakeFailed(MembershipEvent):
+    """The store where the replicas meet cannot be used."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupConnected(MembershipEvent):
+    """The quorum group is connected."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectionFailed(MembershipEvent):
+    """The quorum group could not be connected, or broke while the state was sent."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointLoaded(MembershipEvent):
+    """A checkpoint that is further than this replica was loaded."""
+
+    step: int
+    lineage: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoNewerCheckpoint(MembershipEvent):
+    """No checkpoint is further than this replica."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateReceived(MembershipEvent):
+    """The complete state of a peer was received and loaded."""
+
+    step: int
+    lineage: int
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSent(MembershipEvent):
+    """All peers that needed the state of this replica have received it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCommitted(MembershipEvent):
+    """The sum of the step's gradients arrived here, so that the step counts on this replica."""
+
+    assignment: Assignment
+    leaving: frozenset[int] = frozenset()
+    """Ranks that said in this step that they leave."""
+    lighthouse_wanted: bool = False
+    """Whether a participant wants to ask the lighthouse again (`Membership.wants_lighthouse`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFailed(MembershipEvent):
+    """The sum of the step's gradients did not arrive here."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LighthouseWanted(MembershipEvent):
+    """The next step is to begin at the lighthouse, so that all replicas meet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToldToLeave(MembershipEvent):
+    """This replica was told to leave the fleet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick(MembershipEvent):
+    """Time has passed while this replica waits for the lighthouse or for handshakes."""
+
+
+# Instructions ---------------------------------------------------------------------------------------------------------
+
+
+class Instruction:
+    """Something to do. After an arrow, each instruction names the events with which its outcome is reported."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Register(Instruction):
+    """Start the manager server -> `Registered`, `LighthouseUnreachable`."""
+
+    after_s: float = 0.0
+    """How long to wait before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unregister(Instruction):
+    """Stop the manager server, so that the lighthouse forgets this replica; it gets a new name when it registers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskLighthouse(Instruction):
+    """Request a quorum; meanwhile report `Tick` and `ToldToLeave` -> `QuorumFormed`, `LighthouseUnreachable`."""
+
+    step: int
+    commit_failures: int
+    """Attempts since the last committed step; above 0, the lighthouse forms a new quorum even of the same replicas."""
+    after_s: float = 0.0
+    """How long to wait before."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckHeartbeats(Instruction):
+    """Ask the lighthouse about heartbeats -> `HeartbeatsReceived`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendHandshake(Instruction):
+    """Exchange handshakes; meanwhile report `Tick` -> `HandshakesReceived`, `HandshakeFailed`."""
+
+    rendezvous: str
+    """HOST:PORT/PREFIX of the store and of the keys in it."""
+    rank: int
+    size: int
+    """Replicas in the quorum."""
+    handshake: Handshake
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connect(Instruction):
+    """Connect the quorum group -> `GroupConnected`, `ConnectionFailed`."""
+
+    rendezvous: str
+    """HOST:PORT/PREFIX of the store and of the keys in it."""
+    names: tuple[str, ...]
+    """By rank."""
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropConnections(Instruction):
+    """Close the quorum group, so that no replica waits for this one any longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCheckpoint(Instruction):
+    """Load the newest checkpoint if it is further -> `CheckpointLoaded`, `NoNewerCheckpoint`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendState(Instruction):
+    """Send the complete state to these ranks -> `StateSent`, `ConnectionFailed`."""
+
+    to: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveState(Instruction):
+    """Receive the complete state from a rank and load it -> `StateReceived`, `ConnectionFailed`."""
+
+    source: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeStep(Instruction):
+    """Compute this replica's part of a step with these participants -> `StepCommitted`, `StepFailed`."""
+
+    step: int
+    participants: tuple[str, ...]
+    """Names by rank."""
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveFleet(Instruction):
+    """End the training loop of this replica."""
+
+    save_state: bool
+    """Whether to write a checkpoint first, because no other replica may have this state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse(Instruction):
+    """End this replica with an error: it is incompatible with the fleet."""
+
+    difference: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEvent(Instruction):
+    """Write an event into the record of this replica."""
+
+    what: str
+    text: str

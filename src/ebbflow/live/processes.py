@@ -1,0 +1,226 @@
+"""Child processes of a launcher: any program, and the lighthouse, where the replicas of a fleet meet.
+
+torchft's lighthouse listens on the address that it is given and on no other. Whoever reaches that port can join the
+fleet and kill replicas (its status page has a button for that), so it belongs on loopback or on a network of the fleet
+alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ebbflow.core.files import write_whole
+from ebbflow.errors import ConfigError, OutputError
+from ebbflow.live.protocol import HEARTBEAT_TIMEOUT_MS, LOOPBACK, format_address, parse_address
+from ebbflow.live.torchft_api import start_lighthouse
+
+__all__ = ["ChildProcess", "LighthouseOptions", "LighthouseProcess", "listen", "serve_lighthouse"]
+
+_PR_SET_PDEATHSIG = 1
+_LOG_TAIL_BYTES = 20_000
+_LIGHTHOUSE_START_S = 60.0
+
+
+# Any program ----------------------------------------------------------------------------------------------------------
+
+
+def _unblock_signals() -> None:
+    """Undo the signal mask of the launcher, which its children inherit: a replica must receive SIGTERM."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _end_with_parent() -> Callable[[], None]:
+    """Make what a child runs before its program, so that not even kill -9 of its parent leaves it behind.
+
+    This works on Linux only; elsewhere the children of a killed launcher go on.
+    """
+    if not sys.platform.startswith("linux"):
+        return _unblock_signals
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here: after the fork, as little as possible
+    parent = os.getpid()
+
+    def before_exec() -> None:
+        _unblock_signals()
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)
+
+    return before_exec
+
+
+class ChildProcess:
+    """A running program in a session of its own, so that Ctrl-C reaches only the launcher.
+
+    Signals are sent to the program alone; `kill` kills its whole process group, with all that it started (processes
+    that load data, for example).
+    """
+
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, title: str) -> None:
+        self.log = log
+        self.began = time.time()
+        """When it was started, in seconds since 1970."""
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as file:
+                self._log_start = file.tell()
+                file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n".encode())
+                file.flush()
+                self._process = subprocess.Popen(
+                    list(command),
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent(),
+                )
+        except FileNotFoundError as problem:
+            raise ConfigError(f"{command[0]} cannot be run: {problem.strerror}") from None
+        except OSError as problem:
+            raise OutputError(f"{log} or {command[0]}: {problem.strerror}") from problem
+
+    @property
+    def pid(self) -> int:
+        """Process number of the program."""
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """Give the exit code as `subprocess` does, negative for a signal; None while the program runs.
+
+        When the program has ended, the rest of its process group is killed.
+        """
+        before = self._process.returncode
+        code = self._process.poll()
+        if code is not None and before is None:
+            self._kill_group()
+        return code
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the program if it still runs."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the program and everything in its process group, and wait for its end."""
+        self._kill_group()
+        self._process.wait()
+
+    def log_tail(self, lines: int = 15) -> list[str]:
+        """Read the last lines that this program wrote to its log."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self._log_start, self.log.stat().st_size - _LOG_TAIL_BYTES))
+                return file.read().decode("utf-8", "replace").splitlines()[-lines:]
+        except OSError:
+            return []
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # the group has the number of its first process
+
+
+# The lighthouse -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LighthouseOptions:
+    """How a lighthouse forms quorums."""
+
+    bind: str = LOOPBACK
+    port: int = 0
+    """0 stands for any free port."""
+    min_replicas: int = 1
+    """It forms no quorum of fewer replicas."""
+    heartbeat_timeout_ms: int = HEARTBEAT_TIMEOUT_MS
+    """A replica whose last heartbeat is older is dead; a kill costs the others about this long and 0.1 s."""
+    join_timeout_ms: int = 10_000
+    """How long it waits for a replica that sends heartbeats and has not asked for a quorum."""
+    quorum_tick_ms: int = 50
+    """How often it checks whether a quorum can be formed."""
+
+
+def serve_lighthouse(options: LighthouseOptions, *, address_file: Path | None = None) -> None:
+    """Serve a lighthouse until SIGINT or SIGTERM. Its address is printed, and written to `address_file` if given."""
+    signals = {signal.SIGINT, signal.SIGTERM}
+    # Blocked before the lighthouse starts its threads, so that they cannot receive the signals.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        server = listen(options)
+        # The address that it reports has the host name in it, whatever it listens on.
+        address = format_address(options.bind, int(str(server.address()).rpartition(":")[2]))
+        if address_file is not None:
+            write_whole(address_file, address.encode())
+        print(f"lighthouse at {address}", flush=True)
+        signal.sigwait(signals)
+        server.shutdown()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def listen(options: LighthouseOptions) -> Any:
+    """Start torchft's lighthouse in this process."""
+    address = format_address(options.bind, options.port)
+    try:
+        return start_lighthouse(
+            address,
+            min_replicas=options.min_replicas,
+            join_timeout_ms=options.join_timeout_ms,
+            quorum_tick_ms=options.quorum_tick_ms,
+            heartbeat_timeout_ms=options.heartbeat_timeout_ms,
+        )
+    except RuntimeError as problem:
+        raise ConfigError(
+            f"the lighthouse cannot listen on {address}: {problem}; choose another port, or an address of this machine"
+        ) from None
+
+
+class LighthouseProcess:
+    """A lighthouse as a child process. When it is restarted, it keeps its address."""
+
+    def __init__(self, folder: Path, options: LighthouseOptions) -> None:
+        self.folder = folder
+        self.options = options
+        self._child, self.address = self._launch()
+
+    def _launch(self) -> tuple[ChildProcess, str]:
+        options, address_file = self.options, self.folder / "address"
+        address_file.unlink(missing_ok=True)
+        child = ChildProcess(
+            [
+                sys.executable, "-m", "ebbflow", "lighthouse",
+                "--bind", format_address(options.bind, options.port),
+                "--min-replicas", str(options.min_replicas),
+                "--heartbeat-timeout", f"{options.heartbeat_timeout_ms}ms",
+                "--join-timeout", f"{options.join_timeout_ms}ms",
+                "--address-file", str(address_file),
+            ],
+            environment=os.environ, log=self.folder / "log.txt", title="lighthouse",
+        )  # fmt: skip
+        deadline = time.monotonic() + _LIGHTHOUSE_START_S
+        while not address_file.exists():
+            if child.exit_code() is not None or time.monotonic() > deadline:
+                child.kill()
+                raise ConfigError("the lighthouse did not start:\n" + "\n".join(child.log_tail(5)))
+            time.sleep(0.02)
+        return child, address_file.read_text()
+
+    def restart_if_dead(self) -> bool:
+        """Start it again, on the same port, if it has died; return whether it had."""
+        if self._child.exit_code() is None:
+            return False
+        self.options = replace(self.options, port=parse_address(self.address)[1])
+        self._child, self.address = self._launch()
+        return True
+
+    def close(self) -> None:
+        """End it."""
+        self._child.kill()

@@ -1,0 +1,218 @@
+"""The files of a replica: its record, which outlives it, its status, which is about now, and checkpoints.
+
+Checkpoints are for the loss of the whole fleet; a single replica receives the state of a peer. A checkpoint begins with
+one line of text that has the length and the SHA-256 of the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ebbflow.core.files import write_whole
+from ebbflow.errors import CheckpointError, OutputError
+from ebbflow.live.protocol import ReplicaStatus
+from ebbflow.record import Event, Header, RecordWriter, Row, StepRow
+
+__all__ = ["Checkpoints", "ReplicaRecord", "StatusFile", "read_checkpoint"]
+
+_LOG = logging.getLogger(__name__)
+_STATUS_EVERY_S = 0.5
+_SPEED_OVER_S = 2.0
+_CHECKPOINT_HEAD = b"ebbflow-fleet 1"
+_CHECKPOINT_NAME = re.compile(r"step-(\d{9})-[0-9a-f]{12}\.ckpt")
+
+
+# Record and status ----------------------------------------------------------------------------------------------------
+
+
+class ReplicaRecord:
+    """The record of a replica over all its incarnations. Every row is written at once, so that kill -9 loses none.
+
+    The steps that a replica did not compute, because it received the state of a peer, are not in its record: only the
+    records of all replicas together are the history of the fleet (`accounting.py`).
+    """
+
+    def __init__(self, path: Path, header: Callable[[], Header]) -> None:
+        """`header`: called only if there is no record yet."""
+        size = _size_of_whole_lines(path)
+        self._lock = threading.Lock()  # checkpoints are written, and fail, in a thread of their own
+        self._disk_full = False
+        self._record = RecordWriter(path, resume_at=size)
+        if size is None:
+            self.write(header())
+
+    def write(self, row: Row) -> None:
+        """Append a row. While the disk is full, rows wait in memory and training goes on."""
+        with self._lock:
+            try:
+                self._record.write(row)
+                self._record.push()
+            except OutputError as error:
+                if not self._disk_full:
+                    _LOG.warning("%s; until then the newest rows are in memory only", error)
+                self._disk_full = True
+            else:
+                self._disk_full = False
+
+    def event(self, step: int, what: str, text: str) -> None:
+        """Append an event, and log it."""
+        _LOG.info("step %d: %s: %s", step, what, text)
+        self.write(Event(step=step, what=what, text=text))
+
+    def flush(self) -> int:
+        """Do nothing: every row is written at once."""
+        return 0
+
+    def close(self) -> None:
+        """Write what is still in memory, and close the file."""
+        with self._lock:
+            try:
+                self._record.close()
+            except OutputError as error:
+                _LOG.warning("%s; the newest rows are lost", error)
+
+
+def _size_of_whole_lines(path: Path) -> int | None:
+    """Bytes up to the end of the last whole line; None if there is no record yet.
+
+    A replica that was killed may leave half a line, and rows that are appended to it could not be read.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return data.rfind(b"\n") + 1 or None
+
+
+class StatusFile:
+    """status.json of a replica: replaced as a whole, at most twice per second unless the state changes."""
+
+    def __init__(self, path: Path, publish: Callable[[str], None], *, incarnation: str) -> None:
+        """`publish`: is given each text that is written, for those who cannot read the file."""
+        self._path = path
+        self._publish = publish
+        self._status = ReplicaStatus(state="starting", time=0.0, pid=os.getpid(), incarnation=incarnation)
+        self._written = 0.0
+        self._samples = 0
+        self._recent: deque[tuple[float, int]] = deque()  # time and number of samples after the steps of two seconds
+
+    def update(self, state: str | None = None, **values: Any) -> None:
+        """Set fields of the `ReplicaStatus`, and write it if that is due."""
+        changed = state is not None and state != self._status.state
+        self._status = dataclasses.replace(self._status, state=state or self._status.state, **values)
+        if changed or time.monotonic() - self._written >= _STATUS_EVERY_S:
+            self._write()
+
+    def step(self, row: StepRow, *, epoch: int, position: int, members: int) -> None:
+        """Report a committed step."""
+        self.update(
+            "training",
+            step=row.step + 1,
+            epoch=epoch,
+            position=position,
+            members=members,
+            batch=row.batch,
+            lr=row.lr,
+            multiplier=row.multiplier,
+            loss=row.loss,
+            samples_per_s=self._speed_after(row.batch),
+        )
+
+    def _speed_after(self, batch: int) -> float | None:
+        """Samples per second over about the last two seconds."""
+        now = time.monotonic()
+        self._samples += batch
+        self._recent.append((now, self._samples))
+        while len(self._recent) > 2 and self._recent[1][0] < now - _SPEED_OVER_S:
+            self._recent.popleft()
+        first, before = self._recent[0]
+        return round((self._samples - before) / (now - first), 3) if now > first else None
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        text = dataclasses.replace(self._status, time=time.time()).to_json()
+        temporary = self._path.with_suffix(".tmp")
+        with contextlib.suppress(OSError):  # while the disk is full, the status stays old
+            temporary.write_text(text)
+            temporary.replace(self._path)
+        self._publish(text)
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """The checkpoints in a folder, of which the newest are kept. Replicas that share a disk share the folder."""
+
+    def __init__(self, folder: Path, *, keep: int = 3, on_event: Callable[[str, str], None]) -> None:
+        """`keep`: how many are kept. `on_event(what, text)`: called for damaged files and failures, from any thread."""
+        self.folder = folder
+        self.keep = keep
+        self.on_event = on_event
+        self._writing: threading.Thread | None = None
+
+    def names(self) -> list[Path]:
+        """List the files, newest first."""
+        found = [path for path in self.folder.glob("step-*.ckpt") if _CHECKPOINT_NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: path.name, reverse=True)
+
+    def newest(self, *, beyond: int = -1) -> tuple[Path, bytes] | None:
+        """Read the newest undamaged checkpoint beyond a step; damaged ones are reported and passed over."""
+        for path in self.names():
+            if int(path.name[5:14]) <= beyond:
+                return None
+            try:
+                return path, read_checkpoint(path)
+            except CheckpointError as error:
+                self.on_event("checkpoint damaged", f"{error}; the one before it is used")
+        return None
+
+    def save(self, data: bytes | memoryview, *, step: int, lineage: int) -> None:
+        """Write a checkpoint in the background. If an earlier one is still being written, this one is skipped."""
+        if self._writing is not None and self._writing.is_alive():
+            return
+        path = self.folder / f"step-{step:09d}-{lineage:012x}.ckpt"
+        self._writing = threading.Thread(target=self._write, args=(path, data), name="ebbflow-checkpoint")
+        self._writing.start()
+
+    def _write(self, path: Path, data: bytes | memoryview) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, b"\n".join((_head(data), data)))
+        except (OutputError, OSError) as error:
+            self.on_event("checkpoint failed", f"{error}; training goes on, and the next one is tried")
+            return
+        for old in self.names()[self.keep :]:
+            with contextlib.suppress(OSError):
+                old.unlink()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint under way is written."""
+        if self._writing is not None:
+            self._writing.join()
+
+
+def read_checkpoint(path: Path) -> bytes:
+    """Read what was saved in a file; a CheckpointError if the file is not exactly that."""
+    try:
+        head, _, body = path.read_bytes().partition(b"\n")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if head != _head(body):
+        raise CheckpointError(f"{path} is damaged: its length or its checksum is not what its first line says")
+    return body
+
+
+def _head(body: bytes | memoryview) -> bytes:
+    return b"%s bytes=%d sha256=%s" % (_CHECKPOINT_HEAD, len(body), hashlib.sha256(body).hexdigest().encode())

@@ -1,0 +1,415 @@
+"""A training script as a replica of a live fleet.
+
+with ebbflow.live.join(model, optimizer, data, local_batch=32, base_batch=256, epochs=10) as fleet:
+    for step in fleet:                              # until all epochs are done, whoever comes and goes
+        for x, y in step:                           # this replica's micro-batches of the step
+            step.backward(loss_fn(model(x), y))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+
+from ebbflow import workloads
+from ebbflow._version import __version__
+from ebbflow.core.signals import StopSignal
+from ebbflow.engines.base import Engine, EngineParts
+from ebbflow.engines.replica import Loss
+from ebbflow.errors import CheckpointError, ConfigError, Diverged
+from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished
+from ebbflow.live.faults import ScriptedFaults
+from ebbflow.live.live_engine import LiveEngine, StepSizes, by_policy
+from ebbflow.live.membership import describe_difference, initial_lineage
+from ebbflow.live.protocol import STATUS_KEY, ReplicaConfig
+from ebbflow.live.replica_files import Checkpoints, ReplicaRecord, StatusFile
+from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.plan.policies import make_policy
+from ebbflow.record import StepRow
+from ebbflow.run.assemble import assemble, make_optimizer, resolve
+from ebbflow.run.checkpoint import weights_digest
+from ebbflow.run.config import RunConfig, shows_settings
+from ebbflow.run.flow import OpenStep
+from ebbflow.run.header import make_header
+from ebbflow.run.loop import Callbacks, TrainingLoop
+from ebbflow.run.session import Session
+
+__all__ = ["LiveSession", "OnEpoch", "Stateful", "join", "join_workload"]
+
+OnEpoch = Callable[[int], Mapping[str, float] | None]
+"""Called with the number of completed epochs; the scores that it returns go into the record."""
+STATE_VERSION = 1
+_OF_THE_FLEET = ("lighthouse", "replica", "folder", "job", "bind")
+"""What the environment says, unless it is given."""
+
+
+class Stateful(Protocol):
+    """Whatever else belongs to the state of a script: a scheduler, a counter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers, texts and plain containers of them."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore what `state_dict` described."""
+
+
+class LiveSession(Session):
+    """This process as a replica of a fleet: iterate over it to train, inside a `with`.
+
+    Guarantees, whoever comes, leaves or is killed: every sample counts exactly once per epoch; all replicas have the
+    same weights, bit for bit, after every step that they committed; a replica that joins has the complete state before
+    it takes part. What was trained is lost only when all replicas are lost at once, and then only the steps since the
+    last checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | ElasticOptimizer,
+        data: Any,
+        *,
+        engine: str = "live",
+        loss: Loss | None = None,
+        on_epoch: OnEpoch | None = None,
+        on_commit: Callable[[StepRow], None] = lambda row: None,
+        extras: Mapping[str, Stateful] | None = None,
+        notice: Callable[[], bool] = lambda: False,
+        checkpoint_every_s: float = 60.0,
+        config: RunConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        """See `join`."""
+        fleet = {name: settings.pop(name) for name in _OF_THE_FLEET if name in settings}
+        self._sizes: StepSizes | None = settings.pop("policy") if callable(settings.get("policy")) else None
+        super().__init__(
+            model,
+            optimizer,
+            data,
+            engine=self._make_engine,
+            loss=loss,
+            evaluate=(lambda: on_epoch(self.flow.ledger.epoch)) if on_epoch is not None else None,
+            checkpoint_every_s=checkpoint_every_s,
+            config=config,
+            **settings,
+        )
+        self.config.check_engine("live")
+        if self.config.precision == "fp16":
+            raise ConfigError("precision is 'fp16', whose loss scale a fleet does not share; use bf16")
+        self.fleet = ReplicaConfig.from_environment(**fleet)
+        self._on_commit = on_commit
+        self._extras = dict(extras or {})
+        self._notice = notice
+        self._asked_to_leave = False
+        self._stop = StopSignal()
+        self._fault = ScriptedFaults(os.environ.get("EBBFLOW_FAULT", ""), lambda: self.flow.step)
+        self._job = self._describe_job()
+        self._checkpoints = Checkpoints(self.fleet.folder / "checkpoints", on_event=self._event)
+        device = next(model.parameters()).device
+        self._connection = FleetConnection(
+            self.fleet, self._job, self, device=device, leaving=self._leaving, on_event=self._event, fault=self._fault
+        )
+        self._status = StatusFile(
+            self.fleet.own_folder / "status.json",
+            lambda text: self._connection.publish(STATUS_KEY, text),
+            incarnation=self._connection.name,
+        )
+
+    def _describe_job(self) -> dict[str, str]:
+        """What must be the same for all replicas of a fleet: versions, shapes of the model, and the settings."""
+        state, config = self.model.state_dict(), self.config
+        shapes = "; ".join(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in state.items())
+        digest = hashlib.sha256(shapes.encode()).hexdigest()[:8]
+        policy = "own" if self._sizes is not None else str(make_policy(config.policy, config.local_batch))
+        settings = {
+            "job": self.fleet.job,
+            "samples": len(self.task.train),
+            "epochs": config.epochs,
+            "seed": config.seed,
+            "rule": self._optimizer.rule,
+            "base_batch": self._optimizer.base_batch,
+            "optimizer": type(self._optimizer.inner).__name__,
+            "policy": policy,
+            "micro_batch": config.micro_batch,
+            "precision": config.precision,
+        }
+        return {
+            "ebbflow": __version__,
+            "torch": torch.__version__.partition("+")[0],
+            "model": f"{len(state)} tensors, {sum(value.numel() for value in state.values())} numbers, shapes {digest}",
+            **{name: str(value) for name, value in settings.items()},
+        }
+
+    def _make_engine(self, parts: EngineParts) -> Engine:
+        sizes = self._sizes or by_policy(make_policy(self.config.policy, self.config.local_batch))
+        return LiveEngine(
+            parts.model,
+            parts.fetch,
+            self._connection,
+            sizes,
+            samples=parts.samples,
+            lineage=initial_lineage(weights_digest(self.model)),
+            loss=parts.loss,
+            seed=parts.seed,
+            micro_batch=self.config.micro_batch,
+            needs=parts.needs,
+            parameters=parts.parameters,
+            precision=self.config.precision,
+            leaving=self._leaving,
+            fault=self._fault,
+        )
+
+    # Beginning and ending -----------------------------------------------------------------------------------------
+
+    def _open(self, stack: ExitStack) -> TrainingLoop:
+        self.fleet.own_folder.mkdir(parents=True, exist_ok=True)
+        flow = assemble(self.config, self.task, self._maker, optimizer=self._optimizer)
+        record = ReplicaRecord(self.fleet.own_folder / "record.jsonl", self._header)
+        stack.callback(record.close)
+        stack.callback(self._checkpoints.wait)
+        self._loop = loop = TrainingLoop(
+            flow,
+            record,
+            evaluate=self._evaluate,
+            validate_every=self.config.validate_every,
+            callbacks=Callbacks(on_step=self._committed),
+            save=lambda: self._save() if self.first else None,
+            checkpoint_every_s=self._checkpoint_every_s,
+        )
+        self.refresh()
+        stack.callback(self._connection.close)
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(self._stop)
+        self._connection.start()
+        self._status.update("joining", step=flow.step)
+        return loop
+
+    def _header(self) -> Any:
+        settings = {**dataclasses.asdict(self.fleet), "folder": str(self.fleet.folder)}
+        described = {
+            **self.config.recorded(),
+            **self._job,
+            "epoch_samples": len(self.task.train),
+            "epochs": self.config.epochs,
+            "trace": "live",
+            "engine": "live",
+            "live": settings,
+        }
+        if self.task.recipe is not None:
+            described |= {"metric": self.task.recipe.metric, "higher_is_better": self.task.recipe.higher_is_better}
+        device = str(next(self.model.parameters()).device)
+        return make_header(described, device=device, command=" ".join(sys.argv))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        with self._stack:
+            if error is not None and self._loop is not None:
+                diverged = isinstance(error, Diverged)
+                self.loop.end("diverged" if diverged else "failed", f"{type(error).__name__}: {error}")
+                self._status.update("failed")
+
+    def leave(self) -> None:
+        """Leave after the current step, as on SIGTERM."""
+        self._asked_to_leave = True
+
+    def _leaving(self) -> bool:
+        self._asked_to_leave = self._asked_to_leave or self._notice()
+        return self._asked_to_leave or self._stop.requested
+
+    @property
+    def engine(self) -> LiveEngine:
+        """The engine of this replica."""
+        engine = self.flow.engine
+        assert isinstance(engine, LiveEngine)
+        return engine
+
+    @property
+    def left(self) -> bool:
+        """Whether this replica left before the end, because it was told to."""
+        return self.engine.left
+
+    @property
+    def first(self) -> bool:
+        """Whether this replica is the first of those that train now: for what is to be printed or written once."""
+        return self.engine.first
+
+    # Training -----------------------------------------------------------------------------------------------------
+
+    def _continues(self) -> bool:
+        if self.engine.left:
+            self._leave_fleet(save=self.engine.last_of_all)
+            return False
+        if not self.finished:
+            return True
+        self._finish()
+        return not self.finished  # a peer with another state that counts took this replica back
+
+    def _open_step(self) -> OpenStep | None:
+        try:
+            return self.flow.open()
+        except LeftFleet:  # told to leave while waiting for others: nobody else may have this state
+            self.engine.left, self.engine.last_of_all = True, self.engine.established
+        except TrainingFinished:
+            pass
+        return None
+
+    def _after(self, row: StepRow | None) -> None:
+        if row is not None:
+            self._fault("step")
+            lineage = {"lineage": float(self.engine.lineage), "parent": float(self.engine.parent)}
+            row = dataclasses.replace(row, stats={**row.stats, **lineage})
+        super()._after(row)
+
+    def _committed(self, row: StepRow) -> None:
+        ledger = self.flow.ledger
+        self._status.step(row, epoch=ledger.epoch, position=ledger.position, members=len(self.engine.names))
+        self._on_commit(row)
+
+    def _event(self, what: str, text: str) -> None:
+        record = self.loop.record
+        assert isinstance(record, ReplicaRecord)
+        record.event(self.flow.step, what, text)
+
+    def _leave_fleet(self, *, save: bool) -> None:
+        if save:
+            self._save_now()
+        self._event("left", "told to leave")
+        self._status.update("left", step=self.flow.step)
+
+    def _finish(self) -> None:
+        """Form one more quorum group, so that a replica that missed the last sum receives the final state; then end."""
+        self._connection.return_to_lighthouse()
+        with contextlib.suppress(LeftFleet, TrainingFinished):
+            self.engine.participants(self.flow.step)
+        if not self.finished:
+            return
+        if self.first:
+            self._save_now()
+        self.loop.end("finished")
+        self._status.update("finished", step=self.flow.step, epoch=self.flow.ledger.epoch, position=0)
+
+    # The state, which peers and checkpoints have --------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Write a checkpoint in the background."""
+        self._checkpoints.save(self.pack(), step=self.flow.step, lineage=self.engine.lineage)
+
+    def _save_now(self) -> None:
+        """Write the last checkpoint, after any that is under way."""
+        self._checkpoints.wait()
+        self._save()
+        self._checkpoints.wait()
+
+    def pack(self) -> memoryview:
+        """Write the state after the last committed step; reading it back executes nothing."""
+        buffer = io.BytesIO()
+        extras = {name: extra.state_dict() for name, extra in self._extras.items()}
+        own = {"version": STATE_VERSION, "job": self._job, "lineage": self.engine.lineage, "extras": extras}
+        torch.save({**own, **self.flow.state_dict()}, buffer)
+        return buffer.getbuffer()
+
+    def unpack(self, data: bytes | memoryview, origin: str = "the state of a peer") -> tuple[int, int]:
+        """Load what `pack` wrote; return its number of committed steps and its lineage.
+
+        A state of another job is a CheckpointError and changes nothing.
+        """
+        try:
+            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises many kinds for damaged bytes; all mean the same
+            raise CheckpointError(f"{origin} cannot be read: {str(error).partition(chr(10))[0][:200]}") from None
+        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+            raise CheckpointError(
+                f"{origin} is not of this version of ebbflow; delete it, or use the version that wrote it"
+            )
+        job = {_renamed(key): value for key, value in state["job"].items()}
+        if job != self._job:
+            raise CheckpointError(
+                f"{origin} is of another job: {describe_difference(self._job, job)}; use the same settings, or another "
+                f"folder"
+            )
+        self.flow.load_state_dict(state, origin=origin)
+        for name, extra in self._extras.items():
+            extra.load_state_dict(state["extras"][name])
+        self.engine.lineage = int(state["lineage"])
+        return self.flow.step, self.engine.lineage
+
+    def refresh(self) -> tuple[int, int] | None:
+        """Load the newest checkpoint if it is further than this state; return its steps and lineage, or None."""
+        found = self._checkpoints.newest(beyond=self.flow.step)
+        if found is None:
+            return None
+        path, data = found
+        state = self.unpack(data, str(path))
+        self._event("restored", f"from {path.name}")
+        return state
+
+
+def _renamed(key: str) -> str:
+    """The present name of what a checkpoint says about its job; earlier versions wrote `piece`."""
+    return "micro_batch" if key == "piece" else key
+
+
+@shows_settings("session")
+def join(
+    model: torch.nn.Module,
+    optimizer: ElasticOptimizer | torch.optim.Optimizer,
+    data: Any,
+    *,
+    loss: Loss | None = None,
+    on_epoch: OnEpoch | None = None,
+    on_commit: Callable[[StepRow], None] = lambda row: None,
+    extras: Mapping[str, Stateful] | None = None,
+    notice: Callable[[], bool] = lambda: False,
+    checkpoint_every_s: float = 60.0,
+    **settings: Any,
+) -> LiveSession:
+    """Join the fleet that `ebbflow launch` describes in the environment; use the result in a `with`, and iterate over
+    it.
+
+    `optimizer`: any optimizer of torch, whose rates were tuned at `base_batch` samples and follow the batch by `rule`;
+    or an `ElasticOptimizer` without a sampler. `data`: a map-style data set of (input, target) pairs, or a source with
+    `batch(indices, train=True)`. `loss(model, x, y)`: for `fleet.run()`, which needs no loop. `extras`: whatever else
+    belongs to the state, by name, with `state_dict` and `load_state_dict`. `notice`: asked before every step whether
+    this machine is about to be taken away. `on_epoch(epoch)`: called after every epoch on every replica; the scores
+    that it returns go into the record.
+
+    Settings are those of a `Session`: epochs, local_batch (samples of one replica per step), rule, base_batch,
+    schedule, policy (a text, or a function (step, replicas) -> (workers, samples)), seed, micro_batch, precision, ema,
+    clip, ... lighthouse, replica, folder, job and bind are what the environment says unless given. """
+    return LiveSession(
+        model,
+        optimizer,
+        data,
+        loss=loss,
+        on_epoch=on_epoch,
+        on_commit=on_commit,
+        extras=extras,
+        notice=notice,
+        checkpoint_every_s=checkpoint_every_s,
+        **settings,
+    )
+
+
+def join_workload(config: RunConfig, **settings: Any) -> LiveSession:
+    """Join a fleet that trains a workload; `run()` trains to the end. `settings`: what else `join` takes."""
+    config = resolve(config)
+    task = workloads.build(config.workload, data=config.data, seed=config.seed, device=config.device)
+    session = LiveSession(
+        task.model,
+        make_optimizer(config, task),
+        task.train,
+        loss=task.loss,
+        on_epoch=lambda epoch: task.evaluate(task.model),
+        config=config,
+        **settings,
+    )
+    session.task = dataclasses.replace(session.task, recipe=task.recipe)
+    return session

@@ -1,0 +1,135 @@
+"""torchft, whose lighthouse and managers form the quorums of a live fleet: the one module that imports it.
+
+Most of it is torchft's compiled part, which is loaded without the rest: `import torchft` imports torch, for which a
+launcher has no use. Not used is torchft's `Manager`, which listens on every interface and sends state as pickles.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ebbflow.errors import ConfigError, MissingExtra
+
+__all__ = [
+    "SUPPORTED_VERSION", "USED_MEMBERS", "manager_client", "manager_server", "missing_members", "nccl_group",
+    "request_quorum", "require_torchft", "start_lighthouse",
+]  # fmt: skip
+
+SUPPORTED_VERSION = "0.2.0"
+"""Lighthouse and managers must be of one version, so that pyproject.toml asks for this one."""
+
+USED_MEMBERS = (
+    "LighthouseServer.address", "LighthouseServer.shutdown", "ManagerClient._quorum", "ManagerServer.address",
+    "ManagerServer.shutdown", "QuorumResult.quorum_id", "QuorumResult.replica_ids", "QuorumResult.replica_rank",
+    "QuorumResult.store_address",
+)  # fmt: skip
+"""What this package uses of torchft's compiled part, public or not; it is looked for when that is loaded."""
+
+
+def require_torchft(needed_for: str) -> None:
+    """Raise MissingExtra, which says the pip command, if torchft is not installed."""
+    if importlib.util.find_spec("torchft") is None:
+        raise MissingExtra("torchft", extra="live", needed_for=needed_for)
+
+
+def load_compiled_part() -> Any:
+    """Load torchft's compiled part alone. An error names its cause: not installed, not loadable, another version."""
+    name = "torchft._torchft"
+    if name in sys.modules:
+        return sys.modules[name]
+    require_torchft("a live fleet")
+    os.environ.setdefault("RUST_LOG", "warn")  # else every step of every replica is several lines in its log
+    try:
+        package = importlib.util.find_spec("torchft")
+        folders = package.submodule_search_locations if package is not None else None
+        library = next(path for folder in folders or () for path in sorted(Path(folder).glob("_torchft*.so")))
+        spec = importlib.util.spec_from_file_location(name, library)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:
+        reason = "it has no compiled part" if isinstance(error, StopIteration) else error
+        raise _broken(reason) from error
+    if missing := missing_members(module):
+        raise _broken(f"it lacks {', '.join(missing)}")
+    sys.modules[name] = module  # if torchft itself is imported later, it is to find this one
+    return module
+
+
+def _broken(reason: object) -> ConfigError:
+    return ConfigError(
+        f"torchft is installed but cannot be used: {reason}; expected version {SUPPORTED_VERSION} with all that it "
+        f"needs: run pip install --force-reinstall 'ebbflow[live]'"
+    )
+
+
+def missing_members(module: Any) -> list[str]:
+    """Name the members that this package uses and torchft's compiled part lacks."""
+    parts = (name.partition(".") for name in USED_MEMBERS)
+    return [f"{kind}.{member}" for kind, _, member in parts if not hasattr(getattr(module, kind, None), member)]
+
+
+def start_lighthouse(
+    bind: str, *, min_replicas: int, join_timeout_ms: int, quorum_tick_ms: int, heartbeat_timeout_ms: int
+) -> Any:
+    """Start a lighthouse in this process at HOST:PORT; it has `address()` and `shutdown()`."""
+    return load_compiled_part().LighthouseServer(
+        bind=bind,
+        min_replicas=min_replicas,
+        join_timeout_ms=join_timeout_ms,
+        quorum_tick_ms=quorum_tick_ms,
+        heartbeat_timeout_ms=heartbeat_timeout_ms,
+    )
+
+
+def manager_server(
+    name: str, *, lighthouse: str, host: str, store: str, heartbeat_interval: timedelta, connect_timeout: timedelta
+) -> Any:
+    """Start the manager server of a replica, which sends its heartbeats; it has `address()` and `shutdown()`."""
+    return load_compiled_part().ManagerServer(
+        replica_id=name,
+        lighthouse_addr=f"http://{lighthouse}",
+        hostname=host,
+        bind=f"[{host}]:0" if ":" in host else f"{host}:0",
+        store_addr=store,
+        world_size=1,
+        heartbeat_interval=heartbeat_interval,
+        connect_timeout=connect_timeout,
+        quorum_retries=0,
+    )
+
+
+def manager_client(address: str, *, connect_timeout: timedelta) -> Any:
+    """Connect to a manager server."""
+    return load_compiled_part().ManagerClient(address, connect_timeout=connect_timeout)
+
+
+def request_quorum(client: Any, *, step: int, commit_failures: int, timeout: timedelta) -> Any:
+    """Wait for the lighthouse's quorum: `quorum_id`, `replica_ids`, `replica_rank`, `store_address`."""
+    return client._quorum(
+        group_rank=0,
+        step=step,
+        checkpoint_metadata="",
+        shrink_only=False,
+        timeout=timeout,
+        init_sync=False,
+        commit_failures=commit_failures,
+    )
+
+
+def nccl_group(rendezvous: str, name: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """Connect torchft's NCCL group, which aborts a collective that hangs; torch's own would end the process."""
+    load_compiled_part()
+    try:
+        module = importlib.import_module("torchft.process_group")
+    except Exception as error:
+        raise _broken(error) from error
+    group = module.ProcessGroupNCCL(timeout)
+    group.configure(rendezvous, name, rank, size)
+    return group

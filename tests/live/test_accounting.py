@@ -1,0 +1,170 @@
+"""The account of a fleet: which steps survived, that every sample is in them once, and what changes cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbflow.data.ledger import Ledger
+from ebbflow.errors import RecordError
+from ebbflow.live.accounting import account, account_lines, read_account, surviving_steps
+from ebbflow.record import Header, RecordWriter, StepRow, ValidationRow
+
+SAMPLES = 23
+
+
+def node(step: int, stop: int, batch: int, lineage: int, parent: int, *, epoch: int = 0) -> StepRow:
+    return StepRow(
+        step=step, time_s=0.0, wall_s=0.0, epoch=epoch, samples=epoch * 10 + stop, workers=1, batch=batch,
+        micro_batches=1,
+        lr_base=0.1, lr=0.1, multiplier=1.0, loss=0.0, stats={"lineage": lineage, "parent": parent},
+    )  # fmt: skip
+
+
+def test_a_step_that_one_replica_committed_and_nobody_kept_is_given_up() -> None:
+    # 1 -> 2 -> 3 survives; 9 was committed by a replica that then received the state of another.
+    rows = [node(0, 4, 4, 1, 0), node(1, 8, 4, 9, 1), node(1, 6, 2, 2, 1), node(2, 10, 4, 3, 2)]
+    found = account(rows, epoch_samples=10)
+    assert [r.stats["lineage"] for r in found.steps] == [1, 2, 3]
+    assert found.exactly_once and found.given_up == 1 and found.epochs == 1 and found.samples == 10
+
+
+def test_rows_that_several_replicas_wrote_count_once() -> None:
+    rows = [node(0, 10, 10, 1, 0)] * 3
+    assert account(rows, epoch_samples=10).samples == 10
+
+
+@pytest.mark.parametrize(
+    ("second", "what"),
+    [
+        (node(1, 10, 5, 2, 1), "step 1 has samples 5 to 10 of epoch 0, but the step before ended at sample 4"),
+        (node(1, 10, 7, 2, 1), "step 1 has samples 3 to 10 of epoch 0, but the step before ended at sample 4"),
+        (node(1, 5, 5, 2, 1, epoch=1), "step 1 has samples 0 to 5 of epoch 1, but the step before ended at sample 4"),
+    ],
+)
+def test_a_lost_or_repeated_sample_is_a_mistake(second: StepRow, what: str) -> None:
+    found = account([node(0, 4, 4, 1, 0), second], epoch_samples=10)
+    assert not found.exactly_once and what in found.mistakes[0]
+
+
+def test_missing_rows_are_a_mistake() -> None:
+    found = account([node(1, 10, 6, 2, 1)], epoch_samples=10)
+    assert any("rows of the steps before it are missing" in mistake for mistake in found.mistakes)
+
+
+def test_a_record_of_no_fleet_is_refused() -> None:
+    other = StepRow(
+        step=0, time_s=0, wall_s=0, epoch=0, samples=4, workers=1, batch=4, micro_batches=1, lr_base=0.1, lr=0.1,
+        multiplier=1.0, loss=0.0,
+    )  # fmt: skip
+    with pytest.raises(RecordError, match="no lineage"):
+        surviving_steps([other])
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=60), st.randoms())
+def test_any_history_of_restores_is_accounted_for(history: list[tuple[int, int]], shuffled: random.Random) -> None:
+    """Steps of any size; now and then the fleet goes back to an earlier state and trains on from there."""
+    states = [(Ledger(samples=SAMPLES), 0, 0)]  # ledger, step, lineage
+    rows = []
+    for number, (batch, back) in enumerate(history, start=1):
+        if back == 3 and len(states) > 1:
+            del states[-1]  # its rows stay in the records
+        ledger, step, lineage = states[-1]
+        assignment = ledger.assign(batch)
+        after = ledger.commit(assignment)
+        rows.append(
+            StepRow(
+                step=step, time_s=0, wall_s=0, epoch=assignment.epoch, samples=after.total, workers=1,
+                batch=assignment.batch, micro_batches=1, lr_base=0.1, lr=0.1, multiplier=1.0, loss=0.0,
+                stats={"lineage": number, "parent": lineage},
+            )
+        )  # fmt: skip
+        states.append((after, step + 1, number))
+    shuffled.shuffle(rows)
+    found = account(rows, epoch_samples=SAMPLES)
+    assert found.exactly_once
+    assert found.samples == max(row.samples for row in rows)
+    assert found.given_up + len(found.steps) == len(history)
+
+
+# The account of a job -------------------------------------------------------------------------------------------------
+
+
+LAUNCHER = {"job": "j", "status": "finished", "seconds": 10.0, "starts": 3, "deaths": 1, "folder": "/j"}
+
+
+def row(step: int, stop: int, lineage: int, parent: int, *, time: float, workers: int = 2, batch: int = 4) -> StepRow:
+    return StepRow(
+        step=step, time_s=time, wall_s=time, epoch=(stop - batch) // 8, samples=stop, workers=workers, batch=batch,
+        micro_batches=1, lr_base=0.1, lr=0.1, multiplier=1.0, loss=1.0, stats={"lineage": lineage, "parent": parent},
+    )  # fmt: skip
+
+
+def write(folder: Path, replica: str, rows: Sequence[StepRow | ValidationRow]) -> None:
+    with RecordWriter(folder / "replicas" / replica / "record.jsonl") as record:
+        record.write(Header(config={"epoch_samples": 8}))
+        for item in rows:
+            record.write(item)
+
+
+def test_an_empty_folder_has_an_empty_account(tmp_path: Path) -> None:
+    account = read_account(tmp_path)
+    assert (account.steps, account.exactly_once, account.problems) == (0, True, ())
+    assert account_lines(LAUNCHER, account)[-1] == "no step was committed; logs are in /j/replicas"
+
+
+def test_steps_of_two_replicas_are_counted_once_and_a_death_has_its_cost(tmp_path: Path) -> None:
+    # Epochs of 8 samples. Both commit steps 0 to 2, half a second apart; r1 dies, r0 alone begins step 3 after 2 s.
+    shared = [row(step, 4 * step + 4, step + 1, step, time=1 + 0.5 * step) for step in range(3)]
+    alone = [row(3, 14, 4, 3, time=4.0, workers=1, batch=2), row(4, 16, 5, 4, time=4.4, workers=1, batch=2)]
+    last = ValidationRow(step=5, epoch=2.0, samples=16, time_s=5, wall_s=5, metrics={"accuracy": 0.75, "loss": None})
+    write(tmp_path, "r0", [*shared, *alone, last])
+    write(tmp_path, "r1", shared)
+    account = read_account(tmp_path)
+    assert (account.steps, account.samples, account.epochs, account.exactly_once) == (5, 16, 2, True)
+    # From the beginning of step 2 (2.0 s) to that of step 3 (4.0 s): 2 s, of which half a second is usual.
+    (change,) = account.changes
+    assert (change.step, change.before, change.after, change.lost_s) == (3, 2, 1, 1.5)
+    assert account.to_json()["lost_s_a_change"] == {"mean": 1.5, "median": 1.5, "max": 1.5}
+    assert account_lines({**LAUNCHER, "kills": 1, "notices": 0}, account) == [
+        "j: finished after 10.0 s, 3 starts, 1 death, 1 kill and 0 notices by the trace",
+        "5 steps, 16 samples, 2 whole epochs of 8",
+        "every sample was committed exactly once per epoch",
+        "changes of the fleet: 1, delay 1.5 s (median), at most 1.5 s",
+        "last validation: accuracy 0.7500, loss nan",
+    ]
+
+
+def test_steps_lost_with_the_whole_fleet_are_given_up_and_no_replica_measured_the_new_beginning(tmp_path: Path) -> None:
+    # r0 commits steps 0 and 1 and dies; the checkpoint is from after step 0. Its second start (its clock begins anew)
+    # does step 1 again, along another line, and goes further.
+    first = [row(0, 4, 1, 0, time=1.0, workers=1), row(1, 8, 2, 1, time=2.0, workers=1)]
+    again = [row(1, 8, 12, 1, time=0.5, workers=1), row(2, 12, 13, 12, time=1.5, workers=1)]
+    write(tmp_path, "r0", [*first, *again])
+    account = read_account(tmp_path)
+    assert (account.steps, account.samples, account.exactly_once) == (3, 12, True)
+    assert (account.given_up_steps, account.given_up_samples) == (1, 4)
+    assert [(change.step, change.lost_s) for change in account.changes] == [(1, None)]
+    assert any("1 steps (4 samples) were lost" in line for line in account_lines(LAUNCHER, account))
+
+
+def test_a_lost_sample_is_a_problem(tmp_path: Path) -> None:
+    write(tmp_path, "r0", [row(0, 4, 1, 0, time=1.0), row(1, 10, 2, 1, time=2.0)])  # samples 4 and 5 are missing
+    account = read_account(tmp_path)
+    assert not account.exactly_once
+    assert account_lines(LAUNCHER, account)[2] == "NOT exactly once:"
+
+
+@pytest.mark.parametrize("text", ["", "rubbish\n", '{"kind": "step"}\n'])
+def test_a_record_that_cannot_be_read_is_a_problem_and_not_an_error(tmp_path: Path, text: str) -> None:
+    write(tmp_path, "r0", [row(0, 4, 1, 0, time=1.0)])
+    (tmp_path / "replicas" / "r1").mkdir()
+    (tmp_path / "replicas" / "r1" / "record.jsonl").write_text(text)
+    account = read_account(tmp_path)
+    assert not account.exactly_once
+    assert "r1/record.jsonl" in account.problems[0]

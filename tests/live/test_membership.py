@@ -1,0 +1,569 @@
+"""The membership protocol: one plain test per decision, then random histories of several replicas."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbflow.data.ledger import Assignment
+from ebbflow.live.membership import Membership, MembershipPhase, agree, extend_lineage, initial_lineage
+from ebbflow.live.membership_events import (
+    AskLighthouse,
+    CheckHeartbeats,
+    CheckpointLoaded,
+    ComputeStep,
+    Connect,
+    ConnectionFailed,
+    DropConnections,
+    GroupConnected,
+    Handshake,
+    HandshakeFailed,
+    HandshakesReceived,
+    HeartbeatsReceived,
+    Instruction,
+    LeaveFleet,
+    LighthouseUnreachable,
+    LighthouseWanted,
+    LoadCheckpoint,
+    MembershipEvent,
+    NoNewerCheckpoint,
+    QuorumFormed,
+    ReceiveState,
+    RecordEvent,
+    Refuse,
+    Register,
+    Registered,
+    ReplicaState,
+    SendHandshake,
+    SendState,
+    Started,
+    StateReceived,
+    StateSent,
+    StepCommitted,
+    StepFailed,
+    StepRequested,
+    Tick,
+    ToldToLeave,
+    Unregister,
+)
+from live.toy_fleet import ToyFleet
+
+JOBS = ({"seed": "1"}, {"seed": "2"})
+STEP = Assignment(0, 0, 8)
+
+
+# Whose state counts ---------------------------------------------------------------------------------------------------
+
+
+def handshake(
+    step: int, lineage: int, *, established: bool = True, job: dict[str, str] | None = None, objects: bool = False
+) -> Handshake:
+    state = ReplicaState(step=step, lineage=lineage, established=established)
+    own = JOBS[0] if job is None else job
+    return Handshake(name=f"{step}/{lineage}", store="10.0.0.9:9", state=state, job=own, objects=objects)
+
+
+some_handshakes = st.lists(
+    st.builds(handshake, st.integers(0, 5), st.integers(0, 3), established=st.booleans(), job=st.sampled_from(JOBS)),
+    min_size=1,
+    max_size=6,
+)
+
+
+def test_equal_replicas_need_no_transfer() -> None:
+    agreement = agree([handshake(4, 7), handshake(4, 7), handshake(4, 7)])
+    assert agreement.transfers == {} and agreement.incompatible == frozenset()
+
+
+def test_a_replica_that_missed_a_step_receives_the_state_of_one_that_has_it() -> None:
+    assert agree([handshake(4, 6), handshake(5, 7), handshake(4, 6)]).transfers == {0: 1, 2: 1}
+
+
+def test_several_that_need_the_state_are_divided_among_those_that_have_it() -> None:
+    fresh = [handshake(0, 1, established=False) for _ in range(4)]
+    assert agree([handshake(5, 7), handshake(5, 7), *fresh]).transfers == {2: 0, 3: 1, 4: 0, 5: 1}
+
+
+def test_the_same_step_of_two_lineages_is_not_the_same_state() -> None:
+    assert agree([handshake(5, 7), handshake(5, 8)]).transfers == {1: 0}
+
+
+def test_a_checkpoint_gives_way_to_a_replica_that_trains_even_if_it_is_further() -> None:
+    assert agree([handshake(9, 8, established=False), handshake(5, 7)]).transfers == {0: 1}
+
+
+def test_after_the_loss_of_all_replicas_the_furthest_checkpoint_counts() -> None:
+    assert agree([handshake(3, 6, established=False), handshake(9, 8, established=False)]).transfers == {0: 1}
+
+
+def test_incompatible_replicas_are_refused_by_a_fleet_that_trains_even_by_a_single_replica() -> None:
+    others = [handshake(50, 1, established=False, job=JOBS[1]) for _ in range(3)]
+    agreement = agree([*others, handshake(5, 7)])
+    assert agreement.incompatible == {0, 1, 2} and agreement.transfers == {} and agreement.job == JOBS[0]
+
+
+def test_before_anybody_trains_the_job_of_most_replicas_is_that_of_the_fleet() -> None:
+    new = [handshake(0, 1, established=False, job=JOBS[i]) for i in (1, 0, 0)]
+    assert agree(new).incompatible == {0}
+
+
+@given(some_handshakes)
+def test_all_who_stay_end_with_one_state(handshakes: list[Handshake]) -> None:
+    agreement = agree(handshakes)
+    stay = [rank for rank in range(len(handshakes)) if rank not in agreement.incompatible]
+    assert stay, "at least one replica always goes on"
+    assert {tuple(handshakes[rank].job.items()) for rank in stay} == {tuple(agreement.job.items())}
+    if agreement.incompatible:
+        assert not agreement.transfers
+        return
+    after = {handshakes[agreement.transfers.get(rank, rank)].state.lineage for rank in stay}
+    assert len(after) == 1
+    assert all(sender not in agreement.transfers for sender in agreement.transfers.values()), "senders need nothing"
+    established = [handshakes[rank].state for rank in stay if handshakes[rank].state.established]
+    if established:
+        kept = [state for state in established if state.lineage in after]
+        assert max(state.step for state in kept) == max(state.step for state in established)
+
+
+@given(some_handshakes)
+def test_a_handshake_survives_its_text(handshakes: list[Handshake]) -> None:
+    assert [Handshake.decode(one.encode()) for one in handshakes] == handshakes
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "a"}', '{"name": "a", "store": "", "state": 3, "job": 1}'])
+def test_any_other_text_is_no_handshake(text: str) -> None:
+    with pytest.raises(ValueError):
+        Handshake.decode(text)
+
+
+def test_a_lineage_distinguishes_whatever_could_differ() -> None:
+    here = initial_lineage("weights")
+    different = {
+        here,
+        initial_lineage("other weights"),
+        extend_lineage(here, STEP, "1/a/b"),
+        extend_lineage(here, STEP, "2/a/b"),
+        extend_lineage(here, Assignment(0, 0, 4), "1/a/b"),
+        extend_lineage(here, Assignment(1, 0, 8), "1/a/b"),
+        extend_lineage(extend_lineage(here, STEP, "1/a/b"), STEP, "1/a/b"),
+    }
+    assert len(different) == 7
+    assert all(0 <= number < 2**48 and int(float(number)) == number for number in different)
+
+
+# The state machine ----------------------------------------------------------------------------------------------------
+
+
+def react(membership: Membership, *events: MembershipEvent) -> list[Instruction]:
+    """Hand over some events; the instructions that follow from the last one."""
+    instructions: list[Instruction] = []
+    for event in events:
+        instructions = membership.handle(event)
+    return instructions
+
+
+def quorum(*replicas: str, number: int = 1, now: float = 0.0) -> QuorumFormed:
+    """A quorum as "a", the replica of these tests, gets it."""
+    return QuorumFormed(now=now, quorum_id=number, replicas=replicas, rank=replicas.index("a"), store="10.0.0.1:1")
+
+
+def requested(step: int = 0, lineage: int = 5, now: float = 0.0) -> StepRequested:
+    return StepRequested(now=now, step=step, lineage=lineage)
+
+
+def handshakes(*states: tuple[int, int, bool], now: float = 0.0) -> HandshakesReceived:
+    said = tuple(
+        Handshake(
+            name=name,
+            store=f"store-{name}",
+            job=JOBS[0],
+            state=ReplicaState(step=step, lineage=lineage, established=established),
+        )
+        for name, (step, lineage, established) in zip("abc", states, strict=False)
+    )
+    return HandshakesReceived(now=now, handshakes=said)
+
+
+def idle(**settings: float) -> Membership:
+    """A registered replica."""
+    membership = Membership(JOBS[0], **settings)  # type: ignore[arg-type]
+    react(membership, Started(now=0), Registered(now=0, name="a", store="store-a"))
+    return membership
+
+
+def asking() -> Membership:
+    membership = idle()
+    react(membership, requested())
+    return membership
+
+
+def in_handshake(*replicas: str, now: float = 0.0) -> Membership:
+    membership = asking()
+    react(membership, quorum(*replicas, now=now))
+    return membership
+
+
+def computing(*replicas: str, **settings: float) -> Membership:
+    """A replica in the first step of a quorum group of equal replicas."""
+    membership = idle(**settings)
+    equal = [(0, 5, True)] * len(replicas)
+    react(membership, requested(), quorum(*replicas), handshakes(*equal), GroupConnected(now=0))
+    assert membership.phase is MembershipPhase.COMPUTING
+    return membership
+
+
+def committed(
+    leaving: frozenset[int] = frozenset(), *, lighthouse_wanted: bool = False, now: float = 0.0
+) -> StepCommitted:
+    return StepCommitted(now=now, assignment=STEP, leaving=leaving, lighthouse_wanted=lighthouse_wanted)
+
+
+def test_a_replica_registers_when_it_starts_and_asks_for_a_quorum_when_it_needs_a_step() -> None:
+    membership = Membership(JOBS[0])
+    assert react(membership, Started(now=0)) == [Register()]
+    assert react(membership, Registered(now=0, name="a", store="store-a")) == []
+    assert react(membership, requested(step=3)) == [AskLighthouse(step=3, commit_failures=0)]
+
+
+def test_a_replica_that_found_no_lighthouse_at_its_start_registers_for_its_first_step() -> None:
+    membership = Membership(JOBS[0])
+    assert react(membership, Started(now=0), LighthouseUnreachable(now=1, reason="refused")) == []
+    assert react(membership, requested()) == [Register()]
+    assert react(membership, Registered(now=1, name="a", store="s")) == [AskLighthouse(step=0, commit_failures=0)]
+
+
+def test_an_unreachable_lighthouse_is_tried_again_after_a_pause_and_recorded_once() -> None:
+    membership = asking()
+    away = LighthouseUnreachable(now=1, reason="refused")
+    # Every attempt counts once when it begins and once when it fails.
+    assert react(membership, away) == [
+        RecordEvent("lost", "refused"),
+        AskLighthouse(step=0, commit_failures=2, after_s=0.2),
+    ]
+    assert react(membership, away) == [AskLighthouse(step=0, commit_failures=4, after_s=0.2)]
+    unregistered = Membership(JOBS[0])
+    assert react(unregistered, requested(), away) == [RecordEvent("lost", "refused"), Register(after_s=0.2)]
+
+
+def test_a_quorum_leads_to_a_handshake_with_the_own_job_and_state() -> None:
+    membership = idle()
+    own = Handshake(name="a", store="store-a", state=ReplicaState(step=3, lineage=7), job=JOBS[0])
+    assert react(membership, requested(step=3, lineage=7), quorum("a", "b", number=4)) == [
+        SendHandshake(rendezvous="10.0.0.1:1/ebbflow/4", rank=0, size=2, handshake=own)
+    ]
+
+
+def test_the_same_quorum_keeps_its_connections() -> None:
+    membership = computing("a", "b")
+    instructions = react(membership, committed(), requested(step=1, lineage=6), quorum("a", "b"))
+    assert instructions == [ComputeStep(step=1, participants=("a", "b"), rank=0)]
+
+
+@pytest.mark.parametrize("following", [quorum("a", "b", "c", number=2), quorum("a", "b", number=2)])
+def test_another_quorum_drops_the_connections_even_if_the_replicas_are_the_same(following: QuorumFormed) -> None:
+    membership = computing("a", "b")
+    instructions = react(membership, committed(), requested(step=1, lineage=6), following)
+    assert instructions[0] == DropConnections()
+    assert isinstance(instructions[1], SendHandshake) and instructions[1].rendezvous == "10.0.0.1:1/ebbflow/2"
+
+
+def test_a_lower_quorum_number_means_a_new_lighthouse_and_asks_for_a_new_name() -> None:
+    membership = idle()
+    react(membership, requested(), quorum("a", number=7), handshakes((0, 5, True)), GroupConnected(now=0))
+    assert react(membership, committed(), requested(step=1), quorum("a", number=1)) == [
+        DropConnections(),
+        Unregister(),
+        RecordEvent("lost", "the lighthouse was restarted"),
+        Register(),
+    ]
+    assert react(membership, Registered(now=0, name="a2", store="s")) == [AskLighthouse(step=1, commit_failures=2)]
+
+
+def left_out(ages: dict[str, float]) -> list[Instruction]:
+    """What follows when the lighthouse leaves b out of the quorum after a step of a, b and c."""
+    membership = computing("a", "b", "c")
+    following = react(membership, committed(), requested(step=1), quorum("a", "c", number=2))
+    assert following == [DropConnections(), CheckHeartbeats()]
+    return react(membership, HeartbeatsReceived(now=0, ages=ages))
+
+
+@pytest.mark.parametrize(
+    ("ages", "objects"),
+    [({"b": 0.1}, True), ({"b": 0.9}, False), ({}, True)],  # the last: the lighthouse does not answer
+)
+def test_a_quorum_that_lacks_a_replica_with_heartbeats_is_objected_to(ages: dict[str, float], objects: bool) -> None:
+    (instruction,) = left_out(ages)
+    assert isinstance(instruction, SendHandshake) and instruction.handshake.objects == objects
+
+
+def test_one_objection_makes_all_ask_for_another_quorum_after_a_pause() -> None:
+    membership = in_handshake("a", "b")
+    said = HandshakesReceived(now=0, handshakes=(handshake(0, 5), handshake(0, 5, objects=True)))
+    assert react(membership, said) == [
+        RecordEvent("lost", "the lighthouse left out a replica that still sends heartbeats"),
+        AskLighthouse(step=0, commit_failures=2, after_s=0.1),
+    ]
+
+
+def test_after_five_objections_the_quorum_is_accepted_until_a_step_is_committed() -> None:
+    membership = computing("a", "b")
+    react(membership, committed(), requested(step=1))
+    for number in range(2, 7):
+        assert react(membership, quorum("a", number=number))[-1] == CheckHeartbeats()
+        (sent,) = react(membership, HeartbeatsReceived(now=0, ages={"b": 0.0}))
+        assert isinstance(sent, SendHandshake)
+        react(membership, HandshakesReceived(now=0, handshakes=(sent.handshake,)))
+    (sent,) = react(membership, quorum("a", number=7))
+    assert isinstance(sent, SendHandshake) and not sent.handshake.objects
+    react(membership, handshakes((1, 6, True)), GroupConnected(now=0), committed(), requested(step=2))
+    assert react(membership, quorum("a", "b", number=8))[-1] != CheckHeartbeats(), "b is back"
+
+
+def test_while_handshakes_are_missing_heartbeats_are_checked() -> None:
+    membership = in_handshake("a", "b", now=100.0)  # the heartbeat timeout is 0.8 s
+    assert react(membership, Tick(now=100.7)) == []
+    assert react(membership, Tick(now=100.9)) == [CheckHeartbeats()]
+    assert react(membership, HeartbeatsReceived(now=100.9, ages={"a": 0.0, "b": 0.7})) == []
+    assert react(membership, Tick(now=101.2)) == [], "not again before half of the timeout has passed"
+    assert react(membership, Tick(now=101.4)) == [CheckHeartbeats()]
+    assert react(membership, HeartbeatsReceived(now=101.4, ages={"a": 0.0, "b": 1.2})) == [
+        RecordEvent("lost", "no heartbeat of b"),
+        AskLighthouse(step=0, commit_failures=2),
+    ]
+
+
+def test_a_replica_that_sends_heartbeats_and_no_handshake_is_given_up_after_a_while() -> None:
+    membership = in_handshake("a", "b", now=100.0)
+    react(membership, Tick(now=110.1), HeartbeatsReceived(now=110.1, ages={"a": 0.0, "b": 0.0}))
+    assert react(membership, Tick(now=110.2)) == [
+        RecordEvent("lost", "not every replica sent its handshake within 10 s"),
+        AskLighthouse(step=0, commit_failures=2),
+    ]
+
+
+def test_a_failed_handshake_asks_for_another_quorum() -> None:
+    assert react(in_handshake("a", "b"), HandshakeFailed(now=0, reason="no store")) == [
+        RecordEvent("lost", "no store"),
+        AskLighthouse(step=0, commit_failures=2),
+    ]
+
+
+def test_an_incompatible_replica_ends_with_the_reason() -> None:
+    membership = in_handshake("a", "b")
+    said = (handshake(0, 5, established=False), handshake(9, 7, job=JOBS[1]))
+    assert react(membership, HandshakesReceived(now=0, handshakes=said)) == [
+        Unregister(),
+        Refuse("seed is '1' here and '2' in the fleet"),
+    ]
+
+
+def test_the_others_ask_for_a_quorum_without_the_incompatible_replica() -> None:
+    membership = in_handshake("a", "b")
+    said = (handshake(0, 5), handshake(9, 7, established=False, job=JOBS[1]))
+    assert react(membership, HandshakesReceived(now=0, handshakes=said)) == [
+        RecordEvent("lost", "incompatible replicas were refused: 9/7"),
+        AskLighthouse(step=0, commit_failures=2),
+    ]
+
+
+def test_compatible_replicas_connect() -> None:
+    assert react(in_handshake("b", "a"), handshakes((0, 5, True), (0, 5, True))) == [
+        Connect(rendezvous="10.0.0.1:1/ebbflow/1", names=("b", "a"), rank=1)
+    ]
+
+
+def test_replicas_that_cannot_connect_ask_again() -> None:
+    membership = in_handshake("a", "b")
+    react(membership, handshakes((0, 5, True), (0, 5, True)))
+    assert react(membership, ConnectionFailed(now=0, reason="refused")) == [
+        RecordEvent("lost", "refused"),
+        AskLighthouse(step=0, commit_failures=2),
+    ]
+
+
+def connected(*states: tuple[int, int, bool]) -> tuple[Membership, list[Instruction]]:
+    """Replica a with these states of itself and its peers, right after connecting."""
+    membership = idle()
+    step, lineage, _ = states[0]
+    names = "abc"[: len(states)]
+    react(membership, requested(step=step, lineage=lineage), quorum(*names), handshakes(*states))
+    return membership, react(membership, GroupConnected(now=0))
+
+
+def test_if_nobody_has_trained_a_checkpoint_may_be_further() -> None:
+    membership, instructions = connected((0, 5, False), (0, 5, False))
+    assert instructions == [LoadCheckpoint()]
+    assert react(membership, CheckpointLoaded(now=0, step=40, lineage=9)) == [
+        RecordEvent("lost", "a checkpoint is further than all replicas"),
+        DropConnections(),
+        AskLighthouse(step=40, commit_failures=2),
+    ]
+    assert membership.state == ReplicaState(step=40, lineage=9)
+
+
+def test_without_a_further_checkpoint_the_step_begins() -> None:
+    membership, _ = connected((0, 5, False), (0, 5, False))
+    assert react(membership, NoNewerCheckpoint(now=0)) == [
+        RecordEvent("members", "a b"),
+        ComputeStep(step=0, participants=("a", "b"), rank=0),
+    ]
+
+
+def test_replicas_with_the_same_lineage_compute_at_once() -> None:
+    _, instructions = connected((3, 5, True), (3, 5, True))
+    assert instructions == [
+        RecordEvent("members", "a b"),
+        ComputeStep(step=3, participants=("a", "b"), rank=0),
+    ]
+
+
+def test_a_replica_with_another_lineage_receives_the_state_and_is_not_established_by_it() -> None:
+    membership, instructions = connected((0, 5, False), (3, 9, True))
+    assert instructions == [ReceiveState(1)]
+    assert react(membership, StateReceived(now=0, step=3, lineage=9, size=1000)) == [
+        RecordEvent("received", "1000 bytes from b"),
+        RecordEvent("members", "a b"),
+        ComputeStep(step=3, participants=("a", "b"), rank=0),
+    ]
+    assert membership.state == ReplicaState(step=3, lineage=9)
+
+
+def test_the_replica_with_the_right_lineage_sends_it_to_all_who_need_it() -> None:
+    membership, instructions = connected((3, 9, True), (0, 5, False), (2, 8, True))
+    assert instructions == [SendState((1, 2))]
+    assert react(membership, StateSent(now=0))[-1] == ComputeStep(step=3, participants=("a", "b", "c"), rank=0)
+
+
+def test_a_peer_lost_while_the_state_is_sent_costs_the_group() -> None:
+    membership, _ = connected((3, 9, True), (0, 5, False))
+    assert react(membership, ConnectionFailed(now=0, reason="connection closed")) == [
+        RecordEvent("lost", "connection closed"),
+        DropConnections(),
+        AskLighthouse(step=3, commit_failures=2),
+    ]
+
+
+def test_a_committed_step_extends_the_lineage_and_establishes_the_replica() -> None:
+    membership = computing("a", "b")
+    assert react(membership, committed()) == []
+    assert membership.state == ReplicaState(step=1, lineage=extend_lineage(5, STEP, "1/a/b"), established=True)
+    assert react(membership, requested(step=1)) == [AskLighthouse(step=1, commit_failures=0)]
+
+
+def test_a_failed_step_costs_the_group_and_the_next_request_reports_the_failure() -> None:
+    membership = computing("a", "b")
+    assert react(membership, StepFailed(now=0, reason="no heartbeat of b")) == [
+        RecordEvent("lost", "no heartbeat of b"),
+        DropConnections(),
+    ]
+    assert react(membership, requested()) == [AskLighthouse(step=0, commit_failures=2)]
+
+
+def test_a_replica_that_said_so_leaves_after_the_step() -> None:
+    assert react(computing("a", "b"), committed(frozenset({0}))) == [LeaveFleet(save_state=False)]
+
+
+@pytest.mark.parametrize(("replicas", "saves"), [(("a", "b"), True), (("b", "a"), False)])
+def test_if_all_leave_at_once_the_first_of_them_saves_the_state(replicas: tuple[str, ...], saves: bool) -> None:
+    assert react(computing(*replicas), committed(frozenset({0, 1}))) == [LeaveFleet(save_state=saves)]
+
+
+def test_the_others_form_a_group_without_the_leaver_and_without_the_lighthouse() -> None:
+    membership = computing("a", "b", "c")
+    assert react(membership, committed(frozenset({1}))) == [
+        DropConnections(),
+        Connect(rendezvous="store-a/ebbflow/1+1", names=("a", "c"), rank=0),
+    ]
+    assert react(membership, GroupConnected(now=50.0)) == [RecordEvent("members", "a c")]
+    assert react(membership, requested(step=1, lineage=6)) == [ComputeStep(step=1, participants=("a", "c"), rank=0)]
+    react(membership, committed())
+    assert membership.state.lineage == extend_lineage(6, STEP, "1/a/b/c+1"), "the key of the group is another one"
+
+
+def test_several_leave_one_after_the_other() -> None:
+    membership = computing("a", "b", "c")
+    react(membership, committed(frozenset({1})), GroupConnected(now=0), requested(step=1))
+    assert react(membership, committed(frozenset({1}))) == [
+        DropConnections(),
+        Connect(rendezvous="store-a/ebbflow/1+2", names=("a",), rank=0),
+    ]
+
+
+def test_too_few_replicas_do_not_go_on_by_themselves() -> None:
+    membership = computing("a", "b", min_replicas=2)
+    assert react(membership, committed(frozenset({1}))) == [
+        RecordEvent("lost", "1 replicas are left, and 2 are needed"),
+        DropConnections(),
+    ]
+    assert react(membership, requested(step=1)) == [AskLighthouse(step=1, commit_failures=1)]
+
+
+def test_a_group_that_cannot_form_without_the_leaver_asks_the_lighthouse() -> None:
+    membership = computing("a", "b", "c")
+    react(membership, committed(frozenset({1})))
+    assert react(membership, ConnectionFailed(now=0, reason="refused")) == [RecordEvent("lost", "refused")]
+    assert react(membership, requested(step=1)) == [AskLighthouse(step=1, commit_failures=1)]
+
+
+def independent() -> Membership:
+    membership = computing("a", "b", "c")
+    react(membership, committed(frozenset({1})), GroupConnected(now=50.0), requested(step=1))
+    return membership
+
+
+def test_a_group_on_its_own_returns_to_the_lighthouse_when_that_has_forgotten_the_leaver() -> None:
+    membership = independent()
+    assert not membership.wants_lighthouse(50.9)  # 0.8 s for the heartbeat timeout, 0.2 s for two heartbeats
+    assert membership.wants_lighthouse(51.1)
+    react(membership, committed(lighthouse_wanted=True))
+    assert not membership.wants_lighthouse(60.0)
+    assert react(membership, requested(step=2)) == [AskLighthouse(step=2, commit_failures=0)]
+
+
+def test_the_last_meeting_of_all_replicas_is_at_the_lighthouse() -> None:
+    membership = independent()
+    react(membership, committed(), LighthouseWanted(now=0))
+    assert react(membership, requested(step=2)) == [AskLighthouse(step=2, commit_failures=0)]
+
+
+def test_a_failed_step_ends_the_independence_of_a_group() -> None:
+    membership = independent()
+    react(membership, StepFailed(now=0, reason="lost"), requested(step=1), quorum("a", number=2))
+    react(membership, HeartbeatsReceived(now=0, ages={"c": 2.0}), handshakes((1, 6, True)), GroupConnected(now=0))
+    react(membership, committed())
+    assert react(membership, requested(step=2)) == [AskLighthouse(step=2, commit_failures=0)]
+
+
+def test_a_replica_without_a_group_that_is_told_to_leave_leaves_at_once() -> None:
+    membership = asking()
+    assert react(membership, Tick(now=5)) == []
+    assert react(membership, ToldToLeave(now=5)) == [LeaveFleet(save_state=False)]
+
+
+def test_a_replica_with_a_group_that_is_told_to_leave_waits_for_one_more_step() -> None:
+    membership = computing("a", "b")
+    react(membership, committed(), requested(step=1, now=100.0))
+    assert react(membership, ToldToLeave(now=100.1)) == []
+    assert react(membership, Tick(now=109.9)) == []
+    assert react(membership, Tick(now=110.0)) == [LeaveFleet(save_state=True)], "nobody else may have the state"
+
+
+def test_an_event_that_cannot_happen_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"GroupConnected.* cannot happen in phase ASKING"):
+        react(asking(), GroupConnected(now=0))
+
+
+# Several replicas -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=400)
+@given(seed=st.integers(0, 2**32), replicas=st.integers(2, 4))
+def test_participants_of_a_step_agree_on_the_lineage_before_it(seed: int, replicas: int) -> None:
+    fleet = ToyFleet(Random(seed), replicas)
+    for _ in range(600):
+        fleet.do_something()
+    fleet.let_everything_finish()
+    assert fleet.committed, "a fleet that is left alone commits steps"
