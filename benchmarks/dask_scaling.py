@@ -33,8 +33,8 @@ def grow(client: Client, transport: Any) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
     optimizer = ElasticOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), base_batch=32, epoch_samples=SAMPLES)
     with DaskEngine(
-        model, fetch, loss, f"follow({LOCAL})", client=client, optimizer=optimizer, samples=SAMPLES, transport=transport,
-        min_workers=2, max_workers=4, scale=True,
+        model, fetch, loss, f"follow({LOCAL})", client=client, optimizer=optimizer, samples=SAMPLES,
+        transport=transport, min_workers=2, max_workers=4, scale=True,
     ) as engine:  # fmt: skip
         flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
         lost, times, asked = 0, [], 0.0

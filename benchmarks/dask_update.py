@@ -126,8 +126,8 @@ def ours(client: Client, transport: Any, stack: ExitStack) -> Callable[[], Any]:
     optimizer = ElasticOptimizer(inner, "linear", base_batch=WORKERS * LOCAL, epoch_samples=SAMPLES)
     engine = stack.enter_context(
         DaskEngine(
-            model, fetch, loss, f"follow({LOCAL})", client=client, optimizer=optimizer, samples=SAMPLES, transport=transport,
-            min_workers=WORKERS,
+            model, fetch, loss, f"follow({LOCAL})", client=client, optimizer=optimizer, samples=SAMPLES,
+            transport=transport, min_workers=WORKERS,
         )
     )  # fmt: skip
     return Flow(engine, optimizer, Ledger(samples=SAMPLES)).run_step

@@ -106,8 +106,7 @@ class Diverged(EbbflowError):
     >>> raise Diverged("the training loss is nan at step 7")
     Traceback (most recent call last):
     ...
-    ebbflow.errors.Diverged: the training loss is nan at step 7; use a smaller learning rate, a warm-up, or inputs on a \
-smaller scale
+    ebbflow.errors.Diverged: the training loss is nan at step 7; use a smaller learning rate, a warm-up, ...
     """
 
     def __init__(self, what: str) -> None:

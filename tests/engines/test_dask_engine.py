@@ -204,8 +204,8 @@ def test_every_sample_counts_once_while_the_cluster_scales_and_a_worker_is_kille
     data = Witnessed(*make_data(), tmp_path)
     events: list[str] = []
     with DaskEngine(
-        model, data, cross_entropy, "follow(4)", client=client, optimizer=optimizer, samples=SAMPLES, transport=transport,
-        max_workers=4, scale=True, on_event=lambda what, text: events.append(f"{what}: {text}"),
+        model, data, cross_entropy, "follow(4)", client=client, optimizer=optimizer, samples=SAMPLES,
+        transport=transport, max_workers=4, scale=True, on_event=lambda what, text: events.append(f"{what}: {text}"),
     ) as engine:  # fmt: skip
         run = Cut(Flow(engine, optimizer, Ledger(samples=SAMPLES)), data)
         assert run.step() == 1

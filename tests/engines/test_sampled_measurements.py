@@ -107,7 +107,8 @@ def test_dask_skips_the_same_steps(transport: str, tmp_path: Any) -> None:
     with (
         local_client(2) as client,
         DaskEngine(
-            model, Witnessed(*make_data(), tmp_path), cross_entropy, changing_plan(), client=client, transport=transport,
+            model, Witnessed(*make_data(), tmp_path), cross_entropy, changing_plan(), client=client,
+            transport=transport,
             optimizer=optimizer, samples=SAMPLES, seed=7, micro_batch=2, min_workers=2, needs=optimizer.rule.needs,
         ) as engine,
     ):  # fmt: skip

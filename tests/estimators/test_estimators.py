@@ -247,7 +247,7 @@ def test_a_setting_that_cannot_be_used_is_refused_by_fit(settings: Any, error: t
 
 def test_a_loss_that_explodes_stops_the_fit_with_advice(tmp_path: Path) -> None:
     model = EbbflowRegressor(optimizer="sgd", lr=1e6, record=tmp_path)
-    with pytest.raises(Diverged, match=r"smaller learning rate than 1e\+06"):
+    with pytest.raises(Diverged, match="use a smaller learning rate"):
         model.fit(INPUTS, VALUES)
     assert read_record(model.record_).status == "diverged"
 

@@ -78,7 +78,7 @@ def test_a_damaged_torchft_is_named_with_the_cause(tmp_path: Path, files: dict[s
     for name, text in files.items():
         (tmp_path / "torchft" / name).write_text(text)
     answer = load_from(tmp_path, "torchft_api.load_compiled_part()")
-    assert answer.startswith("ConfigError torchft is installed but cannot be used: ")
+    assert answer.startswith("BrokenExtra a live fleet needs torchft, which is installed but cannot be imported: ")
     assert reason in answer
 
 
@@ -88,4 +88,4 @@ def test_a_missing_dependency_of_torchft_is_named(tmp_path: Path) -> None:
     code = "torchft_api.load_compiled_part = lambda: None; torchft_api.nccl_group('h:1/g', 'r0', 0, 2, None)"
     answer = load_from(tmp_path, code)
     assert "No module named 'opentelemetry'" in answer
-    assert answer.startswith("ConfigError torchft is installed but cannot be used")
+    assert answer.startswith("BrokenExtra a fleet of GPUs needs torchft, which is installed but cannot be imported")

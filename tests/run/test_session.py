@@ -118,12 +118,15 @@ def test_mistakes_in_the_loop_are_named() -> None:
     session = ebbflow.Session(model, sgd(model), TensorSource(*make_data()), **SETTINGS)
     with pytest.raises(ConfigError, match="the session is not open: use it in a `with`"):
         next(iter(session))
-    with session, pytest.raises(ConfigError, match="16 samples of the step, but backward\\(\\) was called for 0"):
-        for step in session:
-            for _ in step:
-                pass
-    with session, pytest.raises(ConfigError, match="backward\\(\\) was called outside of `for x, y in step`"):
-        for step in session:
+    with session:
+        steps = iter(session)
+        for _ in next(steps):
+            pass
+        with pytest.raises(ConfigError, match="16 samples of the step, but backward\\(\\) was called for 0"):
+            next(steps)
+    with session:
+        step = next(iter(session))
+        with pytest.raises(ConfigError, match="backward\\(\\) was called outside of `for x, y in step`"):
             step.backward(torch.zeros((), requires_grad=True))
     with session, pytest.raises(ConfigError, match="no loss was given"):
         session.run()

@@ -48,8 +48,8 @@ policies = st.one_of(
     fixed=st.sampled_from([0.0, 0.3, 1.0]),
 )
 def test_a_growing_simulation_equals_one_step_by_step(
-    fleet: list[tuple[float, int]], recovery: Recovery, work: TrainingWork, policy: GrowingPolicy, local: int, step: float,
-    each: float, fixed: float,
+    fleet: list[tuple[float, int]], recovery: Recovery, work: TrainingWork, policy: GrowingPolicy, local: int,
+    step: float, each: float, fixed: float,
 ) -> None:  # fmt: skip
     stops, there = np.cumsum([s[0] for s in fleet]), np.array([s[1] for s in fleet], np.int64)
     phases = GrowthPhases(policy=policy, ref_batch=4, epoch_samples=work.epoch, most=max(int(there.max()) * local, 1))

@@ -14,15 +14,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from ebbflow.core.files import hold_lock
 from ebbflow.core.signals import StopSignal
-from ebbflow.errors import ConfigError, OutputError
+from ebbflow.errors import ConfigError
 from ebbflow.live.fleet_status import FleetDisplay
 from ebbflow.live.processes import LighthouseOptions, LighthouseProcess
 from ebbflow.live.protocol import (
@@ -96,26 +97,10 @@ def replica_name(name: str | None) -> str:
     return own
 
 
-@contextmanager
-def _hold_folder(folder: Path) -> Iterator[None]:
-    """Hold a folder, since a second launcher would write into the files of the first. Freed even by kill -9."""
-    import fcntl  # not on Windows, where the other verbs work all the same
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a+")
-    except OSError as problem:
-        raise OutputError(f"{folder} cannot be written: {problem.strerror}; choose another --out") from problem
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{folder} is in use by another launcher; stop that one first, or choose another --out"
-            ) from None
-        except OSError:
-            pass  # a file system without locks, such as a mounted bucket: then it is up to the user
-        yield
+def _hold_folder(folder: Path) -> AbstractContextManager[None]:
+    """Hold a folder, since a second launcher would write into the files of the first."""
+    busy = f"{folder} is in use by another launcher; stop that one first, or choose another --out"
+    return hold_lock(folder / ".lock", busy=busy)
 
 
 # Fleets ---------------------------------------------------------------------------------------------------------------

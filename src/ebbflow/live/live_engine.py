@@ -56,7 +56,8 @@ class LiveEngine(Engine):
 
     Guarantees: after `commit` returned True, gradient, measurement, loss and batch-norm statistics have the same bits
     on every replica that committed; after False the model is what it was. Micro-batches, seeds and order are those of
-    the emulated engines, so an emulated run with the same participants in each step computes the same to rounding. """
+    the emulated engines, so an emulated run with the same participants in each step computes the same to rounding.
+    """
 
     def __init__(
         self,

@@ -383,7 +383,8 @@ def join(
 
     Settings are those of a `Session`: epochs, local_batch (samples of one replica per step), rule, base_batch,
     schedule, policy (a text, or a function (step, replicas) -> (workers, samples)), seed, micro_batch, precision, ema,
-    clip, ... lighthouse, replica, folder, job and bind are what the environment says unless given. """
+    clip, ... lighthouse, replica, folder, job and bind are what the environment says unless given.
+    """
     return LiveSession(
         model,
         optimizer,
@@ -400,7 +401,8 @@ def join(
 
 def join_workload(config: RunConfig, **settings: Any) -> LiveSession:
     """Join a fleet that trains a workload; `run()` trains to the end. `settings`: what else `join` takes."""
-    config = resolve(config)
+    config.check_engine("live")
+    config = resolve(config).replace(label="")  # the label is that of a trace
     task = workloads.build(config.workload, data=config.data, seed=config.seed, device=config.device)
     session = LiveSession(
         task.model,

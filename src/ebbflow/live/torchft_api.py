@@ -6,7 +6,6 @@ launcher has no use. Not used is torchft's `Manager`, which listens on every int
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import sys
@@ -14,7 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ebbflow.errors import ConfigError, MissingExtra
+from ebbflow.core.extras import require
+from ebbflow.errors import BrokenExtra, MissingExtra
 
 __all__ = [
     "SUPPORTED_VERSION", "USED_MEMBERS", "manager_client", "manager_server", "missing_members", "nccl_group",
@@ -48,25 +48,25 @@ def load_compiled_part() -> Any:
     try:
         package = importlib.util.find_spec("torchft")
         folders = package.submodule_search_locations if package is not None else None
-        library = next(path for folder in folders or () for path in sorted(Path(folder).glob("_torchft*.so")))
+        libraries = [path for folder in folders or () for path in sorted(Path(folder).glob("_torchft*.so"))]
+        if not libraries:
+            raise ImportError(f"it has no compiled part; expected version {SUPPORTED_VERSION}")
+        library = libraries[0]
         spec = importlib.util.spec_from_file_location(name, library)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except Exception as error:
-        reason = "it has no compiled part" if isinstance(error, StopIteration) else error
-        raise _broken(reason) from error
+        raise _broken(error) from error
     if missing := missing_members(module):
-        raise _broken(f"it lacks {', '.join(missing)}")
+        found = f"it lacks {', '.join(missing)}; expected version {SUPPORTED_VERSION}"
+        raise _broken(ImportError(found))
     sys.modules[name] = module  # if torchft itself is imported later, it is to find this one
     return module
 
 
-def _broken(reason: object) -> ConfigError:
-    return ConfigError(
-        f"torchft is installed but cannot be used: {reason}; expected version {SUPPORTED_VERSION} with all that it "
-        f"needs: run pip install --force-reinstall 'ebbflow[live]'"
-    )
+def _broken(cause: Exception) -> BrokenExtra:
+    return BrokenExtra("torchft", extra="live", needed_for="a live fleet", cause=cause)
 
 
 def missing_members(module: Any) -> list[str]:
@@ -126,10 +126,7 @@ def request_quorum(client: Any, *, step: int, commit_failures: int, timeout: tim
 def nccl_group(rendezvous: str, name: str, rank: int, size: int, timeout: timedelta) -> Any:
     """Connect torchft's NCCL group, which aborts a collective that hangs; torch's own would end the process."""
     load_compiled_part()
-    try:
-        module = importlib.import_module("torchft.process_group")
-    except Exception as error:
-        raise _broken(error) from error
+    module = require("torchft.process_group", extra="live", needed_for="a fleet of GPUs")
     group = module.ProcessGroupNCCL(timeout)
     group.configure(rendezvous, name, rank, size)
     return group

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbflow.errors import DataError, MissingExtra
+from ebbflow.core.extras import require
+from ebbflow.errors import DataError
 from ebbflow.workloads.disk_cache import disk_cached
 
 __all__ = ["Images", "decode_jpegs", "read_cifar10", "read_cifar100", "read_idx", "read_mnist_folder"]
@@ -253,10 +254,7 @@ def _cifar_npz(path: Path, split: str, kind: _CifarFormat) -> Images:
 
 def decode_jpegs(blob: NDArray[Any], offsets: NDArray[Any], *, side: int = _CIFAR_SIDE) -> NDArray[np.uint8]:
     """Decode square RGB images on all cores; the JPEG of image i is `blob[offsets[i]:offsets[i + 1]]`."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise MissingExtra("pillow", extra="vision", needed_for="an npz file of JPEGs") from None
+    Image = require("PIL.Image", extra="vision", needed_for="an npz file of JPEGs", package="pillow")  # noqa: N806
     if blob.ndim != 1 or blob.dtype != np.uint8:
         raise DataError(f"the JPEGs are of type {blob.dtype} and shape {blob.shape}; expected a vector of bytes")
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or len(offsets) < 1:

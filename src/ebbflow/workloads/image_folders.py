@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ebbflow.errors import DataError, MissingExtra
+from ebbflow.core.extras import require
+from ebbflow.errors import DataError
 from ebbflow.workloads.models import ResNet, resnet18, resnet50
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.workload import Recipe, Task, missing_data, register_workload
@@ -72,10 +73,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, folder: Path, *, size: int, crop: Crop, mirror: bool = False) -> None:
         """With `mirror`, each image is mirrored with probability 1/2, drawn from torch's global generator."""
-        try:
-            from PIL import Image  # noqa: F401
-        except ImportError:
-            raise MissingExtra("pillow", extra="vision", needed_for="a folder of images") from None
+        require("PIL.Image", extra="vision", needed_for="a folder of images", package="pillow")
         self.folder = folder
         self.size = size
         self.crop = crop
