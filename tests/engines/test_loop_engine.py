@@ -10,7 +10,7 @@ from torch import nn
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
 from ebbflow.engines.emulated import LoopEngine, Ranks
-from ebbflow.engines.replica import micro_batch_seed
+from ebbflow.engines.replica_step import micro_batch_seed
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.batch_plan import BatchPlan

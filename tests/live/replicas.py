@@ -12,8 +12,8 @@ import torch
 
 from contract.suite import EPOCHS, make_data, make_model
 from ebbflow.engines.base import Faults
+from ebbflow.live.live_session import join
 from ebbflow.live.protocol import fetch_heartbeat_ages
-from ebbflow.live.session import join
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.sources import TensorSource

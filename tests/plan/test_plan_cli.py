@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ebbflow.cli.plan import plan
+from ebbflow.cli.plan_command import plan
 from ebbflow.errors import EbbflowError, PlanError, SpecError, UnitError
 
 app = typer.Typer()

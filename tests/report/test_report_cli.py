@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ebbflow.cli.report import report
+from ebbflow.cli.report_command import report
 from ebbflow.errors import RecordError
 
 app = typer.Typer()

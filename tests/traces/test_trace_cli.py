@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ebbflow.cli.trace import app
+from ebbflow.cli.trace_command import app
 from ebbflow.errors import EbbflowError, TraceError, UnitError
 from ebbflow.traces.availability import Trace
 from ebbflow.traces.formats import read

@@ -10,27 +10,25 @@ from typing import Annotated
 import typer
 
 from ebbflow import __version__
-from ebbflow.cli import (
-    compare,
-    demo,
-    launch,
-    lighthouse,
-    plan,
-    profile,
-    replay,
-    replica,
-    report,
-    rules,
-    simulate,
-    status,
-    study,
-    trace,
-    train,
-    whatif,
-    workloads,
-)
 from ebbflow.cli.common import err
+from ebbflow.cli.compare_command import compare
+from ebbflow.cli.demo_command import demo
 from ebbflow.cli.fleet_options import PASS_THROUGH
+from ebbflow.cli.launch_command import launch
+from ebbflow.cli.lighthouse_command import lighthouse
+from ebbflow.cli.plan_command import plan
+from ebbflow.cli.profile_command import profile
+from ebbflow.cli.replay_command import replay
+from ebbflow.cli.replica_command import replica
+from ebbflow.cli.report_command import report
+from ebbflow.cli.rules_command import app as rules_app
+from ebbflow.cli.simulate_command import simulate_verb
+from ebbflow.cli.status_command import status
+from ebbflow.cli.study_command import study
+from ebbflow.cli.trace_command import app as trace_app
+from ebbflow.cli.train_command import train
+from ebbflow.cli.whatif_command import whatif
+from ebbflow.cli.workloads_command import workloads
 from ebbflow.errors import EbbflowError, RankLost
 
 __all__ = ["app", "main"]
@@ -42,23 +40,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo.demo)
-app.add_typer(trace.app, name="trace")
-app.command("plan")(plan.plan)
-app.command("simulate")(simulate.simulate_verb)
-app.command("compare")(compare.compare)
-app.command("profile")(profile.profile)
-app.command("whatif")(whatif.whatif)
-app.add_typer(rules.app, name="rules")
-app.command("workloads")(workloads.workloads)
-app.command("train")(train.train)
-app.command("study")(study.study)
-app.command("report")(report.report)
-app.command("launch", context_settings=PASS_THROUGH)(launch.launch)
-app.command("status")(status.status)
-app.command("replay", context_settings=PASS_THROUGH)(replay.replay)
-app.command("lighthouse")(lighthouse.lighthouse)
-app.command("replica", hidden=True)(replica.replica)
+app.command("demo")(demo)
+app.add_typer(trace_app, name="trace")
+app.command("plan")(plan)
+app.command("simulate")(simulate_verb)
+app.command("compare")(compare)
+app.command("profile")(profile)
+app.command("whatif")(whatif)
+app.add_typer(rules_app, name="rules")
+app.command("workloads")(workloads)
+app.command("train")(train)
+app.command("study")(study)
+app.command("report")(report)
+app.command("launch", context_settings=PASS_THROUGH)(launch)
+app.command("status")(status)
+app.command("replay", context_settings=PASS_THROUGH)(replay)
+app.command("lighthouse")(lighthouse)
+app.command("replica", hidden=True)(replica)
 
 
 def _print_version(requested: bool) -> None:

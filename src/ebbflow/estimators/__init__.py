@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.core.extras import require
 
 if TYPE_CHECKING:
-    from ebbflow.estimators.estimators import EbbflowClassifier as EbbflowClassifier
-    from ebbflow.estimators.estimators import EbbflowRegressor as EbbflowRegressor
+    from ebbflow.estimators.elastic_estimators import EbbflowClassifier as EbbflowClassifier
+    from ebbflow.estimators.elastic_estimators import EbbflowRegressor as EbbflowRegressor
 
 __all__ = ["EbbflowClassifier", "EbbflowRegressor"]
 
-_HOME = {"EbbflowClassifier": "ebbflow.estimators.estimators", "EbbflowRegressor": "ebbflow.estimators.estimators"}
+_HOME = {
+    "EbbflowClassifier": "ebbflow.estimators.elastic_estimators",
+    "EbbflowRegressor": "ebbflow.estimators.elastic_estimators",
+}
 
 
 def __getattr__(name: str) -> Any:

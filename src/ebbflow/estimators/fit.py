@@ -20,7 +20,7 @@ from skorch.utils import TeeGenerator
 
 from ebbflow.core.spec import nearest
 from ebbflow.engines.base import Engine, EngineMaker, EngineParts
-from ebbflow.engines.replica import Fetch
+from ebbflow.engines.replica_step import Fetch
 from ebbflow.errors import ConfigError, DataError, Diverged, OutputError
 from ebbflow.estimators.batch_size import make_batches
 from ebbflow.estimators.dask_arrays import Blocks

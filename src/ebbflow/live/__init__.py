@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from ebbflow.live.accounting import Account as Account
     from ebbflow.live.accounting import account as account
     from ebbflow.live.accounting import read_fleet as read_fleet
+    from ebbflow.live.live_session import LiveSession as LiveSession
+    from ebbflow.live.live_session import join as join
+    from ebbflow.live.live_session import join_workload as join_workload
     from ebbflow.live.protocol import ReplicaConfig as ReplicaConfig
-    from ebbflow.live.session import LiveSession as LiveSession
-    from ebbflow.live.session import join as join
-    from ebbflow.live.session import join_workload as join_workload
 
 _HOME = {
     "Account": "accounting",

@@ -24,7 +24,7 @@ from ebbflow.data.ledger import Assignment, MicroBatch, micro_batches_of
 from ebbflow.engines.allreduce import StepAllReduce
 from ebbflow.engines.base import Engine, Gradients
 from ebbflow.engines.process_group import Fault, PeerLost, no_fault
-from ebbflow.engines.replica import Fetch, LoadedMicroBatch, Loss, Precision, ReplicaStep
+from ebbflow.engines.replica_step import Fetch, LoadedMicroBatch, Loss, Precision, ReplicaStep
 from ebbflow.live.connection import FleetConnection
 from ebbflow.live.membership_events import ComputeStep
 from ebbflow.plan.batch_plan import StepSize

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ebbflow.core.plugins import load_plugins
 from ebbflow.data.ledger import Assignment
 from ebbflow.engines.base import Engine, EngineMaker
-from ebbflow.engines.replica import LoadedMicroBatch, Loss
+from ebbflow.engines.replica_step import LoadedMicroBatch, Loss
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
@@ -40,7 +40,7 @@ from ebbflow.workloads import DatasetSource, Source, Task
 
 __all__ = ["Session", "SessionStep", "own_task"]
 
-_ELSEWHERE = {"live": "ebbflow.live.session:LiveSession"}
+_ELSEWHERE = {"live": "ebbflow.live.live_session:LiveSession"}
 """Engines whose session does more than compute: it is imported when it is first used."""
 
 

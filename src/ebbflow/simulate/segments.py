@@ -26,7 +26,7 @@ __all__ = [
     "SegmentSteps",
     "Segments",
     "SimulatedSteps",
-    "StepRuns",
+    "SimulatedRuns",
     "fleet_segments",
     "limit_batches",
     "provisioned_trace",
@@ -267,7 +267,7 @@ def _range_minimum(values: Ints, low: Ints, high: Ints) -> Ints:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRuns:
+class SimulatedRuns:
     """Sequences of equal steps, in arrays of one entry per sequence."""
 
     segments: Ints
@@ -300,7 +300,7 @@ class SimulatedSteps:
     checkpoint: float = 0.0
     rows: list[tuple[int, int, int, float, float]] = field(default_factory=list)
     """The latest entries of the runs: (segment, steps, samples per step, start, seconds per step)."""
-    blocks: list[StepRuns] = field(default_factory=list)
+    blocks: list[SimulatedRuns] = field(default_factory=list)
     """The entries before them."""
 
     def undo(self, steps: int) -> list[tuple[int, int]]:
@@ -316,7 +316,7 @@ class SimulatedSteps:
                 self.rows.append((segment, count - last, size, start, seconds))
         return undone
 
-    def append(self, block: StepRuns) -> None:
+    def append(self, block: SimulatedRuns) -> None:
         """Add many entries at once."""
         self._flush()
         self.blocks.append(block)
@@ -326,17 +326,19 @@ class SimulatedSteps:
         if self.rows:
             segments, counts, sizes, starts, seconds = zip(*self.rows, strict=True)
             self.blocks.append(
-                StepRuns(
+                SimulatedRuns(
                     segments=np.array(segments, np.int64), counts=np.array(counts, np.int64),
                     sizes=np.array(sizes, np.int64), starts=np.array(starts), seconds=np.array(seconds),
                 )
             )  # fmt: skip
             self.rows = []
 
-    def runs(self) -> StepRuns:
+    def runs(self) -> SimulatedRuns:
         """All steps, in order."""
         self._flush()
         if len(self.blocks) == 1:
             return self.blocks[0]
         names = ("segments", "counts", "sizes", "starts", "seconds")
-        return StepRuns(**{name: np.concatenate([getattr(block, name) for block in self.blocks]) for name in names})
+        return SimulatedRuns(
+            **{name: np.concatenate([getattr(block, name) for block in self.blocks]) for name in names}
+        )

@@ -34,8 +34,8 @@ from ebbflow.simulate.segments import (
     GrowingSegments,
     Segments,
     SegmentSteps,
+    SimulatedRuns,
     SimulatedSteps,
-    StepRuns,
     fleet_segments,
 )
 from ebbflow.simulate.skip import simulate_segments
@@ -79,7 +79,7 @@ class Simulation:
         return self.result.time
 
     @cached_property
-    def runs(self) -> StepRuns:
+    def runs(self) -> SimulatedRuns:
         """All steps that count, as sequences of equal steps."""
         return self.result.runs()
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ebbflow.simulate.advance import ENDLESS, Simulator
 from ebbflow.simulate.recovery import FINISH, LOSE
 from ebbflow.simulate.scenario import TrainingWork
-from ebbflow.simulate.segments import SNAP, Segments, SimulatedSteps, StepRuns
+from ebbflow.simulate.segments import SNAP, Segments, SimulatedRuns, SimulatedSteps
 
 __all__ = ["simulate_segments"]
 
@@ -154,11 +154,11 @@ class _SkipTable:
             chains=np.arange(len(counts) + 1), offset=offset,
         )  # fmt: skip
 
-    def runs(self, first: int, stop: int, segments: Segments) -> StepRuns:
+    def runs(self, first: int, stop: int, segments: Segments) -> SimulatedRuns:
         """The steps of the entries from `first` up to but not including `stop`."""
         entries = first + np.flatnonzero(self.counts[first:stop])
         index = entries + self.offset
-        return StepRuns(
+        return SimulatedRuns(
             segments=index,
             counts=self.counts[entries],
             sizes=segments.steps.samples[index],

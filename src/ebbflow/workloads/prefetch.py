@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
 
-from ebbflow.engines.replica import micro_batch_seed
+from ebbflow.engines.replica_step import micro_batch_seed
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads.sources import Indices, move_all, standardise
 

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbflow.core.spec import Call, Registry, parse_calls
-from ebbflow.engines.replica import Loss
+from ebbflow.engines.replica_step import Loss
 from ebbflow.errors import ConfigError, DataError, EbbflowError, InputError, SpecError
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.sources import Source

@@ -21,7 +21,7 @@ from ebbflow.engines.base import Engine, Faults, Gradients
 from ebbflow.engines.dask.cluster import DaskCluster
 from ebbflow.engines.dask.dask_worker import ReplicaBlueprint, WorkerTask
 from ebbflow.engines.dask.transport import AllReduceTransport, CentralizedTransport, GradientTransport
-from ebbflow.engines.replica import Fetch, Loss, Precision, autocast, trained_parameters
+from ebbflow.engines.replica_step import Fetch, Loss, Precision, autocast, trained_parameters
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.plan.batch_plan import BatchPlan, StepSize
 from ebbflow.plan.growing import workers_for

@@ -29,7 +29,7 @@ from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.allreduce import StepAllReduce
 from ebbflow.engines.base import Gradients
 from ebbflow.engines.process_group import PeerLost, ProcessGroup, serve_store
-from ebbflow.engines.replica import Fetch, Loss, Precision, ReplicaStep
+from ebbflow.engines.replica_step import Fetch, Loss, Precision, ReplicaStep
 from ebbflow.moments.meters import squared_norms
 
 __all__ = [

@@ -15,7 +15,7 @@ from ebbflow.engines.allreduce import StepAllReduce
 from ebbflow.engines.base import Gradients
 from ebbflow.engines.dask.cluster import DaskCluster, Message
 from ebbflow.engines.dask.dask_worker import ApplyStep, FlatState, ReplicaBlueprint, WorkerFailure, WorkerTask
-from ebbflow.engines.replica import LocalBatchNorm, measuring
+from ebbflow.engines.replica_step import LocalBatchNorm, measuring
 
 __all__ = ["AllReduceTransport", "CentralizedTransport", "GradientTransport"]
 

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from ebbflow.engines.emulated.grouped_batch_norm import GroupedBatchNorm
-from ebbflow.engines.replica import Loss
+from ebbflow.engines.replica_step import Loss
 from ebbflow.moments.meters import FusedMeter
 
 __all__ = ["CapturedPasses", "CompiledPasses", "ComputePass", "Execution", "PassShape"]

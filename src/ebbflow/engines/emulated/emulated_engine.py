@@ -23,7 +23,7 @@ from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, micro_batches_of
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.allreduce import StepAllReduce
 from ebbflow.engines.base import Engine, Faults, Gradients
-from ebbflow.engines.replica import (
+from ebbflow.engines.replica_step import (
     Fetch,
     LoadedMicroBatch,
     Loss,

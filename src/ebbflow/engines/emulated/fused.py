@@ -24,7 +24,7 @@ from ebbflow.engines.base import Engine, EngineParts, Faults, register_engine
 from ebbflow.engines.emulated.compiled import CapturedPasses, CompiledPasses, Execution, PassShape
 from ebbflow.engines.emulated.emulated_engine import EmulatedEngine, EmulatedStep, LoopEngine, Ranks, same_step
 from ebbflow.engines.emulated.grouped_batch_norm import BatchNormMode, GroupedBatchNorm, unfusable
-from ebbflow.engines.replica import Fetch, Loss, ModelReset, Precision, measuring, trained_parameters
+from ebbflow.engines.replica_step import Fetch, Loss, ModelReset, Precision, measuring, trained_parameters
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import FlatMeter, FusedMeter, squared_norms
 from ebbflow.plan.batch_plan import BatchPlan, StepSize

@@ -25,7 +25,7 @@ from ebbflow import workloads
 from ebbflow._version import __version__
 from ebbflow.core.signals import StopSignal
 from ebbflow.engines.base import Engine, EngineParts
-from ebbflow.engines.replica import Loss
+from ebbflow.engines.replica_step import Loss
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished
 from ebbflow.live.faults import ScriptedFaults

@@ -29,7 +29,7 @@ def replica(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     import torch
 
-    from ebbflow.live.session import join_workload
+    from ebbflow.live.live_session import join_workload
 
     torch.set_num_threads(config.threads)
     torch.set_flush_denormal(True)  # denormal numbers late in training slow a CPU down several times

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from ebbflow.cli.common import AsJson, out, print_json
-from ebbflow.cli.trace import FormatName, PluginFiles, TraceText
+from ebbflow.cli.trace_command import FormatName, PluginFiles, TraceText
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import PlanError

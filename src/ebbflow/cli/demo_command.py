@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ebbflow.cli.common import AsJson, err
-from ebbflow.cli.report import show_report
-from ebbflow.cli.study import Jobs, run_with_progress
+from ebbflow.cli.report_command import show_report
+from ebbflow.cli.study_command import Jobs, run_with_progress
 from ebbflow.studies.grid import load_study
 
 __all__ = ["demo"]

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ebbflow.cli.common import AsJson, PluginFiles, command_line, err, interruptible, out, print_json
-from ebbflow.cli.report import show_report
+from ebbflow.cli.report_command import show_report
 from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import ConfigError
 from ebbflow.studies.grid import Study, load_study, recipe_names, recipe_text, with_plugins, with_settings
