@@ -179,7 +179,15 @@ def test_addresses() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["live.accounting", "live.launcher", "live.membership", "live.trace_replay", "cli.launch", "cli.replay"]
+    "module",
+    [
+        "live.accounting",
+        "live.launcher",
+        "live.membership",
+        "live.trace_replay",
+        "cli.launch_command",
+        "cli.replay_command",
+    ],
 )
 def test_launching_and_accounting_need_no_torch(module: str) -> None:
     code = f"import sys, ebbflow.{module}; sys.exit('torch' in sys.modules)"
