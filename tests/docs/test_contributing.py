@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shlex
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,35 +15,17 @@ from ebbflow.cli.main import app
 from ebbflow.record import Run, read_record
 
 PAGE = (Path(__file__).resolve().parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-REGISTRIES = {
-    "ebbflow.rules.rule": "RULES",
-    "ebbflow.plan.policies": "POLICIES",
-    "ebbflow.optim.schedules": "SCHEDULES",
-    "ebbflow.optim.optimizers": "OPTIMIZERS",
-    "ebbflow.traces.synthetic": "GENERATORS",
-    "ebbflow.simulate.prices": "PRICES",
-    "ebbflow.workloads": "WORKLOADS",
-    "ebbflow.engines.base": "ENGINES",
-}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, with the plugin of the page and a trace in its format; what it registers is forgotten."""
-    for module, name in REGISTRIES.items():
-        registry = getattr(importlib.import_module(module), name)
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-    formats = importlib.import_module("ebbflow.traces.formats")
-    monkeypatch.setattr(formats, "FORMATS", dict(formats.FORMATS))
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_plugins: None) -> Path:
+    """The current folder, with the plugin of the page and a trace in its format."""
     (plugin,) = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
     (tmp_path / "plugin.py").write_text(plugin, encoding="utf-8")
     (trace,) = re.findall(r"^```\n(minute;workers\n.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
     (tmp_path / "fleet.txt").write_text(trace, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    before = set(sys.modules)
-    yield tmp_path
-    for name in {name for name in sys.modules if name.startswith("ebbflow_plugin_")} - before:
-        del sys.modules[name]
+    return tmp_path
 
 
 def run_of(folder: Path) -> Run:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import tarfile
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from ebbflow.moments.estimate import Moments
 from ebbflow.record import read_record
 from ebbflow.report.results import load_results
 from ebbflow.report.summary import Cell, summarise
-from ebbflow.rules.rule import RULES, Rule, StepContext, make_rule
+from ebbflow.rules.rule import Rule, StepContext, make_rule
 from ebbflow.studies.grid import load_study
 
 EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence"
@@ -28,14 +26,10 @@ PLUGIN = EVIDENCE / "andre" / "published_adascale.py"
 
 
 @pytest.fixture
-def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rule]:
+def published(forget_plugins: None) -> Rule:
     """The rule of the study's plugin, which is forgotten after the test."""
-    before = set(sys.modules)
-    monkeypatch.setattr(RULES, "_entries", dict(RULES._entries))
     load_plugins([str(PLUGIN)])
-    yield make_rule("adascale-published")
-    for name in {name for name in sys.modules if name.startswith("ebbflow_plugin_")} - before:
-        del sys.modules[name]
+    return make_rule("adascale-published")
 
 
 STUDIES = sorted(path.parent.name for path in EVIDENCE.glob("*/study.toml"))
