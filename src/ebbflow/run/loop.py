@@ -41,6 +41,7 @@ class Callbacks:
     on_step: Callable[[StepRow], None] = lambda row: None
     """Called after every committed step."""
     on_validation: Callable[[ValidationRow], None] = lambda row: None
+    """Called after every validation."""
     should_stop: Callable[[], bool] = lambda: False
     """Asked after every step; if True, a checkpoint is written and KeyboardInterrupt raised."""
 
