@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from ebbflow.core.plugins import plugin_digests
 from ebbflow.core.spec import nearest
 from ebbflow.errors import ConfigError
 
@@ -228,7 +229,8 @@ class RunConfig(BaseModel):
 
     def recorded(self) -> dict[str, Any]:
         """What a run writes down of its settings when it begins, and `differences` compares when it goes on."""
-        return {**self.as_dict(), "trace_sha256": self.trace_digest()}
+        plugins = {"plugins_sha256": plugin_digests(self.plugins)} if self.plugins else {}
+        return {**self.as_dict(), "trace_sha256": self.trace_digest(), **plugins}
 
     def trace_digest(self) -> str:
         """Digest of the trace or plan itself: the bytes of its file, wherever it lies, or the text of a generator."""
@@ -248,21 +250,34 @@ class RunConfig(BaseModel):
         kind = "trace" if self.plan is None else "plan"
         return hashlib.sha256(json.dumps([content, kind, self.trace_digest()], sort_keys=True).encode()).hexdigest()
 
-    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
+    def differences(self, recorded: Mapping[str, Any], *, by_recipe: Collection[str] = ()) -> list[str]:
         """What a recorded run computes differently, one phrase each; empty if it is this run and may be continued.
 
         `recorded` is what the method of that name returned for the run. A setting that it lacks, because a later
         version added it, counts as being at its default. A trace or plan that was moved is the same; one that was
-        edited is not."""
-        found = [
-            f"{key} is {value!r}, was {recorded.get(key, _DEFAULTS[key])!r}"
-            for key, value in self._computing().items()
-            if value != recorded.get(key, _DEFAULTS[key])
-        ]
+        edited is not. Settings `by_recipe`, which the workload's recipe filled in, are left to `code_differences`."""
+        found = self._other_values(recorded, [key for key in self._computing() if key not in by_recipe])
         if recorded.get("trace_sha256") != self.trace_digest():
             kind, text = ("trace", self.trace) if self.plan is None else ("plan", self.plan)
             found.append(f"the {kind} is not the one it was ({text})")
         return found
+
+    def code_differences(self, recorded: Mapping[str, Any], *, by_recipe: Collection[str] = ()) -> list[str]:
+        """What has changed in the user's code since a run was recorded: its plugins, and the recipe of the workload.
+
+        Plugins are compared by their content, and further ones may have been added. Nothing is known about the plugins
+        of records that have no digests of them.
+        """
+        now, names = plugin_digests(self.plugins), {Path(path).name for path in self.plugins}
+        before = zip(recorded.get("plugins", ()), recorded.get("plugins_sha256", ()), strict=False)
+        found = [Path(path).name for path, digest in before if digest not in now]
+        plugins = [f"plugin {name} {'has changed' if name in names else 'is no longer loaded'}" for name in found]
+        return plugins + [f"the recipe's {text}" for text in self._other_values(recorded, by_recipe)]
+
+    def _other_values(self, recorded: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+        own = self._computing()
+        before = {key: recorded.get(key, _DEFAULTS[key]) for key in keys}
+        return [f"{key} is {own[key]!r}, was {value!r}" for key, value in before.items() if own[key] != value]
 
     def other_data(self, recorded: Mapping[str, Any]) -> str:
         """Where a recorded run found its data, if that was another place, as a phrase; empty if it was the same place.
