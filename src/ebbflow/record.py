@@ -348,8 +348,9 @@ def story(run: Run, *, worker: int) -> list[StepRow]:
     return [row for row in run.steps if worker < row.workers]
 
 
-def read_record(path: Path) -> Run:
+def read_record(path: Path | str) -> Run:
     """Read a record. A damaged last line, as a crash leaves it, is reported in `damage`; any other is an error."""
+    path = Path(path)
     try:
         raw = path.read_bytes()
     except OSError as error:

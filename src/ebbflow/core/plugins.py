@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
 from ebbflow.errors import ConfigError
 
-__all__ = ["load_plugins", "plugin_digests"]
+__all__ = ["line_of", "load_plugins", "plugin_digests"]
 
 _DIGEST = "__sha256__"
 """The attribute of a plugin's module with the digest of the file as it was imported."""
@@ -42,12 +43,21 @@ def load_plugins(paths: Iterable[str]) -> None:
             exec(compile(content, path, "exec"), module.__dict__)  # exactly what the digest is of, not a cached .pyc
         except Exception as error:
             del sys.modules[name]
-            raise ConfigError(f"the plugin {text} cannot be imported: {type(error).__name__}: {error}") from error
+            where = line_of(error, str(path))
+            raise ConfigError(
+                f"the plugin {text} cannot be imported: {type(error).__name__}: {error}{where and f' ({where})'}"
+            ) from error
 
 
 def plugin_digests(paths: Iterable[str]) -> list[str]:
     """SHA-256 of each plugin as this process imported it, or as the file is now if it has not been imported."""
     return [getattr(sys.modules.get(_module_name(text)), _DIGEST, None) or _read(text)[1] for text in paths]
+
+
+def line_of(error: BaseException, file: str) -> str:
+    """The innermost line of an error's traceback that is in the file, which is the user's; empty if none is."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{file}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
 def _module_name(text: str) -> str:

@@ -321,8 +321,9 @@ def _read_arm(path: Path) -> ArmResult:
         )
 
 
-def load_results(path: Path) -> Results:
+def load_results(path: Path | str) -> Results:
     """The results of the study or run at a path; a RecordError if there is no record that can be read."""
+    path = Path(path)
     if path.is_file():
         return _single(path)
     if (path / "record.jsonl").is_file():

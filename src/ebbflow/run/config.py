@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -19,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from ebbflow.core.plugins import plugin_digests
 from ebbflow.core.spec import nearest
+from ebbflow.core.units import MOST_SEED
 from ebbflow.errors import ConfigError
 
 __all__ = [
@@ -97,7 +99,7 @@ class RunConfig(BaseModel):
     """A step,batchsize file instead of a trace."""
     label: str = setting("", computes=False, not_for=_OF_A_TRACE)
     """Name of the trace in tables; by default its text."""
-    seed: int = setting(0, ge=0, names={"estimator": "random_state"})
+    seed: int = setting(0, ge=0, lt=MOST_SEED, names={"estimator": "random_state"})
     """Seed of the initial weights, the order of the samples, dropout and augmentation."""
     epochs: int | None = setting(gt=0, recipe=True, names={"estimator": "max_epochs"})
     """Passes over the training samples."""
@@ -394,6 +396,8 @@ def _explained(error: ValidationError) -> str:
         return f"{name} is {value!r}; expected the fraction kept per reference step, such as 0.999"
     if kind == "greater_than_equal":
         return f"{name} is {value}; expected {problem['ctx']['ge']:g} or more"
+    if name == "seed" and kind == "less_than":
+        return f"{name} is {value}; expected a whole number below {MOST_SEED:,}"
     if kind in ("greater_than", "less_than") or (kind == "finite_number" and not isinstance(value, str)):
         return f"{name} is {value}; expected a number above 0 and below infinity"
     return f"{name} is {value!r}; expected {_EXPECTED.get(kind, problem['msg'])}{_instead(value, kind, name)}"
@@ -401,7 +405,9 @@ def _explained(error: ValidationError) -> str:
 
 def _instead(value: Any, kind: str, name: str) -> str:
     """How to write a value that was meant, but that TOML reads as a number, a date or a single text."""
-    if kind == "string_type" and not isinstance(value, list | dict):
+    if kind == "string_type" and name == "policy" and isinstance(value, int):
+        return f': "fixed({value})" for {value} samples in every step, "follow" for as many as the workers take'
+    if kind == "string_type" and isinstance(value, bool | int | float | date | time):
         unit = "s" if name in ("step_time", "offset") else ""
         return f", such as {json.dumps(f'{value}{unit}')}: in quotation marks"
     return f", such as {json.dumps([value])}" if kind == "tuple_type" and isinstance(value, str) else ""

@@ -88,10 +88,10 @@ class StepModelFit:
         }
 
 
-def read_profile(path: Path) -> ComputeAndNetwork:
+def read_profile(path: Path | str) -> ComputeAndNetwork:
     """The step model that `ebbflow profile --out` wrote."""
     try:
-        body = json.loads(read_text(path, error=ConfigError))
+        body = json.loads(read_text(Path(path), error=ConfigError))
         return ComputeAndNetwork(
             per_update=Seconds(float(body["per_update_s"])),
             per_step=Seconds(float(body["per_step_s"])),

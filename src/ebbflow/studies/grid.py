@@ -179,8 +179,9 @@ def recipe_text(name: str) -> str:
     return resources.files("ebbflow.studies").joinpath("recipes", f"{name}.toml").read_text(encoding="utf-8")
 
 
-def load_study(text: str) -> Study:
+def load_study(text: str | Path) -> Study:
     """A study from a file (.toml, .yaml, .yml), or a recipe that comes with the package."""
+    text = str(text)
     if text in recipe_names():
         return parse_study(tomllib.loads(recipe_text(text)), source=text, folder=None)
     path = Path(text)

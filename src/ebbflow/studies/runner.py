@@ -80,7 +80,7 @@ def default_jobs(arms: Sequence[Arm], *, cores: int) -> int:
 
 def run_study(
     study: Study,
-    out: Path,
+    out: Path | str,
     *,
     jobs: int | None = None,
     command: str = "",
@@ -103,7 +103,7 @@ def run_study(
 
     if torchrun.rank_info(os.environ) is not None:
         raise ConfigError("a study starts the processes of its arms itself; run it without torchrun")
-    arms = study.arms()
+    out, arms = Path(out), study.arms()
     check_arms(arms)
     jobs = jobs or default_jobs(arms, cores=_cores())
     with _study_folder(study, out, command):
