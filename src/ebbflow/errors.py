@@ -25,24 +25,10 @@ and exits with code 2.
 from __future__ import annotations
 
 __all__ = [
-    "BrokenExtra",
-    "CheckpointError",
-    "CodeChanged",
-    "ConfigError",
-    "DataError",
-    "Diverged",
-    "EbbflowError",
-    "InputError",
-    "LedgerError",
-    "MissingExtra",
-    "OutputError",
-    "PlanError",
-    "RankLost",
-    "RecordError",
-    "SpecError",
-    "TraceError",
-    "UnitError",
-]
+    "BrokenExtra", "CheckpointError", "CodeChanged", "ConfigError", "DataError", "Diverged", "EbbflowError",
+    "InputError", "LedgerError", "MissingExtra", "OutputError", "PlanError", "RankLost", "RecordError", "SpecError",
+    "TraceError", "UnitError",
+]  # fmt: skip
 
 
 class EbbflowError(Exception):

@@ -34,20 +34,9 @@ import numpy.typing as npt
 from ebbflow.errors import OutputError, RecordError
 
 __all__ = [
-    "End",
-    "Event",
-    "Header",
-    "LayersRow",
-    "NoRecord",
-    "RecordWriter",
-    "Row",
-    "Run",
-    "StepRow",
-    "ValidationRow",
-    "layers_due",
-    "read_record",
-    "story",
-]
+    "End", "Event", "Header", "LayersRow", "NoRecord", "RecordWriter", "Row", "Run", "StepRow", "ValidationRow",
+    "layers_due", "read_record", "story",
+]  # fmt: skip
 
 VERSION = 2
 LAYER_ROWS = 200

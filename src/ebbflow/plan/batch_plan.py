@@ -26,17 +26,9 @@ from ebbflow.plan.steptime import ConstantStepTime, StepTime, StepTimeLike, make
 from ebbflow.traces import TextFile, Trace, load
 
 __all__ = [
-    "BatchPlan",
-    "FleetSegments",
-    "PlanRun",
-    "PlanSummary",
-    "StepRuns",
-    "StepSize",
-    "cut_into_steps",
-    "cut_step",
-    "fleet_segments",
-    "trace_from",
-]
+    "BatchPlan", "FleetSegments", "PlanRun", "PlanSummary", "StepRuns", "StepSize", "cut_into_steps", "cut_step",
+    "fleet_segments", "trace_from",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -21,17 +21,9 @@ from ebbflow.core.units import whole_number
 from ebbflow.errors import PlanError, SpecError
 
 __all__ = [
-    "POLICIES",
-    "Capped",
-    "FixedTotal",
-    "Follow",
-    "GrowingPolicy",
-    "Observation",
-    "Policy",
-    "PolicyState",
-    "make_policy",
-    "register_policy",
-]
+    "POLICIES", "Capped", "FixedTotal", "Follow", "GrowingPolicy", "Observation", "Policy", "PolicyState",
+    "make_policy", "register_policy",
+]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
 PolicyState = Any
@@ -203,7 +195,7 @@ class GrowingPolicy(Policy):
 def _check_counts(policy: str, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None:
-            whole_number(value, f"{policy}: {name}", error=PlanError)
+            whole_number(value, f"{policy}: {name}", most=1 << 62, error=PlanError)  # as fits into 64 bits
 
 
 @register_policy("follow", cite="Andre, Strati, Klimovic 2022")

@@ -34,17 +34,9 @@ from ebbflow.errors import ConfigError, PlanError
 from ebbflow.traces import Trace
 
 __all__ = [
-    "PRICES",
-    "FlatPrice",
-    "Price",
-    "PriceHistory",
-    "ScaledPrice",
-    "cost",
-    "cost_over_time",
-    "make_price",
-    "read_prices",
-    "register_price",
-]
+    "PRICES", "FlatPrice", "Price", "PriceHistory", "ScaledPrice", "cost", "cost_over_time", "make_price",
+    "read_prices", "register_price",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 _NONE = Seconds(0.0)

@@ -23,16 +23,8 @@ from ebbflow.core.units import Seconds
 from ebbflow.errors import ConfigError
 
 __all__ = [
-    "DRAIN",
-    "FINISH",
-    "LOSE",
-    "RECOVERIES",
-    "CheckpointRecovery",
-    "Ideal",
-    "Reaction",
-    "Recovery",
-    "StepRecovery",
-]
+    "DRAIN", "FINISH", "LOSE", "RECOVERIES", "CheckpointRecovery", "Ideal", "Reaction", "Recovery", "StepRecovery",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -63,11 +55,7 @@ class Reaction:
         """The segments from `first` up to but not including `stop`."""
         within = slice(first, stop)
         return dataclasses.replace(
-            self,
-            ends=self.ends[within],
-            pauses=self.pauses[within],
-            every=self.every[within],
-            saves=self.saves[within],
+            self, ends=self.ends[within], pauses=self.pauses[within], every=self.every[within], saves=self.saves[within]
         )
 
 

@@ -21,16 +21,9 @@ from ebbflow.simulate.step_models import StepBreakdown, Stragglers, WholeStep
 from ebbflow.traces import Trace
 
 __all__ = [
-    "SNAP",
-    "GrowingSegments",
-    "SegmentSteps",
-    "Segments",
-    "SimulatedSteps",
-    "SimulatedRuns",
-    "fleet_segments",
-    "limit_batches",
-    "provisioned_trace",
-]
+    "SNAP", "GrowingSegments", "SegmentSteps", "Segments", "SimulatedSteps", "SimulatedRuns", "fleet_segments",
+    "limit_batches", "provisioned_trace",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -43,17 +43,9 @@ from ebbflow.simulate.step_models import StepModel, parse_step_time
 from ebbflow.traces import GENERATORS, Trace
 
 __all__ = [
-    "BREAKDOWN",
-    "Interval",
-    "Simulation",
-    "draw_simulations",
-    "reseeded_simulations",
-    "interval_of",
-    "on_demand",
-    "comparison_cluster",
-    "reseeded",
-    "simulate",
-]
+    "BREAKDOWN", "Interval", "Simulation", "draw_simulations", "reseeded_simulations", "interval_of", "on_demand",
+    "comparison_cluster", "reseeded", "simulate",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 _NONE = Seconds(0.0)

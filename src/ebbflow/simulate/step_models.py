@@ -26,24 +26,10 @@ from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.steptime import ConstantStepTime, StepTime, TableStepTime
 
 __all__ = [
-    "NETWORKS",
-    "STRAGGLERS",
-    "Affine",
-    "ComputeAndNetwork",
-    "ExponentialDelay",
-    "LognormalSpread",
-    "Network",
-    "ParameterServer",
-    "RareDelay",
-    "Ring",
-    "StepBreakdown",
-    "StepModel",
-    "Stragglers",
-    "Tree",
-    "WholeStep",
-    "emulated_passes",
-    "parse_step_time",
-]
+    "NETWORKS", "STRAGGLERS", "Affine", "ComputeAndNetwork", "ExponentialDelay", "LognormalSpread", "Network",
+    "ParameterServer", "RareDelay", "Ring", "StepBreakdown", "StepModel", "Stragglers", "Tree", "WholeStep",
+    "emulated_passes", "parse_step_time",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -158,9 +144,7 @@ class ComputeAndNetwork:
         exchange = np.zeros(len(share)) if self.network is None else self.network.seconds(workers)
         network = np.maximum(exchange - self.overlap * compute, 0.0)
         return StepBreakdown(
-            compute=compute,
-            network=network,
-            waiting=np.maximum(share * float(self.loading) - compute - network, 0.0),
+            compute=compute, network=network, waiting=np.maximum(share * float(self.loading) - compute - network, 0.0)
         )
 
     def __str__(self) -> str:
@@ -386,10 +370,7 @@ class ExponentialDelay:
     def slowest(self, workers: Ints) -> tuple[Floats, Floats]:
         """1 + delay H(W), and delay^2 (1 + 1/4 + ... + 1/W^2)."""
         ranks = 1.0 / np.arange(1, int(workers.max()) + 1)
-        return (
-            1.0 + self.delay * np.cumsum(ranks)[workers - 1],
-            self.delay**2 * np.cumsum(ranks**2)[workers - 1],
-        )
+        return (1.0 + self.delay * np.cumsum(ranks)[workers - 1], self.delay**2 * np.cumsum(ranks**2)[workers - 1])
 
     def __str__(self) -> str:
         return render("exponential", self)

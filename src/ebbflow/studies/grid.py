@@ -51,17 +51,9 @@ from ebbflow.run.config import RunConfig
 from ebbflow.traces import load as load_trace
 
 __all__ = [
-    "Arm",
-    "PaperValue",
-    "Study",
-    "check_arms",
-    "load_study",
-    "parse_study",
-    "recipe_names",
-    "recipe_text",
-    "with_plugins",
-    "with_settings",
-]
+    "Arm", "PaperValue", "Study", "check_arms", "load_study", "parse_study", "recipe_names", "recipe_text",
+    "with_plugins", "with_settings",
+]  # fmt: skip
 
 _KEYS = ["name", "summary", "workloads", "rules", "traces", "seeds", "settings", "override", "skip", "paper"]
 _SELECTORS = ["workload", "trace", "rule", "seed"]

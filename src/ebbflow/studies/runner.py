@@ -216,11 +216,7 @@ def _differences(study: Study, path: Path) -> str:
 
 
 def _run_arms(
-    waiting: list[Arm],
-    out: Path,
-    jobs: int,
-    options: Mapping[str, Any],
-    on_progress: Callable[[ArmProgress], None],
+    waiting: list[Arm], out: Path, jobs: int, options: Mapping[str, Any], on_progress: Callable[[ArmProgress], None]
 ) -> None:
     context = multiprocessing.get_context("forkserver")
     _start_server(context)

@@ -46,17 +46,9 @@ from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.sources import Source
 
 __all__ = [
-    "WORKLOADS",
-    "Recipe",
-    "Task",
-    "Workload",
-    "build",
-    "cross_entropy",
-    "missing_data",
-    "recipe",
-    "register",
+    "WORKLOADS", "Recipe", "Task", "Workload", "build", "cross_entropy", "missing_data", "recipe", "register",
     "register_workload",
-]
+]  # fmt: skip
 
 Builder = TypeVar("Builder", bound=Callable[..., "Task"])
 T = TypeVar("T")
