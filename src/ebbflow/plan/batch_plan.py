@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.columns import Columns
 from ebbflow.core.files import read_text
 from ebbflow.core.units import MOST_SAMPLES, Seconds, format_seconds, parse_seconds, whole_number
 from ebbflow.errors import PlanError
@@ -436,7 +437,7 @@ class FleetSegments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRuns:
+class StepRuns(Columns):
     """Runs of equal steps."""
 
     counts: Ints
@@ -448,16 +449,6 @@ class StepRuns:
     """When the first step of each run begins."""
     seconds: Floats
     """Duration of a step."""
-
-    def take(self, index: Ints) -> StepRuns:
-        """The runs with these numbers."""
-        return StepRuns(
-            counts=self.counts.take(index),
-            workers=self.workers.take(index),
-            samples=self.samples.take(index),
-            start_s=self.start_s.take(index),
-            seconds=self.seconds.take(index),
-        )
 
 
 def trace_from(trace: Trace, offset: Seconds) -> Trace:

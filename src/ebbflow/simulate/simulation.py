@@ -181,7 +181,7 @@ def _simulate_once(
     )
     growing = GrowingSegments(scenario, paid, rng)
     result, used = simulate_growing(phases, growing.part, growing.count, scenario.work)
-    return SegmentSteps.joined([part.steps.part(0, count) for part, count in used]), result
+    return SegmentSteps.joined([part.steps.take(slice(count)) for part, count in used]), result
 
 
 def _most_samples(segments: Segments, work: TrainingWork) -> float:

@@ -164,7 +164,8 @@ def _set_aside(out: Path, arm: Arm) -> Path:
 
 
 def _kept_apart(changes: str, places: Sequence[Path]) -> str:
-    """
+    """What is said about earlier runs of other code.
+
     >>> _kept_apart("plugin mine.py has changed", [Path("runs/mine/earlier/1")] * 3)
     'plugin mine.py has changed: its 3 earlier runs are kept apart in runs/mine/earlier/1, and new ones are made'
     """
