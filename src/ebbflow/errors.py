@@ -7,6 +7,7 @@
     |   |-- TraceError        an availability trace: file or definition
     |   |-- PlanError         a batch plan: too short, impossible batch
     |   |-- ConfigError       a study file, a setting, a combination of settings
+    |   |   `-- CodeChanged   a run in the folder was made by other code than is loaded now
     |   |-- DataError         a data set that is missing or not of the expected form
     |   |-- RecordError       a record that cannot be read
     |   `-- CheckpointError   a checkpoint of another run, or a damaged one
@@ -24,23 +25,10 @@ and exits with code 2.
 from __future__ import annotations
 
 __all__ = [
-    "BrokenExtra",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "Diverged",
-    "EbbflowError",
-    "InputError",
-    "LedgerError",
-    "MissingExtra",
-    "OutputError",
-    "PlanError",
-    "RankLost",
-    "RecordError",
-    "SpecError",
-    "TraceError",
-    "UnitError",
-]
+    "BrokenExtra", "CheckpointError", "CodeChanged", "ConfigError", "DataError", "Diverged", "EbbflowError",
+    "InputError", "LedgerError", "MissingExtra", "OutputError", "PlanError", "RankLost", "RecordError", "SpecError",
+    "TraceError", "UnitError",
+]  # fmt: skip
 
 
 class EbbflowError(Exception):
@@ -69,6 +57,10 @@ class PlanError(InputError):
 
 class ConfigError(InputError):
     """A setting, or a combination of settings, cannot be used."""
+
+
+class CodeChanged(ConfigError):
+    """A run in the folder was made by other code: another plugin, number of parameters or recipe."""
 
 
 class DataError(InputError):

@@ -34,20 +34,9 @@ import numpy.typing as npt
 from ebbflow.errors import OutputError, RecordError
 
 __all__ = [
-    "End",
-    "Event",
-    "Header",
-    "LayersRow",
-    "NoRecord",
-    "RecordWriter",
-    "Row",
-    "Run",
-    "StepRow",
-    "ValidationRow",
-    "layers_due",
-    "read_record",
-    "story",
-]
+    "End", "Event", "Header", "LayersRow", "NoRecord", "RecordWriter", "Row", "Run", "StepRow", "ValidationRow",
+    "layers_due", "read_record", "story",
+]  # fmt: skip
 
 VERSION = 2
 LAYER_ROWS = 200
@@ -348,8 +337,9 @@ def story(run: Run, *, worker: int) -> list[StepRow]:
     return [row for row in run.steps if worker < row.workers]
 
 
-def read_record(path: Path) -> Run:
+def read_record(path: Path | str) -> Run:
     """Read a record. A damaged last line, as a crash leaves it, is reported in `damage`; any other is an error."""
+    path = Path(path)
     try:
         raw = path.read_bytes()
     except OSError as error:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbflow.core.units import MOST_SAMPLES
 from ebbflow.data import permutation
-from ebbflow.data.permutation import MOST_SAMPLES, Permutation
+from ebbflow.data.permutation import Permutation
 from ebbflow.errors import ConfigError, DataError
 
 Ints = npt.NDArray[np.int64]

@@ -229,7 +229,7 @@ def test_settings_of_a_named_optimizer_may_stand_beside_it() -> None:
     ("settings", "error", "text"),
     [
         ({"batch_size": "goe"}, SpecError, "did you mean 'geo'"),
-        ({"batch_size": 0}, ConfigError, "batch_size is 0; expected a whole number of at least 1"),
+        ({"batch_size": 0}, ConfigError, "batch_size is 0; expected a whole number from 1"),
         ({"batch_size__factor": 3}, ConfigError, "batch_size is 32, which has no settings such as batch_size__factor"),
         ({"rule": "lineer"}, SpecError, "did you mean 'linear'"),
         ({"optimizer": "adm"}, SpecError, "did you mean 'adam'"),

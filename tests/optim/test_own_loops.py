@@ -459,7 +459,7 @@ def test_set_epoch_in_the_middle_of_an_epoch_warns(end: str) -> None:
     ("make", "text"),
     [
         (lambda: ElasticSampler(10, "constant(workers=3)"), "plan is 'constant.*expected a BatchPlan"),
-        (lambda: ElasticSampler(_Stream(), 3, local_batch=8), "IterableDataset, which reads its samples in its own"),
+        (lambda: ElasticSampler(_Stream(), 3, local_batch=8), "expected a map-style data set"),
     ],
 )
 def test_what_is_no_plan_or_no_data_set_is_refused(make: Callable[[], Any], text: str) -> None:

@@ -61,7 +61,7 @@ def test_a_growing_simulation_equals_one_step_by_step(
         return Segments(stops=stops, steps=steps, reaction=recovery.react(workers, steps.seconds))
 
     def part_of(requested: int, first: int, stop: int) -> Segments:
-        return segments_of(requested).part(first, stop)
+        return segments_of(requested).take(slice(first, stop))
 
     naive = NaiveSimulator(lambda steps, samples: segments_of(phases.requested(steps, samples)), work).run()
     found, used = simulate_growing(phases, part_of, len(stops), work)

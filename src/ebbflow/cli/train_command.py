@@ -29,6 +29,9 @@ def train(
     *,
     out_folder: Annotated[Path | None, typer.Option("--out", help="Folder of the run; default: below runs/.")] = None,
     checkpoint_every: Annotated[str, typer.Option(help="Time between checkpoints.")] = "60s",
+    allow_code_change: Annotated[
+        bool, typer.Option("--allow-code-change", help="Continue a run although its plugin, model or recipe changed.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Train one workload on one trace by one rule. The same command continues a run that was interrupted."""
@@ -77,7 +80,14 @@ def train(
             on_start=on_start, on_step=on_step, on_validation=on_validation, should_stop=lambda: stop.requested
         )
         keep_freed_memory()
-        run = training.train(config, folder, command=command_line(), callbacks=callbacks, checkpoint_every_s=every)
+        run = training.train(
+            config,
+            folder,
+            command=command_line(),
+            callbacks=callbacks,
+            checkpoint_every_s=every,
+            allow_code_change=allow_code_change,
+        )
     if not prints:
         return
     answer = _answer(run, folder)

@@ -5,30 +5,70 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
 from ebbflow.errors import ConfigError
 
-__all__ = ["load_plugins"]
+__all__ = ["line_of", "load_plugins", "plugin_digests"]
+
+_DIGEST = "__sha256__"
+"""The attribute of a plugin's module with the digest of the file as it was imported."""
 
 
 def load_plugins(paths: Iterable[str]) -> None:
-    """Import Python files, each once per process, so that what they register can be used by name."""
+    """Import Python files, each once per process, so that what they register can be used by name.
+
+    A file that was edited after this process imported it is a ConfigError, since the old code would go on being used.
+    """
     for text in paths:
-        path = Path(text).resolve()
-        name = f"ebbflow_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+        name = _module_name(text)
         if name in sys.modules:
+            if Path(text).is_file() and _read(text)[1] != getattr(sys.modules[name], _DIGEST):
+                raise ConfigError(
+                    f"the plugin {text} was edited after this process had imported it, and its earlier code is still "
+                    f"in use; start Python again"
+                )
             continue
-        if not path.is_file():
-            raise ConfigError(f"the plugin {text} does not exist; expected a Python file")
+        content, digest = _read(text)
+        path = Path(text).resolve()
         spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
+        if spec is None:
             raise ConfigError(f"the plugin {text} is not a Python file; expected a name that ends in .py")
         module = importlib.util.module_from_spec(spec)
+        setattr(module, _DIGEST, digest)
         sys.modules[name] = module
         try:
-            spec.loader.exec_module(module)
+            exec(compile(content, path, "exec"), module.__dict__)  # exactly what the digest is of, not a cached .pyc
         except Exception as error:
             del sys.modules[name]
-            raise ConfigError(f"the plugin {text} cannot be imported: {type(error).__name__}: {error}") from error
+            where = line_of(error, str(path))
+            raise ConfigError(
+                f"the plugin {text} cannot be imported: {type(error).__name__}: {error}{where and f' ({where})'}"
+            ) from error
+
+
+def plugin_digests(paths: Iterable[str]) -> list[str]:
+    """SHA-256 of each plugin as this process imported it, or as the file is now if it has not been imported."""
+    return [getattr(sys.modules.get(_module_name(text)), _DIGEST, None) or _read(text)[1] for text in paths]
+
+
+def line_of(error: BaseException, file: str) -> str:
+    """The innermost line of an error's traceback that is in the file, which is the user's; empty if none is."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{file}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+
+
+def _module_name(text: str) -> str:
+    return f"ebbflow_plugin_{hashlib.sha256(str(Path(text).resolve()).encode()).hexdigest()[:12]}"
+
+
+def _read(text: str) -> tuple[bytes, str]:
+    """The content of a plugin and its digest."""
+    try:
+        content = Path(text).read_bytes()
+    except OSError as error:
+        problem = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise ConfigError(f"the plugin {text} {problem}; expected a Python file") from None
+    return content, hashlib.sha256(content).hexdigest()

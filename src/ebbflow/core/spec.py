@@ -68,6 +68,8 @@ def parse_calls(text: str) -> tuple[Call, ...]:
     >>> parse_calls("linear+warmup(5ep, start=0)")
     (Call(name='linear', args=(), kwargs=()), Call(name='warmup', args=('5ep',), kwargs=(('start', '0'),)))
     """
+    if not isinstance(text, str):
+        raise SpecError(f"found {text!r}; expected a text: a name such as 'linear', or 'linear+warmup(5ep)'")
     if not text.strip():
         raise SpecError("the text is empty; write a name such as linear, or linear+warmup(5ep)")
     if text.count("(") != text.count(")"):
@@ -75,8 +77,10 @@ def parse_calls(text: str) -> tuple[Call, ...]:
     return tuple(_parse_one(part, text) for part in _split(text, "+"))
 
 
-def parse_call(text: str) -> Call:
-    """The only call of a text; several calls joined by + are an error."""
+def parse_call(text: str | Call) -> Call:
+    """The only call of a text, or the call itself; several calls joined by + are an error."""
+    if isinstance(text, Call):
+        return text
     calls = parse_calls(text)
     if len(calls) > 1:
         raise SpecError(f"{text!r} joins {len(calls)} parts with +; one was expected, such as {calls[0]}")
@@ -319,7 +323,7 @@ class Registry(Generic[T]):
 
     def make(self, text: str | Call) -> T:
         """An instance from its text form."""
-        call = parse_call(text) if isinstance(text, str) else text
+        call = parse_call(text)
         return bind(call, self.entry(call.name).make)
 
     def text(self, instance: Any) -> str:

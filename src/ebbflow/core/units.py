@@ -10,15 +10,24 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal, NewType
+from operator import index
+from typing import Any, Literal, NewType
 
-from ebbflow.errors import UnitError
+from ebbflow.errors import ConfigError, InputError, UnitError
 
-__all__ = ["Samples", "Seconds", "Span", "Usd", "format_seconds", "parse_seconds", "parse_span", "plural"]
+__all__ = [
+    "MOST_SAMPLES", "MOST_SEED", "Samples", "Seconds", "Span", "Usd", "format_seconds", "parse_seconds", "parse_span",
+    "plural", "whole_number",
+]  # fmt: skip
 
 Seconds = NewType("Seconds", float)
 Samples = NewType("Samples", int)
 Usd = NewType("Usd", float)
+
+MOST_SAMPLES = 1 << 40
+"""Largest number of samples in an epoch or a step; sums of them over many epochs fit into 64 bits."""
+MOST_SEED = (1 << 63) - 1
+"""Largest seed that torch takes."""
 
 SpanUnit = Literal["ep", "steps", "samples"]
 
@@ -138,3 +147,23 @@ def plural(count: int, noun: str) -> str:
     ('death', 'deaths')
     """
     return noun if count == 1 else noun + "s"
+
+
+def whole_number(
+    value: Any, name: str, *, least: int = 1, most: int | None = MOST_SAMPLES, error: type[InputError] = ConfigError
+) -> int:
+    """An argument as an int, also one of NumPy; anything but a whole number from `least` to `most` is an `error`.
+
+    >>> whole_number("x", "rank", least=0, most=3)
+    Traceback (most recent call last):
+    ...
+    ebbflow.errors.ConfigError: rank is 'x'; expected a whole number from 0 to 3
+    """
+    try:
+        number = index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least or (most is not None and number > most):
+        limit = "up" if most is None else f"to {most:,}"
+        raise error(f"{name} is {value!r}; expected a whole number from {least} {limit}")
+    return number

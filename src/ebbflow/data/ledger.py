@@ -21,14 +21,8 @@ from ebbflow.errors import CheckpointError, DataError, LedgerError
 from ebbflow.plan.batch_plan import StepSize, cut_step
 
 __all__ = [
-    "Assignment",
-    "Ledger",
-    "MicroBatch",
-    "largest_micro_batch",
-    "micro_batch_sizes",
-    "micro_batches_of",
-    "split_step",
-]
+    "Assignment", "Ledger", "MicroBatch", "largest_micro_batch", "micro_batch_sizes", "micro_batches_of", "split_step",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
-from operator import index
 from typing import Any, SupportsIndex
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from ebbflow.core.units import whole_number
 from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, largest_micro_batch, micro_batch_sizes, split_step
 from ebbflow.data.permutation import Permutation
-from ebbflow.errors import CheckpointError, ConfigError, PlanError
+from ebbflow.errors import CheckpointError, ConfigError, DataError, PlanError
 from ebbflow.plan.batch_plan import BatchPlan, StepSize
 
 __all__ = ["ElasticSampler", "MicroBatchInfo"]
@@ -119,6 +119,17 @@ class _Iteration(Iterator[list[int]]):
         return next(self.micro_batches)
 
 
+def _sample_count(samples: SupportsIndex | Sized) -> int:
+    if isinstance(samples, IterableDataset | str):
+        raise ConfigError(
+            f"the data is {type(samples).__name__}; expected a map-style data set, with __len__ and __getitem__, whose "
+            f"samples can be read in any order, or its number of samples"
+        )
+    return whole_number(
+        len(samples) if isinstance(samples, Sized) else samples, "the number of samples", error=DataError
+    )
+
+
 class ElasticSampler(Sampler[list[int]]):
     """A batch sampler for a DataLoader, with batch sizes that follow a plan; every sample exactly once per epoch.
 
@@ -172,24 +183,19 @@ class ElasticSampler(Sampler[list[int]]):
         world_size: int = 1,
     ) -> None:
         """`samples` is a number, or a data set with a length; `plan` a plan, or a constant number of workers."""
-        if isinstance(samples, IterableDataset):
-            raise ConfigError(
-                "the data set is an IterableDataset, which reads its samples in its own order; an ElasticSampler needs "
-                "one with a length and indices (a map-style data set)"
-            )
-        if not isinstance(plan, (BatchPlan, int)):
-            raise ConfigError(
-                f"plan is {plan!r}; expected a BatchPlan, such as BatchPlan.from_trace(...), or a number of workers"
-            )
-        if local_batch is not None and local_batch < 1:
-            raise ConfigError(f"local_batch is {local_batch}; expected at least one sample")
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"rank {rank} of world_size {world_size}: expected 0 <= rank < world_size")
+        if local_batch is not None:
+            whole_number(local_batch, "local_batch")
+        whole_number(rank, "rank", least=0, most=whole_number(world_size, "world_size") - 1)
         if isinstance(plan, int):
             if local_batch is None:
                 raise ConfigError(f"the plan is {plan} workers, without their local batch; pass local_batch")
             plan = BatchPlan.constant(plan, plan * local_batch)
-        self.samples = len(samples) if isinstance(samples, Sized) else index(samples)
+        if not isinstance(plan, BatchPlan):
+            raise ConfigError(
+                f"the plan is {plan!r}; expected a BatchPlan, such as BatchPlan.from_trace('spot.csv', 'follow(32)', "
+                f"'0.6s') or BatchPlan.read('batches.csv', local_batch=32), or a number of workers"
+            )
+        self.samples = _sample_count(samples)
         self.plan = plan
         self.local_batch = local_batch
         self.seed = seed

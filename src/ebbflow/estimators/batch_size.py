@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from ebbflow.core.spec import Call, parse_call
+from ebbflow.core.units import whole_number
 from ebbflow.errors import ConfigError
 from ebbflow.plan import BatchPlan, make_policy
 from ebbflow.plan.growing import workers_for
 from ebbflow.plan.policies import FixedTotal, GrowingPolicy, Policy
 
-__all__ = ["DEFAULT_BATCH", "FitBatches", "make_batches", "whole_number", "with_settings"]
+__all__ = ["DEFAULT_BATCH", "FitBatches", "make_batches", "with_settings"]
 
 DEFAULT_BATCH = 32
 """What a growing policy begins with where nothing else is said."""
@@ -56,13 +57,6 @@ def with_settings(text: str, settings: Mapping[str, Any]) -> Call:
     return Call(call.name, call.args, tuple(kwargs.items()))
 
 
-def whole_number(name: str, value: Any, *, at_least: int = 1) -> int:
-    """A parameter that counts something, checked."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < at_least:
-        raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {at_least}")
-    return int(value)
-
-
 def make_batches(
     batch_size: Any,
     settings: Mapping[str, Any],
@@ -77,16 +71,16 @@ def make_batches(
     A number is the batch of every step. A worker takes at most `local_batch` samples, by default the base batch. There
     are as many workers as the batch needs, but no more than `max_workers`; a policy that requests more is cut there,
     and the learning rate is reduced for it."""
-    base = whole_number("base_batch", base_batch) if base_batch is not None else None
-    local = whole_number("local_batch", local_batch) if local_batch is not None else None
-    most = whole_number("max_workers", max_workers) if max_workers is not None else None
+    base = whole_number(base_batch, "base_batch") if base_batch is not None else None
+    local = whole_number(local_batch, "local_batch") if local_batch is not None else None
+    most = whole_number(max_workers, "max_workers") if max_workers is not None else None
     if not isinstance(batch_size, str) and not hasattr(batch_size, "sizes"):
         if settings:
             raise ConfigError(
                 f"batch_size is {batch_size!r}, which has no settings such as batch_size__{next(iter(settings))}; name "
                 f"a policy: batch_size='geo'"
             )
-        batch = samples if batch_size == -1 else whole_number("batch_size", batch_size)
+        batch = samples if batch_size == -1 else whole_number(batch_size, "batch_size")
         local = local or batch
         workers = min(workers_for(batch, local), most or batch)
         plan, fixed = BatchPlan.constant(workers, batch), FixedTotal(batch)

@@ -16,16 +16,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from ebbflow.errors import DataError
 
-__all__ = [
-    "DatasetRows",
-    "Encoded",
-    "Slices",
-    "as_tensor",
-    "check_arrays",
-    "check_dataset",
-    "encode",
-    "targets_of",
-]
+__all__ = ["DatasetRows", "Encoded", "Slices", "as_tensor", "check_arrays", "check_dataset", "encode", "targets_of"]
 
 
 def _plain(data: Any) -> Any:

@@ -21,8 +21,9 @@ from skorch.dataset import Dataset
 from skorch.utils import is_dataset
 from torch.utils.data import DataLoader
 
+from ebbflow.core.units import whole_number
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.estimators.batch_size import FitBatches, whole_number, with_settings
+from ebbflow.estimators.batch_size import FitBatches, with_settings
 from ebbflow.estimators.dask_arrays import Blocks, check_blocks, is_dask
 from ebbflow.estimators.fit import Fit, ProgressBar
 from ebbflow.estimators.inputs import Slices, as_tensor, check_arrays, check_dataset
@@ -227,7 +228,7 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
             "schedule": None if self.schedule is None else str(self.schedule),
             "optimizer": self.optimizer if isinstance(self.optimizer, str) else getattr(self.optimizer, "__name__", ""),
             "random_state": self.seed_,
-            "max_epochs": whole_number("max_epochs", self.max_epochs),
+            "max_epochs": whole_number(self.max_epochs, "max_epochs"),
             "batch_size": batches.text,
             "base_batch": batches.base_batch,
             "local_batch": batches.local_batch,
@@ -245,7 +246,7 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
         X, y = self._check_training(X, y, reset=not going_on)
         if not going_on:
             self._start()
-        return self._train(X, y, epochs=whole_number("max_epochs", self.max_epochs))
+        return self._train(X, y, epochs=whole_number(self.max_epochs, "max_epochs"))
 
     def partial_fit(self, X: Any, y: Any = None, classes: Any = None) -> Self:
         """Train one epoch over these samples and continue where training was; so do rule and batch policy."""
@@ -315,7 +316,7 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
         """Train: steps by Ebbflow, validation and callbacks by skorch."""
         self.check_training_readiness()
         train, valid = self._split(X, y)
-        epochs = whole_number("max_epochs", self.max_epochs) if epochs is None else epochs
+        epochs = whole_number(self.max_epochs, "max_epochs") if epochs is None else epochs
         Fit(self, train, valid, epochs=epochs).run()
         return self
 

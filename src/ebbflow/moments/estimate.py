@@ -163,9 +163,7 @@ class Averages:
         credit = min(self.passed_samples + measured.batch, (self.passed_steps + 1) * measured.batch)
         share = 1 - decay(credit, memory)
         return Averages(
-            keep * self.weight + share,
-            _blend(self.noise, noise, keep, share),
-            _blend(self.signal, signal, keep, share),
+            keep * self.weight + share, _blend(self.noise, noise, keep, share), _blend(self.signal, signal, keep, share)
         )
 
     def moments(self) -> Moments | None:

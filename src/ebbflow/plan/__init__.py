@@ -7,22 +7,7 @@ from ebbflow.plan.policies import POLICIES, GrowingPolicy, Observation, Policy, 
 from ebbflow.plan.steptime import make_step_time
 
 __all__ = [
-    "POLICIES",
-    "BatchPlan",
-    "GrowingPlan",
-    "GrowingPolicy",
-    "Growth",
-    "Observation",
-    "PlanSummary",
-    "Policy",
-    "StepSize",
-    "cut_step",
-    "fit_growing",
-    "fit_step_time",
-    "foresee",
-    "make_policy",
-    "make_step_time",
-    "plan_for",
-    "plan_growing",
-    "register_policy",
-]
+    "POLICIES", "BatchPlan", "GrowingPlan", "GrowingPolicy", "Growth", "Observation", "PlanSummary", "Policy",
+    "StepSize", "cut_step", "fit_growing", "fit_step_time", "foresee", "make_policy", "make_step_time", "plan_for",
+    "plan_growing", "register_policy",
+]  # fmt: skip

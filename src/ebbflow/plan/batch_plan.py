@@ -18,25 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.columns import Columns
 from ebbflow.core.files import read_text
-from ebbflow.core.units import Seconds, format_seconds
+from ebbflow.core.units import MOST_SAMPLES, Seconds, format_seconds, parse_seconds, whole_number
 from ebbflow.errors import PlanError
 from ebbflow.plan.policies import Policy, make_policy
 from ebbflow.plan.steptime import ConstantStepTime, StepTime, StepTimeLike, make_step_time
 from ebbflow.traces import TextFile, Trace, load
 
 __all__ = [
-    "BatchPlan",
-    "FleetSegments",
-    "PlanRun",
-    "PlanSummary",
-    "StepRuns",
-    "StepSize",
-    "cut_into_steps",
-    "cut_step",
-    "fleet_segments",
-    "trace_from",
-]
+    "BatchPlan", "FleetSegments", "PlanRun", "PlanSummary", "StepRuns", "StepSize", "cut_into_steps", "cut_step",
+    "fleet_segments", "trace_from",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -44,6 +37,7 @@ _BEGINNING = Seconds(0.0)
 _BATCH_FILE_HEADER = "step,batchsize"
 _SNAP = 1e-6
 """Part of a step's duration within which its beginning and a change of the fleet count as the same time."""
+_MANY_STEPS, _MANY_CHANGES = 10_000_000, 1_000_000
 _ALMOST = 1 - 1e-9
 """Largest part of an epoch that an unfinished epoch counts as."""
 
@@ -153,7 +147,8 @@ class BatchPlan:
         policy: Policy | str,
         step_time: StepTimeLike,
         *,
-        offset: Seconds = _BEGINNING,
+        offset: Seconds | str = _BEGINNING,
+        repeat: bool = False,
         on_change: str = "finish",
     ) -> BatchPlan:
         """Follow a trace g (or anything that `load` reads: a file, a generator); training begins at its time `offset`.
@@ -167,9 +162,17 @@ class BatchPlan:
         step and its time, and a new step starts at the change (with a constant step time, too, which then leaves its
         grid). A change that the policy does not pass on, such as one above a cap, has no effect. The last step begins
         (`finish`) or ends (`lose`) before the trace ends.
+
+        With `repeat` the trace is repeated until the plan has ten million steps, or a million changes.
         """
         trace = trace if isinstance(trace, Trace) else load(trace)
         policy, model = make_policy(policy), make_step_time(step_time)
+        offset = parse_seconds(offset) if isinstance(offset, str) else offset
+        if repeat:
+            times = int(offset // trace.end) + 2  # so that at least one complete repetition follows the offset
+            short = cls.from_trace(trace.repeat(times), policy, model, offset=offset, on_change=on_change)
+            more = min(_MANY_STEPS / (short.steps or 1), _MANY_CHANGES / (times * len(trace.times)))
+            trace = trace.repeat(times * math.ceil(more))
         segments = fleet_segments(trace_from(trace, offset), policy, model)
         runs = cut_into_steps(segments, on_change, grid=isinstance(model, ConstantStepTime))
         if not len(runs.counts):
@@ -211,9 +214,10 @@ class BatchPlan:
         cls, workers: int, samples: int, *, step_time: StepTimeLike = 1.0, steps: int | None = None
     ) -> BatchPlan:
         """The same step `steps` times, or without end: a fleet that never changes."""
-        if workers < 1 or samples < workers or (steps is not None and steps < 1):
-            raise PlanError(f"{samples} samples on {workers} workers, {steps} steps, is not a plan; expected at least "
-                            f"one of each, and a sample for each worker")  # fmt: skip
+        whole_number(workers, "workers", error=PlanError)
+        whole_number(samples, "samples", least=workers, error=PlanError)
+        if steps is not None:
+            whole_number(steps, "steps", error=PlanError)
         model = make_step_time(step_time)
         fleet = np.array([workers], np.int64)
         return cls(
@@ -381,8 +385,8 @@ class BatchPlan:
 
     def _follow(self, samples: int, epochs: int, *, cut: bool) -> tuple[float, int]:
         """(epochs reached, steps taken); if the plan is too short, fewer than `epochs` and all of its steps."""
-        if samples < 1 or epochs < 1:
-            raise PlanError(f"{epochs} epochs of {samples} samples are no training; expected at least one of each")
+        whole_number(samples, "samples", error=PlanError)
+        whole_number(epochs, "epochs", most=MOST_SAMPLES // samples << 20, error=PlanError)  # 2^60 samples in all
         if not cut:
             steps = self._steps_until(samples * epochs)
             if self.steps is None or steps <= self.steps:
@@ -433,7 +437,7 @@ class FleetSegments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRuns:
+class StepRuns(Columns):
     """Runs of equal steps."""
 
     counts: Ints
@@ -445,16 +449,6 @@ class StepRuns:
     """When the first step of each run begins."""
     seconds: Floats
     """Duration of a step."""
-
-    def take(self, index: Ints) -> StepRuns:
-        """The runs with these numbers."""
-        return StepRuns(
-            counts=self.counts.take(index),
-            workers=self.workers.take(index),
-            samples=self.samples.take(index),
-            start_s=self.start_s.take(index),
-            seconds=self.seconds.take(index),
-        )
 
 
 def trace_from(trace: Trace, offset: Seconds) -> Trace:

@@ -17,20 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbflow.core.spec import Call, Registry, bind, param, parse_call
+from ebbflow.core.units import whole_number
 from ebbflow.errors import PlanError, SpecError
 
 __all__ = [
-    "POLICIES",
-    "Capped",
-    "FixedTotal",
-    "Follow",
-    "GrowingPolicy",
-    "Observation",
-    "Policy",
-    "PolicyState",
-    "make_policy",
-    "register_policy",
-]
+    "POLICIES", "Capped", "FixedTotal", "Follow", "GrowingPolicy", "Observation", "Policy", "PolicyState",
+    "make_policy", "register_policy",
+]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
 PolicyState = Any
@@ -81,7 +74,12 @@ def make_policy(text: str | Call | Policy, local_batch: int | None = None) -> Po
     """
     if isinstance(text, Policy):
         return text
-    call = parse_call(text) if isinstance(text, str) else text
+    if not isinstance(text, str | Call):
+        raise SpecError(
+            f"the policy is {text!r}; expected a text or a policy: 'follow(32)' for 32 samples per worker, 'fixed(32)' "
+            f"for 32 samples in every step"
+        )
+    call = parse_call(text)
     make = POLICIES.entry(call.name).make
     parameters = {p.name: p.default for p in inspect.signature(make).parameters.values()}
     fields = list(parameters)
@@ -149,8 +147,7 @@ class GrowingPolicy(Policy):
     """Whether the position of training alone decides, so that the steps can be computed before training."""
 
     def __post_init__(self) -> None:
-        for name in ("initial", "max_batch", "local_batch"):
-            self._check(name, at_least=1)
+        _check_counts(str(self), initial=self.initial, max_batch=self.max_batch, local_batch=self.local_batch)
         if self.initial and self.max_batch and self.max_batch < self.initial:
             raise PlanError(f"{self}: max_batch={self.max_batch} is less than the initial batch of {self.initial}")
 
@@ -195,10 +192,10 @@ class GrowingPolicy(Policy):
 # -- fleet policies ----------------------------------------------------------------------------------------------------
 
 
-def _at_least_one(policy: str, **values: int | None) -> None:
+def _check_counts(policy: str, **values: int | None) -> None:
     for name, value in values.items():
-        if value is not None and value < 1:
-            raise PlanError(f"{policy}: {name} is {value}; expected at least 1")
+        if value is not None:
+            whole_number(value, f"{policy}: {name}", most=1 << 62, error=PlanError)  # as fits into 64 bits
 
 
 @register_policy("follow", cite="Andre, Strati, Klimovic 2022")
@@ -209,7 +206,7 @@ class Follow(Policy):
     local_batch: int = param(doc="samples that a worker takes per step")
 
     def __post_init__(self) -> None:
-        _at_least_one("follow", local_batch=self.local_batch)
+        _check_counts("follow", local_batch=self.local_batch)
 
     def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
         """All workers, with local_batch samples each."""
@@ -228,7 +225,7 @@ class FixedTotal(Policy):
     total: int = param(doc="samples of every step")
 
     def __post_init__(self) -> None:
-        _at_least_one("fixed", total=self.total)
+        _check_counts("fixed", total=self.total)
 
     def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
         """At most total // 2 workers, and always total samples."""
@@ -248,7 +245,7 @@ class Capped(Policy):
     max_workers: int | None = param(None, doc="largest number of workers in a step")
 
     def __post_init__(self) -> None:
-        _at_least_one("capped", local_batch=self.local_batch, max_batch=self.max_batch, max_workers=self.max_workers)
+        _check_counts("capped", local_batch=self.local_batch, max_batch=self.max_batch, max_workers=self.max_workers)
         if self.max_batch is None and self.max_workers is None:
             raise PlanError("capped has no limit; write capped(max_batch=4096) or capped(max_workers=32)")
         if self.max_batch is not None and self.max_batch < self.local_batch:

@@ -111,4 +111,6 @@ def make_step_time(value: StepTimeLike) -> StepTime:
         return ConstantStepTime(Seconds(float(value)))
     if isinstance(value, Mapping):
         return TableStepTime(dict(value))
+    if not callable(value):
+        raise PlanError(f"the step time is {value!r}; expected '0.6s', seconds, {{workers: seconds}} or a function")
     return FunctionStepTime(value)

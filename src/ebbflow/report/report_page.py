@@ -62,14 +62,14 @@ class ReportPaths:
     summary: Summary
 
 
-def write_report(folder: Path, *, out: Path | None = None) -> ReportPaths:
+def write_report(folder: Path | str, *, out: Path | str | None = None) -> ReportPaths:
     """Make the report of a study folder, a run folder or one record file; by default in `report` beside the records.
 
     An earlier report there is replaced as a whole; a folder that holds anything else is refused.
     """
     results = load_results(folder)
     summary = summarise(results.arms, results.config)
-    target = out if out is not None else results.folder / "report"
+    target = Path(out) if out is not None else results.folder / "report"
     with replace_folder(target) as partial:
         figures = write_figures(all_figures(results, summary), partial)
         for suffix, text in _tables(summary).items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -93,6 +93,8 @@ class ArmResult:
     """One array per column of the steps: position (in epochs), time_s, epoch, workers, batch, lr, ..."""
     stats: tuple[str, ...] = ()
     """The columns that a rule or an engine added."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """The code of the run as far as the record knows it: number of parameters, digests of plugins, a change of them."""
     layers: LayerCurves | None = None
     """What a layer-wise rule recorded; None for other rules."""
     steps: int = 0
@@ -136,6 +138,7 @@ class ArmResult:
             values=values,
             columns=own | {name: run.column(name) for name in stats},
             stats=stats,
+            code=_code(run),
             layers=LayerCurves.from_run(run),
             steps=len(rows),
             # The end that a study writes for a killed process has less than the last step.
@@ -154,7 +157,8 @@ class Results:
     config: Mapping[str, Any] = field(default_factory=dict)
     arms: tuple[ArmResult, ...]
     replaced: tuple[str, ...] = ()
-    """Messages about records that are not used because another record of the same arm is newer."""
+    """Messages about records that are not used because another record of the same arm is newer, and about runs of
+    other code, which have rows of their own."""
 
     @property
     def problems(self) -> list[str]:
@@ -171,6 +175,8 @@ def _note(run: Run) -> str:
         parts.append(run.end.text)
     if resumes := sum(event.what == "resumed" for event in run.events):
         parts.append(f"resumed {resumes} time{'s' if resumes > 1 else ''}")
+    if changes := [event.text for event in run.events if event.what == "code changed"]:
+        parts.append(f"continued by other code: {'; '.join(changes)}")
     return "; ".join(parts)
 
 
@@ -241,6 +247,43 @@ def _newest(arms: Iterable[ArmResult]) -> tuple[list[ArmResult], list[str]]:
     return list(found.values()), replaced
 
 
+def _code(run: Run) -> dict[str, str]:
+    """What is known of a run's code, in words."""
+    config = run.header.config
+    count = (config.get("task") or {}).get("parameters")
+    plugins = zip(config.get("plugins") or (), config.get("plugins_sha256") or (), strict=False)
+    names = ((Path(path).name, digest) for path, digest in plugins)
+    changes = [f"code changed at step {event.step}" for event in run.events if event.what == "code changed"]
+    return {
+        **({"parameters": f"{count:,} parameters"} if count else {}),
+        **{name: f"{name} of digest {digest[:6]}" for name, digest in names},
+        "change": ", ".join(changes) or "one code throughout",
+    }
+
+
+def _apart(arms: list[ArmResult]) -> tuple[list[ArmResult], list[str]]:
+    """The arms, and messages about those that were made by other code than the newest run of their workload.
+
+    Such arms get another name of their workload, so that no cell averages runs of different code and no table compares
+    them. What a record does not know about its code counts as equal.
+    """
+    result: list[ArmResult] = []
+    messages = []
+    for workload in dict.fromkeys(arm.workload for arm in arms):
+        own = [arm for arm in arms if arm.workload == workload]
+        newest = max(own, key=lambda arm: arm.header.created if arm.header else "").code
+        counts: dict[str, int] = {}
+        for arm in own:
+            other = ", ".join(text for key, text in arm.code.items() if newest.get(key, text) != text)
+            if other:
+                counts[other] = counts.get(other, 0) + 1
+            result.append(replace(arm, workload=f"{workload}, other code ({other})") if other else arm)
+        for other, number in counts.items():
+            runs = f"{number} run{'s' if number > 1 else ''} of {workload}"
+            messages.append(f"{runs} made by other code ({other}) than the newest run are shown apart")
+    return result, messages
+
+
 def _ordered(config: Mapping[str, Any], arms: list[ArmResult]) -> tuple[ArmResult, ...]:
     """The arms in the order of the configuration; names that it does not have keep their order of appearance."""
 
@@ -278,8 +321,9 @@ def _read_arm(path: Path) -> ArmResult:
         )
 
 
-def load_results(path: Path) -> Results:
+def load_results(path: Path | str) -> Results:
     """The results of the study or run at a path; a RecordError if there is no record that can be read."""
+    path = Path(path)
     if path.is_file():
         return _single(path)
     if (path / "record.jsonl").is_file():
@@ -300,6 +344,7 @@ def load_results(path: Path) -> Results:
     if all(arm.status == "unreadable" for arm in arms):
         raise RecordError(f"{path} has no record that can be read; the first says: {arms[0].note}")
     readable, replaced = _newest(arm for arm in arms if arm.status != "unreadable")
+    readable, other_code = _apart(readable)
     lost = [arm for arm in arms if arm.status == "unreadable"]
     return Results(
         name=str(body.get("name") or config.get("name") or path.resolve().name),
@@ -307,7 +352,7 @@ def load_results(path: Path) -> Results:
         command=str(body.get("command", "")),
         config=config,
         arms=(*_ordered(config, [*readable, *_missing(config, readable)]), *lost),
-        replaced=tuple(replaced),
+        replaced=(*replaced, *other_code),
     )
 
 

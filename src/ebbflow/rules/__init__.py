@@ -20,14 +20,6 @@ from ebbflow.rules.rule import (
 register = register_rule
 
 __all__ = [
-    "RULES",
-    "Modifier",
-    "Rule",
-    "Scaling",
-    "StepContext",
-    "make_rule",
-    "register",
-    "register_modifier",
-    "register_rule",
-    "rule_entries",
-]
+    "RULES", "Modifier", "Rule", "Scaling", "StepContext", "make_rule", "register", "register_modifier",
+    "register_rule", "rule_entries",
+]  # fmt: skip

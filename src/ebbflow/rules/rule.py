@@ -25,20 +25,9 @@ from ebbflow.errors import ConfigError, SpecError
 from ebbflow.moments.estimate import Moments
 
 __all__ = [
-    "RULES",
-    "Modifier",
-    "Rule",
-    "RuleChain",
-    "Scaling",
-    "State",
-    "StepContext",
-    "damp",
-    "make_rule",
-    "register_modifier",
-    "register_rule",
-    "rule_entries",
-    "spread",
-]
+    "RULES", "Modifier", "Rule", "RuleChain", "Scaling", "State", "StepContext", "damp", "make_rule",
+    "register_modifier", "register_rule", "rule_entries", "spread",
+]  # fmt: skip
 
 State = Any
 """What a rule remembers: None, or a value that JSON can hold."""

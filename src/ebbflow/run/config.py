@@ -10,14 +10,17 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from ebbflow.core.plugins import plugin_digests
 from ebbflow.core.spec import nearest
+from ebbflow.core.units import MOST_SEED
 from ebbflow.errors import ConfigError
 
 __all__ = [
@@ -100,7 +103,7 @@ class RunConfig(BaseModel):
     """A step,batchsize file instead of a trace."""
     label: str = setting("", computes=False, not_for=_OF_A_TRACE)
     """Name of the trace in tables; by default its text."""
-    seed: int = setting(0, ge=0, names={"estimator": "random_state"})
+    seed: int = setting(0, ge=0, lt=MOST_SEED, names={"estimator": "random_state"})
     """Seed of the initial weights, the order of the samples, dropout and augmentation."""
     epochs: int | None = setting(gt=0, recipe=True, names={"estimator": "max_epochs"})
     """Passes over the training samples."""
@@ -232,7 +235,8 @@ class RunConfig(BaseModel):
 
     def recorded(self) -> dict[str, Any]:
         """What a run writes down of its settings when it begins, and `differences` compares when it goes on."""
-        return {**self.as_dict(), "trace_sha256": self.trace_digest()}
+        plugins = {"plugins_sha256": plugin_digests(self.plugins)} if self.plugins else {}
+        return {**self.as_dict(), "trace_sha256": self.trace_digest(), **plugins}
 
     def trace_digest(self) -> str:
         """Digest of the trace or plan itself: the bytes of its file, wherever it lies, or the text of a generator."""
@@ -252,21 +256,34 @@ class RunConfig(BaseModel):
         kind = "trace" if self.plan is None else "plan"
         return hashlib.sha256(json.dumps([content, kind, self.trace_digest()], sort_keys=True).encode()).hexdigest()
 
-    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
+    def differences(self, recorded: Mapping[str, Any], *, by_recipe: Collection[str] = ()) -> list[str]:
         """What a recorded run computes differently, one phrase each; empty if it is this run and may be continued.
 
         `recorded` is what the method of that name returned for the run. A setting that it lacks, because a later
         version added it, counts as being at its default. A trace or plan that was moved is the same; one that was
-        edited is not."""
-        found = [
-            f"{key} is {value!r}, was {recorded.get(key, _DEFAULTS[key])!r}"
-            for key, value in self._computing().items()
-            if value != recorded.get(key, _DEFAULTS[key])
-        ]
+        edited is not. Settings `by_recipe`, which the workload's recipe filled in, are left to `code_differences`."""
+        found = self._other_values(recorded, [key for key in self._computing() if key not in by_recipe])
         if recorded.get("trace_sha256") != self.trace_digest():
             kind, text = ("trace", self.trace) if self.plan is None else ("plan", self.plan)
             found.append(f"the {kind} is not the one it was ({text})")
         return found
+
+    def code_differences(self, recorded: Mapping[str, Any], *, by_recipe: Collection[str] = ()) -> list[str]:
+        """What has changed in the user's code since a run was recorded: its plugins, and the recipe of the workload.
+
+        Plugins are compared by their content, and further ones may have been added. Nothing is known about the plugins
+        of records that have no digests of them.
+        """
+        now, names = plugin_digests(self.plugins), {Path(path).name for path in self.plugins}
+        before = zip(recorded.get("plugins", ()), recorded.get("plugins_sha256", ()), strict=False)
+        found = [Path(path).name for path, digest in before if digest not in now]
+        plugins = [f"plugin {name} {'has changed' if name in names else 'is no longer loaded'}" for name in found]
+        return plugins + [f"the recipe's {text}" for text in self._other_values(recorded, by_recipe)]
+
+    def _other_values(self, recorded: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+        own = self._computing()
+        before = {key: recorded.get(key, _DEFAULTS[key]) for key in keys}
+        return [f"{key} is {own[key]!r}, was {value!r}" for key, value in before.items() if own[key] != value]
 
     def other_data(self, recorded: Mapping[str, Any]) -> str:
         """Where a recorded run found its data, if that was another place, as a phrase; empty if it was the same place.
@@ -383,6 +400,8 @@ def _explained(error: ValidationError) -> str:
         return f"{name} is {value!r}; expected the fraction kept per reference step, such as 0.999"
     if kind == "greater_than_equal":
         return f"{name} is {value}; expected {problem['ctx']['ge']:g} or more"
+    if name == "seed" and kind == "less_than":
+        return f"{name} is {value}; expected a whole number below {MOST_SEED:,}"
     if kind in ("greater_than", "less_than") or (kind == "finite_number" and not isinstance(value, str)):
         return f"{name} is {value}; expected a number above 0 and below infinity"
     return f"{name} is {value!r}; expected {_EXPECTED.get(kind, problem['msg'])}{_instead(value, kind, name)}"
@@ -390,7 +409,9 @@ def _explained(error: ValidationError) -> str:
 
 def _instead(value: Any, kind: str, name: str) -> str:
     """How to write a value that was meant, but that TOML reads as a number, a date or a single text."""
-    if kind == "string_type" and not isinstance(value, list | dict):
+    if kind == "string_type" and name == "policy" and isinstance(value, int):
+        return f': "fixed({value})" for {value} samples in every step, "follow" for as many as the workers take'
+    if kind == "string_type" and isinstance(value, bool | int | float | date | time):
         unit = "s" if name in ("step_time", "offset") else ""
         return f", such as {json.dumps(f'{value}{unit}')}: in quotation marks"
     return f", such as {json.dumps([value])}" if kind == "tuple_type" and isinstance(value, str) else ""

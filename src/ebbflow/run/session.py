@@ -189,6 +189,7 @@ class Session:
         save: Callable[[], None] | None = None
         if self._folder is not None:
             files = RunFiles(self._folder, config, ranks)
+            stack.enter_context(files.lock())
             if ranks.shared(files.finished_run) is not None:
                 raise ConfigError(f"{self._folder} holds the finished run of this session; give another out=")
             described = {**config.recorded(), "trace": config.trace, "metric": "loss", "higher_is_better": False}

@@ -2,8 +2,9 @@
 
 A run has a folder: `record.jsonl`, `checkpoint.pt` while it is under way, `weights.pt` at the end if wanted. Killed at
 any moment and started again with the same configuration, it continues from its checkpoint and ends, on a CPU, with the
-same weights bit for bit as one that was never interrupted. Several processes that torchrun started train the run
-together; then only rank 0 reads and writes files, and validates.
+same weights bit for bit as one that was never interrupted; the same code is part of that, so a run whose plugins,
+parameter count or recipe have changed is refused, unless `allow_code_change` is set. Several processes that torchrun
+started train the run together; then only rank 0 reads and writes files, and validates.
 
 A run ends after its epochs. Where the rule counts progress by gain (AdaScale's own stopping rule) it ends when the
 steps were worth as many reference steps as the epochs have, which takes more samples; at most ten times the epochs."""
@@ -11,19 +12,22 @@ steps were worth as many reference steps as the epochs have, which takes more sa
 from __future__ import annotations
 
 import logging
-from contextlib import closing, suppress
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ebbflow import workloads
-from ebbflow.core.files import remove_leftovers
+from ebbflow.core.files import hold_lock, remove_leftovers
 from ebbflow.core.plugins import load_plugins
-from ebbflow.errors import CheckpointError, ConfigError
+from ebbflow.errors import CheckpointError, CodeChanged, ConfigError
 from ebbflow.plan import BatchPlan
 from ebbflow.record import Event, NoRecord, RecordWriter, Run, read_record
 from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer, resolve
 from ebbflow.run.checkpoint import load_checkpoint, save_checkpoint
-from ebbflow.run.config import RunConfig
+from ebbflow.run.config import RunConfig, recipe_settings
 from ebbflow.run.device import cpu_settings, enough_memory
 from ebbflow.run.flow import Flow
 from ebbflow.run.header import make_header
@@ -45,11 +49,22 @@ WEIGHTS = "weights.pt"
 class RunFiles:
     """The record and the checkpoint of a run in its folder."""
 
-    def __init__(self, folder: Path, config: RunConfig, ranks: RankGroup) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: RunConfig,
+        ranks: RankGroup,
+        *,
+        by_recipe: Collection[str] = (),
+        allow_code_change: bool = False,
+    ) -> None:
+        """`by_recipe`: the settings that the workload's recipe filled in."""
         self.folder = folder
         self.ranks = ranks
         self.record: RecordWriter = NoRecord()
         self._config = config
+        self._by_recipe = by_recipe
+        self._allow_code_change = allow_code_change
         self._recorded = config.recorded()  # now: somebody may edit the trace while the run follows it as it was
 
     def finished_run(self) -> Run | None:
@@ -60,7 +75,7 @@ class RunFiles:
         run = read_record(path)
         if run.status not in ("finished", "diverged"):
             return None
-        if other := self._config.differences(run.header.config):
+        if other := self._config.differences(run.header.config, by_recipe=self._by_recipe):
             raise ConfigError(
                 f"{self.folder} holds a run of another configuration ({'; '.join(other)}); give another --out"
             )
@@ -68,7 +83,31 @@ class RunFiles:
             _LOG.warning(
                 "%s holds this run, which is not repeated: %s; give another --out for other data", self.folder, moved
             )
+        self.check_code(run.header.config)
         return run
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Held while the run writes into its folder: a second run into it is a ConfigError."""
+        busy = f"another run is writing into {self.folder}; wait for it to end, or give another --out"
+        return hold_lock(self.folder / ".run.lock", busy=busy) if self.ranks.leads else nullcontext()
+
+    def check_code(self, recorded: Mapping[str, Any], model: nn.Module | None = None) -> str:
+        """Compare the code of a recorded run with that of today; what has changed, in words.
+
+        Raises CodeChanged if anything has, unless the user allowed it. `recorded` are the settings of a record or of a
+        checkpoint. The `model`, if it is built already, is compared by its number of parameters.
+        """
+        found = self._config.code_differences(recorded, by_recipe=self._by_recipe)
+        before = recorded.get("parameters") or recorded.get("task", {}).get("parameters")
+        if model is not None and before not in (None, now := _parameter_count(model)):
+            found.append(f"the model has {now:,} parameters, had {before:,}")
+        changes = "; ".join(found)
+        if found and not self._allow_code_change:
+            raise CodeChanged(
+                f"{self.folder} holds a run of other code: {changes}; give another --out, or go on with the code of "
+                f"today by --allow-code-change (allow_code_change=True)"
+            )
+        return changes
 
     def open(self, flow: Flow, header: Any) -> RecordWriter:
         """Continue from the checkpoint if there is one, else begin a new record with `header()`."""
@@ -76,7 +115,8 @@ class RunFiles:
         found = self.ranks.shared(
             lambda: load_checkpoint(checkpoint) if checkpoint.is_file() and path.is_file() else None
         )
-        size = None if found is None else self._restore(flow, found, checkpoint)
+        self._recorded["parameters"] = _parameter_count(flow.engine.model)
+        size, changes = (None, "") if found is None else self._restore(flow, found, checkpoint)
         if not self.ranks.leads:
             return self.record
         remove_leftovers(checkpoint)
@@ -86,6 +126,9 @@ class RunFiles:
         self.record = RecordWriter(path, resume_at=size)
         if size is not None:
             self.record.write(Event(step=flow.step, what="resumed", text=f"from {CHECKPOINT}"))
+            if changes:
+                _LOG.warning("%s goes on with other code: %s", self.folder, changes)
+                self.record.write(Event(step=flow.step, what="code changed", text=changes))
             return self.record
         self.record.write(header())
         if idle := flow.engine.idle_processes():
@@ -93,15 +136,16 @@ class RunFiles:
             self.record.write(Event(step=0, what="idle ranks", text=idle))
         return self.record
 
-    def _restore(self, flow: Flow, state: dict[str, Any], path: Path) -> int:
-        """Load a checkpoint; returns the size that the record had when it was written."""
-        if other := self._config.differences(state["settings"]):
+    def _restore(self, flow: Flow, state: dict[str, Any], path: Path) -> tuple[int, str]:
+        """Load a checkpoint; returns the size that the record had when it was written, and what the code changed."""
+        if other := self._config.differences(state["settings"], by_recipe=self._by_recipe):
             raise CheckpointError(
                 f"{path} belongs to a run with other settings ({'; '.join(other)}); go on with those, or choose "
                 f"another folder"
             )
+        changes = self.check_code(state["settings"], flow.engine.model)
         flow.load_state_dict(state, origin=f"the checkpoint {path}")
-        return int(state["record_bytes"])
+        return int(state["record_bytes"]), changes
 
     def save(self, flow: Flow) -> None:
         """Write a checkpoint of the last committed step."""
@@ -119,6 +163,10 @@ class RunFiles:
         (self.folder / CHECKPOINT).unlink(missing_ok=True)
 
 
+def _parameter_count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def _has_header(path: Path) -> bool:
     """Whether the first line of the record is complete; not if the run was killed before it wrote it."""
     with path.open("rb") as file:
@@ -133,10 +181,12 @@ def train(
     callbacks: Callbacks | None = None,
     checkpoint_every_s: float = 60.0,
     keep_weights: bool = True,
+    allow_code_change: bool = False,
 ) -> Run:
     """Train to the end, or continue a run that was interrupted; returns the record of the whole run.
 
-    A folder that holds a finished run of the same configuration is left alone and its record returned. In processes
+    A folder that holds a finished run of the same configuration is left alone and its record returned. A run of other
+    code (plugins, number of parameters, recipe) is refused, or continued with `allow_code_change`. In processes
     that torchrun started each call trains its part of the one run; rank 0 calls the callbacks, all ranks `should_stop`.
 
         run = ebbflow.train(ebbflow.RunConfig(workload="digits-mlp", rule="sqrt"), "runs/first")
@@ -145,19 +195,23 @@ def train(
     callbacks = callbacks or Callbacks()
     with joined(config.device) as ranks:
         load_plugins(config.plugins)
+        by_recipe = [name for name in recipe_settings() if getattr(config, name) is None]
         config = resolve(config)
-        files = RunFiles(Path(folder), config, ranks)
+        files = RunFiles(Path(folder), config, ranks, by_recipe=by_recipe, allow_code_change=allow_code_change)
         done = ranks.shared(files.finished_run)
-        if done is not None:
+        if done is not None and not config.plugins:
             return done
         if not ranks.leads:
             callbacks = Callbacks(should_stop=callbacks.should_stop)
-        with cpu_settings(config.threads), enough_memory(config.device):
+        with cpu_settings(config.threads), enough_memory(config.device), files.lock():
             task = workloads.build(
                 config.workload, data=config.data, seed=config.seed, device=ranks.device(config.device),
                 loader_workers=loader_workers(config),
             )  # fmt: skip
             with closing(task):
+                if done is not None:  # its model may come from code that the plugins import
+                    files.check_code(done.header.config, task.model)
+                    return done
                 flow, plan, trace = _assemble(config, task, files)
                 record = files.open(flow, lambda: _header(config, task, flow, plan, trace, command))
                 with record:

@@ -21,21 +21,7 @@ from ebbflow.simulate.simulation import Simulation, on_demand, simulate
 from ebbflow.simulate.step_models import NETWORKS, STRAGGLERS, ComputeAndNetwork, WholeStep, parse_step_time
 
 __all__ = [
-    "NETWORKS",
-    "RECOVERIES",
-    "STRAGGLERS",
-    "ComputeAndNetwork",
-    "FlatPrice",
-    "Ideal",
-    "PriceHistory",
-    "Scenario",
-    "ScenarioSettings",
-    "Simulation",
-    "WholeStep",
-    "make_price",
-    "on_demand",
-    "parse_step_time",
-    "read_prices",
-    "register_price",
-    "simulate",
-]
+    "NETWORKS", "RECOVERIES", "STRAGGLERS", "ComputeAndNetwork", "FlatPrice", "Ideal", "PriceHistory", "Scenario",
+    "ScenarioSettings", "Simulation", "WholeStep", "make_price", "on_demand", "parse_step_time", "read_prices",
+    "register_price", "simulate",
+]  # fmt: skip

@@ -26,17 +26,9 @@ from ebbflow.record import Run, read_record
 from ebbflow.simulate.step_models import NETWORKS, Affine, ComputeAndNetwork, emulated_passes
 
 __all__ = [
-    "MeasuredStep",
-    "StepModelFit",
-    "emulated_micro_batch",
-    "fit_runs",
-    "fit_steps",
-    "measured_steps",
-    "noise_scale_of",
-    "read_noise_scale",
-    "read_profile",
-    "record_path",
-]
+    "MeasuredStep", "StepModelFit", "emulated_micro_batch", "fit_runs", "fit_steps", "measured_steps", "noise_scale_of",
+    "read_noise_scale", "read_profile", "record_path",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 _EMULATED = frozenset({"auto", "loop", "fused"})
@@ -88,10 +80,10 @@ class StepModelFit:
         }
 
 
-def read_profile(path: Path) -> ComputeAndNetwork:
+def read_profile(path: Path | str) -> ComputeAndNetwork:
     """The step model that `ebbflow profile --out` wrote."""
     try:
-        body = json.loads(read_text(path, error=ConfigError))
+        body = json.loads(read_text(Path(path), error=ConfigError))
         return ComputeAndNetwork(
             per_update=Seconds(float(body["per_update_s"])),
             per_step=Seconds(float(body["per_step_s"])),

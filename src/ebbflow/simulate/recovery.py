@@ -18,21 +18,14 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.core.spec import Registry, param, render
+from ebbflow.core.columns import Columns
+from ebbflow.core.spec import Registry, param
 from ebbflow.core.units import Seconds
 from ebbflow.errors import ConfigError
 
 __all__ = [
-    "DRAIN",
-    "FINISH",
-    "LOSE",
-    "RECOVERIES",
-    "CheckpointRecovery",
-    "Ideal",
-    "Reaction",
-    "Recovery",
-    "StepRecovery",
-]
+    "DRAIN", "FINISH", "LOSE", "RECOVERIES", "CheckpointRecovery", "Ideal", "Reaction", "Recovery", "StepRecovery",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -45,7 +38,7 @@ or, since the change was announced, that step is begun without the workers that 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reaction:
+class Reaction(Columns):
     """What happens at the changes between segments, in arrays of one entry per segment."""
 
     ends: Ints
@@ -59,17 +52,6 @@ class Reaction:
     write: float = 0.0
     """Seconds that writing a checkpoint takes."""
 
-    def part(self, first: int, stop: int) -> Reaction:
-        """The segments from `first` up to but not including `stop`."""
-        within = slice(first, stop)
-        return dataclasses.replace(
-            self,
-            ends=self.ends[within],
-            pauses=self.pauses[within],
-            every=self.every[within],
-            saves=self.saves[within],
-        )
-
 
 @runtime_checkable
 class Recovery(Protocol):
@@ -79,13 +61,16 @@ class Recovery(Protocol):
         """The reaction, from the workers that take part in each segment (0: none) and the duration of its steps."""
         ...
 
+    def __str__(self) -> str:
+        return RECOVERIES.text(self)
+
 
 RECOVERIES: Registry[Recovery] = Registry("recovery")
 
 
 @RECOVERIES.register("ideal", cite="Andre, Strati, Klimovic 2022")
 @dataclass(frozen=True)
-class Ideal:
+class Ideal(Recovery):
     """A change costs no time; the step in progress is finished with the old workers, or lost."""
 
     on_change: Literal["finish", "lose"] = param("finish", doc="what happens to the step in progress: finish or lose")
@@ -101,16 +86,13 @@ class Ideal:
             saves=np.zeros(count, np.bool_),
         )
 
-    def __str__(self) -> str:
-        return render("ideal", self)
-
 
 _ONE_SECOND, _FIVE_SECONDS, _HALF_MINUTE, _TEN_MINUTES = Seconds(1.0), Seconds(5.0), Seconds(30.0), Seconds(600.0)
 
 
 @RECOVERIES.register("step")
 @dataclass(frozen=True)
-class StepRecovery:
+class StepRecovery(Recovery):
     """The survivors go on after a loss, which costs the step in progress, its detection and a pause.
 
     No other step is repeated. A loss that is announced at least one step ahead costs only the pause: the last step
@@ -136,13 +118,10 @@ class StepRecovery:
             saves=np.zeros(len(workers), np.bool_),
         )
 
-    def __str__(self) -> str:
-        return render("step", self)
-
 
 @RECOVERIES.register("checkpoint")
 @dataclass(frozen=True)
-class CheckpointRecovery:
+class CheckpointRecovery(Recovery):
     """Every change restarts all workers; a loss discards all steps since the latest checkpoint.
 
     A checkpoint is written after the first step that ends `every` after the previous one, and before workers are
@@ -169,9 +148,6 @@ class CheckpointRecovery:
             saves=gain | drained,
             write=float(self.write),
         )
-
-    def __str__(self) -> str:
-        return render("checkpoint", self)
 
 
 def _check_times(name: str, recovery: StepRecovery | CheckpointRecovery) -> None:

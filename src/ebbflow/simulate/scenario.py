@@ -21,14 +21,7 @@ from ebbflow.plan.policies import POLICIES, GrowingPolicy, Policy, make_policy
 from ebbflow.simulate.prices import Price, make_price, read_prices
 from ebbflow.simulate.profiles import read_noise_scale, read_profile
 from ebbflow.simulate.recovery import RECOVERIES, Ideal, Recovery
-from ebbflow.simulate.step_models import (
-    NETWORKS,
-    STRAGGLERS,
-    ComputeAndNetwork,
-    StepModel,
-    Stragglers,
-    parse_step_time,
-)
+from ebbflow.simulate.step_models import NETWORKS, STRAGGLERS, ComputeAndNetwork, StepModel, Stragglers, parse_step_time
 from ebbflow.traces import Trace, load
 
 __all__ = ["LARGEST_EXACT", "Scenario", "ScenarioSettings", "TrainingWork", "rented_trace"]

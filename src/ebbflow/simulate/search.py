@@ -24,19 +24,9 @@ from ebbflow.simulate.simulation import Simulation, comparison_cluster, simulate
 from ebbflow.simulate.step_models import StepBreakdown, StepModel, WholeStep
 
 __all__ = [
-    "Goal",
-    "Outcome",
-    "SearchResult",
-    "Setting",
-    "best_outcome",
-    "compare_fleets",
-    "find_setting",
-    "outcomes",
-    "pareto",
-    "round_to_cents",
-    "sensitivity",
-    "settings_grid",
-]
+    "Goal", "Outcome", "SearchResult", "Setting", "best_outcome", "compare_fleets", "find_setting", "outcomes",
+    "pareto", "round_to_cents", "sensitivity", "settings_grid",
+]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
 _MOST_SETTINGS = 1_000_000

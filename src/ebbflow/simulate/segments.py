@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.columns import Columns
 from ebbflow.core.units import Seconds
 from ebbflow.errors import ConfigError
 from ebbflow.plan.steptime import ConstantStepTime
@@ -21,16 +21,9 @@ from ebbflow.simulate.step_models import StepBreakdown, Stragglers, WholeStep
 from ebbflow.traces import Trace
 
 __all__ = [
-    "SNAP",
-    "GrowingSegments",
-    "SegmentSteps",
-    "Segments",
-    "SimulatedSteps",
-    "SimulatedRuns",
-    "fleet_segments",
-    "limit_batches",
-    "provisioned_trace",
-]
+    "SNAP", "GrowingSegments", "SegmentSteps", "Segments", "SimulatedSteps", "SimulatedRuns", "fleet_segments",
+    "limit_batches", "provisioned_trace",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -41,7 +34,7 @@ a step counts as being there."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentSteps:
+class SegmentSteps(Columns):
     """The steps of each segment, in arrays of one entry per segment."""
 
     workers: Ints
@@ -63,29 +56,9 @@ class SegmentSteps:
         """Seconds of a step without samples."""
         return self.empty.total
 
-    def part(self, first: int, stop: int) -> SegmentSteps:
-        """The segments from `first` up to but not including `stop`."""
-        within = slice(first, stop)
-        return SegmentSteps(
-            workers=self.workers[within],
-            samples=self.samples[within],
-            whole=self.whole.take(within),
-            empty=self.empty.take(within),
-        )
-
-    @classmethod
-    def joined(cls, parts: Sequence[SegmentSteps]) -> SegmentSteps:
-        """The segments of all parts, one after another."""
-        return cls(
-            workers=np.concatenate([part.workers for part in parts]),
-            samples=np.concatenate([part.samples for part in parts]),
-            whole=StepBreakdown.joined([part.whole for part in parts]),
-            empty=StepBreakdown.joined([part.empty for part in parts]),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class Segments:
+class Segments(Columns):
     """Segments of constant fleet and batch, back to back from 0 s on."""
 
     stops: Floats
@@ -94,15 +67,6 @@ class Segments:
     reaction: Reaction
     grid: float = 0.0
     """Above 0: steps begin at multiples of this many seconds, as in a plan of constant step time."""
-
-    def part(self, first: int, stop: int) -> Segments:
-        """The segments from `first` up to but not including `stop`."""
-        return replace(
-            self,
-            stops=self.stops[first:stop],
-            steps=self.steps.part(first, stop),
-            reaction=self.reaction.part(first, stop),
-        )
 
 
 # -- the segments of a scenario ----------------------------------------------------------------------------------------
@@ -131,7 +95,7 @@ class GrowingSegments:
         end = self.ready.end if high == self.count else float(self.ready.times[high])
         counts, times = self.ready.workers[low:high], self.ready.times[low:high]
         segments = _segments(self.scenario, counts, times, end, self.rng, requested=requested)
-        return segments.part(first - low, stop - low)
+        return segments.take(slice(first - low, stop - low))
 
 
 def limit_batches(workers: Ints, samples: Ints, requested: int) -> tuple[Ints, Ints]:
@@ -267,7 +231,7 @@ def _range_minimum(values: Ints, low: Ints, high: Ints) -> Ints:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedRuns:
+class SimulatedRuns(Columns):
     """Sequences of equal steps, in arrays of one entry per sequence."""
 
     segments: Ints
@@ -336,9 +300,4 @@ class SimulatedSteps:
     def runs(self) -> SimulatedRuns:
         """All steps, in order."""
         self._flush()
-        if len(self.blocks) == 1:
-            return self.blocks[0]
-        names = ("segments", "counts", "sizes", "starts", "seconds")
-        return SimulatedRuns(
-            **{name: np.concatenate([getattr(block, name) for block in self.blocks]) for name in names}
-        )
+        return self.blocks[0] if len(self.blocks) == 1 else SimulatedRuns.joined(self.blocks)

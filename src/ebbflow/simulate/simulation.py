@@ -43,17 +43,9 @@ from ebbflow.simulate.step_models import StepModel, parse_step_time
 from ebbflow.traces import GENERATORS, Trace
 
 __all__ = [
-    "BREAKDOWN",
-    "Interval",
-    "Simulation",
-    "draw_simulations",
-    "reseeded_simulations",
-    "interval_of",
-    "on_demand",
-    "comparison_cluster",
-    "reseeded",
-    "simulate",
-]
+    "BREAKDOWN", "Interval", "Simulation", "draw_simulations", "reseeded_simulations", "interval_of", "on_demand",
+    "comparison_cluster", "reseeded", "simulate",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 _NONE = Seconds(0.0)
@@ -189,7 +181,7 @@ def _simulate_once(
     )
     growing = GrowingSegments(scenario, paid, rng)
     result, used = simulate_growing(phases, growing.part, growing.count, scenario.work)
-    return SegmentSteps.joined([part.steps.part(0, count) for part, count in used]), result
+    return SegmentSteps.joined([part.steps.take(slice(count)) for part, count in used]), result
 
 
 def _most_samples(segments: Segments, work: TrainingWork) -> float:

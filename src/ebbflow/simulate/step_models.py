@@ -12,7 +12,6 @@ proportion to its samples: what does not depend on the samples is paid in full.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Protocol, runtime_checkable
@@ -20,30 +19,17 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.core.spec import Registry, param, render
+from ebbflow.core.columns import Columns
+from ebbflow.core.spec import Registry, param
 from ebbflow.core.units import Seconds, parse_seconds
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.steptime import ConstantStepTime, StepTime, TableStepTime
 
 __all__ = [
-    "NETWORKS",
-    "STRAGGLERS",
-    "Affine",
-    "ComputeAndNetwork",
-    "ExponentialDelay",
-    "LognormalSpread",
-    "Network",
-    "ParameterServer",
-    "RareDelay",
-    "Ring",
-    "StepBreakdown",
-    "StepModel",
-    "Stragglers",
-    "Tree",
-    "WholeStep",
-    "emulated_passes",
-    "parse_step_time",
-]
+    "NETWORKS", "STRAGGLERS", "Affine", "ComputeAndNetwork", "ExponentialDelay", "LognormalSpread", "Network",
+    "ParameterServer", "RareDelay", "Ring", "StepBreakdown", "StepModel", "Stragglers", "Tree", "WholeStep",
+    "emulated_passes", "parse_step_time",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -54,7 +40,7 @@ _NONE = Seconds(0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBreakdown:
+class StepBreakdown(Columns):
     """Seconds of steps by what they are spent on, with one entry per step; they add up to the whole step."""
 
     compute: Floats
@@ -66,19 +52,6 @@ class StepBreakdown:
     def total(self) -> Floats:
         """Seconds of the whole step."""
         return self.compute + self.network + self.waiting
-
-    @classmethod
-    def joined(cls, parts: Sequence[StepBreakdown]) -> StepBreakdown:
-        """The steps of all parts, one after another."""
-        return cls(
-            compute=np.concatenate([part.compute for part in parts]),
-            network=np.concatenate([part.network for part in parts]),
-            waiting=np.concatenate([part.waiting for part in parts]),
-        )
-
-    def take(self, index: Ints | slice) -> StepBreakdown:
-        """The steps with these indices."""
-        return StepBreakdown(compute=self.compute[index], network=self.network[index], waiting=self.waiting[index])
 
 
 @runtime_checkable
@@ -158,9 +131,7 @@ class ComputeAndNetwork:
         exchange = np.zeros(len(share)) if self.network is None else self.network.seconds(workers)
         network = np.maximum(exchange - self.overlap * compute, 0.0)
         return StepBreakdown(
-            compute=compute,
-            network=network,
-            waiting=np.maximum(share * float(self.loading) - compute - network, 0.0),
+            compute=compute, network=network, waiting=np.maximum(share * float(self.loading) - compute - network, 0.0)
         )
 
     def __str__(self) -> str:
@@ -221,12 +192,15 @@ class Network(Protocol):
         """The duration of an exchange for each number of workers, which is at least one."""
         ...
 
+    def __str__(self) -> str:
+        return NETWORKS.text(self)
+
 
 NETWORKS: Registry[Network] = Registry("network")
 
 
 @dataclass(frozen=True)
-class _Links:
+class _Links(Network):
     """The parameters that all network topologies share: the message, the links, and the workers on one machine.
 
     Workers on one machine exchange at no cost: a link inside a machine is ten or more times faster than one between
@@ -272,9 +246,6 @@ class Ring(_Links):
         count = self.machines(workers)
         return 2.0 * (count - 1) * (self.latency + self.transfer_s / count)
 
-    def __str__(self) -> str:
-        return render("ring", self)
-
 
 @NETWORKS.register("tree", cite="Sanders, Speck, Traff 2009")
 @dataclass(frozen=True)
@@ -289,9 +260,6 @@ class Tree(_Links):
         """2 (ceil(log2 W) latency + size / bandwidth); nothing for one machine."""
         levels = np.ceil(np.log2(self.machines(workers)))
         return np.where(levels > 0, 2.0 * (levels * self.latency + self.transfer_s), 0.0)
-
-    def __str__(self) -> str:
-        return render("tree", self)
 
 
 @NETWORKS.register("server", cite="Li et al. 2014")
@@ -317,13 +285,10 @@ class ParameterServer(_Links):
         """2 (latency + size / bandwidth x machines per server, which count as one at least)."""
         return 2.0 * (self.latency + self.transfer_s * np.maximum(self.machines(workers) / self.servers, 1.0))
 
-    def __str__(self) -> str:
-        return render("server", self)
-
 
 @NETWORKS.register("affine", cite="Qiao et al. 2021")
 @dataclass(frozen=True)
-class Affine:
+class Affine(Network):
     """The model of Pollux: a fixed time for two workers, and more for each further one. Fits of real steps give it.
 
     >>> Affine(first=0.02, more=0.001).seconds(np.array([1, 2, 12]))
@@ -341,9 +306,6 @@ class Affine:
         """first + more (W-2); nothing for one worker."""
         return np.where(workers > 1, self.first + self.more * np.maximum(workers - 2, 0), 0.0)
 
-    def __str__(self) -> str:
-        return render("affine", self)
-
 
 # -- stragglers --------------------------------------------------------------------------------------------------------
 
@@ -360,6 +322,9 @@ class Stragglers(Protocol):
         """(mean, variance) of the largest factor among the workers, for each number of workers."""
         ...
 
+    def __str__(self) -> str:
+        return STRAGGLERS.text(self)
+
 
 STRAGGLERS: Registry[Stragglers] = Registry("straggler model")
 
@@ -371,7 +336,7 @@ def _check_not_negative(name: str, value: float) -> None:
 
 @STRAGGLERS.register("exponential", cite="Dutta et al. 2018")
 @dataclass(frozen=True)
-class ExponentialDelay:
+class ExponentialDelay(Stragglers):
     """The usual time plus an exponential delay; the slowest of W adds 1 + 1/2 + ... + 1/W mean delays.
 
     >>> ExponentialDelay(0.1).slowest(np.array([1, 3]))[0].round(6)
@@ -386,18 +351,12 @@ class ExponentialDelay:
     def slowest(self, workers: Ints) -> tuple[Floats, Floats]:
         """1 + delay H(W), and delay^2 (1 + 1/4 + ... + 1/W^2)."""
         ranks = 1.0 / np.arange(1, int(workers.max()) + 1)
-        return (
-            1.0 + self.delay * np.cumsum(ranks)[workers - 1],
-            self.delay**2 * np.cumsum(ranks**2)[workers - 1],
-        )
-
-    def __str__(self) -> str:
-        return render("exponential", self)
+        return (1.0 + self.delay * np.cumsum(ranks)[workers - 1], self.delay**2 * np.cumsum(ranks**2)[workers - 1])
 
 
 @STRAGGLERS.register("rare")
 @dataclass(frozen=True)
-class RareDelay:
+class RareDelay(Stragglers):
     """Sometimes a worker takes several times as long; with W workers that happens about W times as often.
 
     >>> RareDelay(0.5, factor=3).slowest(np.array([1, 2]))
@@ -417,13 +376,10 @@ class RareDelay:
         delayed = 1.0 - (1.0 - self.chance) ** workers.astype(np.float64)
         return 1.0 + (self.factor - 1) * delayed, (self.factor - 1) ** 2 * delayed * (1 - delayed)
 
-    def __str__(self) -> str:
-        return render("rare", self)
-
 
 @STRAGGLERS.register("lognormal")
 @dataclass(frozen=True)
-class LognormalSpread:
+class LognormalSpread(Stragglers):
     """Factors whose logarithm is normally distributed, with the usual time as their median.
 
     The largest of W has the distribution function F^W. Its moments are sums over quantiles, accurate to one part in a
@@ -454,6 +410,3 @@ class LognormalSpread:
             moments.append((mean, float(weights @ (factors - mean) ** 2) / float(weights.sum())))
         table = np.array(moments)
         return table[where, 0], table[where, 1]
-
-    def __str__(self) -> str:
-        return render("lognormal", self)

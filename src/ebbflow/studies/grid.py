@@ -51,17 +51,9 @@ from ebbflow.run.config import RunConfig
 from ebbflow.traces import load as load_trace
 
 __all__ = [
-    "Arm",
-    "PaperValue",
-    "Study",
-    "check_arms",
-    "load_study",
-    "parse_study",
-    "recipe_names",
-    "recipe_text",
-    "with_plugins",
-    "with_settings",
-]
+    "Arm", "PaperValue", "Study", "check_arms", "load_study", "parse_study", "recipe_names", "recipe_text",
+    "with_plugins", "with_settings",
+]  # fmt: skip
 
 _KEYS = ["name", "summary", "workloads", "rules", "traces", "seeds", "settings", "override", "skip", "paper"]
 _SELECTORS = ["workload", "trace", "rule", "seed"]
@@ -179,8 +171,9 @@ def recipe_text(name: str) -> str:
     return resources.files("ebbflow.studies").joinpath("recipes", f"{name}.toml").read_text(encoding="utf-8")
 
 
-def load_study(text: str) -> Study:
+def load_study(text: str | Path) -> Study:
     """A study from a file (.toml, .yaml, .yml), or a recipe that comes with the package."""
+    text = str(text)
     if text in recipe_names():
         return parse_study(tomllib.loads(recipe_text(text)), source=text, folder=None)
     path = Path(text)

@@ -92,11 +92,12 @@ def _short_run(config: RunConfig, steps: int) -> Run:
     return replace(run, steps=run.steps[_WARM_UP:] if len(run.steps) > _WARM_UP + 1 else run.steps)
 
 
-def profile_records(path: Path, *, emulated: bool | None = None) -> tuple[StepModelFit, StepRecovery | None]:
+def profile_records(path: Path | str, *, emulated: bool | None = None) -> tuple[StepModelFit, StepRecovery | None]:
     """The step model of a run, or of all replicas of a live job, and for a live job what changes cost.
 
     `emulated` says whether one machine computed for all workers; by default the engine in the record decides.
     """
+    path = Path(path)
     records = live_records(path)
     runs = [read_record(record) for record in records or [record_path(path)]]
     return fit_runs(runs, emulated=emulated), live_recovery(path) if records else None

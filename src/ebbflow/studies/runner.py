@@ -10,15 +10,18 @@ restarted study from running the same arm beside them. Data that takes long to r
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -29,12 +32,15 @@ from typing import Any, Literal
 from ebbflow.core.files import hold_lock, write_whole
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.signals import StopSignal
-from ebbflow.errors import ConfigError, EbbflowError, OutputError, RecordError
+from ebbflow.errors import CodeChanged, ConfigError, EbbflowError, OutputError, RecordError
 from ebbflow.record import End, Header, RecordWriter, StepRow, read_record
+from ebbflow.run.config import recipe_settings
 from ebbflow.studies.forecast import ArmPace, StudyForecast
 from ebbflow.studies.grid import Arm, Study, check_arms
 
 __all__ = ["ArmProgress", "default_jobs", "record_failure", "run_arm", "run_study"]
+
+_LOG = logging.getLogger(__name__)
 
 VERSION = 1
 """Version of study.json."""
@@ -74,7 +80,7 @@ def default_jobs(arms: Sequence[Arm], *, cores: int) -> int:
 
 def run_study(
     study: Study,
-    out: Path,
+    out: Path | str,
     *,
     jobs: int | None = None,
     command: str = "",
@@ -87,8 +93,9 @@ def run_study(
     The results are the records under `out`/arms. Seeds are run one after another, so that an interrupted study has
     complete tables of fewer seeds; among the arms of one seed those that take longest are started first. Arms that
     failed in an earlier call are tried again. An arm that fails does not stop the others; its record says why. The
-    folder may hold a part of the study: seeds, rules, traces and workloads can be added. Raises ConfigError if it holds
-    runs that the study does not have.
+    folder may hold a part of the study: seeds, rules, traces and workloads can be added. Arms whose plugins or recipe
+    have changed since are run again, and their earlier records are kept apart, below `out`/earlier. Raises ConfigError
+    if it holds runs that the study does not have.
     """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs is {jobs}; expected the number of arms to run at once, 1 or more")
@@ -96,18 +103,24 @@ def run_study(
 
     if torchrun.rank_info(os.environ) is not None:
         raise ConfigError("a study starts the processes of its arms itself; run it without torchrun")
-    arms = study.arms()
+    out, arms = Path(out), study.arms()
     check_arms(arms)
     jobs = jobs or default_jobs(arms, cores=_cores())
     with _study_folder(study, out, command):
         waiting = []
+        aside: defaultdict[str, list[Path]] = defaultdict(list)
         for arm in arms:
             status, recorded = _earlier_result(out / "arms" / arm.id)
+            if "task" in recorded and (changes := _code_changes(arm, recorded)):
+                aside[changes].append(_set_aside(out, arm))
+                status = "missing"
             if status in ("finished", "diverged"):
                 other = arm.config.other_data(recorded)
                 on_progress(ArmProgress(arm=arm.id, what="found", fraction=1.0, text=status, other_data=other))
             else:
                 waiting.append(arm)
+        for changes, places in aside.items():
+            _LOG.warning("%s", _kept_apart(changes, places))
         options = {"command": command, "checkpoint_every_s": checkpoint_every_s, "keep_weights": keep_weights}
         _run_arms(waiting, out, jobs, options, on_progress)
         shutil.rmtree(out / _DISK_CACHE, ignore_errors=True)
@@ -127,6 +140,38 @@ def _earlier_result(folder: Path) -> tuple[str, Mapping[str, Any]]:
     except RecordError:
         return "missing", {}
     return run.status, run.header.config
+
+
+def _code_changes(arm: Arm, recorded: Mapping[str, Any]) -> str:
+    """What has changed in the code of an arm since it was recorded: its plugins, the recipe of its workload."""
+    from ebbflow.run.assemble import resolve  # imports torch, which describing a study does not need
+
+    by_recipe = [name for name in recipe_settings() if getattr(arm.config, name) is None]
+    return "; ".join(resolve(arm.config).code_differences(recorded, by_recipe=by_recipe))
+
+
+def _set_aside(out: Path, arm: Arm) -> Path:
+    """Move what an arm has written to `out`/earlier/1 (2, ... for later ones), which `ebbflow report` can read."""
+    folder = out / "arms" / arm.id
+    number = next(n for n in count(1) if not (out / "earlier" / str(n) / "arms" / arm.id).exists())
+    place = out / "earlier" / str(number)
+    (place / "arms" / arm.id).mkdir(parents=True)
+    with hold_lock(folder / ".run.lock"):  # an arm of a killed study writes until its next report
+        for path in folder.iterdir():
+            if not path.name.endswith(".lock"):
+                path.rename(place / "arms" / arm.id / path.name)
+    return place
+
+
+def _kept_apart(changes: str, places: Sequence[Path]) -> str:
+    """What is said about earlier runs of other code.
+
+    >>> _kept_apart("plugin mine.py has changed", [Path("runs/mine/earlier/1")] * 3)
+    'plugin mine.py has changed: its 3 earlier runs are kept apart in runs/mine/earlier/1, and new ones are made'
+    """
+    where = ", ".join(str(place) for place in dict.fromkeys(places))
+    runs = "its earlier run is" if len(places) == 1 else f"its {len(places)} earlier runs are"
+    return f"{changes}: {runs} kept apart in {where}, and new ones are made"
 
 
 @contextmanager
@@ -172,11 +217,7 @@ def _differences(study: Study, path: Path) -> str:
 
 
 def _run_arms(
-    waiting: list[Arm],
-    out: Path,
-    jobs: int,
-    options: Mapping[str, Any],
-    on_progress: Callable[[ArmProgress], None],
+    waiting: list[Arm], out: Path, jobs: int, options: Mapping[str, Any], on_progress: Callable[[ArmProgress], None]
 ) -> None:
     context = multiprocessing.get_context("forkserver")
     _start_server(context)
@@ -297,7 +338,11 @@ def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) ->
         try:
             with disk_cached_in(out / _DISK_CACHE), StopSignal(signal.SIGTERM) as stop:
                 callbacks = Callbacks(on_start=on_start, on_step=on_step, should_stop=lambda: stop.requested)
-                run = train(arm.config, folder, callbacks=callbacks, **options)
+                try:
+                    run = train(arm.config, folder, callbacks=callbacks, **options)
+                except CodeChanged:  # the number of parameters, which is known once the model is built
+                    _set_aside(out, arm)
+                    run = train(arm.config, folder, callbacks=callbacks, **options)
             return run.status, run.end.text if run.end else ""
         except Exception as error:  # whatever a user's model raises: the study goes on with the other arms
             text = str(error) if isinstance(error, EbbflowError) else f"{type(error).__name__}: {error}"

@@ -5,13 +5,5 @@ from ebbflow.traces.formats import TextFile, read, register_trace_format, write
 from ebbflow.traces.synthetic import GENERATORS, load, register_trace
 
 __all__ = [
-    "GENERATORS",
-    "TextFile",
-    "Trace",
-    "TraceStats",
-    "load",
-    "read",
-    "register_trace",
-    "register_trace_format",
-    "write",
-]
+    "GENERATORS", "TextFile", "Trace", "TraceStats", "load", "read", "register_trace", "register_trace_format", "write",
+]  # fmt: skip

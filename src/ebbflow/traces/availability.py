@@ -190,10 +190,7 @@ class Trace:
             raise TraceError(f"{self._label} cannot be repeated {times} times; expected at least 1")
         starts = np.repeat(np.arange(times) * self.end, len(self.times))
         return replace(
-            self,
-            times=starts + np.tile(self.times, times),
-            workers=np.tile(self.workers, times),
-            end=times * self.end,
+            self, times=starts + np.tile(self.times, times), workers=np.tile(self.workers, times), end=times * self.end
         )
 
     def scale(self, *, workers: float | None = None, max_workers: int | None = None, time: float = 1.0) -> Trace:

@@ -51,6 +51,8 @@ def load(text_or_path: str | Path, *, format: str | None = None) -> Trace:
     """
     if isinstance(text_or_path, str) and format is None and _CHANGES.match(text_or_path):
         return Trace.parse(text_or_path, name=" ".join(text_or_path.split()))
+    if not isinstance(text_or_path, str | Path):
+        raise TraceError(f"the trace is {text_or_path!r}; expected a Trace, a file, or a text: constant(workers=8)")
     path = Path(text_or_path)
     if isinstance(text_or_path, Path) or format is not None or path.exists():
         return formats.read(path, format)

@@ -22,19 +22,6 @@ from ebbflow.workloads.workload import (
 )
 
 __all__ = [
-    "WORKLOADS",
-    "DatasetSource",
-    "Indices",
-    "Recipe",
-    "Source",
-    "Task",
-    "TensorSource",
-    "TokenSource",
-    "Workload",
-    "build",
-    "crop_and_flip",
-    "cross_entropy",
-    "recipe",
-    "register",
-    "register_workload",
-]
+    "WORKLOADS", "DatasetSource", "Indices", "Recipe", "Source", "Task", "TensorSource", "TokenSource", "Workload",
+    "build", "crop_and_flip", "cross_entropy", "recipe", "register", "register_workload",
+]  # fmt: skip

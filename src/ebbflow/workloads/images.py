@@ -19,17 +19,9 @@ from ebbflow.workloads.sources import TensorSource, crop_and_flip
 from ebbflow.workloads.workload import Recipe, Task, missing_data, register_workload
 
 __all__ = [
-    "cifar10_mobilenet",
-    "cifar10_resnet18",
-    "cifar10_resnet50",
-    "cifar10_vgg11",
-    "cifar10_vgg16",
-    "cifar10_wrn16_4",
-    "cifar100_resnet50",
-    "digits_cnn",
-    "digits_mlp",
-    "fashion_cnn",
-]
+    "cifar10_mobilenet", "cifar10_resnet18", "cifar10_resnet50", "cifar10_vgg11", "cifar10_vgg16", "cifar10_wrn16_4",
+    "cifar100_resnet50", "digits_cnn", "digits_mlp", "fashion_cnn",
+]  # fmt: skip
 
 
 def _task(
@@ -171,10 +163,7 @@ _CIFAR100 = ((129.30, 124.07, 112.43), (68.17, 65.39, 70.42))
 _recipe = functools.partial(Recipe, ref_batch=128, local_batch=128, metric="accuracy")
 
 _LENA = _recipe(
-    lr=0.1,
-    optimizer="sgd(momentum=0.9, weight_decay=5e-4)",
-    schedule="exponential(factor=0.01)",
-    epochs=100,
+    lr=0.1, optimizer="sgd(momentum=0.9, weight_decay=5e-4)", schedule="exponential(factor=0.01)", epochs=100
 )
 
 
@@ -190,11 +179,7 @@ def cifar10_resnet50(data: Path | None, recipe: Recipe, width: int = 64) -> Task
     return _cifar10("cifar10-resnet50", resnet50(classes=10, width=width), data, recipe)
 
 
-@register_workload(
-    "cifar100-resnet50",
-    recipe=replace(_LENA, epochs=150),
-    cite="Ko et al., WWW 2022 (recipe)",
-)
+@register_workload("cifar100-resnet50", recipe=replace(_LENA, epochs=150), cite="Ko et al., WWW 2022 (recipe)")
 def cifar100_resnet50(data: Path | None, recipe: Recipe, width: int = 64) -> Task:
     """ResNet-50 on CIFAR-100 (32x32); the recipe of LENA's experiments."""
     images = _read_cifar("cifar100-resnet50", data, read_cifar100)
@@ -222,12 +207,7 @@ def cifar10_wrn16_4(data: Path | None, recipe: Recipe, width: int = 64) -> Task:
 # a warm-up of one epoch changes nothing (0.05: 0.846).
 @register_workload(
     "cifar10-vgg11",
-    recipe=_recipe(
-        lr=0.05,
-        optimizer="sgd(momentum=0.9, weight_decay=5e-4)",
-        schedule="cosine",
-        epochs=90,
-    ),
+    recipe=_recipe(lr=0.05, optimizer="sgd(momentum=0.9, weight_decay=5e-4)", schedule="cosine", epochs=90),
 )
 def cifar10_vgg11(data: Path | None, recipe: Recipe, width: int = 64) -> Task:
     """VGG-11 without batch norm on CIFAR-10 (32x32)."""

@@ -12,18 +12,8 @@ from torch import Tensor, nn
 from ebbflow.errors import ConfigError
 
 __all__ = [
-    "GPT",
-    "MLP",
-    "VGG",
-    "MobileNet",
-    "ResNet",
-    "SmallCNN",
-    "WideResNet",
-    "resnet18",
-    "resnet50",
-    "vgg11",
-    "vgg16_bn",
-]
+    "GPT", "MLP", "VGG", "MobileNet", "ResNet", "SmallCNN", "WideResNet", "resnet18", "resnet50", "vgg11", "vgg16_bn",
+]  # fmt: skip
 
 
 def _kaiming(model: nn.Module) -> None:
@@ -73,11 +63,7 @@ class SmallCNN(nn.Module):
         for depth, width in enumerate(widths):
             if depth:
                 blocks.append(nn.MaxPool2d(2))
-            blocks += [
-                nn.Conv2d(before, width, 3, padding=1, bias=False),
-                nn.BatchNorm2d(width),
-                nn.ReLU(),
-            ]
+            blocks += [nn.Conv2d(before, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
             before = width
         self.features = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.classifier = nn.Linear(before, classes)

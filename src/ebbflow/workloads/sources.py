@@ -18,15 +18,7 @@ from torch import Tensor
 
 from ebbflow.errors import ConfigError
 
-__all__ = [
-    "Indices",
-    "Source",
-    "TensorSource",
-    "TokenSource",
-    "crop_and_flip",
-    "move_all",
-    "standardise",
-]
+__all__ = ["Indices", "Source", "TensorSource", "TokenSource", "crop_and_flip", "move_all", "standardise"]
 
 Indices = NDArray[np.int64] | Tensor
 """Indices of samples, in the order of the batch."""

@@ -37,24 +37,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ebbflow.core.plugins import line_of
 from ebbflow.core.spec import Call, Registry, parse_calls
+from ebbflow.core.units import MOST_SEED, whole_number
 from ebbflow.engines.replica_step import Loss
 from ebbflow.errors import ConfigError, DataError, EbbflowError, InputError, SpecError
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.sources import Source
 
 __all__ = [
-    "WORKLOADS",
-    "Recipe",
-    "Task",
-    "Workload",
-    "build",
-    "cross_entropy",
-    "missing_data",
-    "recipe",
-    "register",
+    "WORKLOADS", "Recipe", "Task", "Workload", "build", "cross_entropy", "missing_data", "recipe", "register",
     "register_workload",
-]
+]  # fmt: skip
 
 Builder = TypeVar("Builder", bound=Callable[..., "Task"])
 T = TypeVar("T")
@@ -139,6 +133,11 @@ class Task:
     """Samples per forward pass of `evaluate`."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise ConfigError(f"the model is {self.model!r}; expected an instance of torch.nn.Module")
+        for function in (self.loss, self.scores):
+            if function is not None and not callable(function):
+                raise ConfigError(f"loss or scores is {function!r}; expected a function of (model, x, y)")
         if self.scores is None and self.recipe is not None and self.recipe.metric not in ("accuracy", "loss"):
             raise ConfigError(f"the metric {self.recipe.metric!r} is not built in; give Task the function `scores`")
         sources = {"train": self.train} if self.valid is None else {"train": self.train, "valid": self.valid}
@@ -259,7 +258,7 @@ class Workload:
         filled_in = {name: given[name] for name in _FILLED_IN if name in parameters}
         # Models are initialised on the CPU with a generator state of their own; the caller's generators do not change.
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+            torch.default_generator.manual_seed(whole_number(seed, "seed", least=0, most=MOST_SEED))
             task = self._call_builder(**filled_in, **self.arguments)
         if task.valid is None or task.loss is None:
             missing = "validation samples" if task.valid is None else "loss function"
@@ -303,8 +302,7 @@ def _builder_line(error: Exception) -> str:
     """Return the innermost line of the traceback that is in the file of the workload's function."""
     frames = list(traceback.extract_tb(error.__traceback__))
     frames = frames[1:] or frames  # the first is our own call of the function
-    last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
-    return f"{last.filename}:{last.lineno}, in {last.name}"
+    return line_of(error, frames[0].filename)
 
 
 def _with_loader_workers(source: Source, loader_workers: int) -> Source:
