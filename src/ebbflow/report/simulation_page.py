@@ -10,7 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbflow.core.units import format_seconds
-from ebbflow.report.plotting import BAND, INK, MUTED, PALETTE, Drawing, RuleStyle, drawing_style, legend, panels
+from ebbflow.report.plotting import (
+    BAND,
+    INK,
+    MARKERS,
+    MUTED,
+    PALETTE,
+    Drawing,
+    RuleStyle,
+    drawing_style,
+    legend,
+    panels,
+)
 from ebbflow.report.report_page import CSS_VARIABLES, render_template, replace_folder, write_figures
 from ebbflow.simulate.search import pareto, round_to_cents
 from ebbflow.simulate.simulation import BREAKDOWN, Simulation
@@ -29,8 +40,6 @@ _MEANINGS = {
 }
 _POINTS = 400
 """The most points of a line."""
-_MARKERS = "osD^v"
-"""The next shape is used each time the colours start again, so that no two simulations look the same."""
 
 
 def write_simulations(found: Simulations, *, out: Path, name: str, command: str = "") -> Path:
@@ -198,7 +207,7 @@ def _trade(found: Simulations) -> Drawing:
     ahead = sorted(point for point, best in zip(points, front, strict=True) if best)
     axis.plot(*zip(*ahead, strict=True), color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
     for i, ((x, y), best) in enumerate(zip(points, front, strict=True)):
-        colour, shape = PALETTE[i % len(PALETTE)], _MARKERS[i // len(PALETTE) % len(_MARKERS)]
+        colour, shape = PALETTE[i % len(PALETTE)], MARKERS[i // len(PALETTE) % len(MARKERS)]
         axis.plot(
             x, y, marker=shape, markersize=9 if best else 6, color=colour, markerfacecolor=colour if best else "none",
             linestyle="none", label=list(found)[i], gid=f"rule-{i}",
