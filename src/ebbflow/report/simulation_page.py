@@ -42,8 +42,9 @@ _POINTS = 400
 """The most points of a line."""
 
 
-def write_simulations(found: Simulations, *, out: Path, name: str, command: str = "") -> Path:
+def write_simulations(found: Simulations, *, out: Path | str, name: str, command: str = "") -> Path:
     """Write one self-contained page with the figures beside it; an earlier report there is replaced as a whole."""
+    out = Path(out)
     with replace_folder(out) as partial:
         figures = write_figures(simulation_figures(found), partial)
         page = render_template(
@@ -76,11 +77,10 @@ def _takeaways(found: Simulations) -> list[str]:
             f"{cheapest} is the cheapest: {_money(low)} in {format_seconds(low.time_s)}. {fastest} is the fastest: "
             f"{format_seconds(quick.time_s)} for {_money(quick)}."
         )
-    idle = low.time_s - low.breakdown["compute"]
-    second = f"{cheapest} computes {low.breakdown['compute'] / low.time_s:.0%} of its time"
-    if idle > 0.005 * low.time_s:
-        worst = max((part for part in BREAKDOWN if part != "compute"), key=lambda part: low.breakdown[part])
-        second += f"; most of the rest is {worst} ({low.breakdown[worst] / low.time_s:.0%})"
+    second = f"Of the worker time that {cheapest} pays for, {low.computing:.0%} is computing"
+    worst = max((part for part in BREAKDOWN if part != "compute"), key=lambda part: low.breakdown[part])
+    if low.breakdown[worst] > 0.005 * low.time_s:
+        second += f"; of the time, {low.breakdown[worst] / low.time_s:.0%} is {worst}"
     return [first, second + "."]
 
 
@@ -97,6 +97,7 @@ def _rows(found: Simulations) -> list[dict[str, Any]]:
             "time": format_seconds(one.time_s),
             "cost": f"{one.cost_usd:,.2f}",
             "workers": f"{one.mean_workers:.1f}",
+            "computing": f"{one.computing:.0%}",
             "steps": f"{one.steps:,}",
             "goodput": f"{one.goodput:,.0f}",
             "parts": [

@@ -171,13 +171,14 @@ class PriceHistory:
         return PriceHistory(times, self.usd_per_hour[low:], self.end - offset, self.name)
 
 
-def read_prices(path: Path, *, zone: str | None = None, offset: Seconds = _NONE) -> PriceHistory:
+def read_prices(path: Path | str, *, zone: str | None = None, offset: Seconds = _NONE) -> PriceHistory:
     """A price history from a CSV file `time_s,zone,usd_per_hour` (the zone column may be missing).
 
     `zone` selects the prices of one zone. Without it, workers are spread evenly over the zones and pay the mean of all
     zones that have had a price by then. A price holds until the next row of its zone; the history ends with the last
     row of the file. `offset` is the time in the file at which training begins.
     """
+    path = Path(path)
     rows = list(csv.reader(read_text(path, error=ConfigError).splitlines()))
     header = [name.strip().lower() for name in rows[0]]
     if "time_s" not in header or "usd_per_hour" not in header:

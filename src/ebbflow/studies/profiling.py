@@ -92,19 +92,22 @@ def _short_run(config: RunConfig, steps: int) -> Run:
     return replace(run, steps=run.steps[_WARM_UP:] if len(run.steps) > _WARM_UP + 1 else run.steps)
 
 
-def profile_records(path: Path, *, emulated: bool | None = None) -> tuple[StepModelFit, StepRecovery | None]:
+def profile_records(path: Path | str, *, emulated: bool | None = None) -> tuple[StepModelFit, StepRecovery | None]:
     """The step model of a run, or of all replicas of a live job, and for a live job what changes cost.
 
     `emulated` says whether one machine computed for all workers; by default the engine in the record decides.
     """
+    path = Path(path)
     records = live_records(path)
+    if records and emulated is None:
+        emulated = False
     runs = [read_record(record) for record in records or [record_path(path)]]
     return fit_runs(runs, emulated=emulated), live_recovery(path) if records else None
 
 
-def live_records(folder: Path) -> list[Path]:
+def live_records(folder: Path | str) -> list[Path]:
     """The records of the replicas of a live job; none if the folder is not that of a live job."""
-    return sorted(folder.glob("replicas/*/record.jsonl"))
+    return sorted(Path(folder).glob("replicas/*/record.jsonl"))
 
 
 def live_recovery(folder: Path) -> StepRecovery | None:
