@@ -2,7 +2,7 @@
 
     results.py          a folder of records -> Results: all arms, also the missing ones, and how each ended
     intervals.py        Student's t: intervals that know how few runs they rest on
-    summary.py          arms -> Summary: score, interval, time and cost of each workload x trace x rule, and which is best
+    summary.py          arms -> Summary: score, interval, time, cost of each workload x trace x rule, and which is best
     conclusions.py      Summary -> what a user should conclude, in sentences
     export.py           Summary -> terminal, Markdown, CSV, LaTeX, JSON
     plotting.py         colours, fonts, panels, files and shortened series that all figures share
