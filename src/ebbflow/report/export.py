@@ -55,7 +55,7 @@ def caption(summary: Summary, workload: str) -> str:
         if 1 in seeds:
             text += "; without ± one run: no interval" if several else "; one run each: no interval"
     if len(summary.rules_of(workload)) > 1:
-        text += "; marked: the best of a row, where its difference to another rule does not include zero"
+        text += "; marked: the best of a row, if the interval of its lead over another rule excludes zero"
     return f"{text}.{sources_text(summary, workload)}"
 
 

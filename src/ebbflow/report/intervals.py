@@ -1,6 +1,6 @@
 """Intervals that know how few runs they rest on: Student's t for a mean, and for the difference of two means.
 
-With two runs the interval of a mean is nine times as wide as their standard deviation: two runs say little about the
+With two runs half of the interval of a mean is nine times their standard deviation: two runs say little about the
 spread. One run says nothing about it, so there is no interval. The interval of a difference assumes that both rules
 spread alike, which matters little where both have as many runs. Every comparison is made for itself: among many rules
 some will be called different by chance, one in twenty where there is no difference at all.

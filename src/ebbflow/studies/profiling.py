@@ -110,9 +110,11 @@ def live_records(folder: Path | str) -> list[Path]:
     return sorted(Path(folder).glob("replicas/*/record.jsonl"))
 
 
-def live_recovery(folder: Path) -> StepRecovery | None:
+def live_recovery(folder: Path | str) -> StepRecovery | None:
     """The median time that a loss, and a gain, cost a live job; None if its fleet never changed."""
-    costs = [(one.after - one.before, one.lost_s) for one in read_account(folder).changes if one.lost_s is not None]
+    costs = [
+        (one.after - one.before, one.lost_s) for one in read_account(Path(folder)).changes if one.lost_s is not None
+    ]
     if not costs:
         return None
     losses, gains = ([cost for more, cost in costs if more * sign > 0] for sign in (-1, 1))
