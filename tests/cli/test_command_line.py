@@ -43,7 +43,7 @@ def test_plan(ebbflow: Ebbflow) -> None:
     options = ("--local-batch", 8, "--step-time", "60s", "--samples", 100, "--epochs", 2, "--offset", "0s")
     # Steps of 32 samples; 100 = 3 * 32 + 4, so four steps an epoch.
     assert json.loads(ebbflow("plan", "t.csv", *options, "--json").out) == {
-        "steps": 8, "time_s": 480.0, "samples": 200, "batch_min": 32, "batch_mean": 32.0, "batch_max": 32, "changes": 0,
+        "steps": 8, "time_s": 480.0, "samples": 200, "batch_min": 4, "batch_mean": 25.0, "batch_max": 32, "changes": 0,
     }  # fmt: skip
 
 

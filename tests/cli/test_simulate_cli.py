@@ -106,15 +106,29 @@ def test_compare_marks_what_nothing_beats(ebbflow: Ebbflow, tmp_path: Path) -> N
     found = json.loads(ebbflow(f"{text} --json --out page", FLEET).out)
     by_name = {one["name"]: one for one in found}
     assert len(by_name) == 6  # two policies x two recoveries, and an on-demand cluster a policy
-    assert [name for name, one in by_name.items() if one["pareto"]] == ["follow · ideal", "3 on demand · follow"]
-    follow = by_name["follow · ideal"]
+    assert [name for name, one in by_name.items() if one["pareto"]] == [
+        f"{FLEET} · follow · ideal",
+        "3 on demand · follow",
+    ]
+    follow = by_name[f"{FLEET} · follow · ideal"]
     assert follow["time_s"] == 40.0
-    assert by_name["capped(max_workers=1) · ideal"]["time_s"] == 100.0
-    restarted = by_name["follow · checkpoint(every=5s,write=1s,detect=1s,restart=5s)"]
+    assert by_name[f"{FLEET} · capped(max_workers=1) · ideal"]["time_s"] == 100.0
+    restarted = by_name[f"{FLEET} · follow · checkpoint(every=5s,write=1s,detect=1s,restart=5s)"]
     assert restarted["breakdown"]["checkpoint"] > 0
     assert 'data-figure="trade"' in (tmp_path / "page" / "index.html").read_text()
     table = ebbflow(text, FLEET).out
-    assert any(line.startswith("*") and "follow · ideal" in line for line in table.splitlines())
+    assert any(line.startswith("*") and FLEET in line for line in table.splitlines())
+    # 100 steps of a second on one worker, of 220 worker-seconds that are paid for.
+    assert by_name[f"{FLEET} · capped(max_workers=1) · ideal"]["computing"] == pytest.approx(100 / 220)
+    assert follow["computing"] == pytest.approx(1.0)
+
+
+def test_a_page_does_not_say_that_all_is_computing_while_paid_workers_idle(ebbflow: Ebbflow, tmp_path: Path) -> None:
+    text = f"compare {TASK} {STEP} --spot-price 3.6 --policy capped(max_workers=1) --json --out page"
+    assert ebbflow(text, FLEET).code == 0
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert "Of the worker time that 0s:4 10s:2 1h pays for, 45% is computing." in page
+    assert "100%" not in page.split("<main>")[0].split("takeaway")[-1]
 
 
 def test_in_a_page_of_many_no_two_look_the_same_and_the_legend_leaves_the_figure_its_size(ebbflow: Ebbflow) -> None:
@@ -363,6 +377,43 @@ def test_profile_measures_a_workload_and_simulate_reads_it(ebbflow: Ebbflow, tmp
     assert found["per_step_s"] + found["per_sample_s"] > 0
     simulated = ebbflow(f"simulate {TASK} {PRICES} --profile p.json --emulated --repeat --json", FLEET)
     assert json.loads(simulated.out)["time_s"] > 0
+
+
+def test_a_profile_of_emulated_workers_does_not_price_a_fleet(ebbflow: Ebbflow, tmp_path: Path) -> None:
+    profile = {"per_update_s": 0, "per_step_s": 0.01, "per_sample_s": 0.001, "network": None, "piece": None,
+               "serial": True}  # fmt: skip
+    (tmp_path / "p.json").write_text(json.dumps(profile))
+    refused = ebbflow(f"simulate {TASK} {PRICES} --profile p.json --json", FLEET)
+    assert refused.code == 2
+    assert "p.json is of emulated workers: one machine computed for all of them" in refused.err
+    assert ebbflow(f"simulate {TASK} {PRICES} --profile p.json --emulated --json", FLEET).code == 0
+    assert ebbflow(f"simulate {TASK} {PRICES} --profile p.json --json", "constant(1)").code == 0
+    assert ebbflow(f"simulate {TASK} {PRICES} --profile p.json --max-workers 1 --json", FLEET).code == 0
+    settings = ScenarioSettings(samples=1000, epochs=1, local_batch=10, profile=tmp_path / "p.json",
+                                spot_price="1", emulated=True)  # fmt: skip
+    assert simulate(settings.scenario(FLEET)).time_s > 0
+
+
+def test_whatif_refuses_one_step_time_for_several_local_batches(ebbflow: Ebbflow) -> None:
+    refused = ebbflow(f"{WHATIF} --deadline 300s --local-batch 16,32", "0s:8 10h")
+    assert refused.code == 2
+    assert "the larger batch would cost nothing" in refused.err
+    assert "--compute-sample" in refused.err
+    priced = WHATIF.replace("--step-time 1s", "--compute-step 100ms --compute-sample 10ms")
+    assert ebbflow(f"{priced} --deadline 300s --local-batch 16,32", "0s:8 10h").code == 0
+
+
+def test_whatif_and_simulate_agree_on_a_beginning_that_the_trace_is_too_short_for(ebbflow: Ebbflow) -> None:
+    text = f"{WHATIF} --deadline 300s --local-batch 10"  # 100 s on eight workers
+    answer = ebbflow(text, "0s:8 160s")
+    assert "no end: the trace or its prices end before; --repeat begins the trace again" in answer.out
+    begun = {
+        one["name"]: one["time_s"] for one in json.loads(ebbflow(f"{text} --json", "0s:8 160s").out)["sensitivity"]
+    }
+    assert begun["begun 80.0 s into the trace"] is None
+    simulated = WHATIF.replace("whatif", "simulate") + " --price 1 --local-batch 10 --offset 80s"
+    assert ebbflow(simulated, "0s:8 160s").code == 2
+    assert ebbflow(f"{simulated} --repeat", "0s:8 160s").code == 0
 
 
 def test_profile_fits_the_steps_of_a_record(ebbflow: Ebbflow) -> None:

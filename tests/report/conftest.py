@@ -14,7 +14,7 @@ from ebbflow.record import End, Event, Header, RecordWriter, StepRow, Validation
 from ebbflow.report.report_page import ReportPaths, write_report
 
 TRACES: dict[str, dict[str, Any]] = {
-    "static": {"name": "static", "times": [0.0], "workers": [8], "end": 2400.0},
+    "static": {"name": "static", "times": [0.0], "workers": [8], "end": 4800.0},
     "gpu": {
         "name": "gcp-a100-like",
         "times": [0.0, 240.0, 500.0, 700.0, 760.0, 1200.0, 1500.0, 1900.0],
@@ -23,7 +23,7 @@ TRACES: dict[str, dict[str, Any]] = {
     },
 }
 RULES = ("constant", "sqrt", "linear+warmup(2ep)")
-EPOCHS, EPOCH_SAMPLES, LOCAL_BATCH, REF_BATCH = 8, 1437, 8, 64
+EPOCHS, EPOCH_SAMPLES, LOCAL_BATCH, REF_BATCH = 9, 1437, 8, 64
 
 
 def _workers(trace: dict[str, Any], time: float) -> int:

@@ -28,7 +28,7 @@ def drawn(study: Path) -> dict[str, Drawing]:
 
 
 def test_each_workload_has_its_figures_and_the_traces_one_of_their_own(drawn: dict[str, Drawing]) -> None:
-    kinds = ("validation", "loss", "batch", "rate", "multiplier")
+    kinds = ("validation", "scores", "loss", "batch", "rate", "multiplier")
     assert set(drawn) == {f"{kind}-{name}" for kind in kinds for name in ("digits-mlp", "tiny-gpt")} | {"traces"}
 
 
@@ -71,7 +71,7 @@ def test_a_statistic_of_the_steps_gets_its_own_figure(tmp_path: Path, make_recor
     y = np.asarray(figure.figure.axes[0].lines[0].get_ydata())
     assert figure.title == "Noise scale"
     assert y.min() > 3
-    assert y.max() <= 11  # after 8 epochs
+    assert y.max() <= 12  # after 9 epochs
 
 
 @pytest.mark.parametrize("last", [(0.9,), (None,), ()])
@@ -144,3 +144,36 @@ def test_curves_of_different_length_are_averaged_where_all_have_values() -> None
     x, mean, low, high = over_seeds([a, b])
     assert x.tolist() == [1.0]
     assert (mean[0], low[0], high[0]) == (2.0, 1.0, 3.0)
+
+
+def test_epochs_are_ticked_at_whole_numbers(tmp_path: Path, make_record: Callable[..., Path]) -> None:
+    drawn = drawings(make_record(tmp_path / "record.jsonl", last=(0.8, 0.9), until=3))
+    for kind in ("validation", "loss", "rate"):
+        (axis,) = drawn[f"{kind}-digits-mlp"].figure.axes
+        ticks = axis.get_xticks()
+        assert np.array_equal(ticks, np.round(ticks)), kind
+
+
+def test_lines_on_each_other_alternate_and_the_legend_names_them(drawn: dict[str, Drawing]) -> None:
+    # On static all three rules have the same validations; on gpu they differ.
+    figure = drawn["validation-digits-mlp"].figure
+    static, gpu = figure.axes
+    first, second, third = static.lines[:3]
+    dashes = [line._unscaled_dash_pattern for line in (first, second, third)]  # type: ignore[attr-defined]
+    assert len({offset for offset, _ in dashes}) == 3
+    for _, (on, off) in dashes:
+        assert off == 2 * on  # each leaves the place of the two others free
+    assert len({line.get_color() for line in (first, second, third)}) == 3
+    (legend,) = figure.legends
+    assert legend.get_title().get_text() == "On one line: constant = sqrt = linear+warmup(2ep) (static)"
+    assert [text.get_text() for text in legend.get_texts()] == ["constant", "sqrt", "linear+warmup(2ep)"]
+    rules = [line for line in gpu.lines if line.get_label() in ("constant", "sqrt")]
+    assert str(rules[0].get_linestyle()) == "-"
+
+
+def test_scores_are_drawn_with_their_intervals(drawn: dict[str, Drawing]) -> None:
+    _, gpu = drawn["scores-digits-mlp"].figure.axes
+    (interval,) = gpu.collections  # constant alone has two runs
+    (low, _), (high, _) = interval.get_segments()[0]
+    assert (low, high) == (pytest.approx(91 - 12.7062), pytest.approx(91 + 12.7062))
+    assert "one run: no interval" in drawn["scores-digits-mlp"].caption

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ebbflow.errors import ConfigError, OutputError
 from ebbflow.report.report_page import ReportPaths, write_report
 
-FIGURES = {f"{kind}-{name}" for kind in ("validation", "loss", "batch", "rate", "multiplier")
+FIGURES = {f"{kind}-{name}" for kind in ("validation", "scores", "loss", "batch", "rate", "multiplier")
            for name in ("digits-mlp", "tiny-gpt")} | {"traces"}  # fmt: skip
 
 
@@ -190,30 +191,59 @@ def probe(page: Path, to: Path) -> Path:
         const name = item.id || item.closest("figure").id;
         seen.boxes[name] = [box.width, box.height, item.querySelectorAll("path, td").length];
       }
+      seen.width = document.documentElement.clientWidth;
+      seen.outside = [...document.querySelectorAll("table.results td")].filter(
+        (cell) => cell.getBoundingClientRect().right > document.documentElement.clientWidth).length;
+      seen.unsaid = [...document.querySelectorAll(".plot, .wide")].filter((box) => box.scrollWidth > box.clientWidth
+        && !getComputedStyle(box, "::before").content.includes("scroll sideways")).length;
       const note = document.createElement("script");
       note.type = "application/json"; note.id = "seen"; note.textContent = JSON.stringify(seen);
       document.body.append(note);
+      if (parent !== window) parent.postMessage(note.textContent, "*");
     </script></body>"""
     to.write_text(page.read_text(encoding="utf-8").replace("</body>", script), encoding="utf-8")
     return to
 
 
-@pytest.mark.parametrize("width", [1280, 500])
+def seen_in(dom: str) -> dict[str, Any]:
+    found = re.search(r'id="seen">(.*?)</script>', dom)
+    assert found, "the page's own script must run"
+    seen: dict[str, Any] = json.loads(found[1])
+    tables = {"table-digits-mlp", "table-tiny-gpt", "table-arms"}
+    assert set(seen["boxes"]) == {f"figure-{stem}" for stem in FIGURES} | tables
+    for name, (across, down, parts) in seen["boxes"].items():
+        assert across > 280, name
+        assert down > 80, name
+        assert parts >= 6, name
+    assert seen["overflow"] <= 0  # wide figures scroll inside their cards, the page does not
+    assert seen["outside"] == 0  # every result is on the screen
+    assert seen["unsaid"] == 0  # what scrolls says so
+    return seen
+
+
+@pytest.mark.parametrize("width", [1280, 700])
 def test_a_browser_shows_the_tables_and_every_figure_and_makes_no_request(
     report: ReportPaths, browser: str, tmp_path: Path, width: int
 ) -> None:
     dom, urls = browse(browser, probe(report.page, tmp_path / "index.html"), tmp_path / "profile", width=width)
-    found = re.search(r'id="seen">(.*?)</script>', dom)
-    assert found, "the page's own script must run"
-    seen = json.loads(found[1])
-    tables = {"table-digits-mlp", "table-tiny-gpt", "table-arms"}
-    assert set(seen["boxes"]) == {f"figure-{stem}" for stem in FIGURES} | tables
-    for name, (across, down, parts) in seen["boxes"].items():
-        assert across > 300, name
-        assert down > 80, name
-        assert parts >= 6, name
-    assert seen["overflow"] <= 0  # wide figures scroll inside their cards, the page does not
+    seen_in(dom)
     assert [url for url in urls if not url.startswith("data:")] == []
+
+
+def test_on_a_phone_every_result_is_on_the_screen_and_what_scrolls_says_so(
+    report: ReportPaths, browser: str, tmp_path: Path
+) -> None:
+    page = probe(report.page, tmp_path / "index.html")
+    # A window cannot be as narrow as a phone, a frame can.
+    (tmp_path / "phone.html").write_text(
+        """<script>onmessage = (event) => {
+          const note = document.createElement("script");
+          note.type = "application/json"; note.id = "seen"; note.textContent = event.data;
+          document.body.append(note);
+        };</script><iframe src="index.html" width="390" height="1200"></iframe>"""
+    )
+    dom, _ = browse(browser, page.with_name("phone.html"), tmp_path / "profile")
+    assert seen_in(dom)["width"] <= 390
 
 
 def test_a_request_would_have_been_noticed(browser: str, tmp_path: Path) -> None:

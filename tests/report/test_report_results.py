@@ -48,18 +48,18 @@ def test_one_run_can_be_given_by_folder_or_by_file(tmp_path: Path, make_record: 
 def test_progress_counts_epochs_with_their_fraction(tmp_path: Path, make_record: MakeRecord) -> None:
     path = make_record(tmp_path / "record.jsonl", last=(0.9,), trace="static")
     (arm,) = load_results(path).arms
-    # 8 workers x 8 samples = 64 of 1437 samples after the first step; 8 whole epochs after the last.
+    # 8 workers x 8 samples = 64 of 1437 samples after the first step; 9 whole epochs after the last.
     assert arm.columns["position"][0] == pytest.approx(64 / 1437)
-    assert arm.columns["position"][-1] == pytest.approx(8)
+    assert arm.columns["position"][-1] == pytest.approx(9)
 
 
 def test_the_smaller_last_step_of_an_epoch_is_left_out_of_whole_steps(tmp_path: Path, make_record: MakeRecord) -> None:
     path = make_record(tmp_path / "record.jsonl", last=(0.9,), trace="static")
     (arm,) = load_results(path).arms
-    # 1437 = 22 * 64 + 29: 23 steps per epoch, the last one with 29 samples; 8 epochs.
-    assert arm.steps == 8 * 23
+    # 1437 = 22 * 64 + 29: 23 steps per epoch, the last one with 29 samples; 9 epochs.
+    assert arm.steps == 9 * 23
     (batch,) = arm.whole_steps("batch")
-    assert batch.size == 8 * 22
+    assert batch.size == 9 * 22
     assert np.all(batch == 64)
 
 

@@ -57,7 +57,7 @@ def test_figures_of_statistics_come_in_the_order_of_their_list(drawn: dict[str, 
 
 def test_a_statistic_called_progress_does_not_become_the_horizontal_axis(drawn: dict[str, Drawing]) -> None:
     x, y = drawn["stat-progress-digits-mlp"].figure.axes[0].lines[0].get_data()
-    assert np.max(np.asarray(x)) == pytest.approx(8, abs=0.2)  # epochs
+    assert np.max(np.asarray(x)) == pytest.approx(9, abs=0.2)  # epochs
     np.testing.assert_allclose(np.asarray(y), 100 * np.asarray(x))
 
 

@@ -15,11 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from ebbflow.errors import ConfigError
 from ebbflow.record import Header
+from ebbflow.report.conclusions import takeaways
 from ebbflow.report.export import (
     caption,
     cell_text,
     csv_text,
+    effort_caption,
+    effort_table,
     json_text,
     latex,
     losses_text,
@@ -28,7 +32,7 @@ from ebbflow.report.export import (
     terminal,
 )
 from ebbflow.report.results import ArmResult, load_results
-from ebbflow.report.summary import Summary, outcome, run_value, summarise, takeaways
+from ebbflow.report.summary import Summary, decide, outcome, run_value, score_window, summarise
 
 LINEAR = "linear+warmup(2ep)"
 
@@ -39,8 +43,8 @@ def takeaway(summary: Summary) -> str:
 
 
 def arm(value: float | None, *, rule: str = "linear", trace: str = "gpu", seed: int = 0, **more: object) -> ArmResult:
-    """An arm whose last three validations are all `value`; with None its record has a metric that is not a number."""
-    values = np.full(3, math.nan if value is None else value)
+    """An arm whose twelve validations are all `value`; with None its record has a metric that is not a number."""
+    values = np.full(12, math.nan if value is None else value)
     fields = {"id": "a", "workload": "w", "status": "finished", "header": Header(), "values": values, **more}
     return ArmResult(rule=rule, trace=trace, seed=seed, **fields)  # type: ignore[arg-type]
 
@@ -50,30 +54,45 @@ def summary(study: Path) -> Summary:
     return summarise(load_results(study).arms)
 
 
-def test_the_value_of_a_run_is_the_mean_of_its_last_three_validations() -> None:
-    # (0.2 + 0.4 + 0.9) / 3 = 0.5; the 0.0 before them does not count.
-    assert run_value(arm(0.0, values=np.array([0.0, 0.2, 0.4, 0.9]))) == pytest.approx(0.5)
+def test_the_score_of_a_run_is_the_mean_of_at_most_its_last_third_and_three_validations() -> None:
+    # (0.2 + 0.4 + 0.9) / 3 = 0.5; the zeros before them do not count.
+    assert run_value(arm(0.0, values=np.array([0.0] * 9 + [0.2, 0.4, 0.9]))) == pytest.approx(0.5)
+    assert run_value(arm(0.0, values=np.array([0.0] * 87 + [0.2, 0.4, 0.9]))) == pytest.approx(0.5)
+    # Of three validations the mean would be half of the curve.
+    assert run_value(arm(0.0, values=np.array([0.2, 0.4, 0.9]))) == pytest.approx(0.9)
+    assert run_value(arm(0.0, values=np.array([0.0] * 4 + [0.4, 0.9]))) == pytest.approx(0.65)
 
 
-def test_fewer_than_three_validations_are_averaged_and_reported() -> None:
-    short = summarise([arm(0.0, values=np.array([0.2, 0.4]))])
-    assert short.cells[0].mean == pytest.approx(0.3)
-    assert short.short == ("w, gpu, linear, seed 0: 2",)
+@given(st.integers(1, 10_000))
+def test_the_window_of_a_score_is_one_to_three_and_covers_a_third_at_most(validations: int) -> None:
+    window = score_window(validations)
+    assert 1 <= window <= 3
+    assert window == 1 or window <= validations / 3
+    assert window <= score_window(validations + 1)
 
 
-def test_a_cell_is_mean_and_sample_deviation_over_seeds(summary: Summary) -> None:
+def test_the_window_of_a_score_is_said_in_the_table_and_in_json() -> None:
+    short = summarise([arm(0.9, values=np.full(3, 0.9)), arm(0.8, rule="sqrt", values=np.full(12, 0.8))])
+    assert [cell["window"] for cell in short.as_json()["cells"]] == [1, 3]
+    assert "mean of the last 1 to 3 validations of each run (a third of them, at most three)" in caption(short, "w")
+    assert "mean of the last 1 validation of each run" in caption(summarise([arm(0.9, values=np.full(3, 0.9))]), "w")
+
+
+def test_a_cell_is_mean_deviation_and_interval_over_seeds(summary: Summary) -> None:
     # Seeds 0.90 and 0.92: mean 0.91; deviation sqrt((0.01^2 + 0.01^2) / (2 - 1)) = 0.014142.
     cell = summary.cell("digits-mlp", "gpu", "constant")
     assert cell is not None
     assert cell.mean == pytest.approx(0.91)
     assert cell.std == pytest.approx(0.0141421356)
+    assert cell.margin == pytest.approx(0.127062)  # 12.7062 x 0.0141421 / sqrt(2)
     assert cell.values == pytest.approx((0.90, 0.92))
     assert cell.seeds == 2
 
 
-def test_one_seed_has_no_deviation() -> None:
+def test_one_seed_has_neither_deviation_nor_interval() -> None:
     cell = summarise([arm(0.5)]).cells[0]
-    assert cell.std is None
+    assert (cell.std, cell.margin) == (None, None)
+    assert "one run each: no interval" in caption(summarise([arm(0.5)]), "w")
     assert cell_text(cell, summarise([arm(0.5)]).number_format("w")) == "50.0"
 
 
@@ -101,13 +120,56 @@ def test_a_finished_run_without_a_finite_result_counts_as_diverged_and_without_a
     assert outcome(arm(0.0, values=np.empty(0))) == "failed"
 
 
-def test_the_best_of_each_row_is_marked_in_the_direction_of_the_metric(summary: Summary) -> None:
-    def best(workload: str, trace: str) -> set[str]:
-        return {c.rule for c in summary.cells_of(workload) if c.trace == trace and c.best}
+def seeds(*values: float, rule: str = "linear", **more: object) -> list[ArmResult]:
+    return [arm(value, rule=rule, seed=seed, **more) for seed, value in enumerate(values)]  # type: ignore[arg-type]
 
-    assert best("digits-mlp", "gpu") == {"sqrt"}  # 0.96 is the highest accuracy
-    assert best("tiny-gpt", "gpu") == {"sqrt"}  # 1.55 is the lowest loss
-    assert best("digits-mlp", "static") == {"constant", "sqrt", LINEAR}  # all 0.96: equal ones are all best
+
+def marked(summary: Summary) -> set[str]:
+    return {cell.rule for cell in summary.cells if cell.best}
+
+
+def test_what_is_best_beyond_chance_is_marked_in_the_direction_of_the_metric() -> None:
+    # Pooled deviation 0.01 x sqrt(2): +- 4.3027 x 0.01414 = 0.061 around 0.06 includes zero, around 0.07 does not.
+    assert marked(summarise([*seeds(0.96, 0.98), *seeds(0.90, 0.92, rule="sqrt")])) == set()
+    assert marked(summarise([*seeds(0.97, 0.99), *seeds(0.90, 0.92, rule="sqrt")])) == {"linear"}
+    loss = {"metric": "loss", "higher_is_better": False}
+    assert marked(summarise([*seeds(0.97, 0.99, **loss), *seeds(0.90, 0.92, rule="sqrt", **loss)])) == {"sqrt"}
+
+
+def test_all_that_share_the_lead_are_marked_and_what_has_one_run_is_not() -> None:
+    arms = [*seeds(0.97, 0.98), *seeds(0.97, 0.99, rule="sqrt"), *seeds(0.5, 0.5, rule="constant")]
+    assert marked(summarise([*arms, *seeds(0.3, rule="once")])) == {"linear", "sqrt"}
+
+
+def test_equal_results_are_not_marked(summary: Summary) -> None:
+    assert not any(cell.best for cell in summary.cells_of("digits-mlp") if cell.trace == "static")
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([0.1, 0.5, 0.50001, 0.9, 0.91]), max_size=4), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_the_text_and_the_marked_cells_agree(scores: list[list[float]], higher: bool) -> None:
+    more = {"metric": "accuracy" if higher else "loss", "higher_is_better": higher}
+    arms = [one for i, values in enumerate(scores) for one in seeds(*values, rule=f"rule{i}", **more)]
+    if not arms:
+        return
+    found = summarise(arms)
+    text = takeaways(found)[0]
+    best = [cell.rule for cell in found.cells if cell.best]
+    verdict = decide(found.cells)
+    assert verdict is not None
+    assert {cell.rule for cell in verdict.winners} == set(best)
+    ranked = [cell.rule for cell in (verdict.first, *verdict.tied)]
+    names = " and ".join(filter(None, [", ".join(ranked[:-1]), ranked[-1]]))
+    assert (f"{names} is best on gpu" in text) == (len(best) == 1)
+    assert (f"{names} share the lead on gpu" in text) == (len(best) > 1)
+    if not best:
+        assert " best " not in text
+        assert "share the lead" not in text
+    for cell in found.cells:
+        if cell.best:
+            assert f"**{cell_text(cell, found.number_format('w'))}**" in markdown(found)
 
 
 def test_the_only_result_of_a_row_is_not_called_best() -> None:
@@ -148,20 +210,22 @@ def test_csv_has_one_line_a_cell_with_unrounded_numbers(summary: Summary) -> Non
 
 
 def test_markdown_marks_the_best_and_names_what_is_lost(summary: Summary) -> None:
-    assert "| gpu | 91.0 ± 1.4 | **96.0** (1 of 2 failed) | 94.0 (1 of 2 diverged) |" in markdown(summary)
+    assert "| gpu | 91.0 ± 12.7 | 96.0 (1 of 2 failed) | 94.0 (1 of 2 diverged) |" in markdown(summary)
+    found = markdown(summarise([*seeds(0.97, 0.99), *seeds(0.90, 0.92, rule="sqrt")]))
+    assert "| gpu | **98.0 ± 12.7** | 91.0 ± 12.7 |" in found
 
 
 def test_latex_is_escaped_and_set_with_booktabs(summary: Summary) -> None:
     text = latex(summary)
-    assert r"gpu & 91.0 $\pm$ 1.4 & \textbf{96.0} (1 of 2 failed) & 94.0 (1 of 2 diverged) \\" in text
+    assert r"gpu & 91.0 $\pm$ 12.7 & 96.0 (1 of 2 failed) & 94.0 (1 of 2 diverged) \\" in text
     assert text.count(r"\toprule") == 2
     assert r"\_" in latex(summarise([arm(0.5, rule="my_rule")]))
 
 
-def test_decimals_grow_until_a_deviation_is_visible() -> None:
-    # Deviation of 0.9000 and 0.9002: sqrt(2 * 0.0001^2) = 0.000141 = 0.0141 %; two decimals show 0.01.
-    near = summarise([arm(0.9000), arm(0.9002, seed=1)])
-    assert cell_text(near.cells[0], near.number_format("w")) == "90.01 ± 0.01"
+def test_decimals_grow_until_an_interval_is_visible() -> None:
+    # 0.90000 and 0.90002: 12.7062 x 0.00001414 / sqrt(2) = 0.000127 = 0.0127 %; two decimals show 0.01.
+    near = summarise([arm(0.90000), arm(0.90002, seed=1)])
+    assert cell_text(near.cells[0], near.number_format("w")) == "90.00 ± 0.01"
 
 
 def test_the_terminal_table_fits_80_columns_with_any_number_of_rules() -> None:
@@ -173,7 +237,7 @@ def test_the_terminal_table_fits_80_columns_with_any_number_of_rules() -> None:
     assert max(map(len, lines)) <= 80
     for i in range(1, 10):
         assert any(f"+warmup({i}ep)" in line for line in lines)  # no header is cut or folded
-    assert sum("*" in line for line in lines) == 1
+    assert sum("*" in line for line in lines) == 1  # each rule has two equal seeds, so the best is certain
 
 
 def test_names_in_brackets_are_printed_as_they_are() -> None:
@@ -185,25 +249,22 @@ def test_names_in_brackets_are_printed_as_they_are() -> None:
     assert all(name in text for name in (*names, "mine[bold]"))
 
 
-def test_the_takeaway_names_the_best_rule_and_its_lead_in_deviations() -> None:
-    # linear: 0.96, 0.98 -> 0.97 +- 0.0141; sqrt: 0.90, 0.92 -> 0.91; gap 6 points = 0.06 / 0.01414 = 4.2 deviations.
-    values = {("linear", 0): 0.96, ("linear", 1): 0.98, ("sqrt", 0): 0.90, ("sqrt", 1): 0.92}
-    text = takeaway(summarise([arm(v, rule=rule, seed=seed) for (rule, seed), v in values.items()]))
-    assert text == "On w, linear is best on gpu (97.0 %, 6.0 points better than sqrt = 4.2 standard deviations)."
+def test_the_takeaway_names_the_best_rule_and_the_interval_of_its_lead() -> None:
+    # 0.98 - 0.91 = 0.07 +- 4.3027 x 0.0141421 = 0.0608.
+    text = takeaway(summarise([*seeds(0.97, 0.99), *seeds(0.90, 0.92, rule="sqrt")]))
+    assert text == "On w, linear is best on gpu (98.0 %, 7.0 points better than sqrt, 95 % interval 0.9 to 13.1)."
 
 
 def test_the_takeaway_warns_of_a_rule_that_is_far_behind() -> None:
     # A tenth of 0.97 is 0.097: 0.91 is behind, 0.30 is far behind.
-    values = {("linear", 0): 0.30, ("linear", 1): 0.30, ("sqrt", 0): 0.97, ("sqrt", 1): 0.97, ("constant", 0): 0.91}
-    text = takeaway(summarise([arm(v, rule=rule, seed=seed) for (rule, seed), v in values.items()]))
-    assert text.endswith("Far behind: linear on gpu (30.0 %).")
+    arms = [*seeds(0.30, 0.30), *seeds(0.97, 0.97, rule="sqrt"), *seeds(0.91, rule="constant")]
+    assert takeaway(summarise(arms)).endswith("Far behind: linear on gpu (30.0 %).")
+    once = [*seeds(0.97, 0.97, rule="sqrt"), *seeds(0.2, rule="constant")]
+    assert takeaway(summarise(once)).endswith("Far behind: constant on gpu (20.0 %, one run).")
 
 
 def test_a_rule_that_cannot_be_told_apart_from_the_best_is_not_far_behind() -> None:
-    # linear: 0.40 and 0.80, 0.60 +- 0.283; sqrt: 0.49 and 0.51, 0.50 +- 0.014. The gap of 0.1 is more than a tenth of
-    # 0.60 and more than sqrt's own deviation, but less than linear's.
-    values = {("linear", 0): 0.40, ("linear", 1): 0.80, ("sqrt", 0): 0.49, ("sqrt", 1): 0.51}
-    text = takeaway(summarise([arm(v, rule=rule, seed=seed) for (rule, seed), v in values.items()]))
+    text = takeaway(summarise([*seeds(0.40, 0.80), *seeds(0.49, 0.51, rule="sqrt")]))
     assert "linear and sqrt cannot be told apart on gpu" in text
     assert "Far behind" not in text
 
@@ -224,12 +285,6 @@ def test_a_huge_loss_is_written_by_its_power_of_ten() -> None:
     assert [cell_text(cell, scale) for cell in found.cells] == ["1.12e+10", "0.077"]
 
 
-def test_the_caption_does_not_claim_three_validations_of_runs_that_have_fewer() -> None:
-    assert "mean of the last 3 validations; best" in caption(summarise([arm(0.9), arm(0.8, rule="sqrt")]), "w")
-    short = summarise([arm(0.9), arm(0.0, rule="sqrt", values=np.array([0.2, 0.4]))])
-    assert "mean of the last 3 validations, or of all where a run has fewer; best" in caption(short, "w")
-
-
 def test_a_name_longer_than_its_table_stays_on_one_line() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(terminal(summarise([arm(0.9, workload="cifar10-resnet18(width=8)")]), width=80))
@@ -237,25 +292,23 @@ def test_a_name_longer_than_its_table_stays_on_one_line() -> None:
 
 
 def test_the_takeaway_says_when_rules_cannot_be_told_apart() -> None:
-    # Means 0.97 and 0.965, both with a deviation of 0.0141: half a point is less than one deviation.
-    values = {("linear", 0): 0.96, ("linear", 1): 0.98, ("sqrt", 0): 0.955, ("sqrt", 1): 0.975}
-    text = takeaway(summarise([arm(v, rule=rule, seed=seed) for (rule, seed), v in values.items()]))
-    assert text == (
-        "On w, linear and sqrt cannot be told apart on gpu with these seeds (within one standard deviation)."
-    )
+    text = takeaway(summarise([*seeds(0.96, 0.98), *seeds(0.90, 0.92, rule="sqrt")]))
+    assert text == "On w, linear and sqrt cannot be told apart on gpu with these seeds (the 95 % intervals include 0)."
 
 
 def test_the_takeaway_is_careful_with_one_seed() -> None:
     text = takeaway(summarise([arm(0.97), arm(0.91, rule="sqrt")]))
-    assert "linear is ahead on gpu (97.0 %, 6.0 points better than sqrt)" in text
-    assert "repeat with more" in text
+    assert text == (
+        "On w, linear is ahead on gpu (97.0 %, 6.0 points better than sqrt), but there is one run: no interval."
+    )
+    mixed = takeaway(summarise([*seeds(0.96, 0.98), *seeds(0.90, rule="sqrt")]))
+    assert "linear is ahead on gpu (97.0 %, 7.0 points better than sqrt), but sqrt has one run: no interval" in mixed
 
 
 def test_the_takeaway_of_the_study_tells_of_every_loss(summary: Summary) -> None:
     texts = takeaways(summary)
     assert "constant, sqrt and linear+warmup(2ep) give the same result on static" in texts[0]
-    # 1.62 - 1.55 = 0.07; linear's 1.60 and 1.64 have a deviation of 0.0283: 2.5 of them.
-    assert "sqrt is best on gpu (1.550, 0.070 better than linear+warmup(2ep) = 2.5 standard deviations)" in texts[1]
+    assert "sqrt is ahead on gpu (1.550, 0.070 better than linear+warmup(2ep)), but there is one run" in texts[1]
     assert texts[2] == (
         "Diverged: linear+warmup(2ep) on gpu (1 of 2 seeds, digits-mlp). "
         "The table is not complete: 1 failed, 1 unfinished and 1 missing."
@@ -317,3 +370,86 @@ def test_a_scaled_study_says_that_published_values_cannot_be_compared() -> None:
         summarise([arm(0.97)], {**PAPER, "scale": 0.1}), "w"
     )
     assert "Published" not in caption(summarise([arm(0.97)], {"scale": 0.1}), "w")
+
+
+# Time and cost --------------------------------------------------------------------------------------------------------
+
+HOURLY = {"name": "t", "times": [0.0, 3600.0], "workers": [2, 4], "end": 7200.0}
+
+
+def timed(*values: float, rule: str = "linear", seed: int = 0, end_s: float = 7200.0, **more: object) -> ArmResult:
+    """A run of 100 samples per validation on a trace with two workers in its first hour and four in its second."""
+    count = len(values)
+    return arm(
+        0.0, rule=rule, seed=seed, values=np.array(values), end_s=end_s, samples=100 * count,
+        times=np.linspace(0, end_s, count + 1)[1:], counts=100.0 * np.arange(1, count + 1),
+        **{"header": Header(trace=HOURLY), **more},
+    )  # fmt: skip
+
+
+def test_paid_hours_are_those_of_all_available_workers_also_with_an_offset_and_a_repeated_trace() -> None:
+    run = timed(0.5, 0.9)
+    assert [run.worker_hours(hours * 3600) for hours in (0.5, 1, 2, 3)] == pytest.approx([1, 2, 6, 8])
+    later = timed(0.9, header=Header(trace=HOURLY, plan={"offset_s": 1800.0}))
+    assert later.worker_hours(3600.0) == pytest.approx(1 + 2)
+    # Without a trace only the workers that took part are known: 3 for an hour, then 5 for half an hour.
+    columns = {"time_s": np.array([0.0, 3600.0]), "workers": np.array([3.0, 5.0])}
+    live = timed(0.9, header=Header(), columns=columns, end_s=5400.0)
+    assert live.worker_hours(5400.0) == pytest.approx(3 + 2.5)
+    assert live.worker_hours(3600.0) == pytest.approx(3)
+
+
+def test_time_and_cost_stand_beside_the_score() -> None:
+    arms = [timed(0.5, 0.9), timed(0.5, 0.8, rule="sqrt"), timed(0.7, rule="short", end_s=3600.0)]
+    found = summarise(arms, usd_per_hour=0.5)
+    assert effort_table(found, "w") == [
+        ["trace", "rule", "accuracy (%)", "time", "worker-hours", "USD", "samples"],
+        ["gpu", "linear, sqrt", "80.0 to 90.0", "120.0 min", "6", "3.00", "200"],
+        ["gpu", "short", "70.0", "60.0 min", "2", "1.00", "100"],
+    ]
+    cell = found.as_json()["cells"][0]
+    assert (cell["time_s"], cell["worker_hours"], cell["cost_usd"]) == (7200.0, pytest.approx(6), pytest.approx(3))
+    assert cell["target"] is None
+    assert effort_table(summarise(arms), "w")[0] == ["trace", "rule", "accuracy (%)", "time", "worker-hours", "samples"]
+    assert effort_table(summarise(arms), "w", to_target=True) == []
+
+
+def test_a_fitted_step_time_is_said_where_times_are_shown() -> None:
+    fitted = summarise([timed(0.9, header=Header(trace=HOURLY, config={"step_time": "fit"}))])
+    assert "fitted to the trace" in effort_caption(fitted, "w")
+    assert "fitted" not in effort_caption(summarise([timed(0.9)]), "w")
+
+
+def test_time_cost_and_samples_to_a_target_and_who_never_reaches_it() -> None:
+    arms = [
+        timed(0.5, 0.9), timed(0.85, 0.9, seed=1), timed(0.5, 0.9, rule="sqrt"), timed(0.5, 0.6, rule="sqrt", seed=1),
+        timed(0.5, 0.6, rule="slow"),
+    ]  # fmt: skip
+    found = summarise(arms, target=0.8)
+    assert effort_table(found, "w", to_target=True)[1:] == [
+        ["gpu", "linear", "2 of 2", "90.0", "90.0 min", "4", "150"],  # (60 + 120) / 2 min, (2 + 6) / 2 worker-hours
+        ["gpu", "sqrt", "1 of 2", "75.0", "120.0 min", "6", "200"],
+        ["gpu", "slow", "0 of 1", "60.0", "–", "–", "–"],  # noqa: RUF001
+    ]
+    assert "first validation with an accuracy of 80.0 %" in effort_caption(found, "w", to_target=True)
+    assert takeaways(found)[1] == (
+        "On w, gpu: linear reaches accuracy 80.0 % first, after 90.0 min; not every run reaches it: sqrt (1 of 2 runs) "
+        "and slow (never)."
+    )
+    cell = found.as_json()["cells"][2]
+    assert (cell["target"], cell["target_reached"], cell["target_time_s"]) == (0.8, 0, None)
+    lower = summarise([timed(0.5, 0.2, metric="loss", higher_is_better=False)], target=0.3).cells[0]
+    assert (lower.target_reached, lower.target_samples) == (1, 200)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"), [(95.0, "95 % accuracy is 0.95"), (math.nan, "expected a finite score")]
+)
+def test_a_target_that_is_no_score_is_refused(target: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        summarise([timed(0.9)], target=target)
+
+
+def test_a_target_of_two_metrics_is_refused() -> None:
+    with pytest.raises(ConfigError, match="accuracy and loss alike"):
+        summarise([timed(0.9), timed(0.9, workload="other", metric="loss")], target=0.5)

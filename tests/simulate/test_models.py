@@ -17,10 +17,11 @@ from ebbflow.engines.emulated.fused import cut_into_passes
 from ebbflow.errors import ConfigError, EbbflowError, PlanError, RecordError
 from ebbflow.plan import make_policy
 from ebbflow.record import Header, Run, StepRow, ValidationRow
-from ebbflow.simulate import FlatPrice, Scenario, ScenarioSettings, parse_step_time
-from ebbflow.simulate.prices import PriceHistory
+from ebbflow.simulate import FlatPrice, Scenario, ScenarioSettings, parse_step_time, simulate
+from ebbflow.simulate.prices import PriceHistory, read_prices
 from ebbflow.simulate.profiles import (
     MeasuredStep,
+    fit_runs,
     fit_steps,
     measured_steps,
     noise_scale_of,
@@ -52,6 +53,7 @@ from ebbflow.simulate.step_models import (
     Stragglers,
     emulated_passes,
 )
+from ebbflow.studies.profiling import live_records, profile_records
 from ebbflow.traces import Trace, load
 
 COUNTS = np.array([1, 2, 8, 96])
@@ -374,9 +376,9 @@ def test_fleets_are_compared_by_what_differs_between_them() -> None:
     found = compare_fleets(
         settings, ["0s:8 1h", "0s:4 1h"], policies=["follow"], recoveries=["ideal"], prices=["1800", "3600"]
     )
-    # 10 steps on 8 workers and 20 on 4, at half a dollar and a dollar per worker-second; on demand 8 at a dollar.
+    # 10 steps on 8 workers and 20 on 4, at half a dollar and a dollar per worker-second; on demand 8 and 4 at a dollar.
     assert {name: (round(run.time_s), round(run.cost_usd)) for name, run in found.items()} == {
-        "0s:8 1h": (10, 40), "0s:4 1h": (20, 80), "8 on demand": (10, 80),
+        "0s:8 1h": (10, 40), "0s:4 1h": (20, 80), "8 on demand": (10, 80), "4 on demand": (20, 80),
     }  # fmt: skip
 
 
@@ -393,6 +395,36 @@ def test_sensitivity_changes_one_thing_at_a_time(one: Scenario) -> None:
     assert by_name["price 10% lower"].time_s == 100
     assert by_name["half the noise scale"].time_s == 100  # at the reference batch it does not matter
     assert any(name.startswith("begun") for name in by_name)
+
+
+def test_a_later_beginning_ends_where_the_trace_ends_unless_it_is_repeated(one: Scenario) -> None:
+    # 100 s of training on a trace of 160 s: begun 40 s into it it fits, begun 80 s into it it does not, as in simulate.
+    short = replace(one, trace=load("0s:8 160s"))
+    late = [o.time_s for o in sensitivity(short) if o.name.startswith("begun")]
+    assert late == [100, math.inf, math.inf]
+    with pytest.raises(PlanError, match="the trace is too short"):
+        simulate(replace(short, offset=Seconds(80.0)))
+    assert [o.time_s for o in sensitivity(replace(short, repeat=True)) if o.name.startswith("begun")] == [100] * 3
+
+
+def test_one_step_time_for_several_local_batches_is_refused(one: Scenario) -> None:
+    grid = settings_grid([None, 4], [10, 20], ["follow"])
+    with pytest.raises(ConfigError, match=r"a worker takes 10 samples in .* and 20 in .*; the larger batch would cost"):
+        find_setting(one, grid, Goal(deadline=1e6))
+    with pytest.raises(ConfigError, match="the larger batch would cost nothing"):
+        find_setting(one, settings_grid([2, 8], [None], ["fixed(80)"]), Goal(deadline=1e6))
+    model = ComputeAndNetwork(per_step=Seconds(0.5), per_sample=Seconds(0.05))
+    assert find_setting(replace(one, model=model), grid, Goal(deadline=1e6)).tried == 4
+    limited = settings_grid([None], [10], ["follow", "capped(max_batch=20)"])
+    assert find_setting(one, limited, Goal(deadline=1e6)).tried == 2
+
+
+def test_paid_workers_that_take_no_part_are_not_computing(one: Scenario) -> None:
+    full = simulate(one)
+    half = simulate(replace(one, policy=make_policy("capped(10, max_workers=4)")))
+    assert full.computing == pytest.approx(1.0)
+    assert half.computing == pytest.approx(0.5)  # four of eight
+    assert half.breakdown["compute"] == half.time_s  # the job computes all the time, half of what is paid does
 
 
 def test_slower_steps_are_those_of_a_longer_step_time(one: Scenario) -> None:
@@ -436,3 +468,28 @@ def test_draws_give_the_same_for_the_same_seed_and_differ_between_seeds(one: Sce
     spread = interval_of(times)
     assert min(times) <= spread.low <= spread.mean <= spread.high <= max(times)
     assert not math.isnan(spread.mean)
+
+
+def test_everything_that_reads_takes_a_path_as_text(tmp_path: Path) -> None:
+    fit = fit_steps([MeasuredStep(workers=1, samples=8, seconds=0.1)])
+    (tmp_path / "p.json").write_text(json.dumps(fit.as_json()))
+    (tmp_path / "prices.csv").write_text("time_s,usd_per_hour\n0,3.6\n7200,3.6\n")
+    assert read_profile(str(tmp_path / "p.json")) == fit.model
+    assert record_path(str(tmp_path)) == tmp_path / "record.jsonl"
+    assert read_prices(str(tmp_path / "prices.csv")).integral(np.array([3600.0])) == pytest.approx([3.6])
+    assert live_records(str(tmp_path)) == []
+    with pytest.raises(RecordError, match="cannot be read"):
+        profile_records(str(tmp_path))
+
+
+@pytest.mark.parametrize(("engine", "emulated"), [("live", False), ("dask", False), ("auto", True), (None, True)])
+def test_a_record_is_of_a_fleet_only_if_its_engine_is_one(engine: str | None, emulated: bool) -> None:
+    rows = [
+        StepRow(step=i, time_s=float(i), wall_s=float(i), epoch=0, samples=16 * i, workers=2, batch=16,
+                micro_batches=2, lr_base=1, lr=1, multiplier=1, loss=1.0)
+        for i in range(4)
+    ]  # fmt: skip
+    header = Header(config={} if engine is None else {"engine": engine})
+    run = Run(path=Path("r"), header=header, steps=rows, validations=[], events=[], end=None)
+    assert fit_runs([run]).model.serial is emulated
+    assert fit_runs([run], emulated=not emulated).model.serial is not emulated

@@ -57,7 +57,7 @@ def compare(
     if json:
         print_json(
             [
-                {"name": name, **one.as_json(), "workers": one.mean_workers, "pareto": best}
+                {"name": name, **one.as_json(), "workers": one.mean_workers, "computing": one.computing, "pareto": best}
                 for (name, one), best in zip(found.items(), front, strict=True)
             ]
         )
@@ -69,13 +69,13 @@ def _table(found: dict[str, Simulation], front: list[bool]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("what", overflow="fold")
-    for column in ("time", "USD", "workers", "goodput"):
+    for column in ("time", "USD", "workers", "computing", "goodput"):
         table.add_column(column, justify="right", no_wrap=True)
     for (name, one), best in zip(found.items(), front, strict=True):
         table.add_row(
             "*" if best else "", Text(name), format_seconds(one.time_s), f"{one.cost_usd:,.2f}",
-            f"{one.mean_workers:.1f}", f"{one.goodput:,.0f}/s", style="bold" if best else "",
+            f"{one.mean_workers:.1f}", f"{one.computing:.0%}", f"{one.goodput:,.0f}/s", style="bold" if best else "",
         )  # fmt: skip
-    table.caption = "* no other is both faster and cheaper"
+    table.caption = "* no other is both faster and cheaper; computing: of the worker time that is paid for"
     table.caption_justify = "left"
     return table

@@ -84,6 +84,7 @@ def _table(found: Simulation, cluster: Simulation, spread: dict[str, Interval] |
         ("time", format_seconds(found.time_s), times, format_seconds(cluster.time_s)),
         ("cost", f"{found.cost_usd:,.2f} USD", costs, f"{cluster.cost_usd:,.2f} USD"),
         ("workers, mean", f"{found.mean_workers:.1f}", "", f"{cluster.mean_workers:.1f}"),
+        ("worker time computing", f"{found.computing:.0%}", "", f"{cluster.computing:.0%}"),
         ("steps", f"{found.steps:,}", "", f"{cluster.steps:,}"),
         ("samples", f"{found.samples:,}", "", f"{cluster.samples:,}"),
         ("goodput", f"{found.goodput:,.0f} samples/s", "", f"{cluster.goodput:,.0f} samples/s"),

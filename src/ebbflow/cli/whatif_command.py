@@ -58,6 +58,8 @@ def whatif(
         out.print(f"({found.tried - found.ended:,} settings outlast the trace or its prices)")
     out.print(f"{format_seconds(found.best.time_s)}, {found.best.cost_usd:,.2f} USD\n")
     out.print(_sensitivity_table(found))
+    if any(not math.isfinite(one.time_s) for one in found.variations):
+        out.print("no end: the trace or its prices end before; --repeat begins the trace again")
     out.print("\nno setting is both faster and cheaper than these")
     out.print(_front_table(found.front, found.best))
 

@@ -99,12 +99,12 @@ class PlanSummary:
     samples: int
     """Epochs times the samples of an epoch."""
     batch_min: int
-    """Smallest planned batch. For this and the next two fields, a step that the end of an epoch makes smaller counts
-    with its planned batch."""
+    """Smallest batch; like the next two fields with the smaller steps at the ends of epochs."""
     batch_mean: float
     batch_max: int
     changes: int
-    """Number of steps that have other workers or another planned batch than the previous step."""
+    """Number of steps that have other workers or another planned batch than the previous step; without the smaller
+    steps at the ends of epochs."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -320,7 +320,7 @@ class BatchPlan:
         With `cut`, as in training, each epoch ends with a smaller step (`cut_step`); without, steps continue across the
         ends of epochs.
         """
-        reached, steps = self._follow(samples, epochs, cut=cut)
+        reached, steps, batches = self._follow(samples, epochs, cut=cut)
         if reached < epochs:
             raise PlanError(
                 f"the plan is too short: its {steps:,} steps ({format_seconds(self._end_of(steps))}) reach "
@@ -333,9 +333,9 @@ class BatchPlan:
             steps=steps,
             time_s=self._end_of(steps),
             samples=samples * epochs,
-            batch_min=int(sizes.min()),
-            batch_mean=self.samples_before(steps) / steps,
-            batch_max=int(sizes.max()),
+            batch_min=batches[0],
+            batch_mean=(samples * epochs if cut else self.samples_before(steps)) / steps,
+            batch_max=batches[1],
             changes=int(np.count_nonzero((np.diff(workers) != 0) | (np.diff(sizes) != 0))),
         )
 
@@ -373,33 +373,47 @@ class BatchPlan:
         """
         return max(step, self._steps_until(self.samples_before(step) + samples) - 2)
 
-    def _epoch_end(self, step: int, samples: int) -> int:
-        """The step after the last one of an epoch that begins with `step`."""
+    def _epoch_end(self, step: int, samples: int) -> tuple[int, list[int]]:
+        """The step after the last one of an epoch that begins with `step`, and the batches of its last steps."""
         target = self.samples_before(step) + samples
         step = self._first_cut(step, samples)
         remaining = target - self.samples_before(step)
+        batches = []
         while remaining:
-            remaining -= cut_step(self.samples_before(step + 1) - self.samples_before(step), remaining)
+            batches.append(cut_step(self.samples_before(step + 1) - self.samples_before(step), remaining))
+            remaining -= batches[-1]
             step += 1
-        return step
+        return step, batches
 
-    def _follow(self, samples: int, epochs: int, *, cut: bool) -> tuple[float, int]:
-        """(epochs reached, steps taken); if the plan is too short, fewer than `epochs` and all of its steps."""
+    def _follow(self, samples: int, epochs: int, *, cut: bool) -> tuple[float, int, tuple[int, int]]:
+        """(epochs reached, steps taken, smallest and largest batch).
+
+        If the plan is too short, these are fewer than `epochs`, and all of its steps.
+        """
         whole_number(samples, "samples", error=PlanError)
         whole_number(epochs, "epochs", most=MOST_SAMPLES // samples << 20, error=PlanError)  # 2^60 samples in all
         if not cut:
             steps = self._steps_until(samples * epochs)
             if self.steps is None or steps <= self.steps:
-                return epochs, steps
-            return min(self.samples_before(self.steps) / (samples * epochs), _ALMOST) * epochs, self.steps
+                return epochs, steps, self._extremes(0, steps)
+            reached = min(self.samples_before(self.steps) / (samples * epochs), _ALMOST) * epochs
+            return reached, self.steps, self._extremes(0, self.steps)
         done = step = 0
+        least, most = np.iinfo(np.int64).max, 0
         while done < epochs:
-            end = self._epoch_end(step, samples)
+            end, last = self._epoch_end(step, samples)
             if self.steps is not None and end > self.steps:
                 part = (self.samples_before(self.steps) - self.samples_before(step)) / samples
-                return done + min(part, _ALMOST), self.steps
+                return done + min(part, _ALMOST), self.steps, (least, most)
+            whole = self._extremes(step, end - len(last)) if end - len(last) > step else ()
+            least, most = min(least, *whole, *last), max(most, *whole, *last)
             done, step = done + 1, end
-        return done, step
+        return done, step, (least, most)
+
+    def _extremes(self, start: int, stop: int) -> tuple[int, int]:
+        """The smallest and the largest planned batch of the steps from `start` to `stop` - 1."""
+        sizes = self.samples[self._run(start) : self._run(stop - 1) + 1]
+        return int(sizes.min()), int(sizes.max())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BatchPlan):

@@ -1,7 +1,9 @@
 """Reports: from records and simulations to tables, figures and one HTML page.
 
     results.py          a folder of records -> Results: all arms, also the missing ones, and how each ended
-    summary.py          arms -> Summary: mean and deviation over seeds of each workload x trace x rule, and conclusions
+    intervals.py        Student's t: intervals that know how few runs they rest on
+    summary.py          arms -> Summary: score, interval, time, cost of each workload x trace x rule, and which is best
+    conclusions.py      Summary -> what a user should conclude, in sentences
     export.py           Summary -> terminal, Markdown, CSV, LaTeX, JSON
     plotting.py         colours, fonts, panels, files and shortened series that all figures share
     figures.py          Results -> the figures, one function each

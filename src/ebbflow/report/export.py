@@ -16,12 +16,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ebbflow.report.summary import LAST, Cell, NumberFormat, Summary
+from ebbflow.core.units import format_seconds, plural
+from ebbflow.report.intervals import CONFIDENCE
+from ebbflow.report.summary import Cell, NumberFormat, Summary
 
 __all__ = [
     "caption",
     "cell_text",
     "csv_text",
+    "effort_caption",
+    "effort_table",
     "json_text",
     "latex",
     "losses_text",
@@ -39,13 +43,25 @@ def caption(summary: Summary, workload: str) -> str:
     cell = summary.cells_of(workload)[0]
     unit = " in %" if summary.number_format(workload).unit == "%" else ""
     better = "higher" if cell.higher_is_better else "lower"
-    text = f"Validation {cell.metric}{unit} ({better} is better), mean of the last {LAST} validations"
-    if summary.short:
-        text += ", or of all where a run has fewer"
-    counts = {len(c.finished) for c in summary.cells_of(workload) if c.finished}
-    if counts and max(counts) > 1:
-        text += f"; mean ± standard deviation over {' to '.join(map(str, sorted({min(counts), max(counts)})))} seeds"
-    return f"{text}; best of each row marked.{sources_text(summary, workload)}"
+    done = [found for found in summary.cells_of(workload) if found.finished]
+    text = f"Validation {cell.metric}{unit} ({better} is better)"
+    if done:
+        text += f", mean of the last {_counts({c.window for c in done}, 'validation')} of each run"
+        text += " (a third of them, at most three)"
+        seeds = {len(c.finished) for c in done}
+        several = {count for count in seeds if count > 1}
+        if several:
+            text += f"; mean ± half of the {CONFIDENCE} interval (Student's t) over {_counts(several, 'seed')}"
+        if 1 in seeds:
+            text += "; without ± one run: no interval" if several else "; one run each: no interval"
+    if len(summary.rules_of(workload)) > 1:
+        text += "; marked: the best of a row, if the interval of its lead over another rule excludes zero"
+    return f"{text}.{sources_text(summary, workload)}"
+
+
+def _counts(counts: set[int], what: str) -> str:
+    """One count, or the least and the greatest, with a noun."""
+    return f"{' to '.join(map(str, sorted({min(counts), max(counts)})))} {plural(max(counts), what)}"
 
 
 def sources_text(summary: Summary, workload: str) -> str:
@@ -78,7 +94,7 @@ def cell_text(cell: Cell | None, numbers: NumberFormat) -> str:
         return NOTHING
     if cell.mean is None:
         return cell.lost[0][0] if cell.lost else NOTHING
-    return numbers.number(cell.mean) + ("" if cell.std is None else f" ± {numbers.number(cell.std)}")
+    return numbers.number(cell.mean) + ("" if cell.margin is None else f" ± {numbers.number(cell.margin)}")
 
 
 def losses_text(cell: Cell | None) -> str:
@@ -107,7 +123,77 @@ def terminal(summary: Summary, *, width: int = 80) -> Group:
                 table.add_row(Text(trace), *(_rich_cell(cell, numbers) for cell in cells))
             parts.append(table)
         parts.append(Padding(Text(caption(summary, workload), style="dim"), (0, 0, 1, 1)))
+        for to_target in (False, True):
+            if rows := effort_table(summary, workload, to_target=to_target):
+                table = Table(box=None, pad_edge=False, header_style="bold")
+                for i, name in enumerate(rows[0]):
+                    table.add_column(Text(name), justify="left" if i < 2 else "right")
+                for row in rows[1:]:
+                    table.add_row(*map(Text, row))
+                parts.append(Padding(table, (0, 0, 0, 1)))
+                parts.append(
+                    Padding(Text(effort_caption(summary, workload, to_target=to_target), style="dim"), (0, 0, 1, 1))
+                )
     return Group(*parts)
+
+
+# -- time and cost -----------------------------------------------------------------------------------------------------
+
+
+def effort_table(summary: Summary, workload: str, *, to_target: bool = False) -> list[list[str]]:
+    """Time, worker-hours, money and samples beside the score, the names of the columns first; empty without records.
+
+    Rules of a trace that took the same share a line. With `to_target`, what it took to the target: one line per rule.
+    """
+    numbers = summary.number_format(workload)
+    cells = [c for c in summary.cells_of(workload) if c.finished and (c.target is not None or not to_target)]
+    if not any(cell.time_s for cell in cells):
+        return []
+    priced = any(cell.usd_per_hour is not None for cell in cells)
+    lines: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells:
+        if to_target:
+            effort = (cell.target_time_s, cell.target_worker_hours, cell.target_samples)
+        else:
+            effort = (cell.time_s, cell.worker_hours, cell.samples)
+        time, hours, samples = effort
+        texts = (
+            NOTHING if time is None else format_seconds(time),
+            NOTHING if hours is None else f"{hours:,.3g}" if hours < 1000 else f"{hours:,.0f}",
+            *([_money(cell.cost_usd(hours))] if priced else []),
+            NOTHING if samples is None else f"{samples:,.0f}",
+        )
+        own = (cell.rule, f"{cell.target_reached} of {len(cell.finished)}") if to_target else ()
+        lines.setdefault((cell.trace, *own, *texts), []).append(cell)
+    rows = [["trace", "rule", *(["runs"] if to_target else []), numbers.heading(cells[0].metric), "time",
+             "worker-hours", *(["USD"] if priced else []), "samples"]]  # fmt: skip
+    for (trace, *line), same in lines.items():
+        names = [cell.rule for cell in same]
+        everyone = len(names) > 1 and len(names) == len([c for c in cells if c.trace == trace])
+        means = sorted(cell.mean for cell in same if cell.mean is not None)
+        score = " to ".join(dict.fromkeys(numbers.number(mean) for mean in (means[0], means[-1])))
+        shown = [*line[1:2], score, *line[2:]] if to_target else [score, *line]
+        rows.append([trace, "all rules" if everyone else ", ".join(names), *shown])
+    return rows
+
+
+def _money(usd: float | None) -> str:
+    return NOTHING if usd is None else f"{usd:,.2f}"
+
+
+def effort_caption(summary: Summary, workload: str, *, to_target: bool = False) -> str:
+    """What the numbers of `effort_table` mean."""
+    cell = next(cell for cell in summary.cells_of(workload) if cell.finished)
+    text = "Time on the clock of the trace, and available workers x hours, which are paid for whether they take part "
+    text += "or not; means over seeds."
+    if to_target and cell.target is not None:
+        numbers = summary.number_format(workload)
+        goal = f"{cell.metric} of {numbers.number(cell.target)}{' %' if numbers.unit else ''}"
+        article = "an" if goal[0] in "aeiou" else "a"
+        text = f"Until the first validation with {article} {goal}; means over the runs that reach it."
+    if workload in summary.fitted:
+        text += " The step time was fitted to the trace: times compare rules, not machines."
+    return text
 
 
 def _header(rule: str) -> Text:

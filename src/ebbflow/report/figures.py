@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.report.intervals import CONFIDENCE
 from ebbflow.report.plotting import (
     BAND,
     INK,
+    MARKERS,
     MUTED,
     Drawing,
     RuleStyle,
@@ -58,6 +60,8 @@ def all_figures(results: Results, summary: Summary) -> Iterator[Drawing]:
             with drawing_style():
                 drawing = make(of) if arms else None
             if drawing is not None:
+                yield drawing
+            if make is _validation and (drawing := _scores(of, summary)) is not None:
                 yield drawing
         yield from statistic_figures(of)
         yield from layer_figures(of)
@@ -125,7 +129,7 @@ def _zoom(axes: Sequence[Axes], drawn: _Drawn) -> bool:
 def _band_text(arms: Sequence[ArmResult]) -> str:
     many = len({arm.seed for arm in arms}) > 1
     unfinished = any(outcome(arm) != "finished" for arm in arms)
-    text = " Line: mean over seeds; band: lowest to highest seed." if many else ""
+    text = " Line: mean over seeds; band: from the lowest to the highest seed, not an interval." if many else ""
     return text + (" A thin line with a cross: a run that diverged, failed or is unfinished." if unfinished else "")
 
 
@@ -144,6 +148,44 @@ def _validation(of: WorkloadArms) -> Drawing | None:
     note = " The vertical axis shows where the curves end; the first epochs lie outside." if zoomed else ""
     caption = f"Validation {metric} over the epochs on each trace.{_band_text(of.arms)}{note}"
     return of.drawing("validation", f"Validation {metric}", caption, figure)
+
+
+def _scores(of: WorkloadArms, summary: Summary) -> Drawing | None:
+    """The scores that the table has, with their intervals; nothing to show if every rule has one run."""
+    cells = [cell for cell in summary.cells_of(of.workload) if cell.trace in of.traces]
+    if not any(cell.margin is not None for cell in cells):
+        return None
+    numbers, rules = summary.number_format(of.workload), summary.rules_of(of.workload)
+    with drawing_style():
+        figure, axes = panels(of.traces, height=0.3 * len(rules) + 0.9)
+        for axis, trace in zip(axes, of.traces, strict=True):
+            row = [cell for cell in cells if cell.trace == trace and cell.values]
+            for cell in row:
+                y, scores = rules.index(cell.rule), np.array(cell.values) * numbers.factor
+                look = {key: value for key, value in of.style.line(cell.rule).items() if key in ("color", "gid")}
+                axis.plot(scores, np.full(len(scores), y), "|", markersize=9, alpha=0.7, **look)
+                axis.plot(scores.mean(), y, marker=_marker(of.style, cell.rule), markersize=6, **look)
+                if cell.margin is not None:  # the seeds decide what the axis shows: two give a very wide interval
+                    reach = cell.margin * numbers.factor
+                    axis.hlines(y, scores.mean() - reach, scores.mean() + reach, linewidth=1.4, **look)
+            if row:
+                seen = np.concatenate([np.array(cell.values) * numbers.factor for cell in row])
+                pad = max(0.3 * float(np.ptp(seen)), 1e-3 * abs(float(seen.mean())), 1e-9)
+                low, high = float(seen.min()) - pad, float(seen.max()) + pad
+                axis.set_xlim(max(low, 0.0), min(high, 100.5)) if numbers.unit else axis.set_xlim(low, high)
+            axis.set_yticks(range(len(rules)), rules)
+            axis.set_ylim(len(rules) - 0.4, -0.6)
+            axis.grid(visible=False, axis="y")
+        outer_labels(axes, numbers.heading(cells[0].metric), "")
+    caption = (
+        f"The score of each seed (stroke), their mean (point) and its {CONFIDENCE} interval (line), which may be wider "
+        f"than the panel; one run: no interval."
+    )
+    return of.drawing("scores", "Scores and intervals", caption, figure)
+
+
+def _marker(style: RuleStyle, rule: str) -> str:
+    return MARKERS[style.rules.index(rule) % len(MARKERS)]
 
 
 def _loss(of: WorkloadArms) -> Drawing | None:
@@ -248,7 +290,13 @@ def _multiplier(of: WorkloadArms) -> Drawing | None:
             pairs = pairs[np.isfinite(pairs).all(axis=1) & (pairs > 0).all(axis=1)]
             pairs = pairs[:: len(pairs) // 400 + 1]
             if len(pairs):
-                look = {**of.style.line(rule), "linestyle": "", "marker": "o", "markersize": 4, "alpha": 0.75}
+                look = {
+                    **of.style.line(rule),
+                    "linestyle": "",
+                    "marker": _marker(of.style, rule),
+                    "markersize": 4.5,
+                    "alpha": 0.75,
+                }
                 axis.plot(pairs[:, 0], pairs[:, 1], markeredgewidth=0, **look)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)

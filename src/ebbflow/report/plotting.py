@@ -8,8 +8,10 @@ keeps no global state.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 __all__ = [
     "BAND",
     "GRID",
     "INK",
+    "MARKERS",
     "MUTED",
     "PALETTE",
     "Drawing",
@@ -54,6 +58,12 @@ Array = npt.NDArray[np.float64]
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d3f", "#7a7a7a")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (6, 1.6, 1.4, 1.6)), (0, (1.4, 1.4)))
+MARKERS = "osD^vPX"
+"""The shape of a point is that of the rule's position, so that points on each other can be told apart."""
+_DASH = 4.0
+"""Length of a dash of lines that lie on each other, in widths of a line."""
+_NEAR = 0.006
+"""Lines that are nearer than this fraction of the height of a panel lie on each other."""
 _LEGEND_ROW = 0.2
 """Height of one row of the legend with the space below it, in inches."""
 INK, MUTED, GRID, BAND = "#1f2328", "#59636e", "#d8dee5", "#9db2c8"
@@ -186,17 +196,20 @@ def panels(titles: Sequence[str], *, height: float = 2.5, sharey: bool = True) -
 def legend(figure: Figure, axes: Sequence[Axes]) -> None:
     """Add one legend above all panels, in the order of the rules; none if no line has a label.
 
-    Each row after the first makes the figure higher, so that many or long names do not shrink the panels.
+    Lines that lie on each other are drawn as dashes that alternate, and the legend names them. Each row after the first
+    makes the figure higher, so that many or long names do not shrink the panels.
     """
     found: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
+            found.setdefault(label, copy.copy(handle))  # as it looks before `_separate`
     if not found:
         return
+    note = textwrap.wrap(_separate(axes), 140)
     widest = max(map(len, found))
     columns = min(len(found), max(1, 130 // (widest + 8)))
-    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * (math.ceil(len(found) / columns) - 1))
+    rows = math.ceil(len(found) / columns) - 1 + len(note)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * rows)
     figure.legend(
         list(found.values()),
         list(found),
@@ -204,13 +217,62 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
         ncols=columns,
         borderaxespad=0.2,
         columnspacing=1.6,
+        title="\n".join(note) or None,
+        title_fontsize=9,
+        alignment="left",
     )
 
 
+def _separate(axes: Sequence[Axes]) -> str:
+    """Let lines of a panel that lie on each other show in turn; returns which do, in words."""
+    together: dict[str, list[str]] = {}
+    for axis in axes:
+        rules: dict[str, Line2D] = {}
+        for line in axis.lines:
+            if str(line.get_gid() or "").startswith("rule-") and line.get_linestyle() != "None":
+                rules.setdefault(str(line.get_label()), line)
+        groups: list[list[str]] = []
+        for name, line in rules.items():
+            same = next((group for group in groups if _lie_on_each_other(axis, rules[group[0]], line)), None)
+            if same is None:
+                groups.append([name])
+            else:
+                same.append(name)
+        for group in groups:
+            for i, name in enumerate(group):
+                if len(group) > 1:
+                    rules[name].set_linestyle((-_DASH * i, (_DASH, _DASH * (len(group) - 1))))
+                    rules[name].set_markersize(rules[name].get_markersize() + 3 * (len(group) - 1 - i))
+            if len(group) > 1:
+                together.setdefault(" = ".join(group), []).append(axis.get_title("left"))
+    texts = [
+        names + ("" if len(panels) == len(axes) else f" ({', '.join(panels)})") for names, panels in together.items()
+    ]
+    return f"On one line: {'; '.join(texts)}" if texts else ""
+
+
+def _lie_on_each_other(axis: Axes, one: Line2D, other: Line2D) -> bool:
+    """Whether two lines are hardly a width of a line apart, wherever both are drawn."""
+    (x, y), (other_x, other_y) = (np.asarray(line.get_data(), dtype=np.float64) for line in (one, other))
+    if not x.size or not other_x.size or not np.allclose([x[0], x[-1]], [other_x[0], other_x[-1]]):
+        return False
+    limits = np.asarray(axis.get_ylim())
+    there = np.interp(x, other_x, other_y)
+    if axis.get_yscale() == "log":
+        y, there, limits = (np.log(np.maximum(values, 1e-300)) for values in (y, there, limits))
+    good = np.isfinite(y) & np.isfinite(there)
+    return bool(good.any() and np.max(np.abs(y - there)[good]) < _NEAR * abs(limits[1] - limits[0]))
+
+
 def outer_labels(axes: Sequence[Axes], x: str, y: str) -> None:
-    """Label the x axis of all panels, and the y axis of the first in each row."""
+    """Label the x axis of all panels, and the y axis of the first in each row; epochs are whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
     for axis in axes:
         axis.set_xlabel(x)
+        low, high = axis.get_xlim()
+        if x == "epoch" and high - low > 1:
+            axis.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
         if axis.get_subplotspec().is_first_col():  # type: ignore[union-attr]  # every panel is in a grid
             axis.set_ylabel(y)
 

@@ -27,11 +27,22 @@ from typing import Any
 
 from ebbflow.core.units import format_seconds, plural
 from ebbflow.errors import ConfigError, OutputError
-from ebbflow.report.export import caption, csv_text, json_text, latex, losses_text, markdown, published_text
+from ebbflow.report.conclusions import takeaways
+from ebbflow.report.export import (
+    caption,
+    csv_text,
+    effort_caption,
+    effort_table,
+    json_text,
+    latex,
+    losses_text,
+    markdown,
+    published_text,
+)
 from ebbflow.report.figures import all_figures
 from ebbflow.report.plotting import BAND, GRID, INK, MUTED, PALETTE, Drawing, save, slugs
 from ebbflow.report.results import ArmResult, Results, load_results
-from ebbflow.report.summary import Cell, NumberFormat, Summary, outcome, run_value, summarise, takeaways
+from ebbflow.report.summary import Cell, NumberFormat, Summary, outcome, run_value, summarise
 
 __all__ = [
     "CSS_VARIABLES",
@@ -62,20 +73,27 @@ class ReportPaths:
     summary: Summary
 
 
-def write_report(folder: Path | str, *, out: Path | str | None = None) -> ReportPaths:
+def write_report(
+    folder: Path | str,
+    *,
+    out: Path | str | None = None,
+    target: float | None = None,
+    usd_per_hour: float | None = None,
+) -> ReportPaths:
     """Make the report of a study folder, a run folder or one record file; by default in `report` beside the records.
 
-    An earlier report there is replaced as a whole; a folder that holds anything else is refused.
+    An earlier report there is replaced as a whole; a folder that holds anything else is refused. For `target` and
+    `usd_per_hour` see `summarise`.
     """
     results = load_results(folder)
-    summary = summarise(results.arms, results.config)
-    target = Path(out) if out is not None else results.folder / "report"
-    with replace_folder(target) as partial:
+    summary = summarise(results.arms, results.config, target=target, usd_per_hour=usd_per_hour)
+    place = results.folder / "report" if out is None else Path(out)
+    with replace_folder(place) as partial:
         figures = write_figures(all_figures(results, summary), partial)
         for suffix, text in _tables(summary).items():
             (partial / f"tables.{suffix}").write_text(text, encoding="utf-8")
         (partial / "index.html").write_text(render_page(results, summary, figures), encoding="utf-8")
-    return ReportPaths(folder=target, page=target / "index.html", results=results, summary=summary)
+    return ReportPaths(folder=place, page=place / "index.html", results=results, summary=summary)
 
 
 def render_page(results: Results, summary: Summary, figures: list[dict[str, Any]]) -> str:
@@ -176,7 +194,6 @@ def page_content(results: Results, summary: Summary) -> dict[str, Any]:
         "traces": [fact for trace in summary.traces if (fact := _trace_fact(results, trace)) is not None],
         "rules": rules,
         "tables": [_table(summary, workload) for workload in summary.workloads],
-        "short": _first_few(summary.short, separator="; "),
         "arms": [_arm(arm, summary) for arm in results.arms],
         "origin": _origin(results),
     }
@@ -211,9 +228,9 @@ def _facts(results: Results, summary: Summary) -> list[dict[str, str]]:
     ]
 
 
-def _first_few(names: Iterable[str], limit: int = 6, separator: str = ", ") -> str:
+def _first_few(names: Iterable[str], limit: int = 6) -> str:
     listed = list(names)
-    return separator.join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
 
 
 def _short_count(count: float) -> str:
@@ -280,12 +297,17 @@ def _table(summary: Summary, workload: str) -> dict[str, Any]:
         "caption": caption(summary, workload),
         "rules": [summary.rules.index(rule) for rule in rules],
         "rows": rows,
+        "efforts": [
+            {"caption": effort_caption(summary, workload, to_target=to_target), "rows": found, "to_target": to_target}
+            for to_target in (False, True)
+            if (found := effort_table(summary, workload, to_target=to_target))
+        ],
     }
 
 
 def _cell(cell: Cell | None, numbers: NumberFormat) -> dict[str, Any]:
     if cell is None:
-        empty = dict.fromkeys(("mean", "std", "lost", "published", "title"), "")
+        empty = dict.fromkeys(("mean", "margin", "lost", "published", "title"), "")
         return {**empty, "word": "not in the study", "best": False}
     lost = [f"{name}: seed {', '.join(map(str, seeds))}" for name, seeds in cell.lost]
     values = ", ".join(
@@ -293,7 +315,7 @@ def _cell(cell: Cell | None, numbers: NumberFormat) -> dict[str, Any]:
     )
     return {
         "mean": "" if cell.mean is None else numbers.number(cell.mean),
-        "std": "" if cell.std is None else numbers.number(cell.std),
+        "margin": "" if cell.margin is None else numbers.number(cell.margin),
         "word": cell.lost[0][0] if cell.mean is None and cell.lost else "",
         "best": cell.best,
         "lost": losses_text(cell),

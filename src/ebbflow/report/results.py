@@ -89,6 +89,10 @@ class ArmResult:
     """Epochs that were committed before each validation."""
     values: Array = field(default_factory=lambda: _EMPTY)
     """The metric at each validation; NaN where it was not a finite number."""
+    times: Array = field(default_factory=lambda: _EMPTY)
+    """Seconds on the clock of the trace at each validation, from the start of training."""
+    counts: Array = field(default_factory=lambda: _EMPTY)
+    """Samples before each validation."""
     columns: Mapping[str, Array] = field(default_factory=dict)
     """One array per column of the steps: position (in epochs), time_s, epoch, workers, batch, lr, ..."""
     stats: tuple[str, ...] = ()
@@ -100,6 +104,33 @@ class ArmResult:
     steps: int = 0
     samples: int = 0
     wall_s: float = 0.0
+    end_s: float = 0.0
+    """Seconds on the clock of the trace from the start of training to the end of the last step."""
+
+    def first_at(self, target: float) -> int | None:
+        """The number of the first validation that is at least as good as the target; None if none is."""
+        with np.errstate(invalid="ignore"):
+            good = self.values >= target if self.higher_is_better else self.values <= target
+        return int(np.argmax(good)) if good.any() else None
+
+    def worker_hours(self, until_s: float) -> float:
+        """Available workers times hours from the start of training on: all are paid for, whether they take part or not.
+
+        A record without a trace (of a live job, of a plan of batches) has only the workers that took part.
+        """
+        trace = self.header.trace if self.header else {}
+        if not trace.get("times") or not trace.get("end"):
+            starts, workers = (self.columns.get(name, _EMPTY) for name in ("time_s", "workers"))
+            ends = np.minimum(np.append(starts, self.end_s)[1:], until_s)
+            return float((workers * np.maximum(ends - starts, 0.0)).sum()) / 3600
+        end, begin = float(trace["end"]), float((self.header.plan if self.header else {}).get("offset_s") or 0.0)
+        edges, workers = np.append(trace["times"], end), np.asarray(trace["workers"], dtype=np.float64)
+
+        def worker_seconds(until: float) -> float:
+            rounds, rest = divmod(until, end)  # a trace that is too short is repeated
+            return rounds * float(np.diff(edges) @ workers) + float(np.diff(np.minimum(edges, rest)) @ workers)
+
+        return (worker_seconds(begin + until_s) - worker_seconds(begin)) / 3600
 
     @property
     def ref_batch(self) -> int | None:
@@ -119,6 +150,9 @@ class ArmResult:
         config, rows = run.header.config, run.steps
         metric = str(config.get("metric", "accuracy"))
         epochs, values = run.metric(metric)
+        scored = [row for row in run.validations if metric in row.metrics]
+        starts = run.column("time_s")
+        step_s = float(np.median(np.diff(starts))) if len(starts) > 1 else 0.0  # rows say when a step starts
         last = rows[-1] if rows else None
         own = _columns(run)
         stats = tuple(sorted({name for row in rows for name in row.stats} - set(own)))
@@ -136,6 +170,8 @@ class ArmResult:
             header=run.header,
             epochs=epochs,
             values=values,
+            times=np.array([row.time_s + step_s for row in scored], dtype=np.float64),
+            counts=np.array([row.samples for row in scored], dtype=np.float64),
             columns=own | {name: run.column(name) for name in stats},
             stats=stats,
             code=_code(run),
@@ -144,6 +180,7 @@ class ArmResult:
             # The end that a study writes for a killed process has less than the last step.
             samples=max(run.end.samples if run.end else 0, last.samples if last else 0),
             wall_s=max(run.end.wall_s if run.end else 0.0, last.wall_s if last else 0.0),
+            end_s=float(starts[-1]) + step_s if rows else 0.0,
         )
 
 

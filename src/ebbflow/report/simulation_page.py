@@ -10,7 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbflow.core.units import format_seconds
-from ebbflow.report.plotting import BAND, INK, MUTED, PALETTE, Drawing, RuleStyle, drawing_style, legend, panels
+from ebbflow.report.plotting import (
+    BAND,
+    INK,
+    MARKERS,
+    MUTED,
+    PALETTE,
+    Drawing,
+    RuleStyle,
+    drawing_style,
+    legend,
+    panels,
+)
 from ebbflow.report.report_page import CSS_VARIABLES, render_template, replace_folder, write_figures
 from ebbflow.simulate.search import pareto, round_to_cents
 from ebbflow.simulate.simulation import BREAKDOWN, Simulation
@@ -29,12 +40,11 @@ _MEANINGS = {
 }
 _POINTS = 400
 """The most points of a line."""
-_MARKERS = "osD^v"
-"""The next shape is used each time the colours start again, so that no two simulations look the same."""
 
 
-def write_simulations(found: Simulations, *, out: Path, name: str, command: str = "") -> Path:
+def write_simulations(found: Simulations, *, out: Path | str, name: str, command: str = "") -> Path:
     """Write one self-contained page with the figures beside it; an earlier report there is replaced as a whole."""
+    out = Path(out)
     with replace_folder(out) as partial:
         figures = write_figures(simulation_figures(found), partial)
         page = render_template(
@@ -67,11 +77,10 @@ def _takeaways(found: Simulations) -> list[str]:
             f"{cheapest} is the cheapest: {_money(low)} in {format_seconds(low.time_s)}. {fastest} is the fastest: "
             f"{format_seconds(quick.time_s)} for {_money(quick)}."
         )
-    idle = low.time_s - low.breakdown["compute"]
-    second = f"{cheapest} computes {low.breakdown['compute'] / low.time_s:.0%} of its time"
-    if idle > 0.005 * low.time_s:
-        worst = max((part for part in BREAKDOWN if part != "compute"), key=lambda part: low.breakdown[part])
-        second += f"; most of the rest is {worst} ({low.breakdown[worst] / low.time_s:.0%})"
+    second = f"Of the worker time that {cheapest} pays for, {low.computing:.0%} is computing"
+    worst = max((part for part in BREAKDOWN if part != "compute"), key=lambda part: low.breakdown[part])
+    if low.breakdown[worst] > 0.005 * low.time_s:
+        second += f"; of the time, {low.breakdown[worst] / low.time_s:.0%} is {worst}"
     return [first, second + "."]
 
 
@@ -88,6 +97,7 @@ def _rows(found: Simulations) -> list[dict[str, Any]]:
             "time": format_seconds(one.time_s),
             "cost": f"{one.cost_usd:,.2f}",
             "workers": f"{one.mean_workers:.1f}",
+            "computing": f"{one.computing:.0%}",
             "steps": f"{one.steps:,}",
             "goodput": f"{one.goodput:,.0f}",
             "parts": [
@@ -198,7 +208,7 @@ def _trade(found: Simulations) -> Drawing:
     ahead = sorted(point for point, best in zip(points, front, strict=True) if best)
     axis.plot(*zip(*ahead, strict=True), color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
     for i, ((x, y), best) in enumerate(zip(points, front, strict=True)):
-        colour, shape = PALETTE[i % len(PALETTE)], _MARKERS[i // len(PALETTE) % len(_MARKERS)]
+        colour, shape = PALETTE[i % len(PALETTE)], MARKERS[i // len(PALETTE) % len(MARKERS)]
         axis.plot(
             x, y, marker=shape, markersize=9 if best else 6, color=colour, markerfacecolor=colour if best else "none",
             linestyle="none", label=list(found)[i], gid=f"rule-{i}",

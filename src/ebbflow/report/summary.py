@@ -1,32 +1,44 @@
-"""Mean and deviation over seeds: the cells of the tables, and what a user should conclude from them.
+"""Scores, times and costs over seeds: the cells of the tables, and which rules of a row are best.
 
-The value of a run is the mean of its last three validations, as in Andre, Strati and Klimovic (DistributedML 2022,
-Tables 1 to 3). A cell is the mean and the sample standard deviation (n - 1) of these values over the seeds. A run that
-diverged, failed or did not finish is named in its cell and never averaged in.
+The score of a run is the mean of its last validations: a third of them, at least one and at most three. (Three are
+those of Andre, Strati and Klimovic, DistributedML 2022, Tables 1 to 3.) A cell is the mean of the scores over the
+seeds, with the 95 % interval of that mean. A run that diverged, failed or did not finish is named in its cell and never
+averaged in.
 
-In the conclusions two rules count as different on a trace if their means differ by more than the larger of their two
-standard deviations. That is a reading aid for few seeds, not a test of significance.
+`decide` says which rules of a row are best, or that nothing can be told. Tables mark what it says, and the conclusions
+(`conclusions.py`) put it into words.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ebbflow.errors import ConfigError
+from ebbflow.report.intervals import difference_interval, mean_margin
 from ebbflow.report.results import ArmResult
 
-__all__ = ["LAST", "Cell", "NumberFormat", "Summary", "outcome", "run_value", "summarise", "takeaways"]
+__all__ = [
+    "Cell",
+    "NumberFormat",
+    "Summary",
+    "Verdict",
+    "decide",
+    "outcome",
+    "run_value",
+    "score_window",
+    "summarise",
+]
 
-LAST = 3
-"""The value of a run is the mean of this many validations."""
+_MOST_VALIDATIONS = 3
+_PART_OF_VALIDATIONS = 3
+"""A score covers at most one in this many validations."""
 _AXES = ("workloads", "traces", "rules")
 _HUGE = 1e6
 """Larger numbers are written with an exponent."""
-_FAR = 0.1
-"""A rule is far behind if it is worse than the best by more than this fraction of the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +50,8 @@ class Cell:
     rule: str
     metric: str
     higher_is_better: bool
-    mean: float | None
-    """Mean over the seeds that finished, as recorded (an accuracy is a fraction); None if none finished."""
-    std: float | None
-    """Sample standard deviation over the same seeds; None with fewer than two."""
     values: tuple[float, ...]
-    """The value of each seed that finished, in the order of the seeds."""
+    """The score of each seed that finished, in the order of the seeds; as recorded: an accuracy is a fraction."""
     finished: tuple[int, ...] = ()
     """The seeds that finished; the next fields hold those that ended otherwise."""
     diverged: tuple[int, ...] = ()
@@ -51,15 +59,50 @@ class Cell:
     interrupted: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     best: bool = False
-    """Whether this is the best mean of its row; False if the row has only one."""
+    """Whether `decide` calls this rule one of the best of its row."""
+    window: int = 0
+    """The most validations that the score of one of these runs is the mean of."""
     steps: float | None = None
     """Mean number of steps over the seeds that finished."""
     samples: float | None = None
     """Mean number of samples over the seeds that finished."""
+    time_s: float | None = None
+    """Mean time on the clock of the trace, over the seeds that finished."""
+    worker_hours: float | None = None
+    """Mean of the available workers times the hours, over the seeds that finished: what had to be paid for."""
+    usd_per_hour: float | None = None
+    """Price of one worker; None if it is not known."""
+    target: float | None = None
+    """The score to reach; None if nobody asked. The next four fields are about the finished runs that reach it."""
+    target_reached: int = 0
+    """How many reach it."""
+    target_time_s: float | None = None
+    """Mean time of the first validation that is at least as good, and so on."""
+    target_worker_hours: float | None = None
+    target_samples: float | None = None
     published: float | None = None
     """The value in the paper that the study follows, in the units of `mean`."""
     published_steps: float | None = None
     """The number of steps in that paper."""
+
+    @property
+    def mean(self) -> float | None:
+        """Mean score over the seeds that finished; None if none did."""
+        return statistics.fmean(self.values) if self.values else None
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation of the scores; None with fewer than two."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def margin(self) -> float | None:
+        """Half the width of the 95 % interval of the mean; None with fewer than two runs."""
+        return mean_margin(self.values)
+
+    def cost_usd(self, worker_hours: float | None) -> float | None:
+        """What these hours cost; None if the price or the hours are not known."""
+        return None if worker_hours is None or self.usd_per_hour is None else worker_hours * self.usd_per_hour
 
     @property
     def seeds(self) -> int:
@@ -98,6 +141,17 @@ class Cell:
             "samples": self.samples,
             "published": self.published,
             "published_steps": self.published_steps,
+            "margin_95": self.margin,
+            "window": self.window,
+            "time_s": self.time_s,
+            "worker_hours": self.worker_hours,
+            "cost_usd": self.cost_usd(self.worker_hours),
+            "target": self.target,
+            "target_reached": None if self.target is None else self.target_reached,
+            "target_time_s": self.target_time_s,
+            "target_worker_hours": self.target_worker_hours,
+            "target_cost_usd": self.cost_usd(self.target_worker_hours),
+            "target_samples": self.target_samples,
         }
 
 
@@ -111,15 +165,19 @@ class NumberFormat:
 
     @classmethod
     def for_cells(cls, cells: Iterable[Cell]) -> NumberFormat:
-        """The fewest decimals that show every deviation above zero, up to two more than usual."""
+        """The fewest decimals that show every interval above zero, up to two more than usual."""
         cells = list(cells)
         percent = bool(cells) and cells[0].metric == "accuracy"
         factor, usual = (100.0, 1) if percent else (1.0, 3)
-        spreads = [cell.std * factor for cell in cells if cell.std and cell.std > 1e-9]  # less is rounding
+        spreads = [cell.margin * factor for cell in cells if cell.margin and cell.margin > 1e-9]  # less is rounding
         decimals = usual
         while decimals < usual + 2 and any(round(spread, decimals) == 0 for spread in spreads):
             decimals += 1
         return cls(factor=factor, unit="%" if percent else "", decimals=decimals)
+
+    def heading(self, metric: str) -> str:
+        """The name of a column of these values."""
+        return f"{metric} (%)" if self.unit else metric
 
     def number(self, value: float) -> str:
         """A value without its unit; a huge one, such as the loss of a run that almost diverged, with an exponent.
@@ -141,12 +199,12 @@ class Summary:
     traces: tuple[str, ...]
     rules: tuple[str, ...]
     cells: tuple[Cell, ...]
-    short: tuple[str, ...] = ()
-    """Descriptions of the runs whose value is the mean of fewer than three validations."""
     sources: tuple[str, ...] = ()
     """The sources of published values."""
     scaled: float | None = None
     """The fraction of its epochs to which the study was scaled down; then published values are not comparable."""
+    fitted: frozenset[str] = frozenset()
+    """Workloads whose step time was fitted to their trace, so that times are not those of any machine."""
     _index: Mapping[tuple[str, str, str], Cell] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -171,6 +229,12 @@ class Summary:
         present = {cell.rule for cell in self.cells_of(workload)}
         return [rule for rule in self.rules if rule in present]
 
+    def verdicts(self, workload: str) -> list[Verdict]:
+        """What `decide` says about each row of the workload's table that has a result."""
+        cells = self.cells_of(workload)
+        rows = ([cell for cell in cells if cell.trace == trace] for trace in self.traces_of(workload))
+        return [verdict for row in rows if (verdict := decide(row))]
+
     def number_format(self, workload: str) -> NumberFormat:
         """How the values of this workload are written."""
         return NumberFormat.for_cells(self.cells_of(workload))
@@ -180,9 +244,18 @@ class Summary:
         return {"cells": [cell.as_json() for cell in self.cells]}
 
 
+def score_window(validations: int) -> int:
+    """How many of the last validations the score of a run is the mean of.
+
+    >>> [score_window(count) for count in (1, 3, 6, 9, 90)]
+    [1, 1, 2, 3, 3]
+    """
+    return min(max(validations // _PART_OF_VALIDATIONS, 1), _MOST_VALIDATIONS)
+
+
 def run_value(arm: ArmResult) -> float | None:
-    """The mean of the last three validations (of all, if there are fewer); None unless each is a finite number."""
-    last = [float(value) for value in arm.values[-LAST:]]
+    """The score of a run: the mean of its last validations (`score_window`); None unless each is a finite number."""
+    last = [float(value) for value in arm.values[-score_window(arm.values.size) :]]
     return statistics.fmean(last) if last and all(map(math.isfinite, last)) else None
 
 
@@ -193,11 +266,18 @@ def outcome(arm: ArmResult) -> str:
     return "diverged" if arm.values.size else "failed"
 
 
-def summarise(arms: Iterable[ArmResult], config: Mapping[str, Any] | None = None) -> Summary:
+def summarise(
+    arms: Iterable[ArmResult],
+    config: Mapping[str, Any] | None = None,
+    *,
+    target: float | None = None,
+    usd_per_hour: float | None = None,
+) -> Summary:
     """The cells of these arms; workloads, traces and rules in the order of the configuration, then of appearance.
 
     The configuration of the study also has the published values: `paper`, a list of {workload, trace, rule, value,
-    source, what}, where `what` is metric or steps.
+    source, what}, where `what` is metric or steps. `target` is a score, as recorded, whose time, worker-hours and
+    samples are wanted; `usd_per_hour` the price of one worker.
     """
     config = config or {}
     paper = [entry for entry in config.get("paper") or () if isinstance(entry, Mapping)]
@@ -213,21 +293,25 @@ def summarise(arms: Iterable[ArmResult], config: Mapping[str, Any] | None = None
         _ordered_names(config.get(key), [found[axis] for found in groups]) for axis, key in enumerate(_AXES)
     )
     keys = [(w, t, r) for w in workloads for t in traces for r in rules if (w, t, r) in groups]
-    short = [
-        f"{arm.workload}, {arm.trace}, {arm.rule}, seed {arm.seed}: {arm.values.size}"
+    _check_target(target, examples.values())
+    more: dict[str, Any] = {"target": target, "usd_per_hour": usd_per_hour}
+    cells = [
+        replace(_make_cell(key, groups[key], examples[key[0]], target), **more, **_published(paper, key))
         for key in keys
-        for arm in groups[key]
-        if outcome(arm) == "finished" and arm.values.size < LAST
     ]
-    cells = [replace(_make_cell(key, groups[key], examples[key[0]]), **_published(paper, key)) for key in keys]
     return Summary(
         workloads=workloads,
         traces=traces,
         rules=rules,
         cells=tuple(_mark_best(cells)),
-        short=tuple(short),
         sources=tuple(dict.fromkeys(str(entry["source"]) for entry in paper if entry.get("source"))),
         scaled=config.get("scale"),
+        fitted=frozenset(
+            arm.workload
+            for key in keys
+            for arm in groups[key]
+            if arm.header is not None and arm.header.config.get("step_time") == "fit"
+        ),
     )
 
 
@@ -247,9 +331,19 @@ def _published(paper: Iterable[Mapping[str, Any]], key: tuple[str, str, str]) ->
     }
 
 
-def _make_cell(key: tuple[str, str, str], arms: list[ArmResult], example: ArmResult) -> Cell:
+def _check_target(target: float | None, examples: Iterable[ArmResult]) -> None:
+    if target is None:
+        return
+    metrics = sorted({arm.metric for arm in examples})
+    if len(metrics) > 1:
+        raise ConfigError(f"a target of {target:g} cannot be one of {' and '.join(metrics)} alike; report one workload")
+    if not math.isfinite(target) or (metrics == ["accuracy"] and not 0 <= target <= 1):
+        raise ConfigError(f"the target is {target:g}; expected a finite score as recorded: 95 % accuracy is 0.95")
+
+
+def _make_cell(key: tuple[str, str, str], arms: list[ArmResult], example: ArmResult, target: float | None) -> Cell:
     good = [arm for arm in arms if outcome(arm) == "finished"]
-    values = [value for arm in good if (value := run_value(arm)) is not None]
+    there = [(arm, i) for arm in good if target is not None and (i := arm.first_at(target)) is not None]
 
     def seeds(status: str) -> tuple[int, ...]:
         return tuple(arm.seed for arm in arms if outcome(arm) == status)
@@ -260,11 +354,16 @@ def _make_cell(key: tuple[str, str, str], arms: list[ArmResult], example: ArmRes
         rule=key[2],
         metric=example.metric,
         higher_is_better=example.higher_is_better,
-        mean=statistics.fmean(values) if values else None,
-        std=statistics.stdev(values) if len(values) > 1 else None,
-        values=tuple(values),
-        steps=statistics.fmean(arm.steps for arm in good) if good else None,
-        samples=statistics.fmean(arm.samples for arm in good) if good else None,
+        values=tuple(value for arm in good if (value := run_value(arm)) is not None),
+        window=max((score_window(arm.values.size) for arm in good), default=0),
+        steps=_mean(arm.steps for arm in good),
+        samples=_mean(arm.samples for arm in good),
+        time_s=_mean(arm.end_s for arm in good),
+        worker_hours=_mean(arm.worker_hours(arm.end_s) for arm in good),
+        target_reached=len(there),
+        target_time_s=_mean(arm.times[i] for arm, i in there),
+        target_worker_hours=_mean(arm.worker_hours(arm.times[i]) for arm, i in there),
+        target_samples=_mean(arm.counts[i] for arm, i in there),
         finished=seeds("finished"),
         diverged=seeds("diverged"),
         failed=seeds("failed"),
@@ -273,169 +372,60 @@ def _make_cell(key: tuple[str, str, str], arms: list[ArmResult], example: ArmRes
     )
 
 
-def _mark_best(cells: list[Cell]) -> list[Cell]:
-    """Mark the best mean of each row, and all that equal it; the only one of a row is not marked."""
-    rows: dict[tuple[str, str], list[float]] = {}
-    for cell in cells:
-        if cell.mean is not None:
-            rows.setdefault((cell.workload, cell.trace), []).append(cell.mean)
-
-    def best(cell: Cell) -> bool:
-        means = rows.get((cell.workload, cell.trace), [])
-        if cell.mean is None or len(means) < 2:
-            return False
-        return math.isclose(cell.mean, max(means) if cell.higher_is_better else min(means), rel_tol=1e-9)
-
-    return [replace(cell, best=best(cell)) for cell in cells]
+def _mean(values: Iterable[float]) -> float | None:
+    found = [float(value) for value in values]
+    return statistics.fmean(found) if found else None
 
 
-# -- conclusions -------------------------------------------------------------------------------------------------------
-
-
-def takeaways(summary: Summary) -> list[str]:
-    """The conclusions: one text per workload, then one about what is not in the table."""
-    texts = [_conclusion(summary, workload) for workload in summary.workloads]
-    return [text for text in [*texts, _losses(summary)] if text]
+# -- which rules are best ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ranking:
-    """Which rules are best on one trace."""
+class Verdict:
+    """What can be said about the rules with a result in one row of a table (one workload on one trace)."""
 
-    trace: str
-    leaders: tuple[str, ...]
-    """The best rule first, then those that cannot be told apart from it."""
-    same: bool
-    """Whether all leaders have exactly the same mean."""
-    everyone: bool
-    """Whether no rule with a result is behind the leaders."""
-    one_seed: bool
-    """Whether the leader and the next rule have only one seed each, so that the spread is unknown."""
-    detail: str
-    """The numbers."""
+    first: Cell
+    """The best mean."""
+    tied: tuple[Cell, ...] = ()
+    """Rules that cannot be told apart from the first: the interval of the difference includes zero, or it is zero."""
+    behind: tuple[Cell, ...] = ()
+    """Rules that are worse than the first: the interval of the difference does not include zero. The best first."""
+    unknown: tuple[Cell, ...] = ()
+    """Rules that have no interval with the first, since one of the two has only one run."""
 
-
-def _conclusion(summary: Summary, workload: str) -> str:
-    cells = [cell for cell in summary.cells_of(workload) if cell.mean is not None]
-    if not cells:
-        return f"On {workload} no arm has finished, so nothing can be said yet."
-    numbers = summary.number_format(workload)
-    if len({cell.rule for cell in cells}) == 1:
-        results = _join(f"{_value(cell, numbers)} on {cell.trace}" for cell in cells)
-        return f"On {workload}, {cells[0].rule} reaches {_metric(cells[0])} {results}."
-    by_trace = [[cell for cell in cells if cell.trace == trace] for trace in summary.traces_of(workload)]
-    rankings = [_rank(row, numbers) for row in by_trace if row]
-    text = f"On {workload}, {'; '.join(_clauses(rankings))}."
-    if any(ranking.one_seed for ranking in rankings):
-        text += " Where rules have only one seed each the spread is unknown: repeat with more before you rely on it."
-    return text + _far_behind(cells, numbers)
+    @property
+    def winners(self) -> tuple[Cell, ...]:
+        """The best rules: the first and those that cannot be told apart from it. None if no rule is behind them."""
+        return (self.first, *self.tied) if self.behind else ()
 
 
-def _far_behind(cells: list[Cell], numbers: NumberFormat) -> str:
-    """The rules to avoid on a trace: worse than its best by more than a tenth, and by more than the spread."""
-    warned = []
-    for cell in cells:
-        best = _by_rank([other for other in cells if other.trace == cell.trace])[0]
-        if abs(_mean(cell) - _mean(best)) > max(_FAR * abs(_mean(best)), _spread(best, cell)):
-            warned.append(f"{cell.rule} on {cell.trace} ({_value(cell, numbers)})")
-    return f" Far behind: {_join(warned)}." if warned else ""
-
-
-def _rank(cells: list[Cell], numbers: NumberFormat) -> _Ranking:
-    """The ranking of the cells of one trace."""
-    first, *others = _by_rank(cells)
-    tied = [
-        cell
-        for cell in others
-        if abs(_mean(cell) - _mean(first)) <= _spread(first, cell) or math.isclose(_mean(cell), _mean(first))
-    ]
-    behind = [cell for cell in others if cell not in tied]
-    detail = _value(first, numbers)
-    if behind:
-        gap, spread = abs(_mean(behind[0]) - _mean(first)), _spread(first, behind[0])
-        points = " points" if numbers.unit == "%" else ""
-        detail += f", {numbers.number(gap)}{points} better than {behind[0].rule}"
-        detail += f" = {gap / spread:.1f} standard deviations" if spread else ""
-    return _Ranking(
-        trace=first.trace,
-        leaders=(first.rule, *(cell.rule for cell in tied)),
-        same=bool(tied) and all(math.isclose(_mean(cell), _mean(first), rel_tol=1e-9) for cell in tied),
-        everyone=not behind,
-        one_seed=bool(behind) and first.std is None and behind[0].std is None,
-        detail=detail,
-    )
-
-
-def _clauses(rankings: list[_Ranking]) -> list[str]:
-    """One clause for all traces on which the same rules lead."""
-    groups: dict[tuple[frozenset[str], bool, bool, bool], list[_Ranking]] = {}
-    for ranking in rankings:
-        key = (frozenset(ranking.leaders), ranking.same, ranking.everyone, ranking.one_seed)
-        groups.setdefault(key, []).append(ranking)
-    clauses = []
-    for (leaders, same, everyone, one_seed), members in groups.items():
-        traces = _join(ranking.trace for ranking in members)
-        details = _join(f"{ranking.trace} ({ranking.detail})" for ranking in members)
-        names = _join(members[0].leaders)
-        if len(leaders) == 1 and everyone:
-            clauses.append(f"only {names} has a result on {details}")
-        elif len(leaders) == 1:
-            clauses.append(f"{names} {'is ahead' if one_seed else 'is best'} on {details}")
-        elif same:
-            clauses.append(f"{names} give the same result on {traces}")
-        elif everyone:
-            clauses.append(f"{names} cannot be told apart on {traces} with these seeds (within one standard deviation)")
+def decide(cells: Sequence[Cell]) -> Verdict | None:
+    """The verdict on the cells of one row; None if none has a result."""
+    ranked = sorted((cell for cell in cells if cell.mean is not None), key=_rank)
+    if not ranked:
+        return None
+    first, *others = ranked
+    found: dict[str, list[Cell]] = {"tied": [], "behind": [], "unknown": []}
+    for cell in others:
+        interval = difference_interval(first.values, cell.values)
+        if math.isclose(_rank(cell), _rank(first), rel_tol=1e-9):
+            found["tied"].append(cell)
+        elif interval is None:
+            found["unknown"].append(cell)
         else:
-            clauses.append(f"{names} share the lead on {details}")
-    return clauses
+            found["tied" if interval[0] <= 0 <= interval[1] else "behind"].append(cell)
+    return Verdict(first=first, **{name: tuple(some) for name, some in found.items()})
 
 
-def _losses(summary: Summary) -> str:
-    """Which rules diverged on which traces, and how many arms have no result for another reason."""
-    diverged = [
-        f"{cell.rule} on {cell.trace} ({len(cell.diverged)} of {cell.seeds} seed{'s' if cell.seeds > 1 else ''}"
-        + (f", {cell.workload})" if len(summary.workloads) > 1 else ")")
-        for cell in summary.cells
-        if cell.diverged
-    ]
-    parts = [f"Diverged: {_join(diverged)}."] if diverged else []
-    counts = {
-        "failed": sum(len(cell.failed) for cell in summary.cells),
-        "unfinished": sum(len(cell.interrupted) for cell in summary.cells),
-        "missing": sum(len(cell.missing) for cell in summary.cells),
-    }
-    if any(counts.values()):
-        parts.append(f"The table is not complete: {_join(f'{n} {name}' for name, n in counts.items() if n)}.")
-    return " ".join(parts)
-
-
-def _by_rank(cells: list[Cell]) -> list[Cell]:
-    """The cells with the best mean first."""
-    return sorted(cells, key=lambda cell: _mean(cell) * (-1 if cell.higher_is_better else 1))
-
-
-def _mean(cell: Cell) -> float:
+def _rank(cell: Cell) -> float:
+    """Smaller is better."""
     assert cell.mean is not None, "only cells with a result are ranked"
-    return cell.mean
+    return -cell.mean if cell.higher_is_better else cell.mean
 
 
-def _spread(a: Cell, b: Cell) -> float:
-    return max(a.std or 0.0, b.std or 0.0)
-
-
-def _value(cell: Cell, numbers: NumberFormat) -> str:
-    return f"{numbers.number(_mean(cell))}{' %' if numbers.unit == '%' else ''}"
-
-
-def _metric(cell: Cell) -> str:
-    return f"{'an' if cell.metric[:1] in 'aeiou' else 'a'} {cell.metric} of"
-
-
-def _join(parts: Iterable[str]) -> str:
-    """A list in words.
-
-    >>> _join(["a", "b", "c"])
-    'a, b and c'
-    """
-    *first, last = parts
-    return f"{', '.join(first)} and {last}" if first else last
+def _mark_best(cells: list[Cell]) -> list[Cell]:
+    rows: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        rows.setdefault((cell.workload, cell.trace), []).append(cell)
+    winners = [cell for row in rows.values() if (verdict := decide(row)) for cell in verdict.winners]
+    return [replace(cell, best=any(cell is winner for winner in winners)) for cell in cells]

@@ -31,8 +31,8 @@ __all__ = [
 ]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
-_EMULATED = frozenset({"auto", "loop", "fused"})
-"""Engines in whose records one machine computed for all workers."""
+_FLEETS = frozenset({"dask", "live"})
+"""Engines whose workers compute at the same time; in all other records one machine computed for all of them."""
 _FULL_WEIGHT = 5
 """Measured steps that give a kind of step its full weight: small steps are frequent, but not more important."""
 _ROUNDS = 5
@@ -104,11 +104,12 @@ def read_profile(path: Path | str) -> ComputeAndNetwork:
 def fit_runs(runs: Sequence[Run], *, emulated: bool | None = None) -> StepModelFit:
     """The step model of recorded runs: of one run, or of all replicas of a live job.
 
-    `emulated` says whether one machine computed for all workers; by default the engine in the record decides.
+    `emulated` says whether one machine computed for all workers; by default the engine in the record decides, and a
+    record that names none counts as emulated.
     """
     # A replica that took part for a moment only has no two steps in a row.
     runs = [run for run in runs if len(run.steps) > 1] or runs
-    serial = runs[0].header.config.get("engine") in _EMULATED if emulated is None else emulated
+    serial = runs[0].header.config.get("engine") not in _FLEETS if emulated is None else emulated
     measured = [step for run in runs for step in measured_steps(run)]
     return fit_steps(measured, serial=serial, micro_batch=emulated_micro_batch(runs[0]))
 
@@ -195,8 +196,9 @@ def _least_squares(rows: Floats, target: Floats, allowed: Sequence[int]) -> Floa
 # -- measurements in records -------------------------------------------------------------------------------------------
 
 
-def record_path(path: Path) -> Path:
+def record_path(path: Path | str) -> Path:
     """The record file, also when the folder of a run is given."""
+    path = Path(path)
     return path / "record.jsonl" if path.is_dir() else path
 
 

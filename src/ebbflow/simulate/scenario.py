@@ -188,7 +188,7 @@ class ScenarioSettings:
     overlap: float = _setting(_STEP, "Fraction of the computing that hides the network, 0 to 1.", 0.0)
     loading: str = _setting(_STEP, "Time to read one sample, in the background.", "0s")
     micro_batch: int | None = _setting(_STEP, "Samples that fit into a worker at once; more are accumulated.", None)
-    emulated: bool = _setting(_STEP, "One machine computes for all workers.", False)
+    emulated: bool = _setting(_STEP, "One machine computes for all workers: the time of an emulated run.", False)
     stragglers: str | None = _setting(
         _STEP, f"{', '.join(STRAGGLERS.names())}: lognormal(0.1), rare(0.01, factor=3).", None
     )
@@ -219,10 +219,17 @@ class ScenarioSettings:
         """The scenario on a trace, which is a file or the text of a generator."""
         if self.noise_scale is not None and self.ref_batch is None:
             raise ConfigError("--noise-scale needs --ref-batch: the batch at which the epochs asked for are enough")
+        fleet, model = load(trace, format=self.format), self.step_model()
+        if getattr(model, "serial", False) and not self.emulated and min(fleet.stats().max, self.max_workers or 2) > 1:
+            raise ConfigError(
+                f"{self.profile} is of emulated workers: one machine computed for all of them, so that a step takes "
+                f"longer the more there are. For a fleet, measure one worker (ebbflow profile WORKLOAD) or fit a live "
+                f"job (--from); for the time of an emulated run, add --emulated"
+            )
         return Scenario(
-            trace=load(trace, format=self.format),
+            trace=fleet,
             policy=make_policy(self.policy, self.local_batch),
-            model=self.step_model(),
+            model=model,
             samples=self.samples,
             epochs=self.epochs,
             price=self.worker_price(),

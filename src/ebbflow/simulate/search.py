@@ -19,13 +19,13 @@ from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.policies import Policy, make_policy
 from ebbflow.plan.steptime import ConstantStepTime
 from ebbflow.simulate.prices import ScaledPrice
-from ebbflow.simulate.scenario import Scenario, ScenarioSettings
+from ebbflow.simulate.scenario import LARGEST_EXACT, Scenario, ScenarioSettings
 from ebbflow.simulate.simulation import Simulation, comparison_cluster, simulate
 from ebbflow.simulate.step_models import StepBreakdown, StepModel, WholeStep
 
 __all__ = [
-    "Goal", "Outcome", "SearchResult", "Setting", "best_outcome", "compare_fleets", "find_setting", "outcomes",
-    "pareto", "round_to_cents", "sensitivity", "settings_grid",
+    "Goal", "Outcome", "SearchResult", "Setting", "best_outcome", "check_step_time", "compare_fleets", "find_setting",
+    "outcomes", "pareto", "round_to_cents", "sensitivity", "settings_grid",
 ]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
@@ -60,32 +60,35 @@ def compare_fleets(
 ) -> dict[str, Simulation]:  # fmt: skip
     """All combinations by name, and on-demand clusters if the settings have an on-demand price.
 
-    `prices` holds one price for all traces, or one for each. Names consist of what differs between combinations.
-    `progress` wraps the sequence of combinations, to show how far the comparison is.
+    `prices` holds one price for all traces, or one for each. Names begin with the trace; policy and recovery follow
+    where there are several. `progress` wraps the sequence of combinations, to show how far the comparison is.
     """
     if len(prices) > 1 and len(prices) != len(traces):
         raise ConfigError(f"{len(prices)} spot prices for {len(traces)} traces; give one, or one for each trace")
     each = list(prices) if len(prices) == len(traces) else [prices[0] if prices else None] * len(traces)
     fleets = [(trace, price, _fleet_name(trace, price, traces)) for trace, price in zip(traces, each, strict=True)]
-    axes = ([name for _, _, name in fleets], policies, recoveries)
-    found: dict[str, Simulation] = {}
-    clusters: dict[str, Simulation] = {}
-    for (trace, price, fleet), policy, recovery in progress(list(itertools.product(fleets, policies, recoveries))):
-        words = [word for word, axis in zip((fleet, policy, recovery), axes, strict=True) if len(set(axis)) > 1]
-        name = " · ".join(words) or fleet
-        if name in found:
+    scenarios: dict[str, tuple[tuple[str, str], Scenario]] = {}
+    for (trace, price, fleet), policy, recovery in itertools.product(fleets, policies, recoveries):
+        words = [word for word, axis in ((policy, policies), (recovery, recoveries)) if len(set(axis)) > 1]
+        name = " · ".join([fleet, *words])
+        if name in scenarios:
             raise ConfigError(f"{name} is given twice; each trace, policy and recovery is compared once")
+        scenario = replace(settings, policy=policy, recovery=recovery, spot_price=price).scenario(trace)
+        scenarios[name] = (fleet, policy), scenario
+    check_step_time([(name, scenario) for name, (_, scenario) in scenarios.items()])
+    found: dict[str, Simulation] = {}
+    clusters: dict[tuple[str, str], Simulation] = {}
+    for name, (key, scenario) in progress([*scenarios.items()]):
         try:
-            one = simulate(replace(settings, policy=policy, recovery=recovery, spot_price=price).scenario(trace))
+            one = found[name] = simulate(scenario)
             _ = one.cost_usd  # computed here, so that the error for prices that end too early has the name
         except PlanError as error:
             raise PlanError(f"{name}: {error}") from None
-        found[name] = one
-        if settings.price is not None and policy not in clusters:
-            clusters[policy] = comparison_cluster(one, settings)
-    for policy, one in clusters.items():
-        name = f"{int(one.trace.workers[0])} on demand"
-        found[name if len(policies) == 1 else f"{name} · {policy}"] = one
+        if settings.price is not None and key not in clusters:
+            clusters[key] = comparison_cluster(one, settings)
+    for (_, policy), cluster in clusters.items():  # traces with clusters of one size share a row
+        label = f"{int(cluster.trace.workers[0])} on demand"
+        found.setdefault(label if len(policies) == 1 else f"{label} · {policy}", cluster)
     return found
 
 
@@ -233,6 +236,9 @@ def find_setting(
 
     `progress` wraps the outcomes, to show how far the search is.
     """
+    fleets = [setting.max_workers or LARGEST_EXACT for setting in settings]  # the ends of a long list are enough
+    some = [one for one, fleet in zip(settings, fleets, strict=True) if fleet in (min(fleets), max(fleets))]
+    check_step_time([(str(setting), setting.apply(scenario)) for setting in some])
     results: list[Outcome | PlanError] = list(progress(outcomes(scenario, settings)))
     found = [one for one in results if isinstance(one, Outcome)]
     if not found and results:
@@ -249,6 +255,28 @@ def find_setting(
         tried=len(settings),
         ended=len(found),
     )
+
+
+def check_step_time(scenarios: Sequence[tuple[str, Scenario]]) -> None:
+    """Refuse scenarios with different local batches and one constant step time, which makes a larger batch free.
+
+    The largest worker batches on the trace are compared: smaller ones, by a policy that limits the batch, take no
+    longer than the measured step.
+    """
+    found: dict[int, str] = {}
+    for name, scenario in scenarios:
+        if isinstance(scenario.model, WholeStep) and isinstance(scenario.model.step_time, ConstantStepTime):
+            levels = np.unique(np.minimum(scenario.trace.workers, scenario.max_workers or LARGEST_EXACT))
+            workers, samples = scenario.policy.sizes(levels)
+            largest = int((-(-samples // np.maximum(workers, 1))).max())
+            found.setdefault(largest, name)
+    if len(found) > 1:
+        (low, one), *_, (high, other) = sorted(found.items())
+        raise ConfigError(
+            f"a step time was measured with one local batch, but a worker takes {low} samples in {one!r} and {high} in "
+            f"{other!r}; the larger batch would cost nothing. Give --profile (ebbflow profile measures several local "
+            f"batches), or --compute-step and --compute-sample; or ask for one local batch at a time"
+        )
 
 
 def outcomes(scenario: Scenario, settings: Iterable[Setting]) -> Iterator[Outcome | PlanError]:
@@ -298,7 +326,7 @@ def sensitivity(scenario: Scenario, *, share: float = 0.1) -> list[Outcome]:
         variations.append(
             (
                 f"begun {format_seconds(later)} into the trace",
-                lambda later=later: replace(scenario, offset=later, repeat=True),  # type: ignore[misc]
+                lambda later=later: replace(scenario, offset=later),  # type: ignore[misc]
             )
         )
     found = []

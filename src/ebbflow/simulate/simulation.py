@@ -103,20 +103,31 @@ class Simulation:
         worker_seconds = cost_over_time(self.trace, np.array([self.time_s]), FlatPrice(3600.0))
         return float(worker_seconds[0]) / self.time_s
 
+    @property
+    def computing(self) -> float:
+        """Fraction of the paid worker time that is computing; workers that take part in no step count as idle."""
+        worker_seconds = float(np.einsum("i,i", self._step_seconds["compute"], self.segments.workers))
+        return worker_seconds / (self.mean_workers * self.time_s)
+
     @cached_property
-    def breakdown(self) -> dict[str, float]:
-        """Seconds by what they were spent on; they add up to the time."""
-        runs, segments, result = self.runs, self.segments, self.result
+    def _step_seconds(self) -> dict[str, Floats]:
+        """Seconds of the steps of each segment by what they were spent on."""
+        runs, segments = self.runs, self.segments
         # For each segment: the number of steps, and the samples in units of whole steps.
         steps = np.bincount(runs.segments, weights=runs.counts, minlength=len(segments.samples))
         samples = np.bincount(runs.segments, weights=runs.counts * runs.sizes, minlength=len(segments.samples))
         filled = samples / np.maximum(segments.samples, 1)
-        spent = {
-            # `einsum` uses one thread, unlike `@`.
-            name: float(np.einsum("i,i", empty, steps) + np.einsum("i,i", whole - empty, filled))
+        return {
+            name: empty * steps + (whole - empty) * filled
             for name in ("compute", "network", "waiting")
             for whole, empty in [(getattr(segments.whole, name), getattr(segments.empty, name))]
         }
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds of the job by what they were spent on; they add up to its time. For the workers see `computing`."""
+        result = self.result
+        spent = {name: float(seconds.sum()) for name, seconds in self._step_seconds.items()}
         return {
             **spent,
             "waiting": spent["waiting"] + result.waiting,

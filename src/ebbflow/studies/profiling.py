@@ -99,18 +99,22 @@ def profile_records(path: Path | str, *, emulated: bool | None = None) -> tuple[
     """
     path = Path(path)
     records = live_records(path)
+    if records and emulated is None:
+        emulated = False
     runs = [read_record(record) for record in records or [record_path(path)]]
     return fit_runs(runs, emulated=emulated), live_recovery(path) if records else None
 
 
-def live_records(folder: Path) -> list[Path]:
+def live_records(folder: Path | str) -> list[Path]:
     """The records of the replicas of a live job; none if the folder is not that of a live job."""
-    return sorted(folder.glob("replicas/*/record.jsonl"))
+    return sorted(Path(folder).glob("replicas/*/record.jsonl"))
 
 
-def live_recovery(folder: Path) -> StepRecovery | None:
+def live_recovery(folder: Path | str) -> StepRecovery | None:
     """The median time that a loss, and a gain, cost a live job; None if its fleet never changed."""
-    costs = [(one.after - one.before, one.lost_s) for one in read_account(folder).changes if one.lost_s is not None]
+    costs = [
+        (one.after - one.before, one.lost_s) for one in read_account(Path(folder)).changes if one.lost_s is not None
+    ]
     if not costs:
         return None
     losses, gains = ([cost for more, cost in costs if more * sign > 0] for sign in (-1, 1))

@@ -1,0 +1,156 @@
+"""What a user should conclude from the tables, in sentences: the verdicts of `decide` in words, and what is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ebbflow.core.units import format_seconds
+from ebbflow.report.intervals import CONFIDENCE, difference_interval
+from ebbflow.report.summary import Cell, NumberFormat, Summary, Verdict
+
+__all__ = ["takeaways"]
+
+_FAR = 0.1
+"""A rule is far behind if it is worse than the best by more than this fraction of the best."""
+
+
+def takeaways(summary: Summary) -> list[str]:
+    """The conclusions: one text per workload, then one about what is not in the table."""
+    texts = [_conclusion(summary, workload) for workload in summary.workloads]
+    return [text for text in [*texts, *_targets(summary), _losses(summary)] if text]
+
+
+def _conclusion(summary: Summary, workload: str) -> str:
+    verdicts = summary.verdicts(workload)
+    if not verdicts:
+        return f"On {workload} no arm has finished, so nothing can be said yet."
+    numbers = summary.number_format(workload)
+    cells = [cell for cell in summary.cells_of(workload) if cell.mean is not None]
+    if len({cell.rule for cell in cells}) == 1:
+        results = _join(f"{_value(cell, numbers)} on {cell.trace}" for cell in cells)
+        article = "an" if cells[0].metric[:1] in "aeiou" else "a"
+        return f"On {workload}, {cells[0].rule} reaches {article} {cells[0].metric} of {results}."
+    groups: dict[tuple[frozenset[str], str, str], list[tuple[str, str]]] = {}
+    for verdict in verdicts:  # traces about which the same is to be said are named together
+        names = [cell.rule for cell in (verdict.first, *verdict.tied)]
+        what, where, after = _clause(verdict, numbers)
+        groups.setdefault((frozenset(names), what, after), []).append((_join(names), where))
+    clauses = [
+        what.format(members[0][0]) + f" on {_join(where for _, where in members)}{after}"
+        for (_, what, after), members in groups.items()
+    ]
+    return f"On {workload}, {'; '.join(clauses)}.{_far_behind(verdicts, numbers)}"
+
+
+def _clause(verdict: Verdict, numbers: NumberFormat) -> tuple[str, str, str]:
+    """What is said of the first rules ({}), the trace with its numbers, and what is said after it."""
+    first, trace = verdict.first, verdict.first.trace
+    where = f"{trace} ({_value(first, numbers)}{_lead(verdict, numbers)})"
+    single = _join(cell.rule for cell in verdict.unknown) if verdict.unknown else ""
+    if verdict.winners:
+        what = "is best" if len(verdict.winners) == 1 else "share the lead"
+        return f"{{}} {what}", where, f" ({single}: one run, no interval)" if single else ""
+    if not verdict.tied and not verdict.unknown:
+        return "only {} has a result", where, ""
+    if not single and all(math.isclose(_mean(cell), _mean(first), rel_tol=1e-9) for cell in verdict.tied):
+        return "{} give the same result", trace, ""
+    if single and (not verdict.tied or len(first.values) == 1):
+        whose = "there is one run" if len(first.values) == 1 else f"{single} has one run"
+        return f"{{}} {'are' if verdict.tied else 'is'} ahead", where, f", but {whose}: no interval"
+    rest = f"; {single}: one run, no interval" if single else ""
+    return "{} cannot be told apart", trace, f" with these seeds (the {CONFIDENCE} intervals include 0{rest})"
+
+
+def _lead(verdict: Verdict, numbers: NumberFormat) -> str:
+    """How much better the first is than the best of those that are behind, or of those that have only one run."""
+    if not (others := verdict.behind or verdict.unknown):
+        return ""
+    first, second = verdict.first, others[0]
+    points = " points" if numbers.unit == "%" else ""
+    text = f", {numbers.number(abs(_mean(first) - _mean(second)))}{points} better than {second.rule}"
+    interval = difference_interval(first.values, second.values)
+    if interval is not None:
+        low, high = sorted(map(abs, interval))  # it does not include zero
+        text += f", {CONFIDENCE} interval {numbers.number(low)} to {numbers.number(high)}"
+    return text
+
+
+def _far_behind(verdicts: list[Verdict], numbers: NumberFormat) -> str:
+    """The rules to avoid on a trace: worse than its best by more than a tenth, and not by chance as far as is known."""
+    warned = [
+        f"{cell.rule} on {cell.trace} ({_value(cell, numbers)}{'' if len(cell.values) > 1 else ', one run'})"
+        for verdict in verdicts
+        for cell in (*verdict.behind, *verdict.unknown)
+        if abs(_mean(cell) - _mean(verdict.first)) > _FAR * abs(_mean(verdict.first))
+    ]
+    return f" Far behind: {_join(warned)}." if warned else ""
+
+
+def _reached(cell: Cell) -> str:
+    """How many of the finished runs reach the target."""
+    if not cell.target_reached:
+        return "never" if len(cell.finished) == 1 else f"none of {len(cell.finished)} runs"
+    return f"{cell.target_reached} of {len(cell.finished)} run{'s' if len(cell.finished) > 1 else ''}"
+
+
+def _targets(summary: Summary) -> list[str]:
+    """Which rule reaches the target first and most cheaply on each trace, and which never does."""
+    texts = []
+    for workload in summary.workloads:
+        numbers = summary.number_format(workload)
+        cells = [cell for cell in summary.cells_of(workload) if cell.target is not None and cell.finished]
+        for trace, row in ((trace, [cell for cell in cells if cell.trace == trace]) for trace in summary.traces):
+            if not row or row[0].target is None:
+                continue
+            goal = f"{row[0].metric} {numbers.number(row[0].target)}{' %' if numbers.unit else ''}"
+            whole = {cell.rule: cell.target_time_s or 0.0 for cell in row if cell.target_reached == len(cell.finished)}
+            missed = [f"{cell.rule} ({_reached(cell)})" for cell in row if cell.rule not in whole]
+            parts = []
+            if whole:
+                least = min(whole.values())
+                quickest = [rule for rule, time in whole.items() if math.isclose(time, least)]
+                verb = "reaches" if len(quickest) == 1 else "reach"
+                parts.append(f"{_join(quickest)} {verb} {goal} first, after {format_seconds(least)}")
+            if missed:
+                parts.append(f"not every run reaches {'it' if whole else goal}: {_join(missed)}")
+            texts.append(f"On {workload}, {trace}: {'; '.join(parts)}.")
+    return texts
+
+
+def _losses(summary: Summary) -> str:
+    """Which rules diverged on which traces, and how many arms have no result for another reason."""
+    diverged = [
+        f"{cell.rule} on {cell.trace} ({len(cell.diverged)} of {cell.seeds} seed{'s' if cell.seeds > 1 else ''}"
+        + (f", {cell.workload})" if len(summary.workloads) > 1 else ")")
+        for cell in summary.cells
+        if cell.diverged
+    ]
+    parts = [f"Diverged: {_join(diverged)}."] if diverged else []
+    counts = {
+        "failed": sum(len(cell.failed) for cell in summary.cells),
+        "unfinished": sum(len(cell.interrupted) for cell in summary.cells),
+        "missing": sum(len(cell.missing) for cell in summary.cells),
+    }
+    if any(counts.values()):
+        parts.append(f"The table is not complete: {_join(f'{n} {name}' for name, n in counts.items() if n)}.")
+    return " ".join(parts)
+
+
+def _mean(cell: Cell) -> float:
+    assert cell.mean is not None, "only cells with a result are ranked"
+    return cell.mean
+
+
+def _value(cell: Cell, numbers: NumberFormat) -> str:
+    return f"{numbers.number(_mean(cell))}{' %' if numbers.unit == '%' else ''}"
+
+
+def _join(parts: Iterable[str]) -> str:
+    """A list in words.
+
+    >>> _join(["a", "b", "c"])
+    'a, b and c'
+    """
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last
