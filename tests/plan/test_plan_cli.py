@@ -53,7 +53,7 @@ def test_offset_repeat_policy_and_on_change_are_heard() -> None:
 def test_a_batch_plan_is_read_on_request(tmp_path: Path) -> None:
     path = tmp_path / "b.csv"
     path.write_text("step,batchsize\n" + "0,64\n1,32\n" * 4)
-    found = json.loads(run(str(path), "--batches", "--local-batch", "32", *TASK, "--json"))
+    found = json.loads(run("--plan", str(path), "--local-batch", "32", *TASK, "--json"))
     # 64 + 32 + 4 of 64, then 32 + 64 + 4 of 32.
     assert (found["steps"], found["changes"]) == (6, 5)
 
@@ -73,7 +73,7 @@ def test_the_answer_for_people_has_units_and_fits_the_terminal() -> None:
         (["constant(4)", "--local-batch", "8", *TASK, "--step-time", "0.5"], UnitError, "has no unit"),
         (["constant(4)", "--local-batch", "8", *TASK, "--on-change", "cry"], PlanError, "'finish' or 'lose'"),
         (["constant(4)", "--policy", "folow", *TASK], SpecError, "did you mean 'follow'"),
-        (["b.csv", "--batches", *TASK], PlanError, "--local-batch"),
+        (["--plan", "b.csv", *TASK], PlanError, "--local-batch"),
     ],
 )
 def test_bad_input_raises(arguments: list[str], kind: type[EbbflowError], message: str) -> None:

@@ -166,7 +166,7 @@ def test_on_demand_clusters_and_settings_grow_too() -> None:
 
 def test_policies_that_need_a_training_are_refused() -> None:
     for name in ("ada", "ada-norm", "rada", "noise"):
-        with pytest.raises(ConfigError, match=r"grows by what training shows.*geo or pada.*--batches"):
+        with pytest.raises(ConfigError, match=r"grows by what training shows.*geo or pada.*--plan FILE"):
             growing(name, "constant(4)")
     with pytest.raises(ConfigError, match="begins with the reference batch; give it"):
         growing("geo(2ep)", "constant(4)", ref_batch=None)
