@@ -54,6 +54,7 @@ def test_rules(ebbflow: Ebbflow) -> None:
     assert {rule["kind"] for rule in rules} == {"rule", "modifier"}
 
 
+@pytest.mark.process
 def test_study_and_report(ebbflow: Ebbflow) -> None:
     Path("study.toml").write_text(
         'workloads = ["digits-mlp"]\nrules = ["linear"]\nseeds = 2\n'
@@ -74,6 +75,7 @@ def test_train_and_resume(ebbflow: Ebbflow) -> None:
     assert_refused(ebbflow(*options, "--rule", "sqrt"), "another configuration", "rule is 'sqrt', was 'linear'")
 
 
+@pytest.mark.process
 def test_importing_the_command_does_not_import_torch() -> None:
     code = "import sys, ebbflow, ebbflow.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -86,6 +88,7 @@ def test_version_and_help(ebbflow: Ebbflow) -> None:
         assert ebbflow(verb, "--help").code == 0
 
 
+@pytest.mark.process
 def test_a_preempted_run_writes_a_checkpoint_and_continues(tmp_path: Path) -> None:
     """SIGTERM is what a cloud sends before it takes the machine."""
     command = [sys.executable, "-m", "ebbflow", "train", "digits-mlp", "--local-batch", "2", "--epochs", "200"]
@@ -210,6 +213,7 @@ def test_what_train_prints_can_be_copied_from_a_narrow_terminal(
     assert f"report: ebbflow report '{folder}'" in lines
 
 
+@pytest.mark.process
 def test_a_terminal_that_lacks_a_character_gets_no_traceback() -> None:
     command = [sys.executable, "-m", "ebbflow", "trace", "show", "constant(4)"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -218,6 +222,7 @@ def test_a_terminal_that_lacks_a_character_gets_no_traceback() -> None:
     assert "4 to 4 workers" in answer.stdout
 
 
+@pytest.mark.process
 def test_a_study_whose_arms_fail_reports_and_ends_with_code_1(ebbflow: Ebbflow) -> None:
     Path("study.toml").write_text(
         'workloads = ["shakespeare-gpt"]\nrules = ["linear"]\n[traces]\nstatic = "constant(workers=8)"\n'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ OPTIONS = {"plugins": "--plugin"}
 
 
 def test_there_is_a_value_for_every_setting() -> None:
-    settings = {field.name for field in dataclasses.fields(RunConfig)} - {"workload", "label"}
+    settings = set(RunConfig.model_fields) - {"workload", "label"}
     assert set(OTHER) == settings
 
 
@@ -47,5 +46,5 @@ def test_an_option_reaches_the_run(name: str, ebbflow: Ebbflow, monkeypatch: pyt
     (config,) = seen
     default = RunConfig(workload="digits-mlp")
     assert getattr(config, name) == value != getattr(default, name)
-    others = [field.name for field in dataclasses.fields(RunConfig) if field.name != name]
+    others = [other for other in RunConfig.model_fields if other != name]
     assert all(getattr(config, other) == getattr(default, other) for other in others), "and nothing else changes"

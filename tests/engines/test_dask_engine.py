@@ -38,6 +38,8 @@ from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 from engines.dask_helpers import Witnessed, local_client
 
+pytestmark = pytest.mark.process
+
 SAMPLES = 101
 BOTH = pytest.mark.parametrize("transport", ["allreduce", "centralized"])
 

@@ -29,6 +29,8 @@ from ebbflow.workloads import cross_entropy
 from engines.dask_helpers import local_client
 from engines.test_dask_engine import BOTH, SAMPLES, Plain, engine_with, make_model, make_optimizer, reference, vector
 
+pytestmark = pytest.mark.process
+
 PLAN = BatchPlan.constant(2, 16)
 
 

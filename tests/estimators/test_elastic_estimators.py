@@ -375,6 +375,7 @@ def test_verbose_shows_a_bar_and_silence_shows_nothing(capsys: pytest.CaptureFix
 # -- importing ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_without_skorch_the_error_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['skorch'] = None\n"

@@ -17,6 +17,8 @@ from live.fakes import processes_with, until
 
 pytest.importorskip("torchft", reason="the live extra is not installed")
 
+pytestmark = pytest.mark.process
+
 TRAINING = ("--workload", "digits-mlp", "--rule", "adascale", "--local-batch", "32")
 
 

@@ -126,6 +126,7 @@ def test_every_recipe_keeps_its_structure_at_every_scale(name: str, factor: floa
         assert (short.local_batch, short.ref_batch, short.lr) == (long.local_batch, long.ref_batch, long.lr)
 
 
+@pytest.mark.process
 def test_the_command_scales_sets_and_counts_seeds_and_the_folder_says_so(tmp_path: Path) -> None:
     path, out = tmp_path / "tiny.toml", tmp_path / "out"
     path.write_text(

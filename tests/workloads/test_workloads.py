@@ -348,6 +348,7 @@ def points(samples):
 """
 
 
+@pytest.mark.process
 def test_a_plugin_s_workload_is_trained_by_the_command_and_its_errors_name_the_plugin_s_line(tmp_path):
     plugin = tmp_path / "my_line.py"
     plugin.write_text(PLUGIN)
