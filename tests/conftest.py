@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing.process
+import os
 import random
 import signal
 import socket
@@ -20,6 +21,10 @@ from hypothesis import settings
 # Two busy cores are slow now and then; how long an example takes is no test of ours.
 settings.register_profile("ebbflow", deadline=None)
 settings.load_profile("ebbflow")
+
+# Files of tests that run at the same time share the cores: threads that wait for each other would spin.
+if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1)
 
 # A shell script starts what it puts in the background deaf to Ctrl-C, which some tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -12,6 +12,7 @@ import pytest
 
 import ebbflow as ebbflow_package
 from cli.answers import Ebbflow
+from cli.conftest import Shell
 from ebbflow import EbbflowError, Trace, register_trace_format
 
 PLUGIN = '''
@@ -335,6 +336,41 @@ def test_replicas_load_the_plugin(verb: tuple[str, ...], folder: Path) -> None:
     rows = steps_of(folder / verb[0] / "replicas" / "r0")
     assert {(row["epoch"], row["lr_base"]) for row in rows} == {(0, 0.1), (1, 0.05)}
     assert {row["multiplier"] for row in rows} == {0.5}  # 16 of 32 samples, doubled and halved
+
+
+POINTS = """\
+import torch
+from torch import nn
+
+from ebbflow import register_workload
+from ebbflow.workloads import Recipe, Task, TensorSource
+
+RECIPE = Recipe(ref_batch=4, local_batch=2, lr=0.1, optimizer="sgd", schedule="constant", epochs=1, metric="loss")
+
+
+@register_workload("line", recipe=RECIPE)
+def line(recipe: Recipe, samples: int = 8) -> Task:
+    "Points on a line."
+    source = points(samples)
+    return Task(model=nn.Linear(1, 2), train=source, valid=source, recipe=recipe)
+
+
+def points(samples):
+    return TensorSource(torch.linspace(0, 1 / samples, samples)[:, None], torch.arange(samples) % 2)
+"""
+
+
+@pytest.mark.process
+def test_an_error_in_a_workload_of_a_plugin_names_the_line_of_the_plugin(shell: Shell) -> None:
+    plugin = shell.folder / "my_line.py"
+    plugin.write_text(POINTS)
+    options = ("--plugin", "my_line.py", "--trace", "constant(workers=2)", "--out", "run")
+    line = POINTS.splitlines().index("    return " + POINTS.rpartition("return ")[2].strip()) + 1
+    shell.run("train", "line(samples=0)", *options).assert_refused(
+        f"the workload 'line' cannot be built: ZeroDivisionError: division by zero ({plugin}:{line}, in points)"
+    )
+    assert shell.run("train", "line", *options).code == 0
+    assert (shell.folder / "run" / "record.jsonl").is_file()
 
 
 def test_a_script_loads_its_plugins_itself(tmp_path: Path, ebbflow: Ebbflow) -> None:

@@ -5,61 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("torchft", reason="the live extra is not installed")
 
-from ebbflow.cli.main import main
+from cli.answers import Ebbflow
+from cli.conftest import Shell
 from live.fakes import FAKE, alive, processes_with, until
-
-
-class Shell:
-    """Runs the command in a folder of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(self, *arguments: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ebbflow", *map(str, arguments)], cwd=self.folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "COLUMNS": "80"},
-        )  # fmt: skip
-        self.started.append(process)
-        return process
-
-    def run(self, *arguments: object) -> tuple[int, str, str]:
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=60)
-        assert "Traceback" not in err
-        return process.returncode, out, err
-
-    def status(self, replica: str) -> dict[str, Any]:
-        try:
-            body = json.loads((self.folder / "job" / "replicas" / replica / "status.json").read_text())
-        except (FileNotFoundError, ValueError):
-            return {"step": 0, "state": ""}
-        assert isinstance(body, dict)
-        return body
-
-    def training(self, *replicas: str) -> bool:
-        return all(self.status(r)["state"] == "training" and self.status(r)["step"] > 2 for r in replicas)
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    shell = Shell(tmp_path)
-    yield shell
-    for process in shell.started:
-        process.kill()
-        process.communicate()
-    assert processes_with(f"{tmp_path}/job") == []  # lighthouses and replicas alike
 
 
 @pytest.mark.process
@@ -197,12 +151,8 @@ def test_a_replay_ends_when_the_job_is_done(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("verb", ["launch", "status", "replay", "lighthouse"])
-def test_every_verb_helps(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["ebbflow", verb, "--help"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    assert f"ebbflow {verb}" in capsys.readouterr().out
+def test_every_verb_helps(verb: str, ebbflow: Ebbflow) -> None:
+    assert f"ebbflow {verb}" in ebbflow(verb, "--help").text
 
 
 @pytest.mark.process
@@ -231,18 +181,5 @@ def test_every_verb_helps(verb: str, capsys: pytest.CaptureFixture[str], monkeyp
         (["replay", "0s:1 9s", FAKE, "--speed", "0"], ["speed is 0"]),
     ],
 )
-def test_bad_input_is_explained(
-    arguments: list[object],
-    messages: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["ebbflow", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    message = " ".join(capsys.readouterr().err.split())
-    for expected in messages:
-        assert expected in message
+def test_bad_input_is_explained(arguments: list[object], messages: list[str], ebbflow: Ebbflow) -> None:
+    ebbflow(*arguments).assert_refused(*messages)

@@ -156,9 +156,13 @@ def test_every_option_has_an_idea_of_its_own() -> None:
     assert [idea for idea, count in Counter(IDEAS.values()).items() if count > 1] == []
 
 
-def test_every_setting_of_a_run_has_the_option_of_its_name_in_train() -> None:
-    settings = set(RunConfig.model_fields) - {"workload", "label", "plugins"}
-    assert {f"--{name.replace('_', '-')}" for name in settings} <= set(options(VERBS["train"]))
+def test_every_setting_of_a_run_is_an_option_of_train_with_its_documentation() -> None:
+    shown = options(VERBS["train"])
+    for name, field in RunConfig.model_fields.items():
+        assert field.description, f"{name} is documented where it is declared"
+        if name not in ("workload", "label"):  # an argument, and a name that a study gives
+            option = "--plugin" if name == "plugins" else f"--{name.replace('_', '-')}"
+            assert shown[option].help.startswith(field.description)
 
 
 def test_every_verb_that_prints_results_can_answer_with_json() -> None:
