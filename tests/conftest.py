@@ -18,8 +18,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Two busy cores are slow now and then; how long an example takes is no test of ours.
-settings.register_profile("ebbflow", deadline=None)
+import drawing_examples as drawing_examples  # registers the profiles
+
 settings.load_profile("ebbflow")
 
 # Files of tests that run at the same time share the cores: threads that wait for each other would spin.

@@ -16,6 +16,7 @@ from cli.answers import Answer, Ebbflow
 from ebbflow.cli import common
 from ebbflow.cli.main import main
 from live.fakes import processes_with
+from report.written_study import study as study
 
 
 @pytest.fixture

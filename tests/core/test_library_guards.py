@@ -8,6 +8,7 @@ import importlib.util
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,11 @@ DOCUMENTED = {"distributed.diagnostics.plugin"}
 """Modules whose names are public, although the library's own package does not export them."""
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(SOURCE.rglob("*.py")):
-        yield path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text())
+@cache
+def used() -> list[tuple[str, str]]:
+    """(module of ours, dotted name of a library in its code), for all modules."""
+    files = sorted(SOURCE.rglob("*.py"))
+    return [(f.relative_to(SOURCE).as_posix(), name) for f in files for name in used_names(ast.parse(f.read_text()))]
 
 
 def dotted(node: ast.AST) -> str:
@@ -75,18 +78,13 @@ def test_what_counts_as_private(name: str, private: bool) -> None:
 
 
 def test_only_the_guarded_modules_use_private_members() -> None:
-    found = {
-        (place, name)
-        for place, tree in modules()
-        for name in used_names(tree)
-        if is_private(name) and place != GUARDED[name.partition(".")[0]]
-    }
+    found = {(place, name) for place, name in used() if is_private(name) and place != GUARDED[name.partition(".")[0]]}
     assert not found
 
 
 @pytest.mark.parametrize("library", ["torchft", "torchvision"])
 def test_only_the_guarded_module_imports_the_library_at_all(library: str) -> None:
-    importing = {place for place, tree in modules() for name in used_names(tree) if name.partition(".")[0] == library}
+    importing = {place for place, name in used() if name.partition(".")[0] == library}
     allowed = {"workloads/image_folders.py", "workloads/images.py"} if library == "torchvision" else set()
     assert importing - allowed <= {GUARDED[library]}
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
+from drawing_examples import examples
 from ebbflow.data.ledger import Ledger, micro_batch_sizes
 from ebbflow.data.sampler import ElasticSampler, MicroBatchInfo
 from ebbflow.errors import ConfigError, PlanError
@@ -368,7 +369,7 @@ def traces(draw: st.DrawFn) -> Trace:
     world=st.integers(1, 4),
     data=st.data(),
 )
-@settings(max_examples=200)
+@examples(200)
 def test_lengths_and_epochs_are_those_of_a_walk_over_the_steps(
     trace: Trace, share: int, samples: int, local_batch: int | None, world: int, data: st.DataObject
 ) -> None:

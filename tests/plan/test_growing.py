@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from drawing_examples import examples
 from ebbflow.core.units import Seconds
 from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.base import Engine, Gradients
@@ -166,7 +167,7 @@ def test_foreseen_steps_by_hand() -> None:
     epochs=st.integers(1, 5),
     ref_batch=st.integers(1, 20),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_foreseen_steps_are_those_of_a_policy_that_is_asked_for_each(
     policy: str, workers: list[int], local_batch: int, samples: int, epochs: int, ref_batch: int
 ) -> None:

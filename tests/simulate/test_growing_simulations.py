@@ -7,9 +7,10 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from drawing_examples import examples
 from ebbflow.core.units import Seconds, Span
 from ebbflow.errors import ConfigError
 from ebbflow.plan import StepSize, make_policy, plan_growing
@@ -36,7 +37,7 @@ policies = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(
     fleet=fleets,
     recovery=recoveries,

@@ -14,10 +14,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
+from drawing_examples import examples
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads import DatasetSource
 from ebbflow.workloads.prefetch import MAX_SUB_REQUEST, Request, SampleReader, seeded
@@ -90,7 +91,7 @@ def test_any_history_of_right_and_wrong_predictions_gives_each_request_its_own_s
     readers = {workers: SampleReader(Drawing(), loader_workers=workers, prefetch=100) for workers in (0, 1, 2)}
 
     @given(asked=REQUESTS, others=REQUESTS, wrong=st.sets(st.integers(0, 5)), workers=st.lists(st.sampled_from([1, 2])))
-    @settings(max_examples=40)
+    @examples(40)
     def check(asked: list[Request], others: list[Request], wrong: set[int], workers: list[int]) -> None:
         # The prediction: the real requests, with some of them replaced by others.
         predicted = [others[i % len(others)] if i in wrong else one for i, one in enumerate(asked)]
