@@ -8,13 +8,16 @@ PARALLEL ?= --numprocesses 2 --dist loadfile
 # constraints.txt pins everything that is installed here, torch above all.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check format docs bench clean
+.PHONY: demo test quick check format docs bench clean
 
 demo: $(VENV)/.installed     ## three rules on two spot traces: a table and an HTML report
 	$(BIN)/ebbflow demo
 
 test: $(VENV)/.dev           ## all tests, doctests and examples included
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+quick: $(VENV)/.dev          ## the tests that start no processes, servers or clusters
+	$(BIN)/python -m pytest $(PARALLEL) -m "not process and not slow" --hypothesis-profile quick $(ARGS)
 
 check: $(VENV)/.dev          ## style, types, and who may import whom
 	$(BIN)/ruff check

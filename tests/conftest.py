@@ -2,24 +2,80 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
+import os
 import random
 import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 
-# Two busy cores are slow now and then; how long an example takes is no test of ours.
-settings.register_profile("ebbflow", deadline=None)
+import drawing_examples as drawing_examples  # registers the profiles
+
 settings.load_profile("ebbflow")
+
+# Files of tests that run at the same time share the cores: threads that wait for each other would spin.
+if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1)
 
 # A shell script starts what it puts in the background deaf to Ctrl-C, which some tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# The marker `process` is kept true -----------------------------------------------------------------------------------
+
+may_start_processes = True
+"""Whether the present test carries the marker `process`; between tests, everything is allowed."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The commands of the pages and the examples are run as a user runs them: each in a process of its own."""
+    for item in items:
+        if item.path.parent.name == "docs" and item.path.name in ("test_examples.py", "test_guide.py"):
+            item.add_marker(pytest.mark.process)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Watch a test without the marker, its fixtures included."""
+    global may_start_processes
+    may_start_processes = item.get_closest_marker("process") is not None
+    try:
+        return (yield)
+    finally:
+        may_start_processes = True
+
+
+def _only_with_the_marker(owner: type, method: str, what: str) -> None:
+    original: Callable[..., Any] = getattr(owner, method)
+
+    @wraps(original)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        # The header of a record asks git for the commit, which takes milliseconds.
+        asks_git = args[1:] and isinstance(args[1], list) and args[1][0] == "git"
+        if not (may_start_processes or asks_git):
+            pytest.fail(f"this test starts {what}; mark it with pytest.mark.process, so that `make quick` omits it")
+        return original(*args, **kwargs)
+
+    setattr(owner, method, checked)
+
+
+_only_with_the_marker(subprocess.Popen, "__init__", "a subprocess")
+_only_with_the_marker(multiprocessing.process.BaseProcess, "start", "a process")
+_only_with_the_marker(socket.socket, "listen", "a server")
+
+
+# What all tests share -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

@@ -13,18 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.answers import Answer, Ebbflow
-from ebbflow.cli import common
-from ebbflow.cli.main import main
+from cli.answers import Ebbflow
 
 TRACE = "time_s,accelerators\n0,4\n600,2\n1200,2\n"
-
-
-def assert_refused(answer: Answer, *messages: str) -> None:
-    assert answer.code == 2, answer
-    assert "Traceback" not in answer.err
-    for message in messages:
-        assert message in answer.err
 
 
 # Shapes that scripts rely on ------------------------------------------------------------------------------------------
@@ -54,6 +45,7 @@ def test_rules(ebbflow: Ebbflow) -> None:
     assert {rule["kind"] for rule in rules} == {"rule", "modifier"}
 
 
+@pytest.mark.process
 def test_study_and_report(ebbflow: Ebbflow) -> None:
     Path("study.toml").write_text(
         'workloads = ["digits-mlp"]\nrules = ["linear"]\nseeds = 2\n'
@@ -71,9 +63,10 @@ def test_train_and_resume(ebbflow: Ebbflow) -> None:
     first, second = json.loads(ebbflow(*options).out), json.loads(ebbflow(*options).out)
     assert first == second
     assert first["status"] == "finished"
-    assert_refused(ebbflow(*options, "--rule", "sqrt"), "another configuration", "rule is 'sqrt', was 'linear'")
+    ebbflow(*options, "--rule", "sqrt").assert_refused("another configuration", "rule is 'sqrt', was 'linear'")
 
 
+@pytest.mark.process
 def test_importing_the_command_does_not_import_torch() -> None:
     code = "import sys, ebbflow, ebbflow.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -86,6 +79,7 @@ def test_version_and_help(ebbflow: Ebbflow) -> None:
         assert ebbflow(verb, "--help").code == 0
 
 
+@pytest.mark.process
 def test_a_preempted_run_writes_a_checkpoint_and_continues(tmp_path: Path) -> None:
     """SIGTERM is what a cloud sends before it takes the machine."""
     command = [sys.executable, "-m", "ebbflow", "train", "digits-mlp", "--local-batch", "2", "--epochs", "200"]
@@ -129,49 +123,49 @@ def test_a_preempted_run_writes_a_checkpoint_and_continues(tmp_path: Path) -> No
 @pytest.mark.parametrize("verb", ["stats", "show"])
 def test_bad_traces(ebbflow: Ebbflow, content: bytes, message: str, verb: str) -> None:
     Path("t.csv").write_bytes(content)
-    assert_refused(ebbflow("trace", verb, "t.csv"), message)
+    ebbflow("trace", verb, "t.csv").assert_refused(message)
 
 
 def test_missing_files_and_unknown_names(ebbflow: Ebbflow) -> None:
-    assert_refused(ebbflow("trace", "stats", "none.csv"), "none.csv: no such file")
-    assert_refused(ebbflow("trace", "stats", "poison(workers=3)"), "did you mean 'poisson'")
-    assert_refused(ebbflow("train", "digits-mpl"), "did you mean 'digits-mlp'")
-    assert_refused(ebbflow("train", "digits-mlp", "--rule", "lineer"), "did you mean 'linear'")
-    assert_refused(ebbflow("train", "digits-mlp", "--rule", "linear+warmpu(5ep)"), "did you mean 'warmup'")
-    assert_refused(ebbflow("train", "digits-mlp", "--rule", "linear+warmup(5)"), "has no unit; write 5ep")
-    assert_refused(ebbflow("train", "digits-mlp", "--optimizer", "sgdd"), "did you mean 'sgd'")
-    assert_refused(ebbflow("train", "digits-mlp", "--schedule", "cosin"), "did you mean 'cosine'")
-    assert_refused(ebbflow("train", "digits-mlp", "--policy", "folow"), "did you mean 'follow'")
-    assert_refused(ebbflow("train", "digits-mlp", "--step-time", "0.6"), "has no unit; write 0.6s")
-    assert_refused(ebbflow("train", "digits-mlp", "--plugin", "none.py"), "none.py does not exist")
-    assert_refused(ebbflow("train", "digits-mlp", "--epochs", "0"), "epochs is 0")
-    assert_refused(ebbflow("train", "digits-mlp", "--device", "cuda:7"), "cuda:7")
-    assert_refused(ebbflow("train", "shakespeare-gpt"), "text")
-    assert_refused(ebbflow("report", "none"), "none does not exist")
-    assert_refused(ebbflow("study", "none.toml"), "none.toml: cannot be read")
-    assert_refused(ebbflow("rules", "show", "liner"), "did you mean 'linear'")
+    ebbflow("trace", "stats", "none.csv").assert_refused("none.csv: no such file")
+    ebbflow("trace", "stats", "poison(workers=3)").assert_refused("did you mean 'poisson'")
+    ebbflow("train", "digits-mpl").assert_refused("did you mean 'digits-mlp'")
+    ebbflow("train", "digits-mlp", "--rule", "lineer").assert_refused("did you mean 'linear'")
+    ebbflow("train", "digits-mlp", "--rule", "linear+warmpu(5ep)").assert_refused("did you mean 'warmup'")
+    ebbflow("train", "digits-mlp", "--rule", "linear+warmup(5)").assert_refused("has no unit; write 5ep")
+    ebbflow("train", "digits-mlp", "--optimizer", "sgdd").assert_refused("did you mean 'sgd'")
+    ebbflow("train", "digits-mlp", "--schedule", "cosin").assert_refused("did you mean 'cosine'")
+    ebbflow("train", "digits-mlp", "--policy", "folow").assert_refused("did you mean 'follow'")
+    ebbflow("train", "digits-mlp", "--step-time", "0.6").assert_refused("has no unit; write 0.6s")
+    ebbflow("train", "digits-mlp", "--plugin", "none.py").assert_refused("none.py does not exist")
+    ebbflow("train", "digits-mlp", "--epochs", "0").assert_refused("epochs is 0")
+    ebbflow("train", "digits-mlp", "--device", "cuda:7").assert_refused("cuda:7")
+    ebbflow("train", "shakespeare-gpt").assert_refused("text")
+    ebbflow("report", "none").assert_refused("none does not exist")
+    ebbflow("study", "none.toml").assert_refused("none.toml: cannot be read")
+    ebbflow("rules", "show", "liner").assert_refused("did you mean 'linear'")
     assert not Path("runs").exists(), "nothing was begun"
 
 
 def test_a_plan_too_short_says_how_far_it_reaches(ebbflow: Ebbflow) -> None:
     Path("t.csv").write_text(TRACE)
     options = ("--local-batch", 8, "--step-time", "60s", "--samples", 100, "--epochs", 90)
-    assert_refused(ebbflow("plan", "t.csv", *options), "of 90 epochs", "repeat")
+    ebbflow("plan", "t.csv", *options).assert_refused("of 90 epochs", "repeat")
     assert ebbflow("plan", "t.csv", *options, "--repeat").code == 0
     train = ("train", "digits-mlp", "--trace", "t.csv", "--step-time", "60s", "--local-batch", 8)
-    assert_refused(ebbflow(*train), "of 30 epochs")
+    ebbflow(*train).assert_refused("of 30 epochs")
 
 
 def test_a_batch_that_is_not_a_multiple_of_the_local_batch(ebbflow: Ebbflow) -> None:
     Path("b.csv").write_text("step,batchsize\n0,96\n1,100\n")
-    assert_refused(ebbflow("train", "digits-mlp", "--plan", "b.csv", "--local-batch", 32), "b.csv:3", "100", "32")
+    ebbflow("train", "digits-mlp", "--plan", "b.csv", "--local-batch", 32).assert_refused("b.csv:3", "100", "32")
 
 
 def test_a_damaged_or_foreign_checkpoint(ebbflow: Ebbflow) -> None:
     train = ("train", "digits-mlp", "--epochs", 1, "--local-batch", 32, "--out", "run")
     ebbflow(*train)
     Path("run/checkpoint.pt").write_bytes(b"not a checkpoint")
-    assert_refused(ebbflow(*train), "checkpoint", "damaged")
+    ebbflow(*train).assert_refused("checkpoint", "damaged")
 
     import torch
 
@@ -179,37 +173,31 @@ def test_a_damaged_or_foreign_checkpoint(ebbflow: Ebbflow) -> None:
     settings = {**config, "trace": config["trace_text"]}
     weights = torch.load("run/weights.pt", weights_only=True)["model"]
     torch.save({"version": 2, "model": weights, "settings": settings}, "run/checkpoint.pt")
-    assert_refused(ebbflow(*train, "--rule", "sqrt"), "other settings", "rule is 'sqrt', was 'linear'")
+    ebbflow(*train, "--rule", "sqrt").assert_refused("other settings", "rule is 'sqrt', was 'linear'")
     first = next(iter(weights))
     torch.save({"version": 2, "model": {**weights, first: torch.zeros(1)}, "settings": settings}, "run/checkpoint.pt")
-    assert_refused(ebbflow(*train), "another model", "shape")
+    ebbflow(*train).assert_refused("another model", "shape")
     assert "end" in Path("run/record.jsonl").read_text(), "the record is as it was"
 
 
 def test_an_output_folder_that_cannot_be_written(ebbflow: Ebbflow) -> None:
     Path("file").write_text("")
-    assert_refused(ebbflow("train", "digits-mlp", "--out", "file/run"), "cannot be written")
+    ebbflow("train", "digits-mlp", "--out", "file/run").assert_refused("cannot be written")
     Path("t.csv").write_text(TRACE)
-    assert_refused(ebbflow("trace", "convert", "t.csv", "file/out.csv"), "file/out.csv", "cannot be written")
-    assert_refused(ebbflow("study", "demo", "--out", "file/x"), "cannot be written")
+    ebbflow("trace", "convert", "t.csv", "file/out.csv").assert_refused("file/out.csv", "cannot be written")
+    ebbflow("study", "demo", "--out", "file/x").assert_refused("cannot be written")
 
 
-def test_what_train_prints_can_be_copied_from_a_narrow_terminal(
-    ebbflow: Ebbflow, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_train_prints_can_be_copied_from_a_narrow_terminal(ebbflow: Ebbflow) -> None:
     folder = "runs/[bold] " + "a-long-name-" * 8
     arguments = ("train", "digits-mlp", "--epochs", 1, "--local-batch", 64, "--out", folder)
     assert ebbflow(*arguments).code == 0
-    monkeypatch.setattr(sys, "argv", ["ebbflow", *map(str, arguments)])  # found finished: only the answer is printed
-    for console in (common.out, common.err):
-        monkeypatch.setattr(console, "_width", 80)
-    with pytest.raises(SystemExit):
-        main()
-    lines = capsys.readouterr().out.splitlines()
+    lines = ebbflow(*arguments, width=80).text.splitlines()  # found finished: only the answer is printed
     assert f"record: {folder}/record.jsonl" in lines
     assert f"report: ebbflow report '{folder}'" in lines
 
 
+@pytest.mark.process
 def test_a_terminal_that_lacks_a_character_gets_no_traceback() -> None:
     command = [sys.executable, "-m", "ebbflow", "trace", "show", "constant(4)"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -218,6 +206,7 @@ def test_a_terminal_that_lacks_a_character_gets_no_traceback() -> None:
     assert "4 to 4 workers" in answer.stdout
 
 
+@pytest.mark.process
 def test_a_study_whose_arms_fail_reports_and_ends_with_code_1(ebbflow: Ebbflow) -> None:
     Path("study.toml").write_text(
         'workloads = ["shakespeare-gpt"]\nrules = ["linear"]\n[traces]\nstatic = "constant(workers=8)"\n'

@@ -5,63 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("torchft", reason="the live extra is not installed")
 
-from ebbflow.cli.main import main
+from cli.answers import Ebbflow
+from cli.conftest import Shell
 from live.fakes import FAKE, alive, processes_with, until
 
 
-class Shell:
-    """Runs the command in a folder of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(self, *arguments: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ebbflow", *map(str, arguments)], cwd=self.folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "COLUMNS": "80"},
-        )  # fmt: skip
-        self.started.append(process)
-        return process
-
-    def run(self, *arguments: object) -> tuple[int, str, str]:
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=60)
-        assert "Traceback" not in err
-        return process.returncode, out, err
-
-    def status(self, replica: str) -> dict[str, Any]:
-        try:
-            body = json.loads((self.folder / "job" / "replicas" / replica / "status.json").read_text())
-        except (FileNotFoundError, ValueError):
-            return {"step": 0, "state": ""}
-        assert isinstance(body, dict)
-        return body
-
-    def training(self, *replicas: str) -> bool:
-        return all(self.status(r)["state"] == "training" and self.status(r)["step"] > 2 for r in replicas)
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    shell = Shell(tmp_path)
-    yield shell
-    for process in shell.started:
-        process.kill()
-        process.communicate()
-    assert processes_with(f"{tmp_path}/job") == []  # lighthouses and replicas alike
-
-
+@pytest.mark.process
 def test_a_fleet_runs_to_its_end_and_is_accounted_for(shell: Shell) -> None:
     code, out, err = shell.run("launch", "--replicas", 2, "--out", "job", "--json", FAKE, "train", 5)
     account = json.loads(out)
@@ -72,6 +27,7 @@ def test_a_fleet_runs_to_its_end_and_is_accounted_for(shell: Shell) -> None:
     assert "r1 finished" in err
 
 
+@pytest.mark.process
 def test_ctrl_c_lets_the_replicas_leave(shell: Shell) -> None:
     launcher = shell.start("launch", "--replicas", 2, "--out", "job", FAKE, "train")
     until(lambda: shell.training("r0", "r1"))
@@ -82,6 +38,7 @@ def test_ctrl_c_lets_the_replicas_leave(shell: Shell) -> None:
     assert shell.status("r0")["state"] == shell.status("r1")["state"] == "left"
 
 
+@pytest.mark.process
 def test_a_second_ctrl_c_kills_those_who_do_not_leave(shell: Shell) -> None:
     launcher = shell.start("launch", "--out", "job", FAKE, "stubborn")
     until(lambda: shell.training("r0"))
@@ -95,6 +52,7 @@ def test_a_second_ctrl_c_kills_those_who_do_not_leave(shell: Shell) -> None:
     assert not alive(pid)
 
 
+@pytest.mark.process
 def test_not_even_kill_9_of_the_launcher_leaves_a_process_behind(shell: Shell) -> None:
     launcher = shell.start("launch", "--replicas", 2, "--out", "job", FAKE, "stubborn")
     until(lambda: shell.training("r0", "r1"))
@@ -106,6 +64,7 @@ def test_not_even_kill_9_of_the_launcher_leaves_a_process_behind(shell: Shell) -
     assert shell.run("launch", "--out", "job", FAKE, "train", 1)[0] == 0
 
 
+@pytest.mark.process
 def test_a_script_with_a_bug_ends_the_launch_with_the_end_of_its_log(shell: Shell) -> None:
     code, _, err = shell.run("launch", "--out", "job", "--max-failures", 2, FAKE, "crash")
     assert code == 1
@@ -113,6 +72,7 @@ def test_a_script_with_a_bug_ends_the_launch_with_the_end_of_its_log(shell: Shel
     assert err.count("ZeroDivisionError: the bug of this script") == 1
 
 
+@pytest.mark.process
 def test_a_killed_lighthouse_comes_back_at_its_address(shell: Shell) -> None:
     launcher = shell.start("launch", "--out", "job", FAKE, "train")
     until(lambda: shell.training("r0"))
@@ -126,6 +86,7 @@ def test_a_killed_lighthouse_comes_back_at_its_address(shell: Shell) -> None:
     launcher.communicate(timeout=30)
 
 
+@pytest.mark.process
 def test_one_replica_joins_a_fleet_elsewhere(shell: Shell) -> None:
     address = shell.folder / "address"
     lighthouse = shell.start("lighthouse", "--bind", "127.0.0.1:0", "--address-file", address)
@@ -161,6 +122,7 @@ def listening(pid: int) -> set[str]:
     return found
 
 
+@pytest.mark.process
 def test_the_lighthouse_listens_on_the_address_it_is_told_alone(shell: Shell) -> None:
     address = shell.folder / "address"
     lighthouse = shell.start("lighthouse", "--bind", "127.0.0.1:0", "--address-file", address)
@@ -168,6 +130,7 @@ def test_the_lighthouse_listens_on_the_address_it_is_told_alone(shell: Shell) ->
     assert listening(lighthouse.pid) == {"0100007F"}  # 127.0.0.1
 
 
+@pytest.mark.process
 def test_a_replay_follows_the_trace_with_real_processes(shell: Shell) -> None:
     # Two for a second, one for a second, nobody for half a second, two to the end: 2 + 2 starts, 2 losses.
     trace = "0s:2 60s:1 120s:0 150s:2 240s"
@@ -180,6 +143,7 @@ def test_a_replay_follows_the_trace_with_real_processes(shell: Shell) -> None:
     assert (account["starts"], account["kills"], account["notices"], account["deaths"]) == (4, 2, 0, 0)
 
 
+@pytest.mark.process
 def test_a_replay_ends_when_the_job_is_done(shell: Shell) -> None:
     code, out, _ = shell.run("replay", "0s:2 600s", FAKE, "train", 5, "--out", "job", "--json")
     account = json.loads(out)
@@ -187,14 +151,11 @@ def test_a_replay_ends_when_the_job_is_done(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("verb", ["launch", "status", "replay", "lighthouse"])
-def test_every_verb_helps(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["ebbflow", verb, "--help"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    assert f"ebbflow {verb}" in capsys.readouterr().out
+def test_every_verb_helps(verb: str, ebbflow: Ebbflow) -> None:
+    assert f"ebbflow {verb}" in ebbflow(verb, "--help").text
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
@@ -211,7 +172,7 @@ def test_every_verb_helps(verb: str, capsys: pytest.CaptureFixture[str], monkeyp
         (["launch", "--join", "192.0.2.1:1", "--bind", "127.0.0.1", FAKE], ["cannot be reached by the others"]),
         (["launch", "--bind", "192.0.2.1", FAKE, "train"], ["the lighthouse did not start", "cannot listen on"]),
         (["launch", "--bind", "0.0.0.0", FAKE], ["--bind 0.0.0.0 means every network of this machine"]),
-        (["launch", "--bind", "10.0.0.7:80", FAKE], ["expected an address without a port"]),
+        (["launch", "--join", "10.0.0.7", "--bind", "10.0.0.7:80", FAKE], ["expected an address without a port"]),
         (["lighthouse", "--bind", "192.0.2.1:0"], ["cannot listen on 192.0.2.1:0", "choose another"]),
         (["status", "127.0.0.1:1"], ["no lighthouse answers at 127.0.0.1:1", "is the fleet running"]),
         (["status", "."], ["fleet.json: no such file", "ebbflow launch"]),
@@ -220,18 +181,5 @@ def test_every_verb_helps(verb: str, capsys: pytest.CaptureFixture[str], monkeyp
         (["replay", "0s:1 9s", FAKE, "--speed", "0"], ["speed is 0"]),
     ],
 )
-def test_bad_input_is_explained(
-    arguments: list[object],
-    messages: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["ebbflow", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    message = " ".join(capsys.readouterr().err.split())
-    for expected in messages:
-        assert expected in message
+def test_bad_input_is_explained(arguments: list[object], messages: list[str], ebbflow: Ebbflow) -> None:
+    ebbflow(*arguments).assert_refused(*messages)

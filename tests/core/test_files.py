@@ -98,6 +98,7 @@ def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.process
 def test_a_lock_that_another_process_holds_is_refused_with_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / ".lock"
     with holder(path), pytest.raises(ConfigError, match="wait for it"), hold_lock(path, busy="in use; wait for it"):
@@ -106,6 +107,7 @@ def test_a_lock_that_another_process_holds_is_refused_with_what_to_do(tmp_path: 
         assert path.exists()
 
 
+@pytest.mark.process
 def test_a_lock_is_free_after_the_holder_was_killed(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     with holder(path) as process:
@@ -115,6 +117,7 @@ def test_a_lock_is_free_after_the_holder_was_killed(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.process
 def test_without_a_text_it_waits_for_the_lock(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     waiting, got = threading.Event(), threading.Event()

@@ -6,6 +6,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 HEAVY = ["matplotlib", "jinja2", "sklearn", "typer", "rich", "distributed", "torchft", "skorch", "pytorch_optimizer"]
 
 

@@ -27,6 +27,7 @@ print(default, faults())
 """
 
 
+@pytest.mark.process
 def test_blocks_that_come_and_go_keep_their_pages() -> None:
     if not keep_freed_memory():
         pytest.skip("the C library of this system is not glibc")

@@ -8,9 +8,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from drawing_examples import examples
 from ebbflow.core.units import MOST_SAMPLES
 from ebbflow.data import permutation
 from ebbflow.data.permutation import Permutation
@@ -40,7 +41,7 @@ def test_every_small_n_is_permuted_bijectively(monkeypatch: pytest.MonkeyPatch, 
         assert_bijective(n, whole(n, seed=n))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(n=st.integers(601, 300_000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**6))
 def test_any_larger_n_is_permuted_bijectively(n: int, seed: int, epoch: int) -> None:
     assert_bijective(n, whole(n, seed, epoch))
@@ -51,7 +52,7 @@ def test_powers_of_two_and_their_neighbours_are_permuted_bijectively(n: int) -> 
     assert_bijective(n, whole(n))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(n=st.integers(2**30, MOST_SAMPLES), seed=st.integers(0, 100), data=st.data())
 def test_huge_n_gives_distinct_samples_in_range(n: int, seed: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, n - 5000))
@@ -61,7 +62,7 @@ def test_huge_n_gives_distinct_samples_in_range(n: int, seed: int, data: st.Data
     assert len(np.unique(part)) == 5000
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(n=st.sampled_from([1000, LARGE, 10**9]), data=st.data())
 def test_a_part_is_the_same_whatever_was_read_around_it(n: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, n - 1000))

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
+from drawing_examples import examples
 from ebbflow.data.ledger import Ledger, micro_batch_sizes
 from ebbflow.data.sampler import ElasticSampler, MicroBatchInfo
 from ebbflow.errors import ConfigError, PlanError
@@ -210,6 +211,7 @@ def loader_of(sampler: ElasticSampler) -> DataLoader[tuple[torch.Tensor, ...]]:
     return DataLoader(TensorDataset(torch.arange(sampler.samples)), batch_sampler=sampler, num_workers=2)
 
 
+@pytest.mark.process
 def test_a_loader_that_reads_ahead_is_stopped_and_resumed_exactly() -> None:
     first = make(211, Fleet((3, 1, 2), 5), seed=3)
     seen: list[int] = []
@@ -238,6 +240,7 @@ def test_a_second_loop_in_the_same_process_continues_after_the_last_micro_batch_
     assert len(sampler) == len(whole) - 5
 
 
+@pytest.mark.process
 def test_looking_at_a_batch_before_training_costs_nothing() -> None:
     sampler = ElasticSampler(20, 2, local_batch=5)
     next(iter(loader_of(sampler)))  # the worker processes have read the whole epoch
@@ -366,7 +369,7 @@ def traces(draw: st.DrawFn) -> Trace:
     world=st.integers(1, 4),
     data=st.data(),
 )
-@settings(max_examples=200)
+@examples(200)
 def test_lengths_and_epochs_are_those_of_a_walk_over_the_steps(
     trace: Trace, share: int, samples: int, local_batch: int | None, world: int, data: st.DataObject
 ) -> None:

@@ -170,6 +170,7 @@ def test_skypilot_tasks_use_known_fields_and_open_no_port() -> None:
         assert used <= set(task.get("envs", {}))
 
 
+@pytest.mark.process
 def test_slurm_scripts_are_bash_with_options_before_the_first_command() -> None:
     bash = shutil.which("bash")
     assert bash
@@ -184,6 +185,7 @@ def test_slurm_scripts_are_bash_with_options_before_the_first_command() -> None:
         assert f"#SBATCH {option}" in options
 
 
+@pytest.mark.process
 def test_the_slurm_replica_runs_ebbflow_with_its_number_and_the_arguments_it_got(tmp_path: Path) -> None:
     """The script itself, with a stand-in for ebbflow that says how it was called."""
     programs = tmp_path / "bin"

@@ -15,6 +15,7 @@ from ebbflow.moments.meters import HookMeter
 from engines.allreduce_rank import STEPS, train
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_any_number_of_ranks_agrees_with_one_process(world: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name("allreduce_rank.py")

@@ -24,6 +24,7 @@ import torch
 from distributed import Client, LocalCluster
 from torch import nn
 
+from contract.suite import weights_of
 from ebbflow.core.units import Span
 from ebbflow.data.ledger import Ledger, MicroBatch
 from ebbflow.engines.dask import DaskEngine, connect
@@ -37,6 +38,8 @@ from ebbflow.rules.rule import StepContext
 from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 from engines.dask_helpers import Witnessed, local_client
+
+pytestmark = pytest.mark.process
 
 SAMPLES = 101
 BOTH = pytest.mark.parametrize("transport", ["allreduce", "centralized"])
@@ -72,10 +75,6 @@ def make_optimizer(model: nn.Module, *, rule: str = "linear", **settings: Any) -
     return ElasticOptimizer(inner, rule, base_batch=8, epoch_samples=SAMPLES, epochs=2, **settings)
 
 
-def vector(model: nn.Module) -> torch.Tensor:
-    return torch.cat([tensor.detach().double().flatten() for tensor in model.state_dict().values()])
-
-
 class Plain:
     def __init__(self) -> None:
         self.data = make_data()
@@ -99,7 +98,7 @@ def reference(
     found = []
     for _ in range(steps):
         flow.run_step()
-        found.append(vector(model))
+        found.append(weights_of(model))
     return found
 
 
@@ -119,7 +118,7 @@ def test_weights_equal_those_of_one_process_at_every_step(two_workers: Client, t
         for step, weights in enumerate(expected):
             assert flow.run_step() is not None
             engine.sync()
-            torch.testing.assert_close(vector(model), weights, rtol=1e-9, atol=1e-12, msg=f"step {step}")
+            torch.testing.assert_close(weights_of(model), weights, rtol=1e-9, atol=1e-12, msg=f"step {step}")
 
 
 @BOTH
@@ -146,7 +145,7 @@ def test_runs_that_share_workers_do_not_share_models(two_workers: Client, transp
     for thread in threads:
         thread.join()
     for seed in (1, 2):
-        torch.testing.assert_close(vector(models[seed]), reference(15, plan, seed=seed)[-1], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(weights_of(models[seed]), reference(15, plan, seed=seed)[-1], rtol=1e-9, atol=1e-12)
 
 
 class Cut:
@@ -254,7 +253,7 @@ def test_a_run_survives_the_loss_of_all_its_workers(transport: Any) -> None:
             assert flow.run_step() is None
         while flow.step < 14:
             flow.run_step()
-    torch.testing.assert_close(vector(model), reference(14, plan, seed=5)[-1], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(weights_of(model), reference(14, plan, seed=5)[-1], rtol=1e-9, atol=1e-12)
 
 
 def test_workers_are_never_taken_for_lost_because_the_client_refreshed_its_cache(two_workers: Client) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from distributed import Client, LocalCluster
 
+from contract.suite import weights_of
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.dask import DaskEngine, cluster, dask_worker, transport
 from ebbflow.engines.dask.dask_worker import WorkerFailure
@@ -27,7 +28,9 @@ from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 from engines.dask_helpers import local_client
-from engines.test_dask_engine import BOTH, SAMPLES, Plain, engine_with, make_model, make_optimizer, reference, vector
+from engines.test_dask_engine import BOTH, SAMPLES, Plain, engine_with, make_model, make_optimizer, reference
+
+pytestmark = pytest.mark.process
 
 PLAN = BatchPlan.constant(2, 16)
 
@@ -93,7 +96,7 @@ def test_workers_that_share_a_process_do_not_share_a_replica(two: Client, transp
     with flow.engine:
         for _ in range(5):
             assert flow.run_step() is not None
-    torch.testing.assert_close(vector(flow.engine.model), reference(5, PLAN, seed=5)[-1], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(weights_of(flow.engine.model), reference(5, PLAN, seed=5)[-1], rtol=1e-9, atol=1e-12)
 
 
 def test_one_that_dies_while_the_steps_of_a_lost_fleet_are_repeated(
@@ -120,7 +123,7 @@ def test_one_that_dies_while_the_steps_of_a_lost_fleet_are_repeated(
         while flow.step < 10:
             flow.run_step()
     assert steps > 4
-    torch.testing.assert_close(vector(flow.engine.model), reference(10, PLAN, seed=5)[-1], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(weights_of(flow.engine.model), reference(10, PLAN, seed=5)[-1], rtol=1e-9, atol=1e-12)
 
 
 def test_repeated_steps_are_measured_where_they_were(two: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +146,7 @@ def test_repeated_steps_are_measured_where_they_were(two: Client, monkeypatch: p
             while flow.step < 94:
                 flow.run_step()
         assert len(struck) == losses
-        found.append(vector(flow.engine.model))
+        found.append(weights_of(flow.engine.model))
     assert torch.equal(*found)
 
 
@@ -261,7 +264,7 @@ def test_a_run_goes_on_after_an_error_of_one_worker_that_the_user_caught(
             except KeyError:
                 errors += 1
     assert errors == 1
-    torch.testing.assert_close(vector(flow.engine.model), reference(8, PLAN, seed=5)[-1], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(weights_of(flow.engine.model), reference(8, PLAN, seed=5)[-1], rtol=1e-9, atol=1e-12)
 
 
 @BOTH
@@ -291,7 +294,7 @@ def test_the_norm_of_a_gradient_elsewhere_is_that_of_the_gradient(two: Client) -
             expected, found = here.run_step(), flow.run_step()
             assert found.stats == pytest.approx(expected.stats, rel=1e-9)
             assert found.stats["gradient_norm"] > 0
-    torch.testing.assert_close(vector(flow.engine.model), vector(model), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(weights_of(flow.engine.model), weights_of(model), rtol=1e-9, atol=1e-12)
 
 
 class Broken(Plain):
@@ -307,4 +310,4 @@ def test_a_step_that_replicas_skip_is_skipped_here_and_leaves_their_buffers_alon
         while flow.ledger.epoch < 1:
             skipped.append("skipped" in flow.run_step().stats)
     assert sum(skipped) == 1
-    assert torch.isfinite(vector(flow.engine.model)).all()
+    assert torch.isfinite(weights_of(flow.engine.model)).all()

@@ -79,8 +79,9 @@ def changing_plan() -> BatchPlan:
 def engine_on(
     kind: type[EmulatedEngine], model: nn.Module, plan: BatchPlan | None = None, **settings: Any
 ) -> EmulatedEngine:
+    one = next(model.parameters())
     x, y = data()
-    x = x.to(next(model.parameters()).dtype)
+    x, y = x.to(one.device, one.dtype), y.to(one.device)
     return kind(
         model, lambda i: (x[i], y[i]), cross_entropy, plan or changing_plan(), samples=SAMPLES, seed=5, **settings
     )
@@ -144,6 +145,7 @@ def test_it_does_so_in_single_precision(make: Callable[[], nn.Module]) -> None:
     assert_same_state(fused, loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [images, odd_norms, no_norm])
 def test_compiled_it_ends_the_same_with_few_graphs(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ebbflow.engines.emulated import EmulatedEngine, FusedEngine, LoopEngine
+from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.workloads import cross_entropy
 from engines.test_fused_engine import (
     MODELS,
     SAMPLES,
     assert_same_state,
-    changing_plan,
-    data,
+    engine_on,
     images,
     no_norm,
     train,
@@ -34,15 +32,6 @@ def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def engine_on(kind: type[EmulatedEngine], model: nn.Module, plan: BatchPlan | None = None, **settings: Any) -> Any:
-    dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
-    x, y = data()
-    x, y = x.to(device, dtype), y.to(device)
-    return kind(
-        model, lambda i: (x[i], y[i]), cross_entropy, plan or changing_plan(), samples=SAMPLES, seed=5, **settings
-    )
 
 
 @pytest.mark.parametrize("needs", [(), ("moments",)])

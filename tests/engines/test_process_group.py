@@ -12,14 +12,9 @@ import pytest
 import torch
 
 from ebbflow.engines import process_group
-from ebbflow.engines.process_group import PeerLost, ProcessGroup, missing_members, open_store, serve_store
+from ebbflow.engines.process_group import PeerLost, ProcessGroup, open_store, serve_store
 
-
-def test_the_installed_torch_has_all_that_is_used() -> None:
-    assert not missing_members(), (
-        f"torch {torch.__version__} lacks {missing_members()}, which ebbflow.engines.process_group uses: adapt that "
-        f"module, or exclude this version in pyproject.toml"
-    )
+pytestmark = pytest.mark.process
 
 
 def in_group(*tasks: Callable[[ProcessGroup], Any], **settings: Any) -> list[Any]:

@@ -90,6 +90,7 @@ def assert_same_run(run: Run, reference: Run, *, rel: float) -> None:
         torch.testing.assert_close(ours[name], tensor, rtol=rel, atol=rel, equal_nan=True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", RUNS)
 def test_any_number_of_ranks_trains_the_run_of_one_process(name: str, several: Path, one_process: Path) -> None:
     run, reference = (read_record(folder / name / "record.jsonl") for folder in (several, one_process))
@@ -102,6 +103,7 @@ def test_any_number_of_ranks_trains_the_run_of_one_process(name: str, several: P
         assert any("skipped" in row.stats for row in run.steps)
 
 
+@pytest.mark.process
 def test_ranks_that_never_compute_are_told_of(several: Path) -> None:
     run = read_record(several / "fewer-workers-than-ranks" / "record.jsonl")
     told = [event.text for event in run.events if event.what == "idle ranks"]
@@ -151,6 +153,7 @@ def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> 
         time.sleep(0.02)
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("nothing_left")
 def test_a_rank_killed_with_kill_9_ends_all_and_any_number_of_ranks_continues(tmp_path: Path) -> None:
     settings = {"workload": "test-ranks", "trace": TRACE, "rule": "adascale", "engine": "loop", "epochs": 12}
@@ -181,6 +184,7 @@ def test_a_rank_killed_with_kill_9_ends_all_and_any_number_of_ranks_continues(tm
     assert_same_run(run, reference, rel=1e-7)
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize(
     ("fails", "message"),

@@ -17,13 +17,12 @@ from skorch.callbacks import EpochScoring, GradientNormClipping, LRScheduler
 from skorch.dataset import ValidSplit
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
-from typer.testing import CliRunner
 
-from ebbflow.cli.main import app
 from ebbflow.data.permutation import Permutation
 from ebbflow.errors import ConfigError, DataError, Diverged, SpecError
 from ebbflow.estimators.modules import DefaultMLP
 from ebbflow.record import read_record
+from ebbflow.report.report_page import write_report
 from ebbflow.sklearn import EbbflowClassifier, EbbflowRegressor
 
 DIGITS, LABELS = (part[:300] for part in load_digits(return_X_y=True))
@@ -359,9 +358,8 @@ def test_the_record_of_a_fit_can_be_reported(tmp_path: Path) -> None:
     epochs, accuracy = run.metric("accuracy")
     assert epochs.tolist() == [1.0, 2.0]
     assert accuracy[-1] == pytest.approx(fixed.history[-1]["valid_acc"])
-    answer = CliRunner().invoke(app, ["report", str(tmp_path / "fits"), "--json"])
-    assert answer.exit_code == 0, answer.output
-    assert "geo(delay=1ep, initial=30)" in answer.output
+    page = write_report(tmp_path / "fits", out=tmp_path / "report").page
+    assert "geo(delay=1ep, initial=30)" in page.read_text(encoding="utf-8")
 
 
 def test_verbose_shows_a_bar_and_silence_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -375,6 +373,7 @@ def test_verbose_shows_a_bar_and_silence_shows_nothing(capsys: pytest.CaptureFix
 # -- importing ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_without_skorch_the_error_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['skorch'] = None\n"

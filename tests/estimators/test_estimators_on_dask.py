@@ -22,6 +22,8 @@ from ebbflow.estimators.dask_arrays import as_blocks
 from ebbflow.estimators.fit import active_client
 from ebbflow.sklearn import EbbflowClassifier, EbbflowRegressor
 
+pytestmark = pytest.mark.process
+
 DIGITS, LABELS = (part[:400] for part in load_digits(return_X_y=True))
 DIGITS = (DIGITS / 16).astype(np.float32)
 SETTINGS = {

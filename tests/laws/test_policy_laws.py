@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from drawing_examples import examples
 from ebbflow.plan.batch_plan import StepSize
 from ebbflow.plan.growing import Growth, allow
 from ebbflow.plan.policies import POLICIES, GrowingPolicy, Observation, make_policy
@@ -47,7 +48,7 @@ def replay(policy: GrowingPolicy, history: list[dict[str, Any]], *, through_json
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30)
+@examples(30)
 @given(history=histories)
 def test_every_batch_is_a_whole_number_and_none_is_below_the_first(name: str, history: list[dict[str, Any]]) -> None:
     requested = replay(policy_of(name), history)
@@ -56,7 +57,7 @@ def test_every_batch_is_a_whole_number_and_none_is_below_the_first(name: str, hi
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30)
+@examples(30)
 @given(history=histories)
 def test_replay_is_deterministic_and_the_state_survives_json(name: str, history: list[dict[str, Any]]) -> None:
     policy = policy_of(name, initial=10)
@@ -64,7 +65,7 @@ def test_replay_is_deterministic_and_the_state_survives_json(name: str, history:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30)
+@examples(30)
 @given(history=histories)
 def test_asking_does_not_change_the_state_that_was_given(name: str, history: list[dict[str, Any]]) -> None:
     policy, state = policy_of(name), None
@@ -78,7 +79,7 @@ def test_asking_does_not_change_the_state_that_was_given(name: str, history: lis
 
 
 @pytest.mark.parametrize("name", POLICIES.names("passive"))
-@settings(max_examples=30)
+@examples(30)
 @given(history=histories)
 def test_a_passive_policy_looks_at_the_position_only_and_never_shrinks(
     name: str, history: list[dict[str, Any]]
@@ -94,7 +95,7 @@ def test_an_adaptive_policy_that_is_shown_nothing_does_not_grow(name: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30)
+@examples(30)
 @given(history=histories, workers=st.integers(1, 50), limit=st.integers(REF_BATCH, 500))
 def test_no_step_exceeds_the_limit_or_the_workers(
     name: str, history: list[dict[str, Any]], workers: int, limit: int
@@ -111,7 +112,7 @@ def test_no_step_exceeds_the_limit_or_the_workers(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30)
+@examples(30)
 @given(history=st.lists(steps, min_size=1, max_size=25), data=st.data())
 def test_a_run_that_goes_on_from_a_checkpoint_wants_the_same(
     name: str, history: list[dict[str, Any]], data: st.DataObject
@@ -138,7 +139,7 @@ def test_every_policy_reads_its_own_text(name: str) -> None:
     assert POLICIES.entry(name).cite
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(requested=st.integers(1, 10_000), workers=st.integers(1, 60), local=st.integers(1, 100))
 def test_a_step_is_the_smaller_of_requested_and_possible(requested: int, workers: int, local: int) -> None:
     size = allow(StepSize(workers=workers, samples=workers * local, time_s=0.0, duration_s=1.0), requested)

@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from drawing_examples import examples
 from ebbflow.moments.estimate import Moments
 from ebbflow.report.rule_pages import describe
 from ebbflow.rules.rule import RULES, Rule, RuleChain, Scaling, StepContext, make_rule, rule_entries
@@ -104,7 +105,7 @@ def histories(draw: st.DrawFn, batch: st.SearchStrategy[int] = any_batch, length
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@settings(max_examples=30)
+@examples(30)
 @given(history=histories(st.just(256)))
 def test_the_reference_batch_changes_nothing(name: str, history: list[Step]) -> None:
     scalings, _ = run(law(name, "identity"), history)
@@ -113,7 +114,7 @@ def test_the_reference_batch_changes_nothing(name: str, history: list[Step]) -> 
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@settings(max_examples=50)
+@examples(50)
 @given(history=histories())
 def test_every_multiplier_is_finite_and_positive(name: str, history: list[Step]) -> None:
     scalings, _ = run(law(name, "positive"), history)
@@ -124,7 +125,7 @@ def test_every_multiplier_is_finite_and_positive(name: str, history: list[Step])
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@settings(max_examples=50)
+@examples(50)
 @given(history=histories(st.integers(256, 100_000)))
 def test_no_multiplier_exceeds_linear(name: str, history: list[Step]) -> None:
     """At and above the reference batch."""
@@ -134,7 +135,7 @@ def test_no_multiplier_exceeds_linear(name: str, history: list[Step]) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@settings(max_examples=50)
+@examples(50)
 @given(history=histories(st.integers(256, 100_000)))
 def test_a_larger_batch_never_gets_less_than_the_base_rate(name: str, history: list[Step]) -> None:
     scalings, _ = run(law(name, "no less than the base rate"), history)
@@ -142,7 +143,7 @@ def test_a_larger_batch_never_gets_less_than_the_base_rate(name: str, history: l
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@settings(max_examples=25)
+@examples(25)
 @given(history=histories())
 def test_a_layer_wise_rule_has_one_multiplier_a_layer(name: str, history: list[Step]) -> None:
     rule = law(name, "layers")
@@ -154,7 +155,7 @@ def test_a_layer_wise_rule_has_one_multiplier_a_layer(name: str, history: list[S
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@settings(max_examples=25)
+@examples(25)
 @given(history=histories())
 def test_the_same_history_gives_the_same_scaling(name: str, history: list[Step]) -> None:
     rule = law(name, "deterministic")
@@ -162,7 +163,7 @@ def test_the_same_history_gives_the_same_scaling(name: str, history: list[Step])
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@settings(max_examples=25)
+@examples(25)
 @given(history=histories(), cut=st.integers(0, 14))
 def test_the_state_survives_json_in_the_middle_of_a_run(name: str, history: list[Step], cut: int) -> None:
     rule = law(name, "json")
@@ -180,7 +181,7 @@ def test_a_multiplier_does_not_pile_up(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if RULES.entry(name).kind == "modifier"])
-@settings(max_examples=25)
+@examples(25)
 @given(history=histories(), cut=st.integers(0, 14))
 def test_a_modifier_can_follow_a_layer_wise_rule(name: str, history: list[Step], cut: int) -> None:
     rule = make_rule(f"lena+{TEXTS[name].partition('+')[2]}")

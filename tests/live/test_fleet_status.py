@@ -6,6 +6,7 @@ import io
 import json
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from ebbflow.engines.process_group import serve_store
@@ -57,6 +58,7 @@ def test_the_table_fits_eighty_columns() -> None:
     assert "1,234,568 samples/s" in lines[-2]
 
 
+@pytest.mark.process
 def test_replicas_are_asked_over_the_network_where_their_files_are_not_seen() -> None:
     store, empty = serve_store("127.0.0.1"), serve_store("127.0.0.1")
     store.set(STATUS_KEY, json.dumps({"state": "training", "time": 1.0, "step": 4, "batch": 64}))

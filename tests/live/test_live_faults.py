@@ -31,6 +31,8 @@ from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
 from live import replicas
 
+pytestmark = pytest.mark.process
+
 LOCAL = 4
 KILLED = -signal.SIGKILL
 

@@ -19,6 +19,8 @@ from contract.suite import EPOCHS
 from ebbflow.live.accounting import read_fleet
 from live import replicas
 
+pytestmark = pytest.mark.process
+
 HUB = f"ebb{os.getpid() % 10_000}h"
 ENDS = {name: f"ebb{os.getpid() % 10_000}{name}" for name in ("r0", "r1", "r2")}
 

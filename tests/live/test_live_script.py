@@ -26,6 +26,8 @@ from ebbflow.live.accounting import read_fleet
 from ebbflow.optim.elastic import ElasticOptimizer
 from live import replicas
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[2]
 loss_fn = nn.CrossEntropyLoss()
 

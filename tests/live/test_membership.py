@@ -5,9 +5,10 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from drawing_examples import examples
 from ebbflow.data.ledger import Assignment
 from ebbflow.live.membership import Membership, MembershipPhase, agree, extend_lineage, initial_lineage
 from ebbflow.live.membership_events import (
@@ -559,7 +560,7 @@ def test_an_event_that_cannot_happen_is_an_error() -> None:
 # Several replicas -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(seed=st.integers(0, 2**32), replicas=st.integers(2, 4))
 def test_participants_of_a_step_agree_on_the_lineage_before_it(seed: int, replicas: int) -> None:
     fleet = ToyFleet(Random(seed), replicas)

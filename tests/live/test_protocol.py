@@ -132,6 +132,7 @@ def test_a_real_lighthouse_is_asked(lighthouse: tuple[str, Any]) -> None:
     assert quorum.quorum_id > 0
 
 
+@pytest.mark.process
 def test_what_is_not_a_lighthouse_is_recognized() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -178,6 +179,7 @@ def test_addresses() -> None:
         local_address_towards("no-such-host.invalid", 1)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "module",
     [

@@ -60,6 +60,7 @@ def _save_on_a_full_disk(folder: Path, answers: multiprocessing.SimpleQueue) -> 
     answers.put((heard, [path.name for path in store.names()], sorted(os.listdir(folder))))  # noqa: PTH208
 
 
+@pytest.mark.process
 def test_a_full_disk_costs_a_checkpoint_and_not_the_training(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
@@ -97,6 +98,7 @@ def _write_on_a_full_disk(path: Path) -> None:
     journal.close()
 
 
+@pytest.mark.process
 def test_rows_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=_write_on_a_full_disk, args=(tmp_path / "r.jsonl",))
     process.start()

@@ -17,6 +17,8 @@ from ebbflow.live.protocol import FleetConfig, read_status
 from ebbflow.live.supervisor import Ending, FleetEvent, Job, Outcome, RestartPolicy, Supervisor, supervise
 from live.fakes import alive, until
 
+pytestmark = pytest.mark.process
+
 MakeJob = Callable[..., Job]
 QUICK = RestartPolicy(max_failures=3, first_pause_s=0.05, longest_pause_s=0.1)
 

@@ -27,6 +27,7 @@ def test_the_project_asks_for_the_supported_version() -> None:
     assert f'"torchft=={SUPPORTED_VERSION}"' in project.read_text()
 
 
+@pytest.mark.process
 def test_torchft_itself_can_be_imported_after_its_compiled_part() -> None:
     code = """
         from ebbflow.live.torchft_api import load_compiled_part
@@ -61,11 +62,13 @@ def _source() -> str:
     return str(Path(ebbflow.__file__).parents[1])
 
 
+@pytest.mark.process
 def test_a_torchft_that_is_not_installed_is_a_missing_extra(tmp_path: Path) -> None:
     answer = load_from(tmp_path, "torchft_api.load_compiled_part()")
     assert answer.startswith("MissingExtra a live fleet needs torchft, which is not installed; run: pip install")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
@@ -82,6 +85,7 @@ def test_a_damaged_torchft_is_named_with_the_cause(tmp_path: Path, files: dict[s
     assert reason in answer
 
 
+@pytest.mark.process
 def test_a_missing_dependency_of_torchft_is_named(tmp_path: Path) -> None:
     (tmp_path / "torchft").mkdir()
     (tmp_path / "torchft" / "__init__.py").write_text("import opentelemetry.nothing")

@@ -16,23 +16,7 @@ from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.optimizers import OPTIMIZERS, build_optimizer
 from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.rules.rule import StepContext
-
-SAMPLES = 109  # prime, and a tail of 109 - 4 * 24 = 13 samples, in uneven micro-batches of 7 and 6
-
-
-def data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
-    return x, torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64)
-
-
-def model() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-
-def weights(net: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
+from optim.small_regression import SAMPLES, data, model, weights
 
 
 def train_elastic(

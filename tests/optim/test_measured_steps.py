@@ -20,8 +20,7 @@ from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.plan.policies import Follow
 from ebbflow.rules.rule import Rule, Scaling, StepContext
 from ebbflow.traces.availability import Trace
-
-SAMPLES = 109
+from optim.small_regression import SAMPLES, data, model, weights
 
 
 @dataclass(frozen=True)
@@ -35,21 +34,6 @@ class Fixed(Rule):
 
     def scale(self, context: StepContext, state: Any) -> tuple[Scaling, Any]:
         return self.scaling, state + 1
-
-
-def data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
-    return x, torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64)
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-
-def weights(net: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
 def changing_plan() -> BatchPlan:

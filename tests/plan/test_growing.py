@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from ebbflow.cli.main import app
+from drawing_examples import examples
 from ebbflow.core.units import Seconds
 from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.base import Engine, Gradients
@@ -169,7 +167,7 @@ def test_foreseen_steps_by_hand() -> None:
     epochs=st.integers(1, 5),
     ref_batch=st.integers(1, 20),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_foreseen_steps_are_those_of_a_policy_that_is_asked_for_each(
     policy: str, workers: list[int], local_batch: int, samples: int, epochs: int, ref_batch: int
 ) -> None:
@@ -351,19 +349,6 @@ def test_a_run_that_is_interrupted_grows_as_one_that_is_not(policy: str, tmp_pat
     assert resumed.end is not None
     assert whole.end is not None
     assert resumed.end.weights_sha256 == whole.end.weights_sha256
-
-
-def test_the_command_line_counts_the_steps_of_a_growing_batch() -> None:
-    def count(*more: str) -> Any:
-        arguments = ["plan", "constant(workers=125)", "--samples", "50000", "--epochs", "200", "--step-time", "1s",
-                     "--local-batch", "128", "--json", *more]  # fmt: skip
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)
-
-    # Holt and Sievert, Table 1: 60 x 391 + 60 x 79 + 60 x 16 + 20 x 4.
-    assert count("--policy", "geo(60ep, factor=5)", "--ref-batch", "128")["steps"] == 29_240
-    assert count("--policy", "geo(60ep, factor=5, initial=256, max_batch=5120)")["steps"] == 14_960
 
 
 # -- what cannot be used ---------------------------------------------------------------------------------------------

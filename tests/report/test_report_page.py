@@ -140,6 +140,7 @@ def test_a_report_that_fails_half_way_leaves_the_old_one(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["record.jsonl", "report"]
 
 
+@pytest.mark.process
 def test_a_report_needs_neither_torch_nor_pyplot(study: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from ebbflow.report.report_page import write_report; "
@@ -221,6 +222,7 @@ def seen_in(dom: str) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("width", [1280, 700])
 def test_a_browser_shows_the_tables_and_every_figure_and_makes_no_request(
     report: ReportPaths, browser: str, tmp_path: Path, width: int
@@ -230,6 +232,7 @@ def test_a_browser_shows_the_tables_and_every_figure_and_makes_no_request(
     assert [url for url in urls if not url.startswith("data:")] == []
 
 
+@pytest.mark.process
 def test_on_a_phone_every_result_is_on_the_screen_and_what_scrolls_says_so(
     report: ReportPaths, browser: str, tmp_path: Path
 ) -> None:
@@ -246,6 +249,7 @@ def test_on_a_phone_every_result_is_on_the_screen_and_what_scrolls_says_so(
     assert seen_in(dom)["width"] <= 390
 
 
+@pytest.mark.process
 def test_a_request_would_have_been_noticed(browser: str, tmp_path: Path) -> None:
     (tmp_path / "leaky.html").write_text('<img src="http://leak.example/pixel.png">')
     _, urls = browse(browser, tmp_path / "leaky.html", tmp_path / "profile")

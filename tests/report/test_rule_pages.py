@@ -1,71 +1,18 @@
-"""What the user sees of the rules: the table, the page of one rule, its plot, and the cards of the documentation."""
+"""Curves and plots of the rules, and the cards of the documentation."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from ebbflow.cli.main import app
-from ebbflow.errors import OutputError, SpecError
-from ebbflow.report.rule_pages import RuleCurves, cards, chart, curves, describe, figure
+from ebbflow.report.rule_pages import RuleCurves, cards, chart, curves, figure
 from ebbflow.rules.rule import RULES, rule_entries
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = [entry for entry in rule_entries() if entry.make.__module__.startswith("ebbflow.")]
 NAMES = [entry.name for entry in OWN]
-
-
-def ebbflow(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments, catch_exceptions=False)
-
-
-@pytest.fixture(autouse=True)
-def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ebbflow.cli.common import out
-
-    monkeypatch.setattr(out, "_width", 80)
-
-
-def test_the_table_names_all_and_fits_eighty_columns() -> None:
-    lines = ebbflow("rules").output.splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    words = {line.split()[0] for line in lines if line.strip()}
-    assert set(NAMES) <= words
-    assert {"Rules", "Modifiers"} <= words
-
-
-def test_the_table_as_json_keeps_its_shape() -> None:
-    rows = {row["name"]: row for row in json.loads(ebbflow("rules", "--json").output)}
-    assert rows["dynamic"] == {
-        "name": "dynamic",
-        "kind": "rule",
-        "needs": [],
-        "cite": "Lin et al. 2019, arXiv 1904.12043",
-        "summary": "Dynamic SGD; stands for linear+ramp.",
-    }
-    assert rows["lena"]["needs"] == ["layers", "moments"]
-    assert {row["kind"] for row in rows.values()} == {"rule", "modifier"}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_page_of_a_rule_says_everything(name: str) -> None:
-    page = ebbflow("rules", "show", name).output
-    assert all(len(line) <= 80 for line in page.splitlines())
-    flat = " ".join(page.split())
-    entry, about = RULES.entry(name), describe(RULES.entry(name))
-    for part in (about.formula, about.suits, about.example, entry.cite, *about.needs):
-        assert " ".join(part.split()) in flat
-    assert all(doc in flat for _, _, doc in entry.parameters)
-    assert "└──" in page, "there is a plot"
-
-
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(SpecError, match="did you mean 'adascale'"):
-        ebbflow("rules", "show", "adascal")
 
 
 def test_a_rule_that_needs_the_noise_has_a_line_for_each_level() -> None:
@@ -128,23 +75,8 @@ def test_a_figure_is_the_same_every_time(name: str, tmp_path: Path) -> None:
     assert all(label in text for label in lines.lines)
 
 
-def test_show_draws_into_a_file(tmp_path: Path) -> None:
-    ebbflow("rules", "show", "surge", "--out", str(tmp_path / "surge.png"))
-    assert (tmp_path / "surge.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(OutputError, match=r"written as .svg, .png, .pdf"):
-        ebbflow("rules", "show", "surge", "--out", str(tmp_path / "surge.doc"))
-
-
 def test_the_cards_are_up_to_date() -> None:
     folder = ROOT / "docs" / "rules"
     written = {page.name: page.read_text(encoding="utf-8") for page in folder.glob("*.md")}
     stale = sorted(name for name, text in cards(OWN).items() if written.pop(name, None) != text)
     assert (stale, sorted(written)) == ([], []), "stale or left over; run: ebbflow rules cards docs/rules"
-
-
-def test_cards_can_be_written_anywhere(tmp_path: Path) -> None:
-    ebbflow("rules", "cards", str(tmp_path / "a" / "b"))
-    assert {f"{name}.md" for name in NAMES} | {"README.md"} <= {page.name for page in (tmp_path / "a" / "b").iterdir()}
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be created"):
-        ebbflow("rules", "cards", str(tmp_path / "file"))

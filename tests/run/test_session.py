@@ -11,29 +11,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ebbflow
+from contract.suite import SAMPLES, make_data, make_model, weights_of
 from ebbflow.errors import ConfigError
 from ebbflow.workloads import TensorSource, cross_entropy
 
-SAMPLES = 97
 SETTINGS: dict[str, Any] = {"trace": "0s:4 3s:2 7s:5 60s", "base_batch": 8, "local_batch": 4, "epochs": 2, "seed": 7}
 
 
-def make_model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
-
-
-def make_data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(4)
-    return torch.randn(SAMPLES, 5, generator=generator).double(), torch.randint(3, (SAMPLES,), generator=generator)
-
-
-def weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([tensor.double().flatten() for tensor in model.state_dict().values()])
-
-
 def trained(**changes: Any) -> nn.Module:
-    model = make_model()
+    model = make_model(batch_norm=True)
     settings = {**SETTINGS, "loss": cross_entropy, **changes}
     with ebbflow.Session(model, sgd(model), TensorSource(*make_data()), **settings) as session:
         session.run()
@@ -48,14 +34,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("rule", ["linear", "adascale+warmup(1ep)"])
 def test_an_own_loop_computes_what_the_session_computes_with_the_loss(rule: str) -> None:
-    model, seen = make_model(), []
+    model, seen = make_model(batch_norm=True), []
     x, y = make_data()
     with ebbflow.Session(model, sgd(model), TensorDataset(x, y), rule=rule, **SETTINGS) as session:
         for step in session:
             for inputs, targets in step:
                 seen.append(inputs)
                 step.backward(nn.functional.cross_entropy(model(inputs), targets))
-    torch.testing.assert_close(weights(model), weights(trained(rule=rule, engine="loop")), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weights_of(model), weights_of(trained(rule=rule, engine="loop")), rtol=1e-12, atol=1e-12)
     rows = torch.cat(seen).tolist()
     assert sorted(rows) == sorted(x.tolist() * 2), "every sample once per epoch"
 
@@ -68,27 +54,27 @@ def test_engines_agree_and_one_of_your_own_takes_part() -> None:
         assert parts.plan is not None
         return LoopEngine(parts.model, parts.fetch, parts.loss, parts.plan, samples=parts.samples, seed=parts.seed)
 
-    reference = weights(trained(engine="loop"))
+    reference = weights_of(trained(engine="loop"))
     for engine in ("auto", "fused", own):
-        torch.testing.assert_close(weights(trained(engine=engine)), reference, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(weights_of(trained(engine=engine)), reference, rtol=1e-9, atol=1e-9)
 
 
 def test_a_session_that_is_left_continues_where_it_was(tmp_path: Path) -> None:
-    model = make_model()
+    model = make_model(batch_norm=True)
     with ebbflow.Session(model, sgd(model), TensorSource(*make_data()), out=tmp_path, **SETTINGS) as session:
         for step in session:
             for inputs, targets in step:
                 step.backward(cross_entropy(model, inputs, targets))
             if session.step == 4:
                 break
-    again = make_model()
+    again = make_model(batch_norm=True)
     with ebbflow.Session(again, sgd(again), TensorSource(*make_data()), out=tmp_path, **SETTINGS) as session:
         assert session.step == 4
         for step in session:
             for inputs, targets in step:
                 step.backward(cross_entropy(again, inputs, targets))
         run = session.record
-    torch.testing.assert_close(weights(again), weights(trained(engine="loop")), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weights_of(again), weights_of(trained(engine="loop")), rtol=1e-12, atol=1e-12)
     assert run.status == "finished"
     assert [row.step for row in run.steps] == list(range(len(run.steps)))
     with (
@@ -99,12 +85,12 @@ def test_a_session_that_is_left_continues_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_step_that_the_loop_leaves_alone_is_computed_with_the_loss() -> None:
-    model = make_model()
+    model = make_model(batch_norm=True)
     data = TensorSource(*make_data())
     with ebbflow.Session(model, sgd(model), data, loss=cross_entropy, engine="loop", **SETTINGS) as session:
         steps = [step.assignment.batch for step in session]
     assert sum(steps) == 2 * SAMPLES
-    torch.testing.assert_close(weights(model), weights(trained(engine="loop")), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weights_of(model), weights_of(trained(engine="loop")), rtol=1e-12, atol=1e-12)
 
 
 def test_scores_of_the_user_go_into_the_record(tmp_path: Path) -> None:
@@ -114,7 +100,7 @@ def test_scores_of_the_user_go_into_the_record(tmp_path: Path) -> None:
 
 
 def test_mistakes_in_the_loop_are_named() -> None:
-    model = make_model()
+    model = make_model(batch_norm=True)
     session = ebbflow.Session(model, sgd(model), TensorSource(*make_data()), **SETTINGS)
     with pytest.raises(ConfigError, match="the session is not open: use it in a `with`"):
         next(iter(session))
@@ -142,7 +128,7 @@ def test_mistakes_in_the_loop_are_named() -> None:
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_trained(change: dict[str, Any], message: str) -> None:
-    model = make_model()
+    model = make_model(batch_norm=True)
     settings = {name: value for name, value in {**SETTINGS, **change}.items() if value is not None}
     with pytest.raises(ConfigError, match=message):
         ebbflow.Session(model, sgd(model), TensorSource(*make_data()), **settings)

@@ -6,26 +6,10 @@ import inspect
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from ebbflow import Session
-from ebbflow.cli.main import app
 from ebbflow.errors import ConfigError
 from ebbflow.run.config import ENGINE_KINDS, FRONT_ENDS, RunConfig, fields_of, settings_of
-
-
-def option(name: str) -> str:
-    return f"--{name.replace('_', '-')}" if name != "plugins" else "--plugin"
-
-
-def test_every_setting_is_an_option_of_the_command_with_its_documentation() -> None:
-    shown = " ".join(CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", "--help"]).output.split())
-    for name, field in RunConfig.model_fields.items():
-        if name == "label":  # a study gives it
-            continue
-        assert ("workload" if name == "workload" else option(name)) in shown
-        assert field.description, f"{name} is documented where it is declared"
-        assert field.description.split(".")[0].split(":")[0][:40] in shown, name
 
 
 def test_a_session_and_the_estimators_show_the_settings_that_they_take() -> None:

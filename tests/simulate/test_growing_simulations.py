@@ -7,9 +7,10 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from drawing_examples import examples
 from ebbflow.core.units import Seconds, Span
 from ebbflow.errors import ConfigError
 from ebbflow.plan import StepSize, make_policy, plan_growing
@@ -36,7 +37,7 @@ policies = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(
     fleet=fleets,
     recovery=recoveries,
@@ -166,7 +167,7 @@ def test_on_demand_clusters_and_settings_grow_too() -> None:
 
 def test_policies_that_need_a_training_are_refused() -> None:
     for name in ("ada", "ada-norm", "rada", "noise"):
-        with pytest.raises(ConfigError, match=r"grows by what training shows.*geo or pada.*--batches"):
+        with pytest.raises(ConfigError, match=r"grows by what training shows.*geo or pada.*--plan FILE"):
             growing(name, "constant(4)")
     with pytest.raises(ConfigError, match="begins with the reference batch; give it"):
         growing("geo(2ep)", "constant(4)", ref_batch=None)

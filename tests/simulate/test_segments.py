@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from drawing_examples import examples
 from ebbflow.core.units import Seconds
 from ebbflow.simulate.recovery import CheckpointRecovery, Ideal, Recovery, StepRecovery
 from ebbflow.simulate.scenario import TrainingWork
@@ -14,7 +15,7 @@ from ebbflow.simulate.skip import simulate_segments
 from simulate.naive import NaiveSimulator, assert_same, fleets, recoveries, segments_of, works
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(
     fleet=fleets,
     recovery=recoveries,
@@ -36,7 +37,7 @@ def test_a_simulation_by_segments_equals_one_step_by_step(
     )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     fleet=st.lists(st.tuples(st.floats(0.05, 30.0), st.integers(0, 4)), min_size=2, max_size=12),
     recovery=recoveries,

@@ -60,6 +60,7 @@ def study(**changes: Any) -> Study:
     return parse_study({**values, **changes}, source="study", folder=None)
 
 
+@pytest.mark.process
 def test_whatever_happens_to_an_arm_the_others_go_on_and_its_record_says_why(tmp_path: Path) -> None:
     rules = ["constant", "memory", "killed", "overflowing", "sqrt", "linear"]
     override = [
@@ -96,6 +97,7 @@ def test_whatever_happens_to_an_arm_the_others_go_on_and_its_record_says_why(tmp
     assert {arm.rule: arm.status for arm in results.arms} == {rule: status for rule, (status, _) in expected.items()}
 
 
+@pytest.mark.process
 def test_a_data_folder_that_is_not_there_is_an_arms_failure(tmp_path: Path) -> None:
     chosen = study(workloads=["cifar10-vgg11(width=2)", "digits-mlp(width=4)"])
     chosen = parse_study(
@@ -110,6 +112,7 @@ def test_a_data_folder_that_is_not_there_is_an_arms_failure(tmp_path: Path) -> N
     assert "nowhere" in runs[0].end.text
 
 
+@pytest.mark.process
 def test_a_gap_without_workers_costs_time_and_nothing_else(tmp_path: Path) -> None:
     traces = {"gap": "gap.csv", "never": "never.csv"}
     (tmp_path / "gap.csv").write_text("time_s,accelerators\n0,3\n40,0\n400,2\n900,2\n")
@@ -126,6 +129,7 @@ def test_a_gap_without_workers_costs_time_and_nothing_else(tmp_path: Path) -> No
     assert "no workers from 0 s on" in never.end.text
 
 
+@pytest.mark.process
 def test_a_line_that_a_kill_cut_is_dropped_and_the_failure_said(tmp_path: Path) -> None:
     chosen = study()
     run_study(chosen, tmp_path / "out")
@@ -140,6 +144,7 @@ def test_a_line_that_a_kill_cut_is_dropped_and_the_failure_said(tmp_path: Path) 
     assert (run.end.text, run.end.samples) == ("killed", run.steps[-1].samples)
 
 
+@pytest.mark.process
 def test_arms_share_what_one_of_them_has_decoded(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     from workloads.test_image_files import jpeg, npz_arrays
@@ -184,6 +189,7 @@ def test_a_missing_gpu_is_said_before_anything_is_trained(tmp_path: Path) -> Non
         train(RunConfig(workload="digits-mlp", device="cuda"), tmp_path)
 
 
+@pytest.mark.process
 def test_an_arm_whose_study_was_killed_exits_without_a_failure(tmp_path: Path) -> None:
     (arm,) = study().arms()
     context = multiprocessing.get_context("forkserver")
@@ -198,6 +204,7 @@ def test_an_arm_whose_study_was_killed_exits_without_a_failure(tmp_path: Path) -
     assert '"kind":"end"' not in record, "nothing was wrong with the arm: it can be continued"
 
 
+@pytest.mark.process
 def test_the_server_ignores_ctrl_c_while_it_imports_torch() -> None:
     program = (
         "import multiprocessing, re; from multiprocessing.forkserver import _forkserver as server; "

@@ -39,6 +39,7 @@ def digests(out: Path) -> dict[str, str]:
     return {name: run.end.weights_sha256 for name, run in records(out).items() if run.end is not None}
 
 
+@pytest.mark.process
 def test_a_study_runs_every_arm_once_and_then_has_nothing_to_do(tmp_path: Path) -> None:
     reported: list[ArmProgress] = []
     run_study(small(), tmp_path, jobs=2, on_progress=reported.append)
@@ -56,12 +57,14 @@ def test_a_study_runs_every_arm_once_and_then_has_nothing_to_do(tmp_path: Path) 
     assert not list(tmp_path.glob("arms/*/checkpoint.pt"))
 
 
+@pytest.mark.process
 def test_a_folder_of_another_study_is_refused_and_the_difference_named(tmp_path: Path) -> None:
     run_study(small(rules=["constant"]), tmp_path)
     with pytest.raises(ConfigError, match=r"rules \(now \['linear'\], was \['constant'\]\)"):
         run_study(small(rules=["linear"]), tmp_path)
 
 
+@pytest.mark.process
 def test_arms_that_were_made_from_other_data_are_found_with_a_warning(tmp_path: Path) -> None:
     for name in ("one.txt", "two.txt"):
         (tmp_path / name).write_text("to be or not to be, " * 20, encoding="utf-8")
@@ -74,6 +77,7 @@ def test_arms_that_were_made_from_other_data_are_found_with_a_warning(tmp_path: 
     assert found == ["", f"its data was {tmp_path / 'one.txt'}, now it is {tmp_path / 'two.txt'}"]
 
 
+@pytest.mark.process
 def test_a_study_grows_by_seeds_and_rules_and_keeps_what_was_run(tmp_path: Path) -> None:
     run_study(small(rules=["constant"]), tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("arms/*/record.jsonl")}
@@ -88,6 +92,7 @@ def test_a_study_grows_by_seeds_and_rules_and_keeps_what_was_run(tmp_path: Path)
     assert (config["rules"], config["seeds"]) == (["constant", "linear"], [0, 1])
 
 
+@pytest.mark.process
 def test_a_study_that_was_moved_with_its_traces_is_the_same_study(tmp_path: Path) -> None:
     text = "time_s,accelerators\n0,4\n60,2\n120,2\n"
     reported: list[ArmProgress] = []
@@ -104,6 +109,7 @@ def test_a_study_that_was_moved_with_its_traces_is_the_same_study(tmp_path: Path
         run_study(small(rules=["linear"], traces={"spot": str(tmp_path / "there" / "spot.csv")}), tmp_path / "out")
 
 
+@pytest.mark.process
 def test_an_arm_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(
@@ -173,6 +179,7 @@ def rows(out: Path) -> int:
     return sum(path.read_bytes().count(b'"kind":"step"') for path in out.glob("arms/*/record.jsonl"))
 
 
+@pytest.mark.process
 def test_killed_with_kill_9_the_same_command_ends_with_the_same_weights(tmp_path: Path) -> None:
     study = tmp_path / "study.toml"
     study.write_text(STUDY)
@@ -212,6 +219,7 @@ def released(out: Path) -> bool:
     return True
 
 
+@pytest.mark.process
 def test_the_arms_of_a_killed_study_stop_and_have_not_failed(tmp_path: Path) -> None:
     study, out, said = tmp_path / "study.toml", tmp_path / "out", tmp_path / "said"
     study.write_text(STUDY.replace("epochs = 6", "epochs = 500"))
@@ -226,6 +234,7 @@ def test_the_arms_of_a_killed_study_stop_and_have_not_failed(tmp_path: Path) -> 
     assert "Traceback" not in said.read_text()
 
 
+@pytest.mark.process
 def test_ctrl_c_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
     study = tmp_path / "study.toml"
     study.write_text(STUDY.replace("epochs = 6", "epochs = 500"))
@@ -238,6 +247,7 @@ def test_ctrl_c_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "study.json").read_text())["config"]["name"] == "study"
 
 
+@pytest.mark.process
 def test_a_second_study_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     study = tmp_path / "study.toml"
     study.write_text(STUDY.replace("epochs = 6", "epochs = 500"))

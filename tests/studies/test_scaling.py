@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from ebbflow.cli.main import app
 from ebbflow.core.spec import parse_calls
 from ebbflow.errors import ConfigError
 from ebbflow.run.planning import make_plan
 from ebbflow.run.training import resolve
-from ebbflow.studies.grid import Study, load_study, parse_study, recipe_names, recipe_text
+from ebbflow.studies.grid import Study, load_study, parse_study, recipe_names
 from ebbflow.studies.scaling import scaled
 
 VALUES: dict[str, Any] = {
@@ -124,29 +120,6 @@ def test_every_recipe_keeps_its_structure_at_every_scale(name: str, factor: floa
         assert long.epochs is not None and short.epochs is not None
         assert short.epochs == max(1, round(long.epochs * factor))
         assert (short.local_batch, short.ref_batch, short.lr) == (long.local_batch, long.ref_batch, long.lr)
-
-
-def test_the_command_scales_sets_and_counts_seeds_and_the_folder_says_so(tmp_path: Path) -> None:
-    path, out = tmp_path / "tiny.toml", tmp_path / "out"
-    path.write_text(
-        'workloads = "digits-mlp"\nrules = "linear+warmup(5ep)"\ntraces = "constant(workers=4)"\nseeds = 3\n'
-    )
-    command = ["study", str(path), "--scale", "0.04", "--seeds", "1", "--set", "epochs=50", "--out", str(out)]
-    result = CliRunner().invoke(app, [*command, "--jobs", "1", "--json"])
-    assert result.exit_code == 0, result.output
-    config = json.loads((out / "study.json").read_text())["config"]
-    # 0.04 of 50 epochs are 2, of 5 epochs 0.2; 64 times the root of 0.04 is 12.8, to a multiple of 8 16.
-    assert (config["scale"], config["seeds"], config["settings"]["epochs"]) == (0.04, [0], 2)
-    assert (config["rules"], config["workloads"]) == (["linear+warmup(0.2ep)"], ["digits-mlp(width=16)"])
-    assert len(list(out.glob("arms/*/record.jsonl"))) == 1
-
-
-def test_the_command_lists_and_shows_recipes() -> None:
-    listed = json.loads(CliRunner().invoke(app, ["study", "--list", "--json"]).output)
-    assert [entry["name"] for entry in listed] == recipe_names()
-    assert {"name": "lena-table1", "arms": 15, "summary": load_study("lena-table1").summary} in listed
-    assert "lena-table1 " in CliRunner().invoke(app, ["study", "--list"]).output
-    assert CliRunner().invoke(app, ["study", "demo", "--show"]).output == recipe_text("demo")
 
 
 def test_a_scaled_run_sees_the_same_workers_in_the_same_order() -> None:

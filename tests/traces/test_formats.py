@@ -115,7 +115,7 @@ def test_the_written_form_is_plain(tmp_path: Path) -> None:
         ('{"metadata": {"gap_seconds": 300}, "data": [1, 1.5]}', r"data\[1\] is 1.5"),
         ('{"metadata": {"gap_seconds": 300}, "data": [1, NaN]}', "contains NaN"),
         ('{"metadata": {"gap_seconds": 300}, "data": [1, 1e999]}', r"data\[1\] is inf"),
-        ("step,batchsize\n0,128\n", "is a batch plan .* BatchPlan.read, or with ebbflow plan --batches"),
+        ("step,batchsize\n0,128\n", "is a batch plan .* BatchPlan.read, or with ebbflow plan --plan FILE"),
         ("hello,world\n1,2\n", "1: is in no known trace format; it begins with 'hello,world'"),
         ("Time_s\taccelerators\n0\t4\n", r"it begins with 'Time_s\\taccelerators'; expected for example the header"),
         ("time_s accelerators\r0 4\r", "it begins with 'time_s accelerators'; expected"),

@@ -83,6 +83,7 @@ def _ask(folder: Path) -> None:
         disk_cached("x", [SOURCE], make)
 
 
+@pytest.mark.process
 def test_of_several_processes_at_the_same_time_one_makes_the_array(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_ask, args=(tmp_path,)) for _ in range(4)]

@@ -80,6 +80,7 @@ def test_images_are_standardised_after_they_are_read(folder):
     torch.testing.assert_close(task.valid.batch(np.array([0]), train=False)[0][0], (raw - mean) / std)
 
 
+@pytest.mark.process
 def test_a_run_is_the_same_with_and_without_loader_processes(folder, tmp_path):
     runs = [
         train(
@@ -110,6 +111,7 @@ def test_an_error_about_missing_images_names_the_folder(folder, tmp_path):
         workloads.build("folder-resnet18", data=folder)
 
 
+@pytest.mark.process
 def test_an_error_about_a_damaged_image_names_its_file(folder):
     path = folder / "train" / "cat" / "0.jpg"
     path.write_bytes(path.read_bytes()[:200])

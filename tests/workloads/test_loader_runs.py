@@ -25,6 +25,8 @@ from ebbflow.studies.runner import run_study
 from workloads.drawing import SAMPLES
 from workloads.loader_runs import RECIPE
 
+pytestmark = pytest.mark.process
+
 PLUGIN = str(Path(__file__).with_name("loader_runs.py"))
 TRACE = "0s:4 3s:2 7s:5 11s:3 15s:1 17s:4 40s"
 ENVIRONMENT = {

@@ -14,10 +14,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
+from drawing_examples import examples
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads import DatasetSource
 from ebbflow.workloads.prefetch import MAX_SUB_REQUEST, Request, SampleReader, seeded
@@ -84,12 +85,13 @@ REQUESTS = st.lists(
 )
 
 
+@pytest.mark.process
 def test_any_history_of_right_and_wrong_predictions_gives_each_request_its_own_samples():
     # All examples share these, with whatever state earlier examples left in them.
     readers = {workers: SampleReader(Drawing(), loader_workers=workers, prefetch=100) for workers in (0, 1, 2)}
 
     @given(asked=REQUESTS, others=REQUESTS, wrong=st.sets(st.integers(0, 5)), workers=st.lists(st.sampled_from([1, 2])))
-    @settings(max_examples=40)
+    @examples(40)
     def check(asked: list[Request], others: list[Request], wrong: set[int], workers: list[int]) -> None:
         # The prediction: the real requests, with some of them replaced by others.
         predicted = [others[i % len(others)] if i in wrong else one for i, one in enumerate(asked)]
@@ -105,6 +107,7 @@ def test_any_history_of_right_and_wrong_predictions_gives_each_request_its_own_s
         reader.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_transforms_draw_depends_on_the_seed_and_the_position_in_the_batch_only(workers):
     source = DatasetSource(Drawing(), loader_workers=workers)
@@ -121,6 +124,7 @@ def test_what_transforms_draw_depends_on_the_seed_and_the_position_in_the_batch_
     source.close()
 
 
+@pytest.mark.process
 def test_batches_are_the_same_for_any_number_of_processes():
     made = []
     for workers in (0, 1, 2):
@@ -144,6 +148,7 @@ def test_the_generators_of_the_caller_do_not_change():
     assert random.getstate() == before[2]
 
 
+@pytest.mark.process
 def test_a_validation_draws_the_same_numbers_every_time_and_none_from_the_run_s_generator():
     source = DatasetSource(Drawing(), loader_workers=1)
     every = torch.split(torch.arange(SAMPLES), 60)
@@ -159,6 +164,7 @@ def test_a_validation_draws_the_same_numbers_every_time_and_none_from_the_run_s_
 # ---- prefetching ----
 
 
+@pytest.mark.process
 def test_predicted_samples_are_read_by_other_processes_before_they_are_requested(tmp_path):
     data = Watched(tmp_path)
     reader = SampleReader(data, loader_workers=2, prefetch=64)
@@ -182,6 +188,7 @@ def test_predicted_samples_are_read_by_other_processes_before_they_are_requested
     reader.close()
 
 
+@pytest.mark.process
 def test_requests_that_were_not_predicted_are_read_and_nothing_else_is(tmp_path):
     data = Watched(tmp_path)
     reader = SampleReader(data, loader_workers=2, prefetch=64)
@@ -209,6 +216,7 @@ def test_an_impossible_number_is_refused(wrong):
 # ---- failures ----
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_names_the_sample_that_cannot_be_read(workers):
     source = DatasetSource(Broken(), loader_workers=workers)
@@ -221,6 +229,7 @@ def test_an_error_names_the_sample_that_cannot_be_read(workers):
     source.close()
 
 
+@pytest.mark.process
 def test_a_broken_sample_that_was_only_prefetched_is_no_error():
     reader = SampleReader(Broken(), loader_workers=1, prefetch=64)
     reader.prefetch_from(lambda: iter([request([1]), request([70]), request([2])]))
@@ -229,6 +238,7 @@ def test_a_broken_sample_that_was_only_prefetched_is_no_error():
     reader.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("indices", [[69, 70], [*range(39, 71)]])
 def test_samples_of_different_shapes_are_refused(workers, indices):
@@ -246,6 +256,7 @@ class Slow(Drawing):
         return super().__getitem__(index)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("slow", [False, True], ids=["with samples ready", "in the middle of a sample"])
 def test_a_killed_process_is_an_error_and_no_hang_and_reading_can_continue(slow, tmp_path):
     data = Slow() if slow else Watched(tmp_path)
@@ -267,6 +278,7 @@ def test_a_killed_process_is_an_error_and_no_hang_and_reading_can_continue(slow,
     reader.close()
 
 
+@pytest.mark.process
 def test_a_handler_of_sigchld_is_not_called_while_a_reader_is_closed():
     """A DataLoader of the user installs torch's handler, which would raise an error in `close`."""
     signals = []
@@ -280,6 +292,7 @@ def test_a_handler_of_sigchld_is_not_called_while_a_reader_is_closed():
     assert (children(), signals) == ([], [])
 
 
+@pytest.mark.process
 def test_no_process_is_left_when_a_source_is_closed_or_deleted():
     source = DatasetSource(Drawing(), loader_workers=2)
     source.batch(np.arange(5), train=True)
@@ -303,6 +316,7 @@ class Interrupting(Drawing):
         return super().__getitem__(index)
 
 
+@pytest.mark.process
 def test_after_an_interrupt_between_two_sub_requests_the_next_request_gets_its_own_samples():
     reader = SampleReader(Interrupting(), loader_workers=1, prefetch=64)
     with pytest.raises(KeyboardInterrupt):
@@ -316,6 +330,7 @@ def _read_as_a_daemon(results) -> None:
     results.put(joined(SampleReader(Drawing(), loader_workers=2, prefetch=64).read(request([3, 4])))[0][:, 0].tolist())
 
 
+@pytest.mark.process
 def test_a_process_that_may_have_no_children_reads_in_itself():
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()

@@ -339,6 +339,7 @@ def _rule(text: str):  # type: ignore[no-untyped-def]
     return make_rule(text)
 
 
+@pytest.mark.process
 def test_the_recursion_does_not_import_torch() -> None:
     code = "import sys, ebbflow.nqm; sys.exit('torch' in sys.modules)"
     assert run_process([sys.executable, "-c", code], check=False).returncode == 0

@@ -71,12 +71,14 @@ def test_without_torchvision_the_error_says_what_to_install(monkeypatch):
         import_torchvision(needed_for="my workload")
 
 
+@pytest.mark.process
 def test_operators_that_cannot_be_loaded_are_defined_and_nms_works(stub):
     assert "operator torchvision::nms does not exist" in run("import torchvision", stub).stderr
     result = run(USE, stub)
     assert (result.returncode, result.stdout) == (0, "[1, 2]\n"), result.stderr
 
 
+@pytest.mark.process
 def test_operators_that_torchvision_has_are_left_alone(stub):
     # The compiled nms stands in here for one that keeps nothing, and torchvision's own check stays in force.
     defined = (
@@ -94,6 +96,7 @@ def test_operators_that_torchvision_has_are_left_alone(stub):
     assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
 
 
+@pytest.mark.process
 def test_a_torchvision_that_asks_for_more_is_refused_with_the_versions(stub):
     path = stub / "torchvision" / "__init__.py"
     path.write_text(path.read_text().replace('"qnms"', '"qnms", "more"'))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -324,49 +322,6 @@ def test_an_own_workload_is_a_function_that_is_registered(registry):
 
 def test_the_shorter_name_of_the_package_is_the_same_function():
     assert workloads.register is register_workload
-
-
-PLUGIN = """\
-import torch
-from torch import nn
-
-from ebbflow import register_workload
-from ebbflow.workloads import Recipe, Task, TensorSource
-
-RECIPE = Recipe(ref_batch=4, local_batch=2, lr=0.1, optimizer="sgd", schedule="constant", epochs=1, metric="loss")
-
-
-@register_workload("line", recipe=RECIPE)
-def line(recipe: Recipe, samples: int = 8) -> Task:
-    "Points on a line."
-    source = points(samples)
-    return Task(model=nn.Linear(1, 2), train=source, valid=source, recipe=recipe)
-
-
-def points(samples):
-    return TensorSource(torch.linspace(0, 1 / samples, samples)[:, None], torch.arange(samples) % 2)
-"""
-
-
-def test_a_plugin_s_workload_is_trained_by_the_command_and_its_errors_name_the_plugin_s_line(tmp_path):
-    plugin = tmp_path / "my_line.py"
-    plugin.write_text(PLUGIN)
-
-    def train(workload: str) -> subprocess.CompletedProcess[str]:
-        command = ["train", workload, "--plugin", "my_line.py", "--trace", "constant(workers=2)", "--out", "run"]
-        return subprocess.run(
-            [sys.executable, "-m", "ebbflow", *command], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
-
-    failed = train("line(samples=0)")
-    assert failed.returncode == 2
-    assert "Traceback" not in failed.stderr
-    line = PLUGIN.splitlines().index("    return " + PLUGIN.rpartition("return ")[2].strip()) + 1
-    expected = f"the workload 'line' cannot be built: ZeroDivisionError: division by zero ({plugin}:{line}, in points)"
-    assert expected in failed.stderr
-    trained = train("line")
-    assert trained.returncode == 0, trained.stderr
-    assert (tmp_path / "run" / "record.jsonl").is_file()
 
 
 def test_an_error_of_a_builder_keeps_its_cause_and_names_the_builder_s_line_even_when_torch_raised_it(registry):

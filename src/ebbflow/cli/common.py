@@ -1,4 +1,4 @@
-"""What the verbs share: where output goes, and how an answer is printed as JSON."""
+"""What the verbs share: arguments and options that mean the same everywhere, where output goes, answers as JSON."""
 
 from __future__ import annotations
 
@@ -15,16 +15,30 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-__all__ = ["AsJson", "PluginFiles", "command_line", "err", "interruptible", "out", "print_json"]
+from ebbflow.run.config import RunConfig
+from ebbflow.traces.formats import FORMATS
+
+__all__ = [
+    "TRACE", "AsJson", "FormatName", "PluginFiles", "TraceText", "command_line", "err", "interruptible", "out",
+    "print_json",
+]  # fmt: skip
 
 out = Console(highlight=False)
 """Answers."""
 err = Console(stderr=True, highlight=False)
 """Progress, notes and errors: never mixed into an answer that a script reads."""
 
+TRACE = typer.Argument(metavar="TRACE", help="A trace file, or a generator such as 'gcp-a100-like(seed=3)'.")
+TraceText = Annotated[str, TRACE]
+FormatName = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        help=f"Format of the file: {', '.join(FORMATS)}, or one from a plugin. Default: recognised by its content.",
+    ),
+]
 PluginFiles = Annotated[
-    list[str] | None,
-    typer.Option("--plugin", help="A Python file that registers your own traces, policies, ...; repeatable."),
+    list[str] | None, typer.Option("--plugin", help=f"{RunConfig.model_fields['plugins'].description} Repeatable.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer with JSON on standard output.")]
 

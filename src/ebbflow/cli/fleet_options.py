@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,8 @@ from ebbflow.errors import ConfigError
 from ebbflow.live.supervisor import Outcome
 
 __all__ = [
-    "EXIT_CODES", "PASS_THROUGH", "Bind", "Command", "Gpus", "Grace", "Heartbeat", "JobName", "MaxFailures",
-    "MinReplicas", "Out", "Workload", "milliseconds", "positive",
+    "EXIT_CODES", "PASS_THROUGH", "Command", "Gpus", "Grace", "Heartbeat", "JobName", "MaxFailures",
+    "MinReplicas", "Out", "Workload", "milliseconds", "positive", "with_plugins",
 ]  # fmt: skip
 
 PASS_THROUGH = {"ignore_unknown_options": True}
@@ -40,7 +41,6 @@ Out = Annotated[
     typer.Option("--out", help="Folder for logs, records and checkpoints; by default runs/ and the job's name."),
 ]
 JobName = Annotated[str | None, typer.Option("--job", help="Name of the job; by default the name of the script.")]
-Bind = Annotated[str | None, typer.Option(help="Address to listen on; by default loopback.")]
 MinReplicas = Annotated[int, typer.Option(help="Training waits while there are fewer replicas.")]
 Heartbeat = Annotated[str, typer.Option(help="A replica without a heartbeat for this long is dead.")]
 Grace = Annotated[str, typer.Option(help="How long a replica may take to leave before it is killed.")]
@@ -48,6 +48,11 @@ MaxFailures = Annotated[
     int, typer.Option(help="Give a replica up after this many deaths in a row without a committed step.")
 ]
 Gpus = Annotated[int, typer.Option(help="GPUs per replica; 0 leaves CUDA_VISIBLE_DEVICES alone.")]
+
+
+def with_plugins(command: Sequence[str], plugins: Sequence[str], *, workload: str | None) -> list[str]:
+    """The command, and, for the ready-made replica, the plugin files that it is to load."""
+    return [*command, *(part for file in plugins for part in ("--plugin", file) if workload is not None)]
 
 
 def milliseconds(text: str) -> int:

@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ebbflow.cli.common import AsJson, err, out, print_json
+from ebbflow.cli.common import AsJson, PluginFiles, err, out, print_json
 from ebbflow.cli.fleet_options import (
     EXIT_CODES,
-    Bind,
     Command,
     Gpus,
     Grace,
@@ -21,13 +20,14 @@ from ebbflow.cli.fleet_options import (
     Workload,
     milliseconds,
     positive,
+    with_plugins,
 )
 from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError
 from ebbflow.live.accounting import account_lines, read_account
 from ebbflow.live.launcher import join_fleet, launch_fleet, run_fleet
 from ebbflow.live.processes import LighthouseOptions
-from ebbflow.live.protocol import HEARTBEAT_TIMEOUT_MS, LOOPBACK, parse_bind
+from ebbflow.live.protocol import HEARTBEAT_TIMEOUT_MS, LOOPBACK, parse_address, parse_bind
 from ebbflow.live.torchft_api import require_torchft
 
 __all__ = ["launch"]
@@ -44,10 +44,17 @@ def launch(
         typer.Option(help="Name of this replica, unique in the fleet (with --join). By default the host name."),
     ] = None,
     workload: Workload = None,
+    plugin: PluginFiles = None,
     out_folder: Out = None,
     job: JobName = None,
-    bind: Bind = None,
-    port: Annotated[int, typer.Option(help="Port of the lighthouse; 0 stands for any free one.")] = 0,
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS[:PORT]",
+            help="Where the lighthouse listens; by default loopback, at any free port. With --join: the address of "
+            "this replica; by default the one through which it reaches the lighthouse.",
+        ),
+    ] = None,
     min_replicas: MinReplicas = 1,
     heartbeat_timeout: Heartbeat = f"{HEARTBEAT_TIMEOUT_MS}ms",
     grace: Grace = "30s",
@@ -62,6 +69,11 @@ def launch(
     run as part of a fleet elsewhere.
     """
     require_torchft("ebbflow launch")
+    if plugin and workload is None:
+        raise ConfigError(
+            "--plugin belongs to --workload; a script imports its plugins itself; options of the script go behind --"
+        )
+    program = with_plugins(command or [], plugin or [], workload=workload)
     positive(replicas, "replicas")
     positive(min_replicas, "min-replicas")
     grace_s = parse_seconds(grace)
@@ -70,17 +82,18 @@ def launch(
         if replicas > 1:
             raise ConfigError("--join starts one replica; run the command once for each, with another --name each time")
         running = join_fleet(
-            command or [], lighthouse=join, workload=workload, out=out_folder, job=job, name=name, bind=bind,
+            program, lighthouse=join, workload=workload, out=out_folder, job=job, name=name, bind=bind,
             min_replicas=min_replicas, heartbeat_timeout_ms=timeout_ms, max_failures=max_failures, gpus=gpus,
         )  # fmt: skip
     else:
         if name is not None:
             raise ConfigError("--name belongs to --join; replicas of a fleet on this machine are called r0, r1, ...")
+        host, port = parse_address(bind or LOOPBACK, default_port=0)
         options = LighthouseOptions(
-            bind=parse_bind(bind or LOOPBACK), port=port, min_replicas=min_replicas, heartbeat_timeout_ms=timeout_ms
+            bind=parse_bind(host), port=port, min_replicas=min_replicas, heartbeat_timeout_ms=timeout_ms
         )
         running = launch_fleet(
-            command or [], replicas=replicas, workload=workload, out=out_folder, job=job, lighthouse=options,
+            program, replicas=replicas, workload=workload, out=out_folder, job=job, lighthouse=options,
             max_failures=max_failures, gpus=gpus,
         )  # fmt: skip
     with running as fleet:

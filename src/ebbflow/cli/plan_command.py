@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ebbflow.cli.common import AsJson, out, print_json
-from ebbflow.cli.trace_command import FormatName, PluginFiles, TraceText
+from ebbflow.cli.common import TRACE, AsJson, FormatName, PluginFiles, out, print_json
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import PlanError
@@ -18,6 +17,7 @@ from ebbflow.plan.batch_plan import BatchPlan, PlanSummary
 from ebbflow.plan.fitted_plans import plan_for, plan_growing
 from ebbflow.plan.policies import POLICIES, GrowingPolicy, make_policy
 from ebbflow.plan.steptime import StepTime, make_step_time
+from ebbflow.run.config import RunConfig
 from ebbflow.traces import Trace
 from ebbflow.traces.synthetic import load
 
@@ -25,7 +25,8 @@ __all__ = ["plan"]
 
 
 def plan(
-    file: TraceText,
+    *,
+    trace: Annotated[str | None, TRACE] = None,
     samples: Annotated[int, typer.Option(help="Samples in an epoch.", min=1)],
     epochs: Annotated[int, typer.Option(help="Epochs to train.", min=1)],
     step_time: Annotated[str, typer.Option(help="How long a step takes, such as 0.6s.")],
@@ -46,9 +47,7 @@ def plan(
             help="Continue steps across the ends of epochs instead of ending each epoch with a smaller step.",
         ),
     ] = False,
-    batches: Annotated[
-        bool, typer.Option("--batches", help="FILE is a batch plan (step,batchsize), not a trace.")
-    ] = False,
+    batch_plan: Annotated[Path | None, typer.Option("--plan", help=RunConfig.model_fields["plan"].description)] = None,
     format: FormatName = None,
     plugin: PluginFiles = None,
     json: AsJson = False,
@@ -56,28 +55,32 @@ def plan(
     """Print how many steps a training takes on a trace, how long it takes, and how large its batches are."""
     load_plugins(plugin or [])
     model = make_step_time(step_time)
-    if batches:
+    if batch_plan is not None:
+        if trace is not None:
+            raise PlanError(f"give a trace ({trace}) or a batch plan (--plan {batch_plan}), one of the two")
         if local_batch is None:
             raise PlanError(
                 "a batch plan needs --local-batch, since a batch is computed by batch / local batch workers"
             )
-        made = BatchPlan.read(Path(file), local_batch, model)
+        made = BatchPlan.read(batch_plan, local_batch, model)
+    elif trace is None:
+        raise PlanError("nothing to plan for; give a trace, or a batch plan with --plan FILE")
     else:
-        trace, chosen, begin = load(file, format=format), make_policy(policy, local_batch), parse_seconds(offset)
+        loaded, chosen, begin = load(trace, format=format), make_policy(policy, local_batch), parse_seconds(offset)
         if isinstance(chosen, GrowingPolicy):
-            made = _growing(trace, chosen, model, ref_batch, samples=samples, epochs=epochs, offset=begin,
+            made = _growing(loaded, chosen, model, ref_batch, samples=samples, epochs=epochs, offset=begin,
                             repeat=repeat, on_change=on_change)  # fmt: skip
         elif repeat:
             made = plan_for(
-                trace, chosen, model, samples=samples, epochs=epochs, offset=begin, repeat=True, on_change=on_change
+                loaded, chosen, model, samples=samples, epochs=epochs, offset=begin, repeat=True, on_change=on_change
             )
         else:
-            made = BatchPlan.from_trace(trace, chosen, model, offset=begin, on_change=on_change)
+            made = BatchPlan.from_trace(loaded, chosen, model, offset=begin, on_change=on_change)
     found = made.for_epochs(samples, epochs, cut=not across_epochs)
     if json:
         print_json(dataclasses.asdict(found))
     else:
-        out.print(file, style="bold", markup=False, soft_wrap=True)
+        out.print(trace or str(batch_plan), style="bold", markup=False, soft_wrap=True)
         out.print(_table(found))
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 import typer
 
-from ebbflow.cli.common import AsJson, err, out, print_json
+from ebbflow.cli.common import AsJson, PluginFiles, TraceText, err, out, print_json
 from ebbflow.cli.fleet_options import (
     EXIT_CODES,
     Command,
@@ -19,7 +19,9 @@ from ebbflow.cli.fleet_options import (
     Workload,
     milliseconds,
     positive,
+    with_plugins,
 )
+from ebbflow.core.plugins import load_plugins
 from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.live.accounting import account_lines, read_account
 from ebbflow.live.launcher import launch_fleet, run_fleet
@@ -33,7 +35,7 @@ __all__ = ["replay"]
 
 
 def replay(
-    trace: Annotated[str, typer.Argument(help="A trace file, or a generator such as 'gcp-a100-like(seed=1)'.")],
+    trace: TraceText,
     command: Command = None,
     speed: Annotated[float, typer.Option(help="How many times faster than the trace: 60 is an hour per minute.")] = 1.0,
     max_workers: Annotated[int | None, typer.Option(help="Scale the trace down to this many replicas.")] = None,
@@ -45,6 +47,7 @@ def replay(
         bool, typer.Option("--finish", help="When the trace is over, keep the last replicas until the job is done.")
     ] = False,
     workload: Workload = None,
+    plugin: PluginFiles = None,
     out_folder: Out = None,
     job: JobName = None,
     heartbeat_timeout: Heartbeat = f"{HEARTBEAT_TIMEOUT_MS}ms",
@@ -59,6 +62,7 @@ def replay(
     exactly once, what was lost, and how long each change delayed the fleet.
     """
     require_torchft("ebbflow replay")
+    load_plugins(plugin or [])
     if max_workers is not None:
         positive(max_workers, "max-workers")
     duration_s = parse_seconds(duration) if duration else None
@@ -67,8 +71,8 @@ def replay(
     schedule = make_schedule(played, stop=cast(StopSignalName, signal), leaver=cast(Leaver, leaver), seed=seed)
     options = LighthouseOptions(heartbeat_timeout_ms=milliseconds(heartbeat_timeout))
     with launch_fleet(
-        command or [], replicas=played.stats().max, workload=workload, out=out_folder, job=job, lighthouse=options,
-        max_failures=max_failures, gpus=gpus,
+        with_plugins(command or [], plugin or [], workload=workload), replicas=played.stats().max, workload=workload,
+        out=out_folder, job=job, lighthouse=options, max_failures=max_failures, gpus=gpus,
     ) as fleet:  # fmt: skip
         replayed = TraceReplay(fleet, schedule, grace_s=grace_s, finish=finish)
         config = fleet.job.fleet

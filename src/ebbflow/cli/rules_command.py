@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ebbflow.cli.common import AsJson, out, print_json
+from ebbflow.cli.common import AsJson, PluginFiles, out, print_json
 from ebbflow.core.files import write_whole
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.spec import Entry
@@ -21,13 +21,9 @@ __all__ = ["app"]
 
 app = typer.Typer(help="The learning-rate rules and their modifiers.", invoke_without_command=True)
 
-Plugins = Annotated[
-    list[str] | None, typer.Option("--plugin", help="A Python file that registers rules of your own; repeatable.")
-]
-
 
 @app.callback()
-def rules(context: typer.Context, plugin: Plugins = None, json: AsJson = False) -> None:
+def rules(context: typer.Context, plugin: PluginFiles = None, json: AsJson = False) -> None:
     """List all rules and modifiers. Join them with +: linear+warmup(5ep)."""
     load_plugins(plugin or [])
     if context.invoked_subcommand is not None:
@@ -70,7 +66,7 @@ def _listing(entries: list[Entry[Rule | Modifier]], title: str) -> Table:
 def show(
     name: Annotated[str, typer.Argument(help="Name of a rule or modifier; ebbflow rules lists them.")],
     to: Annotated[Path | None, typer.Option("--out", help="Also draw into this .svg, .png or .pdf file.")] = None,
-    plugin: Plugins = None,
+    plugin: PluginFiles = None,
 ) -> None:
     """Describe one rule or modifier: formula, source, needs, arguments, and a plot."""
     load_plugins(plugin or [])
@@ -97,7 +93,7 @@ def show(
 @app.command()
 def cards(
     folder: Annotated[Path, typer.Argument(help="Folder of the pages, for example docs/rules.")],
-    plugin: Plugins = None,
+    plugin: PluginFiles = None,
 ) -> None:
     """Write one page of documentation for each rule and modifier, and an index."""
     load_plugins(plugin or [])

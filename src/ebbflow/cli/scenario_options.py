@@ -18,11 +18,8 @@ from ebbflow.errors import ConfigError
 from ebbflow.simulate.scenario import ScenarioSettings
 from ebbflow.simulate.simulation import Simulation
 
-__all__ = ["OutFolder", "TraceArgument", "numbers", "takes_scenario", "write_page"]
+__all__ = ["OutFolder", "numbers", "takes_scenario", "write_page"]
 
-TraceArgument = Annotated[
-    str, typer.Argument(metavar="TRACE", help="A trace file, or a generator such as 'gcp-a100-like(seed=3)'.")
-]
 OutFolder = Annotated[Path | None, typer.Option("--out", help="Write a page with figures into this folder.")]
 _MOST_NUMBERS = 1_000_000
 

@@ -9,8 +9,8 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from ebbflow.cli.common import AsJson, err, out, print_json
-from ebbflow.cli.scenario_options import OutFolder, TraceArgument, takes_scenario, write_page
+from ebbflow.cli.common import AsJson, TraceText, err, out, print_json
+from ebbflow.cli.scenario_options import OutFolder, takes_scenario, write_page
 from ebbflow.core.units import format_seconds
 from ebbflow.simulate.scenario import ScenarioSettings
 from ebbflow.simulate.simulation import (
@@ -29,7 +29,7 @@ __all__ = ["simulate_verb"]
 @takes_scenario
 def simulate_verb(
     settings: ScenarioSettings,
-    trace: TraceArgument,
+    trace: TraceText,
     seeds: Annotated[
         int | None, typer.Option(help="Draw trace and stragglers with this many seeds, and give intervals.", min=2)
     ] = None,

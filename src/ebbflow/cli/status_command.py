@@ -29,7 +29,11 @@ def status(
     ],
     folder: Annotated[
         Path | None,
-        typer.Option(help="Folder of the job; without it each replica is asked. Looked for below runs/ by default."),
+        typer.Option(
+            "--out",
+            help="Folder of the job, as in ebbflow launch. By default it is looked for below runs/, and if it is not "
+            "there, each replica is asked.",
+        ),
     ] = None,
     json: AsJson = False,
 ) -> None:

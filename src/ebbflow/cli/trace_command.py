@@ -9,37 +9,21 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ebbflow.cli.common import AsJson, out, print_json
+from ebbflow.cli.common import AsJson, FormatName, PluginFiles, TraceText, out, print_json
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.units import Seconds, format_seconds, parse_seconds
 from ebbflow.errors import TraceError
 from ebbflow.report.trace_drawing import chart, figure
 from ebbflow.traces import GENERATORS, Trace, load, write
-from ebbflow.traces.formats import FORMATS
 
-__all__ = ["FormatName", "PluginFiles", "TraceText", "app"]
+__all__ = ["app"]
 
 app = typer.Typer(help="Draw availability traces, convert them, generate them.", no_args_is_help=True)
-
-TraceText = Annotated[
-    str, typer.Argument(metavar="FILE", help="A trace file, or the text of a generator: 'gcp-a100-like(seed=3)'.")
-]
-FormatName = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        help=f"Format of the file: {', '.join(FORMATS)}, or one from a plugin. Default: recognised by its content.",
-    ),
-]
-PluginFiles = Annotated[
-    list[str] | None,
-    typer.Option("--plugin", help="A Python file that registers traces, formats or policies of your own; repeatable."),
-]
 
 
 @app.command()
 def show(
-    file: TraceText,
+    trace: TraceText,
     to: Annotated[Path | None, typer.Option("--out", help="Also draw into this .svg, .png or .pdf file.")] = None,
     width: Annotated[int, typer.Option(help="Columns of the drawing.", min=20)] = 80,
     format: FormatName = None,
@@ -47,26 +31,26 @@ def show(
 ) -> None:
     """Draw a trace in the terminal, and into a file."""
     load_plugins(plugin or [])
-    trace = load(file, format=format)
+    loaded = load(trace, format=format)
     if to is not None:
-        figure(trace, to)
-    out.print(trace.name, style="bold", markup=False, soft_wrap=True)
-    out.print(chart(trace, width=width), markup=False, soft_wrap=True)
-    out.print(_summary(trace))
+        figure(loaded, to)
+    out.print(loaded.name, style="bold", markup=False, soft_wrap=True)
+    out.print(chart(loaded, width=width), markup=False, soft_wrap=True)
+    out.print(_summary(loaded))
     if to is not None:
         out.print(f"wrote {to}", markup=False, soft_wrap=True)
 
 
 @app.command()
-def stats(file: TraceText, format: FormatName = None, plugin: PluginFiles = None, json: AsJson = False) -> None:
+def stats(trace: TraceText, format: FormatName = None, plugin: PluginFiles = None, json: AsJson = False) -> None:
     """Duration, smallest, mean and largest count, changes, accelerator-hours, part of the time without workers."""
     load_plugins(plugin or [])
-    trace = load(file, format=format)
-    found = trace.stats()
+    loaded = load(trace, format=format)
+    found = loaded.stats()
     if json:
         print_json(dataclasses.asdict(found))
         return
-    out.print(trace.name, style="bold", markup=False, soft_wrap=True)
+    out.print(loaded.name, style="bold", markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
@@ -83,7 +67,7 @@ def stats(file: TraceText, format: FormatName = None, plugin: PluginFiles = None
 
 @app.command()
 def convert(
-    file: TraceText,
+    trace: TraceText,
     to: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; compressed if it ends in .gz.")],
     format: FormatName = None,
     start: Annotated[str, typer.Option(help="Leave out what lies before this time, such as 30min.")] = "0s",
@@ -93,9 +77,8 @@ def convert(
 ) -> None:
     """Write a trace in the canonical format (time_s,accelerators); optionally a part of it, or scaled."""
     load_plugins(plugin or [])
-    trace = load(file, format=format)
-    trace = trace.slice(parse_seconds(start), None if stop is None else parse_seconds(stop))
-    _write(trace if max_workers is None else trace.scale(max_workers=max_workers), to)
+    part = load(trace, format=format).slice(parse_seconds(start), None if stop is None else parse_seconds(stop))
+    _write(part if max_workers is None else part.scale(max_workers=max_workers), to)
 
 
 def _list_generators(wanted: bool) -> None:

@@ -10,8 +10,8 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from ebbflow.cli.common import AsJson, err, out, print_json
-from ebbflow.cli.scenario_options import TraceArgument, numbers, takes_scenario
+from ebbflow.cli.common import AsJson, TraceText, err, out, print_json
+from ebbflow.cli.scenario_options import numbers, takes_scenario
 from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.simulate.scenario import ScenarioSettings
 from ebbflow.simulate.search import Goal, Outcome, SearchResult, find_setting, settings_grid
@@ -22,7 +22,7 @@ __all__ = ["whatif"]
 @takes_scenario
 def whatif(
     settings: ScenarioSettings,
-    trace: TraceArgument,
+    trace: TraceText,
     deadline: Annotated[str | None, typer.Option(help="Find the cheapest that ends within this time, as 5h.")] = None,
     budget: Annotated[float | None, typer.Option(help="Find the fastest that costs at most this many USD.")] = None,
     max_workers: Annotated[

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
 
-import typer
 from rich.table import Table
 
-from ebbflow.cli.common import AsJson, out, print_json
+from ebbflow.cli.common import AsJson, PluginFiles, out, print_json
 from ebbflow.core.plugins import load_plugins
 
 __all__ = ["workloads"]
 
 
-def workloads(
-    plugin: Annotated[
-        list[str] | None, typer.Option("--plugin", help="A Python file with workloads of your own; repeatable.")
-    ] = None,
-    json: AsJson = False,
-) -> None:
+def workloads(plugin: PluginFiles = None, json: AsJson = False) -> None:
     """List the workloads and their recipes."""
     from ebbflow.workloads import WORKLOADS, recipe
 

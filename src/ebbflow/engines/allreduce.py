@@ -15,6 +15,7 @@ from ebbflow.engines.base import Gradients
 from ebbflow.errors import ConfigError, RankLost
 from ebbflow.moments.estimate import Measurement
 from ebbflow.moments.meters import Meter, squared_norms
+from ebbflow.torch_api import foreach_copy_
 
 __all__ = ["AllReduce", "StepAllReduce"]
 
@@ -220,7 +221,7 @@ class StepAllReduce:
         measurement = message(samples=samples, batch=batch)
         if self._sums:
             parts = message["batch_norm"].split(self._sizes)  # type: ignore[no-untyped-call]
-            torch._foreach_copy_(self._sums, [p.view_as(own) for p, own in zip(parts, self._sums, strict=True)])
+            foreach_copy_(self._sums, [p.view_as(own) for p, own in zip(parts, self._sums, strict=True)])
         told = torch.cat([message["loss"], message["micro_batches"], *(message[name] for name in self._flags)]).tolist()
         self.flags = dict(zip(self._flags, told[2:], strict=True))
         return Gradients(loss=told[0], micro_batches=round(told[1]), measurement=measurement)

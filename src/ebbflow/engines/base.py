@@ -192,7 +192,8 @@ class EngineParts:
     faults: Faults | None = None
     """Scripted losses of workers, for tests."""
     on_event: Callable[[str, str], None] = lambda what, text: None
-    """Called with a title and a sentence when something happens that the record should tell."""
+    """Called with a title and a sentence when something happens in a step that the record should tell. While the
+    engine is made there is no record yet."""
 
 
 EngineMaker = Callable[[EngineParts], Engine]

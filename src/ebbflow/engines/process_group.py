@@ -1,7 +1,7 @@
 """Process groups and stores of torch, for processes that come and go.
 
 This is the one module that constructs torch's gloo and NCCL groups and its TCP stores, for the replicas of a live fleet
-and for the workers of a Dask cluster. It uses members of torch that are not public (`USED_MEMBERS`).
+and for the workers of a Dask cluster.
 
 None of these groups is torch's default group: a process may belong to several runs, and a group must be able to end
 before its process does. A killed process closes its connections, so that whoever waits for it fails at once. A machine
@@ -16,24 +16,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from ebbflow.torch_api import gloo_group, prefix_store, tcp_store
+
+if TYPE_CHECKING:
+    from ebbflow.torch_api import Store, TCPStore
 
 __all__ = [
-    "USED_MEMBERS", "Fault", "NcclFactory", "PeerLost", "ProcessGroup", "missing_members", "no_fault", "open_store",
-    "serve_store",
+    "Fault", "NcclFactory", "PeerLost", "ProcessGroup", "no_fault", "open_store", "serve_store",
 ]  # fmt: skip
-
-USED_MEMBERS = (
-    "AllreduceOptions.timeout", "BroadcastOptions.rootRank", "BroadcastOptions.timeout", "PrefixStore.set",
-    "ProcessGroupGloo._Options._devices", "ProcessGroupGloo._Options._timeout", "ProcessGroupGloo.allreduce",
-    "ProcessGroupGloo.broadcast", "ProcessGroupGloo.create_device", "ProcessGroupGloo.recv", "ProcessGroupGloo.send",
-    "TCPStore.check", "TCPStore.get", "TCPStore.port", "TCPStore.set", "Work.is_completed", "Work.wait",
-)  # fmt: skip
-"""What this module uses of `torch.distributed`, public or not; a test looks for all of it."""
 
 Fault = Callable[[str], None]
 """Called at named points of a step, where tests let a process die."""
@@ -50,19 +45,6 @@ class PeerLost(Exception):
     """A peer has gone or did not answer in time; the process group cannot be used any more."""
 
 
-def missing_members() -> list[str]:
-    """Name the members of `torch.distributed` that this module uses and the installed torch lacks."""
-    return [name for name in USED_MEMBERS if not _has(dist, name)]
-
-
-def _has(owner: Any, path: str) -> bool:
-    for name in path.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
-    return True
-
-
 def no_fault(point: str) -> None:
     """Do nothing."""
 
@@ -71,7 +53,7 @@ def serve_store(host: str) -> TCPStore:
     """Serve a store on one address of this machine, for as long as the result is held; its `port` is chosen."""
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
-    return TCPStore(
+    return tcp_store(
         host,
         port,
         is_master=True,
@@ -91,10 +73,10 @@ def open_store(rendezvous: str, *, timeout_s: float) -> Store:
     host, _, port = address.rpartition(":")
     timeout = timedelta(seconds=timeout_s)
     try:
-        client = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        client = tcp_store(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise PeerLost(f"no store at {address}: {_first_line(error)}") from None
-    return PrefixStore(prefix, client) if prefix else client
+    return prefix_store(prefix, client) if prefix else client
 
 
 class ProcessGroup:
@@ -145,14 +127,11 @@ class ProcessGroup:
         backend: Any = dist  # torch's type stubs know little of its process groups
         try:
             store = open_store(self.rendezvous, timeout_s=self._connect_timeout.total_seconds())
-            options = backend.ProcessGroupGloo._Options()
-            options._timeout = self._connect_timeout
-            options._devices = [backend.ProcessGroupGloo.create_device(hostname=self.host, lazy_init=False)]
-            self._gloo = backend.ProcessGroupGloo(store, self.rank, self.size, options)
+            self._gloo = gloo_group(store, self.rank, self.size, host=self.host, timeout=self._connect_timeout)
             if self.device.type == "cuda" and self._nccl_factory is not None:
                 self._nccl = self._nccl_factory(f"{self.rendezvous}/nccl", self.rank, self.size, self._timeout)
             elif self.device.type == "cuda":
-                nccl_store = PrefixStore("nccl", store)
+                nccl_store = prefix_store("nccl", store)
                 self._nccl = backend.ProcessGroupNCCL(nccl_store, self.rank, self.size, self._timeout)
         except RuntimeError as error:
             raise PeerLost(f"the processes could not connect: {_first_line(error)}") from None

@@ -14,12 +14,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.data.permutation import Permutation
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import Meter, meter_for
+from ebbflow.torch_api import BatchNorm
 
 __all__ = [
     "Fetch", "LoadedMicroBatch", "LocalBatchNorm", "Loss", "ModelReset", "Precision", "ReplicaStep", "autocast",
@@ -111,7 +111,7 @@ class LocalBatchNorm:
     buffers. A layer that is called several times in one forward pass counts with its last call."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self.layers = [m for m in model.modules() if isinstance(m, BatchNorm) and m.running_mean is not None]
         self._before: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._sums = [(torch.zeros_like(m.running_mean), torch.zeros_like(m.running_var)) for m in self.layers]  # type: ignore[arg-type]
 

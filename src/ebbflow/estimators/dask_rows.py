@@ -19,8 +19,8 @@ import torch
 from dask.delayed import delayed
 from distributed import wait
 from distributed.diagnostics.plugin import WorkerPlugin
-from distributed.protocol import to_serialize  # type: ignore[attr-defined]
 
+from ebbflow.engines.dask.distributed_api import add_handler, to_serialize
 from ebbflow.errors import DataError
 from ebbflow.estimators.dask_arrays import Blocks
 from ebbflow.estimators.inputs import as_tensor
@@ -31,7 +31,6 @@ Ints = npt.NDArray[np.int64]
 Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 """Inputs and targets."""
 
-_without_copy: Any = to_serialize  # arrays are sent without being copied into a pickle
 _HANDLER = "ebbflow_rows"
 _TIMEOUT_S = 60.0
 """How long a lost block may take to be computed again."""
@@ -78,9 +77,9 @@ class RowServer(WorkerPlugin):
         async def answer(asked: Sequence[tuple[str, Ints]]) -> dict[str, Any]:
             # In a thread: a block may have to be read from the disk.
             rows = await asyncio.get_running_loop().run_in_executor(None, _choose, worker, asked)
-            return {"status": "OK", "rows": _without_copy(rows)}
+            return {"status": "OK", "rows": to_serialize(rows)}
 
-        worker.handlers[_HANDLER] = answer
+        add_handler(worker, _HANDLER, answer)
         _HERE[worker.scheduler.address] = worker
 
 
@@ -142,7 +141,7 @@ class RowFetch:
         if address == worker.address:
             return blocks, await asyncio.get_running_loop().run_in_executor(None, _choose, worker, asked)
         try:
-            reply = await getattr(worker.rpc(address), _HANDLER)(asked=_without_copy(asked))
+            reply = await getattr(worker.rpc(address), _HANDLER)(asked=to_serialize(asked))
         except (OSError, TimeoutError):  # the worker is gone
             return blocks, None
         return blocks, reply["rows"]

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Measurement
+from ebbflow.torch_api import foreach_add_, foreach_norm, foreach_zero_
 
 __all__ = ["FlatMeter", "FusedMeter", "HookMeter", "Meter", "Tally", "meter_for", "squared_norms"]
 
@@ -64,7 +65,7 @@ def _fused_norms(gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tenso
         return {}
     tensors = [*map(_dense, gradients.values())]
     double = any(tensor.dtype == torch.float64 for tensor in tensors)  # which torch refuses to narrow
-    found = torch._foreach_norm(tensors, 2, torch.float64 if double else torch.float32)
+    found = foreach_norm(tensors, 2, torch.float64 if double else torch.float32)
     return dict(zip(gradients, found, strict=True))
 
 
@@ -505,7 +506,7 @@ class FusedMeter(_AddingMeter):
     def discard(self) -> None:
         """Begin a step, or begin it again. Does not synchronise."""
         if self.on:
-            torch._foreach_zero_(self._sums)
+            foreach_zero_(self._sums)
         self._squares.zero_()
         self.touched.clear()
         self._samples = self._micro_batches = 0
@@ -527,7 +528,7 @@ class FusedMeter(_AddingMeter):
             else:
                 zero = torch.zeros((), device=self.device, dtype=self._norms.dtype)
                 torch.stack([found.get(i, zero) for i in range(len(self.parameters))], out=self._norms)
-        torch._foreach_add_([self._sums[i] for i in arrived], [*arrived.values()])
+        foreach_add_([self._sums[i] for i in arrived], [*arrived.values()])
         self.touched.update(arrived)
         return frozenset(arrived)
 

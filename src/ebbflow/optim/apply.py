@@ -28,6 +28,7 @@ import torch
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import squared_norms
 from ebbflow.rules.rule import Scaling
+from ebbflow.torch_api import foreach_copy_, foreach_lerp_, foreach_mul_
 
 __all__ = ["Applier", "gradient_norm", "scale_gradients"]
 
@@ -67,11 +68,11 @@ def scale_gradients(parameters: Sequence[torch.Tensor], factors: float | Sequenc
     if not isinstance(factors, Sequence):
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients and factors != 1.0:
-            torch._foreach_mul_(gradients, factors)
+            foreach_mul_(gradients, factors)
         return
     pairs = [(p.grad, f) for p, f in zip(parameters, factors, strict=True) if p.grad is not None]
     if pairs:
-        torch._foreach_mul_([gradient for gradient, _ in pairs], [factor for _, factor in pairs])
+        foreach_mul_([gradient for gradient, _ in pairs], [factor for _, factor in pairs])
 
 
 class Applier:
@@ -249,7 +250,7 @@ class Applier:
     def _move_steps(self, factor: float) -> None:
         steps = [state["step"] for state in self.inner.state.values() if "step" in state]
         if steps:
-            torch._foreach_mul_(steps, factor)
+            foreach_mul_(steps, factor)
 
     @contextmanager
     def _split(self, scaling: Scaling) -> Iterator[None]:
@@ -297,8 +298,8 @@ class Applier:
         weights: list[torch.Tensor] = [p for p, _ in slower]
         old = [self._copies[id(p)] for p in weights]
         with torch.no_grad():
-            torch._foreach_copy_(old, weights)
+            foreach_copy_(old, weights)
         yield
         with torch.no_grad():  # from the old weights: from the new ones, 1 - (1 - m/max) would lose digits
-            torch._foreach_lerp_(old, weights, [share for _, share in slower])
-            torch._foreach_copy_(weights, old)
+            foreach_lerp_(old, weights, [share for _, share in slower])
+            foreach_copy_(weights, old)

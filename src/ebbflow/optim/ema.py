@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ebbflow.errors import ConfigError
+from ebbflow.torch_api import BatchNorm, foreach_lerp_
 
 __all__ = ["RunningStatistics", "WeightAverage"]
 
@@ -37,7 +37,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, ratio: float) -> None:
         """Add the weights after a step of `ratio` reference batches."""
-        torch._foreach_lerp_(list(self._average.values()), list(self._weights.values()), 1 - self.rho**ratio)
+        foreach_lerp_(list(self._average.values()), list(self._weights.values()), 1 - self.rho**ratio)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -74,7 +74,7 @@ class RunningStatistics:
     """
 
     def __init__(self, model: torch.nn.Module, *, follow: bool, undoable: bool) -> None:
-        layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        layers = [m for m in model.modules() if isinstance(m, BatchNorm) and m.running_mean is not None]
         self._followed = [(m, m.momentum) for m in layers if follow and m.momentum is not None]
         self._buffers = [b for m in layers for b in m.buffers()] if undoable else []
         self._before: list[torch.Tensor] = []

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
 from ebbflow.core.extras import require
 from ebbflow.core.spec import Registry
 from ebbflow.errors import SpecError
+from ebbflow.torch_api import NormBase
 
 __all__ = ["OPTIMIZERS", "OptimizerChoice", "build_optimizer", "norms_and_biases", "register_optimizer"]
 
-_NORMS = (_NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
+_NORMS = (NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ebbflow.engines.emulated import Ranks
 from ebbflow.errors import ConfigError, RankLost
+from ebbflow.torch_api import prefix_store
 
 __all__ = ["RankGroup", "RankInfo", "joined", "rank_info"]
 
@@ -118,7 +119,7 @@ def joined(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[Ran
         yield RankGroup()
         return
     with _helpful(here):
-        store = dist.PrefixStore(f"ebbflow/{next(_RUNS)}", _store())  # type: ignore[attr-defined]
+        store = prefix_store(f"ebbflow/{next(_RUNS)}", _store())
     try:
         group = RankGroup(here)
         _join(here, group.device(device), store)

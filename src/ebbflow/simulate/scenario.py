@@ -131,7 +131,7 @@ def _check_growing(policy: GrowingPolicy, ref_batch: int | None) -> None:
         raise ConfigError(
             f"the policy {policy} grows by what training shows (losses, gradients), which a simulation does not have; "
             f"use one that grows by the position alone, geo or pada, with numbers that come near the batches of a "
-            f"recorded run; or count the steps of such batches with ebbflow plan --batches"
+            f"recorded run; or count the steps of such batches with ebbflow plan --plan FILE"
         )
     if policy.initial is None and ref_batch is None:
         raise ConfigError(f"the policy {policy} begins with the reference batch; give it (--ref-batch), or initial=")

@@ -140,7 +140,7 @@ def read(path: Path | str, format: str | None = None) -> Trace:
     if file.first_line == "step,batchsize":
         raise file.error(
             "is a batch plan (step,batchsize), not an availability trace; "
-            "read it with BatchPlan.read, or with ebbflow plan --batches"
+            "read it with BatchPlan.read, or with ebbflow plan --plan FILE"
         )
     asked = [FORMATS[format]] if format else [known for known in reversed(FORMATS.values()) if known.matches(file)]
     if not asked:

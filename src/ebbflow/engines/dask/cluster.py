@@ -11,12 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from distributed import Client
-from distributed.actor import ProxyRPC
-from distributed.protocol.serialize import to_serialize
 
 from ebbflow._version import __version__
 from ebbflow.core.units import format_seconds
 from ebbflow.engines.dask.dask_worker import HANDLER, WorkerFailure
+from ebbflow.engines.dask.distributed_api import known_workers, rpc_through_scheduler, to_serialize
 from ebbflow.errors import ConfigError
 
 __all__ = ["DaskCluster", "Message", "connect"]
@@ -132,21 +131,13 @@ class DaskCluster:
             ) from None
 
     async def _known(self) -> Mapping[str, Mapping[str, Any]]:
-        """The workers that the scheduler knows.
-
-        The scheduler itself is asked: `Client.scheduler_info` answers from a cache that a timer of the Client
-        overwrites
-        with an empty list every few seconds, and at that moment all workers would look lost.
-        """
-        scheduler: Any = self.client.scheduler
         try:
-            workers: Mapping[str, Mapping[str, Any]] = (await scheduler.identity(n_workers=-1))["workers"]
+            return await known_workers(self.client)
         except (OSError, TimeoutError) as error:
             raise ConfigError(
                 f"the Dask scheduler no longer answers ({error}), and without it no worker can be reached; start "
                 f"another cluster and run again"
             ) from None
-        return workers
 
     def _take_in(self, listed: Mapping[str, Mapping[str, Any]]) -> None:
         for address in [address for address in self._ready if address not in listed]:
@@ -229,9 +220,9 @@ class DaskCluster:
 
     async def _send(self, address: str, what: str, arguments: dict[str, Any]) -> Any:
         if address not in self._rpcs:
-            proxy = ProxyRPC(self.client.scheduler, address)  # type: ignore[no-untyped-call]
-            self._rpcs[address] = self.client.rpc(address) if self._direct else proxy
-        wrapped = {name: to_serialize(value) for name, value in arguments.items()}  # type: ignore[no-untyped-call]
+            proxy = self.client.rpc(address) if self._direct else rpc_through_scheduler(self.client, address)
+            self._rpcs[address] = proxy
+        wrapped = {name: to_serialize(value) for name, value in arguments.items()}
         try:
             reply = await getattr(self._rpcs[address], HANDLER)(run=self.run, what=what, arguments=wrapped)
         except (OSError, TimeoutError, asyncio.CancelledError) as error:  # CommClosedError is an OSError

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from distributed import Client
-from distributed.protocol.pickle import dumps
 
 from ebbflow.core.spec import nearest
 from ebbflow.core.units import format_seconds
@@ -20,6 +19,7 @@ from ebbflow.data.ledger import Assignment, MicroBatch, micro_batches_of
 from ebbflow.engines.base import Engine, Faults, Gradients
 from ebbflow.engines.dask.cluster import DaskCluster
 from ebbflow.engines.dask.dask_worker import ReplicaBlueprint, WorkerTask
+from ebbflow.engines.dask.distributed_api import dumps
 from ebbflow.engines.dask.transport import AllReduceTransport, CentralizedTransport, GradientTransport
 from ebbflow.engines.replica_step import Fetch, Loss, Precision, autocast, trained_parameters
 from ebbflow.errors import ConfigError, DataError
@@ -265,7 +265,7 @@ def _unlimited(policy: Policy) -> bool:
 
 def _pickled(value: Any, what: str) -> bytes:
     try:
-        pickled: bytes = dumps(value)  # type: ignore[no-untyped-call]
+        pickled: bytes = dumps(value)
         return pickled
     except Exception as error:
         kind = DataError if what == "the data set" else ConfigError

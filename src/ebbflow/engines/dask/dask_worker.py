@@ -21,16 +21,22 @@ from typing import Any
 import numpy.typing as npt
 import torch
 from distributed import get_worker
-from distributed.comm.addressing import get_address_host
-from distributed.protocol.pickle import dumps, loads
-from distributed.protocol.serialize import to_serialize
 
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.allreduce import StepAllReduce
 from ebbflow.engines.base import Gradients
+from ebbflow.engines.dask.distributed_api import (
+    add_handler,
+    dumps,
+    get_address_host,
+    loads,
+    to_serialize,
+    worker_threads,
+)
 from ebbflow.engines.process_group import PeerLost, ProcessGroup, serve_store
 from ebbflow.engines.replica_step import Fetch, Loss, Precision, ReplicaStep
 from ebbflow.moments.meters import squared_norms
+from ebbflow.torch_api import foreach_copy_
 
 __all__ = [
     "HANDLER",
@@ -135,14 +141,14 @@ class FlatState:
     def read(self) -> npt.NDArray[Any]:
         """The row as the model is now; valid until the next call."""
         with torch.no_grad():
-            torch._foreach_copy_(self._views, self._tensors)
+            foreach_copy_(self._views, self._tensors)
         return self._row.numpy()
 
     def write(self, row: npt.NDArray[Any]) -> None:
         """Give the model what `read` returned for the same model in another process."""
         received = torch.frombuffer(row.data, dtype=self._row.dtype)
         with torch.no_grad():
-            torch._foreach_copy_(self._tensors, self._split(received))
+            foreach_copy_(self._tensors, self._split(received))
 
 
 def _floating(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -184,7 +190,7 @@ class DaskReplica:
     @classmethod
     def load(cls, blueprint: bytes, data: bytes) -> DaskReplica:
         """A replica from what the driver pickled."""
-        return cls(loads(blueprint), loads(data))  # type: ignore[no-untyped-call]
+        return cls(loads(blueprint), loads(data))
 
     def gradients(self, weights: npt.NDArray[Any], task: WorkerTask) -> npt.NDArray[Any]:
         """Centralized transport: the driver's weights in, the message of this worker's part out."""
@@ -342,7 +348,7 @@ class _RunOnWorker:
 def _portable(error: Exception) -> Exception:
     """The error itself if it can be pickled, else its type and text."""
     try:
-        loads(dumps(error))  # type: ignore[no-untyped-call]
+        loads(dumps(error))
     except Exception:  # one that holds a lock, or whose class needs more arguments than it keeps
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
@@ -363,7 +369,7 @@ async def _handle(run: str, what: str, arguments: dict[str, Any], address: str) 
     if what == "stop":
         _RUNS.pop((run, address), None)
         there.thread.shutdown(wait=False)
-    return {"status": "OK", "answer": to_serialize(answer)}  # type: ignore[no-untyped-call]
+    return {"status": "OK", "answer": to_serialize(answer)}
 
 
 def install() -> int:
@@ -374,5 +380,5 @@ def install() -> int:
     async def handle(run: str, what: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return await _handle(run, what, arguments, address)
 
-    worker.handlers[HANDLER] = handle
-    return int(worker.state.nthreads)
+    add_handler(worker, HANDLER, handle)
+    return worker_threads(worker)

@@ -19,6 +19,7 @@ import torch
 from ebbflow.engines.emulated.grouped_batch_norm import GroupedBatchNorm
 from ebbflow.engines.replica_step import Loss
 from ebbflow.moments.meters import FusedMeter
+from ebbflow.torch_api import mark_dynamic
 
 __all__ = ["CapturedPasses", "CompiledPasses", "ComputePass", "Execution", "PassShape"]
 
@@ -93,8 +94,7 @@ class CompiledPasses:
         inputs, targets = (tensor.reshape(*dimensions, *tensor.shape[1:]) for tensor in (inputs, targets))
         if execution == "dynamic":
             for tensor in (inputs, targets):
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-                torch._dynamo.maybe_mark_dynamic(tensor, 1)
+                mark_dynamic(tensor, 0, 1)
         return self._runs[execution](inputs, targets)
 
     def _dimensions(self, shape: PassShape) -> tuple[int, int]:

@@ -36,6 +36,7 @@ from ebbflow.engines.replica_step import (
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import FlatMeter, FusedMeter, squared_norms
 from ebbflow.plan.batch_plan import BatchPlan
+from ebbflow.torch_api import compiler_error, foreach_mul_
 
 __all__ = ["DEFAULT_FUSED_BATCH", "FusedEngine", "cut_into_passes"]
 
@@ -385,7 +386,7 @@ class FusedEngine(EmulatedEngine):
             if self._compiled is not None:
                 try:
                     return self._compiled(inputs, targets, shape, execution)
-                except torch._dynamo.exc.TorchDynamoException as error:
+                except compiler_error() as error:
                     self._compiled = None
                     self._report("not compiled", f"the model runs as it is: {str(error).strip().splitlines()[0]}")
             return self.loss(self.model, inputs, targets)
@@ -422,7 +423,7 @@ class FusedEngine(EmulatedEngine):
             too_large = self._scale > 1
             self._scale = self._scale / 2 if too_large else before
             return not too_large
-        torch._foreach_mul_(gradients, 1 / self._scale)
+        foreach_mul_(gradients, 1 / self._scale)
         self._since_overflow += 1
         if self._since_overflow == _GROW_AFTER:
             self._scale, self._since_overflow = self._scale * 2, 0

@@ -12,9 +12,17 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn import SyncBatchNorm
 
 from ebbflow.errors import ConfigError
+from ebbflow.torch_api import (
+    BatchNorm,
+    check_input_dimensions,
+    foreach_add_,
+    foreach_copy_,
+    foreach_lerp_,
+    foreach_zero_,
+)
 
 __all__ = ["BatchNormMode", "GroupedBatchNorm", "unfusable"]
 
@@ -25,9 +33,9 @@ BatchNormMode = Literal["local", "sync", "frozen"]
 def unfusable(model: torch.nn.Module) -> str:
     """Why the workers of this model cannot share a forward pass; empty if they can."""
     for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
+        if not isinstance(module, BatchNorm):
             continue
-        if "forward" in vars(module) or type(module).forward not in (_BatchNorm.forward, SyncBatchNorm.forward):
+        if "forward" in vars(module) or type(module).forward not in (BatchNorm.forward, SyncBatchNorm.forward):
             return f"the layer {name or 'itself'} is a {type(module).__name__}, a batch norm with a forward of its own"
     return ""
 
@@ -49,7 +57,7 @@ def _depends_on_first_only(x: torch.Tensor, inputs: torch.Tensor, groups: int) -
 class _GroupedLayer:
     """Replaces the forward pass of one layer while a step is computed."""
 
-    def __init__(self, module: _BatchNorm, shared: GroupedBatchNorm) -> None:
+    def __init__(self, module: BatchNorm, shared: GroupedBatchNorm) -> None:
         self.module = module
         self.shared = shared
         # Mean over the groups in the latest call, which is the last one in a pass: what a worker's buffers would hold.
@@ -79,7 +87,7 @@ class _GroupedLayer:
         module, groups = self.module, self.shared.groups
         if not module.training:
             return type(module).forward(module, input)
-        module._check_input_dim(input)  # type: ignore[no-untyped-call]
+        check_input_dimensions(module, input)
         if torch.compiler.is_compiling():
             return self._decomposed(input, groups)
         if groups == 1:
@@ -170,7 +178,7 @@ class GroupedBatchNorm:
         """Inputs of the current forward pass, if it is to show whether rows can be attributed to workers."""
         if reason := unfusable(model):
             raise ConfigError(f"{reason}: workers cannot be fused; use the loop (--engine loop)")
-        self.layers = [_GroupedLayer(module, self) for module in model.modules() if isinstance(module, _BatchNorm)]
+        self.layers = [_GroupedLayer(module, self) for module in model.modules() if isinstance(module, BatchNorm)]
         self._tracked = [layer for layer in self.layers if layer.tracked]
         if mode == "frozen" and len(self._tracked) < len(self.layers):
             raise ConfigError(
@@ -190,9 +198,9 @@ class GroupedBatchNorm:
             for layer in self.layers:
                 layer.module.eval()
         if self._tracked:
-            torch._foreach_zero_(self._sums)
+            foreach_zero_(self._sums)
             running = [buffer for layer in self._tracked for buffer in layer.buffers]
-            torch._foreach_copy_(self._latest, running)  # for a layer that is not called in this step
+            foreach_copy_(self._latest, running)  # for a layer that is not called in this step
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -208,7 +216,7 @@ class GroupedBatchNorm:
     def collect(self, weight: float) -> None:
         """Add the statistics of the latest forward pass; `weight` is its part of the step's samples."""
         if self._tracked:
-            torch._foreach_add_(self._sums, self._latest, alpha=weight)
+            foreach_add_(self._sums, self._latest, alpha=weight)
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -219,11 +227,11 @@ class GroupedBatchNorm:
                 moved.setdefault(layer.module.momentum, []).append((layer, (mean, var)))
         for momentum, entries in moved.items():
             counts = [layer.count for layer, _ in entries]
-            torch._foreach_add_(counts, 1)
+            foreach_add_(counts, 1)
             running = [buffer for layer, _ in entries for buffer in layer.buffers]
             new = [tensor for _, pair in entries for tensor in pair]
             if momentum is not None:
-                torch._foreach_lerp_(running, new, momentum)
+                foreach_lerp_(running, new, momentum)
                 continue
             # The mean of all steps, whose number only the device knows.
             for buffer, tensor, count in zip(running, new, (c for c in counts for _ in range(2)), strict=True):

@@ -5,39 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from live.fakes import processes_with, until
+from cli.conftest import Shell
+from live.fakes import until
 
 pytest.importorskip("torchft", reason="the live extra is not installed")
 
+pytestmark = pytest.mark.process
+
 TRAINING = ("--workload", "digits-mlp", "--rule", "adascale", "--local-batch", "32")
-
-
-def ebbflow(*arguments: object, folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "ebbflow", *map(str, arguments)], cwd=folder, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def status(job: Path, replica: str) -> dict[str, Any]:
-    try:
-        body = json.loads((job / "replicas" / replica / "status.json").read_text())
-    except FileNotFoundError:
-        return {"state": "", "step": 0}
-    assert isinstance(body, dict)
-    return body
-
-
-def training(job: Path, *replicas: str) -> bool:
-    return all(status(job, replica)["state"] == "training" for replica in replicas)
 
 
 def times_each_sample_was_committed(job: Path, *, epoch_samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -68,71 +49,48 @@ def assert_account_agrees_with_an_independent_count(account: dict[str, Any], job
 
 
 @pytest.mark.timeout(180)
-def test_a_replica_killed_under_way_costs_no_sample(tmp_path: Path) -> None:
-    job = tmp_path / "job"
-    launcher = ebbflow("launch", "--replicas", 2, "--out", job, "--json", *TRAINING, "--epochs", 120, folder=tmp_path)
-    try:
-        until(lambda: training(job, "r0", "r1"), seconds=90)
-        found = json.loads(ebbflow("status", job, "--json", folder=tmp_path).communicate(timeout=60)[0])
-        os.kill(status(job, "r0")["pid"], signal.SIGKILL)
-        out, err = launcher.communicate(timeout=150)
-    finally:
-        launcher.kill()
+def test_a_replica_killed_under_way_costs_no_sample(shell: Shell) -> None:
+    launcher = shell.start("launch", "--replicas", 2, "--out", "job", "--json", *TRAINING, "--epochs", 120)
+    until(lambda: shell.training("r0", "r1"), seconds=90)
+    found = shell.run("status", "job", "--json").json
+    os.kill(shell.status("r0")["pid"], signal.SIGKILL)
+    out, err = launcher.communicate(timeout=150)
     account = json.loads(out)
     assert launcher.returncode == 0, err
     assert (account["status"], account["deaths"], account["epochs"]) == ("finished", 1, 120)
-    assert_account_agrees_with_an_independent_count(account, job)
+    assert_account_agrees_with_an_independent_count(account, shell.job)
     assert account["metrics"]["accuracy"] > 0.9
     assert any(change["before"] > change["after"] for change in account["changes"])
     assert {member["name"] for member in found["members"]} == {"r0", "r1"}
     assert found["batch"] > 0
     assert found["samples_per_s"] > 0
-    assert processes_with(str(job)) == []
 
 
 @pytest.mark.timeout(180)
-def test_a_trace_with_kills_notices_and_a_time_without_anybody_loses_nothing(tmp_path: Path) -> None:
-    job = tmp_path / "job"
+def test_a_trace_with_kills_notices_and_a_time_without_anybody_loses_nothing(shell: Shell) -> None:
     # Played 60 times faster: two for 10 s, one for 3 s, nobody for half a second, then two until the job is done.
     trace = "0min:2 10min:1 13min:0 13.5min:2 15min"
-    replay = ebbflow(
-        "replay", trace, *TRAINING, "--epochs", 150, "--speed", 60, "--signal", "mixed", "--seed", 1, "--finish",
-        "--out", job, "--json", folder=tmp_path,
-    )  # fmt: skip
-    try:
-        out, err = replay.communicate(timeout=170)
-    finally:
-        replay.kill()
-    account = json.loads(out)
-    assert replay.returncode == 0, err
+    played = ("--speed", 60, "--signal", "mixed", "--seed", 1, "--finish", "--out", "job", "--json")
+    account = shell.run("replay", trace, *TRAINING, "--epochs", 150, *played, timeout_s=170).json
     assert (account["status"], account["epochs"]) == ("finished", 150)
     assert account["kills"] + account["notices"] == 2
     assert account["starts"] >= 4
-    assert_account_agrees_with_an_independent_count(account, job)
-    assert processes_with(str(job)) == []
+    assert_account_agrees_with_an_independent_count(account, shell.job)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_published_trace_of_half_a_day_in_three_minutes_loses_nothing(
-    tmp_path: Path, shared: Path, request: pytest.FixtureRequest
+    shell: Shell, shared: Path, request: pytest.FixtureRequest
 ) -> None:
     if "slow" not in request.config.getoption("-m"):
         pytest.skip("three minutes: run it with -m slow")
-    job = tmp_path / "job"
-    replay = ebbflow(
-        "replay", shared / "traces" / "aws_p3_bamboo.csv", *TRAINING, "--epochs", 1_000_000, "--max-workers", 4,
-        "--speed", 228, "--duration", "3min", "--signal", "mixed", "--out", job, "--json", folder=tmp_path,
-    )  # fmt: skip
-    try:
-        out, err = replay.communicate(timeout=360)
-    finally:
-        replay.kill()
-    account = json.loads(out)
-    assert replay.returncode == 0, err
+    played = ("--speed", 228, "--duration", "3min", "--signal", "mixed", "--out", "job", "--json")
+    trace = shared / "traces" / "aws_p3_bamboo.csv"
+    endless = (*TRAINING, "--epochs", 1_000_000, "--max-workers", 4)
+    account = shell.run("replay", trace, *endless, *played, timeout_s=360).json
     assert account["status"] == "trace over"
     assert account["kills"] > 5
     assert account["notices"] > 5
     assert account["deaths"] == 0
-    assert_account_agrees_with_an_independent_count(account, job)
-    assert processes_with(str(job)) == []
+    assert_account_agrees_with_an_independent_count(account, shell.job)

@@ -1,0 +1,133 @@
+"""Members of torch that are not public: the one module that uses them.
+
+A torch that lacks one of them is refused when this module is imported, and not in the middle of a run; only those of
+the compiler, which take long to import, are looked for when a model is compiled.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch.nn.modules import batchnorm
+
+from ebbflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as Store
+    from torch._C._distributed_c10d import TCPStore as TCPStore
+
+__all__ = [
+    "MINIMUM_VERSION", "USED_MEMBERS", "BatchNorm", "NormBase", "check_input_dimensions", "compiler_error",
+    "foreach_add_", "foreach_copy_", "foreach_lerp_", "foreach_mul_", "foreach_norm", "foreach_zero_", "gloo_group",
+    "mark_dynamic", "missing_members", "prefix_store", "tcp_store",
+]  # fmt: skip
+
+MINIMUM_VERSION = "2.11"
+"""The oldest torch that has all of them; pyproject.toml asks for it."""
+
+USED_MEMBERS = (
+    "_dynamo.exc.TorchDynamoException", "_dynamo.maybe_mark_dynamic", "_foreach_add_", "_foreach_copy_",
+    "_foreach_lerp_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_", "distributed.AllreduceOptions.timeout",
+    "distributed.BroadcastOptions.rootRank", "distributed.BroadcastOptions.timeout", "distributed.PrefixStore.set",
+    "distributed.ProcessGroupGloo._Options._devices", "distributed.ProcessGroupGloo._Options._timeout",
+    "distributed.ProcessGroupGloo.allreduce", "distributed.ProcessGroupGloo.broadcast",
+    "distributed.ProcessGroupGloo.create_device", "distributed.ProcessGroupGloo.recv",
+    "distributed.ProcessGroupGloo.send", "distributed.TCPStore.check", "distributed.TCPStore.get",
+    "distributed.TCPStore.port", "distributed.TCPStore.set", "distributed.Work.is_completed", "distributed.Work.wait",
+    "nn.BatchNorm2d._check_input_dim", "nn.modules.batchnorm._BatchNorm", "nn.modules.batchnorm._NormBase",
+)  # fmt: skip
+"""What is used of torch, below `torch.`, that is not public or not documented."""
+
+
+def missing_members(names: tuple[str, ...] = USED_MEMBERS) -> list[str]:
+    """Name the members that the installed torch lacks."""
+    return [name for name in names if not _has(torch, name)]
+
+
+def _has(owner: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(owner, name):
+            return False
+        owner = getattr(owner, name)
+    return True
+
+
+def _require(names: tuple[str, ...]) -> None:
+    if missing := missing_members(names):
+        raise ConfigError(
+            f"torch {torch.__version__} lacks {', '.join(missing)}, which ebbflow uses; install torch "
+            f"{MINIMUM_VERSION} or newer, and if it is newer, a version of ebbflow that supports it"
+        )
+
+
+_COMPILER = tuple(name for name in USED_MEMBERS if name.startswith("_dynamo"))
+_DISTRIBUTED = tuple(name for name in USED_MEMBERS if name.startswith("distributed"))
+_require(tuple(name for name in USED_MEMBERS if name not in _COMPILER + _DISTRIBUTED))
+
+# Many tensors at once -------------------------------------------------------------------------------------------------
+
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_zero_ = torch._foreach_zero_
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+BatchNorm = batchnorm._BatchNorm
+"""What all batch-norm layers are."""
+NormBase = batchnorm._NormBase
+"""What all batch-norm and instance-norm layers are."""
+
+
+def check_input_dimensions(layer: BatchNorm, inputs: torch.Tensor) -> None:
+    """Raise ValueError if a batch-norm layer is not made for inputs of so many dimensions."""
+    layer._check_input_dim(inputs)  # type: ignore[no-untyped-call]
+
+
+def mark_dynamic(tensor: torch.Tensor, *dimensions: int) -> None:
+    """Let the compiler make one graph for any size of these dimensions, where it can."""
+    import torch._dynamo
+
+    for dimension in dimensions:
+        torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+
+
+def compiler_error() -> type[Exception]:
+    """The error that a compiled model raises when it cannot be compiled."""
+    import torch._dynamo
+
+    _require(_COMPILER)
+    return torch._dynamo.exc.TorchDynamoException
+
+
+# Process groups -------------------------------------------------------------------------------------------------------
+
+
+def tcp_store(host: str, port: int, **options: Any) -> TCPStore:
+    """Serve a store, or connect to one that is served."""
+    _require(_DISTRIBUTED)
+    distributed: Any = torch.distributed  # torch's type stubs know little of its process groups
+    store: TCPStore = distributed.TCPStore(host, port, **options)
+    return store
+
+
+def prefix_store(prefix: str, store: Store) -> Store:
+    """The keys of a store below a prefix."""
+    distributed: Any = torch.distributed
+    below: Store = distributed.PrefixStore(prefix, store)
+    return below
+
+
+def gloo_group(store: Store, rank: int, size: int, *, host: str, timeout: timedelta) -> Any:
+    """Connect a gloo group that listens on one address, and that is not torch's default group."""
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
+    return gloo(store, rank, size, options)

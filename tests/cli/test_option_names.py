@@ -1,0 +1,187 @@
+"""Across all verbs, one idea has one name, and one name stands for one idea."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from ebbflow.cli import common
+from ebbflow.cli.main import app
+from ebbflow.run.config import RunConfig
+
+IDEAS = {
+    # What is trained, and how
+    "--workload": "what is trained",
+    "--data": "where the data set is",
+    "--epochs": "passes over the samples",
+    "--samples": "samples per epoch",
+    "--rule": "rule of the learning rate",
+    "--lr": "base learning rate",
+    "--ref-batch": "reference batch",
+    "--local-batch": "samples of one worker per step",
+    "--micro-batch": "samples of one worker in one backward pass",
+    "--policy": "batch as a function of the workers",
+    "--optimizer": "optimizer",
+    "--schedule": "schedule of the base rate",
+    "--clip": "largest norm of a gradient",
+    "--ema": "moving average of the weights",
+    "--on-nonfinite": "what happens at a gradient that is not finite",
+    "--bn-follows-batch": "momentum of batch norm by batch",
+    "--batch-norm": "over which samples batch norm normalizes",
+    "--memory-steps": "memory of the noise averages",
+    "--measure-every": "how often noise is measured",
+    "--validate-every": "how often the model is validated",
+    "--seed": "seed of all that is random",
+    "--seeds": "number of seeds",
+    "--precision": "number format",
+    "--noise-scale": "noise scale of the training",
+    # On what it is computed
+    "--engine": "engine",
+    "--emulated": "one machine computes for all workers",
+    "--fused-batch": "samples of one fused pass",
+    "--compile": "whether the model is compiled",
+    "--device": "device",
+    "--threads": "CPU threads",
+    "--loader-workers": "processes that read data",
+    "--jobs": "runs at the same time",
+    "--gpus": "GPUs per replica",
+    # Workers over time
+    "--trace": "availability trace",
+    "--plan": "batch plan instead of a trace",
+    "--format": "format of a trace file",
+    "--offset": "time of the trace at which training begins",
+    "--repeat": "whether the trace is repeated",
+    "--start": "begin of the part of a trace",
+    "--stop": "end of the part of a trace",
+    "--max-workers": "largest number of workers",
+    "--workers": "numbers of workers to measure",
+    "--step-time": "duration of a step",
+    "--on-change": "what happens to a step when workers change",
+    "--across-epochs": "whether steps run across the ends of epochs",
+    "--recovery": "what a change of the fleet costs",
+    "--provisioning": "time from arrival to the first step",
+    "--stragglers": "model of slow workers",
+    # How long a step takes
+    "--profile": "measured step model",
+    "--compute-step": "computing time per step",
+    "--compute-sample": "computing time per sample",
+    "--network": "model of the network",
+    "--overlap": "part of the network time that is hidden",
+    "--loading": "time to read a sample",
+    "--steps": "steps to measure",
+    "--from": "record to fit",
+    # Money
+    "--spot-price": "price of a worker of the trace",
+    "--price-history": "prices over time",
+    "--price-offset": "time in the prices at which training begins",
+    "--zone": "zone of the prices",
+    "--minimum-billing": "time that is billed at least",
+    "--price": "price of a worker on demand",
+    "--on-demand-workers": "size of the on-demand cluster",
+    "--on-demand-step-time": "step time of the on-demand cluster",
+    "--deadline": "latest end",
+    "--budget": "highest cost",
+    # Fleets
+    "--replicas": "number of replicas",
+    "--min-replicas": "fewest replicas that train",
+    "--join": "lighthouse of a fleet elsewhere",
+    "--name": "name of a replica",
+    "--job": "name of a job",
+    "--bind": "address to listen on",
+    "--address-file": "file of the lighthouse's address",
+    "--heartbeat-timeout": "when a replica is dead",
+    "--join-timeout": "how long a late replica is waited for",
+    "--grace": "time to leave",
+    "--max-failures": "deaths until a replica is given up",
+    "--speed": "speed of a replay",
+    "--signal": "how replicas are ended",
+    "--leaver": "which replica is ended",
+    "--duration": "real time after which a replay stops",
+    "--finish": "whether a replay ends with the job",
+    # Studies
+    "--scale": "size of a study relative to the published one",
+    "--set": "a setting for every run of a study",
+    "--keep-weights": "whether final weights are kept",
+    "--list": "list what there is",
+    "--show": "print a recipe",
+    # What all verbs share
+    "--out": "where results are written",
+    "--checkpoint-every": "time between checkpoints",
+    "--json": "answer as JSON",
+    "--plugin": "files with extensions of the user's own",
+    "--open": "open a page in the browser",
+    "--width": "columns of a drawing",
+    "--version": "version",
+}
+"""Every option of the command. A new option is one more row, unless its idea is here under another name."""
+
+WITHOUT_JSON = {
+    "trace show": "draws", "trace convert": "writes a file", "trace make": "writes a file", "rules show": "draws",
+    "rules cards": "writes files", "lighthouse": "a server", "replica": "a program of a fleet",
+}  # fmt: skip
+"""Verbs that print no results."""
+WITHOUT_PLUGIN = {
+    "demo": "a fixed study", "report": "reads records", "status": "asks a fleet", "lighthouse": "a server",
+}  # fmt: skip
+"""Verbs that take no trace, rule, policy, price, workload or optimizer."""
+
+
+def verbs(command: Any = None, path: str = "") -> Iterator[tuple[str, Any]]:
+    command = command or typer.main.get_command(app)
+    if command.callback is not None and (path == "rules" or not hasattr(command, "commands")):
+        yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from verbs(below, f"{path} {name}".strip())
+
+
+def options(command: Any) -> dict[str, Any]:
+    found = {name: p for p in command.params if p.param_type_name == "option" for name in p.opts}
+    return {name: p for name, p in found.items() if name not in ("--help", "-h")}
+
+
+VERBS = dict(verbs())
+
+
+def test_all_verbs_are_found() -> None:
+    assert {"train", "study", "simulate", "launch", "replica", "trace convert", "rules", "rules show"} <= set(VERBS)
+
+
+def test_every_option_has_an_idea_of_its_own() -> None:
+    found = {name for command in VERBS.values() for name in options(command)} | {"--version"}
+    assert found == set(IDEAS)
+    assert [idea for idea, count in Counter(IDEAS.values()).items() if count > 1] == []
+
+
+def test_every_setting_of_a_run_is_an_option_of_train_with_its_documentation() -> None:
+    shown = options(VERBS["train"])
+    for name, field in RunConfig.model_fields.items():
+        assert field.description, f"{name} is documented where it is declared"
+        if name not in ("workload", "label"):  # an argument, and a name that a study gives
+            option = "--plugin" if name == "plugins" else f"--{name.replace('_', '-')}"
+            assert shown[option].help.startswith(field.description)
+
+
+def test_every_verb_that_prints_results_can_answer_with_json() -> None:
+    without = {verb for verb, command in VERBS.items() if "--json" not in options(command)}
+    assert without == set(WITHOUT_JSON)
+
+
+def test_every_verb_that_can_use_an_extension_takes_plugins() -> None:
+    without = {verb for verb, command in VERBS.items() if "--plugin" not in options(command)}
+    assert without == set(WITHOUT_PLUGIN)
+
+
+@pytest.mark.parametrize("name", ["--plugin", "--json"])
+def test_what_means_the_same_in_all_verbs_is_described_in_the_same_words(name: str) -> None:
+    texts = {options(command)[name].help for command in VERBS.values() if name in options(command)}
+    assert len(texts) == 1
+
+
+def test_a_trace_argument_is_declared_once() -> None:
+    traces = [p for command in VERBS.values() for p in command.params if p.metavar == "TRACE"]
+    assert len(traces) >= 7
+    assert {p.help for p in traces} == {common.TRACE.help}
