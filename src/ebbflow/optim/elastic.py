@@ -7,11 +7,12 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal
 
 import torch
 
 from ebbflow.core.spec import nearest
+from ebbflow.core.units import whole_number
 from ebbflow.data.sampler import ElasticSampler, MicroBatchInfo
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.moments.estimate import Averages, Measurement, Moments
@@ -118,8 +119,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         ("skip"), `Diverged` is raised ("stop"), or nothing is checked, as in torch ("ignore"). With a scaler such steps
         are always skipped. `reduction` says whether the loss of a micro-batch is the mean or the sum over its samples.
         """
-        if isinstance(base_batch, bool) or not isinstance(base_batch, SupportsIndex) or base_batch < 1:
-            raise ConfigError(f"base_batch is {base_batch}; expected the batch size at which the rate was tuned")
+        whole_number(base_batch, "base_batch, the batch at which the rate was tuned,")
         if sampler is not None and sampler.world_size > 1:
             raise ConfigError(
                 f"the sampler is for rank {sampler.rank} of {sampler.world_size}, but ElasticOptimizer combines the "
