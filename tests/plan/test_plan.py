@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ebbflow.errors import PlanError
-from ebbflow.plan.batch_plan import BatchPlan, StepSize
-from ebbflow.plan.fitted_plans import fit_step_time, plan_for
+from ebbflow.plan.batch_plan import BatchPlan, StepSize, fit_step_time
+from ebbflow.plan.fitted_plans import plan_for
 from ebbflow.traces.availability import Trace
 
 # Times are eighths of a second, so that sums are exact in binary and a naive simulation decides as the plan does.

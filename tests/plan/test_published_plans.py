@@ -8,8 +8,7 @@ import pytest
 
 from ebbflow.core.units import Seconds
 from ebbflow.errors import PlanError
-from ebbflow.plan.batch_plan import BatchPlan
-from ebbflow.plan.fitted_plans import fit_step_time
+from ebbflow.plan.batch_plan import BatchPlan, fit_step_time
 from ebbflow.traces.availability import Trace
 from ebbflow.traces.formats import read
 

@@ -9,7 +9,7 @@ of its duration of a change is therefore taken to begin at the change.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from ebbflow.traces import TextFile, Trace, load
 
 __all__ = [
     "BatchPlan", "FleetSegments", "PlanRun", "PlanSummary", "StepRuns", "StepSize", "cut_into_steps", "cut_step",
-    "fleet_segments", "trace_from",
+    "fit_step_time", "fleet_segments", "longest_step_time", "trace_from",
 ]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
@@ -320,6 +320,7 @@ class BatchPlan:
         With `cut`, as in training, each epoch ends with a smaller step (`cut_step`); without, steps continue across the
         ends of epochs.
         """
+        _check_training(samples, epochs)
         reached, steps, batches = self._follow(samples, epochs, cut=cut)
         if reached < epochs:
             raise PlanError(
@@ -341,6 +342,7 @@ class BatchPlan:
 
     def epochs_reached(self, samples: int, epochs: int) -> float:
         """Number of epochs of `samples` samples that the plan is long enough for; at most `epochs`."""
+        _check_training(samples, epochs)
         return self._follow(samples, epochs, cut=True)[0]
 
     def samples_before(self, step: int) -> int:
@@ -390,8 +392,6 @@ class BatchPlan:
 
         If the plan is too short, these are fewer than `epochs`, and all of its steps.
         """
-        whole_number(samples, "samples", error=PlanError)
-        whole_number(epochs, "epochs", most=MOST_SAMPLES // samples << 20, error=PlanError)  # 2^60 samples in all
         if not cut:
             steps = self._steps_until(samples * epochs)
             if self.steps is None or steps <= self.steps:
@@ -426,6 +426,11 @@ class BatchPlan:
     def __repr__(self) -> str:
         sizes = f"{self.samples.min()} to {self.samples.max()} samples"
         return f"BatchPlan({self._length}, {sizes}, {len(self.first)} runs)"
+
+
+def _check_training(samples: int, epochs: int) -> None:
+    whole_number(samples, "samples", error=PlanError)
+    whole_number(epochs, "epochs", most=MOST_SAMPLES // samples << 20, error=PlanError)  # 2^60 samples in all
 
 
 # -- from a trace to runs of equal steps -------------------------------------------------------------------------------
@@ -521,16 +526,66 @@ def _finished_steps(segments: FleetSegments) -> StepRuns:
 
 def _joined(segments: FleetSegments, counts: Ints, starts: Floats) -> StepRuns:
     """The steps of each segment as runs; empty runs are dropped, and equal runs without a gap between them joined."""
-    kept = np.flatnonzero((counts > 0) & (segments.samples > 0))
     runs = StepRuns(
         counts=counts, workers=segments.workers, samples=segments.samples, start_s=starts, seconds=segments.seconds
-    ).take(kept)
+    )
+    kept = (counts > 0) & (segments.samples > 0)
+    if not kept.all():
+        runs = runs.take(np.flatnonzero(kept))
     equal = (runs.workers[1:] == runs.workers[:-1]) & (runs.samples[1:] == runs.samples[:-1])
     if equal.any():
         gaps = np.abs(runs.start_s[1:] - (runs.start_s + runs.counts * runs.seconds)[:-1])
         first = np.flatnonzero(np.append(True, ~equal | (gaps > _SNAP * runs.seconds[1:])))
         runs = replace(runs.take(first), counts=np.add.reduceat(runs.counts, first))
     return runs
+
+
+def fit_step_time(
+    trace: Trace,
+    policy: Policy | str,
+    *,
+    samples: int,
+    epochs: int,
+    offset: Seconds = _BEGINNING,
+    on_change: str = "finish",
+) -> Seconds:
+    """The longest constant step time with which the epochs fit into the trace, so that the run lasts as long as it.
+
+    Found by bisection, to a relative accuracy of 1e-6. As in every plan, the end of an epoch makes steps smaller, and
+    with `finish` the last step only has to begin before the trace ends.
+    """
+    _check_training(samples, epochs)
+    return longest_step_time(
+        trace,
+        make_policy(policy),
+        lambda plan: plan._follow(samples, epochs, cut=True)[0] >= epochs,
+        offset=offset,
+        on_change=on_change,
+    )
+
+
+def longest_step_time(
+    trace: Trace, policy: Policy, enough: Callable[[BatchPlan], bool], *, offset: Seconds, on_change: str
+) -> Seconds:
+    """The longest constant step time, at most the length of the trace, whose plan satisfies `enough`.
+
+    A plan of sufficiently short steps must satisfy it, or the search does not end.
+    """
+    segments = fleet_segments(trace_from(trace, offset), policy, ConstantStepTime(Seconds(1.0)))
+    if not segments.samples.any():
+        raise PlanError(f"the trace {trace.name} has no workers from {offset:g} s on; no step time fits")
+
+    def fits(step: float) -> bool:
+        runs = cut_into_steps(replace(segments, seconds=np.full(len(segments.times), step)), on_change, grid=True)
+        return len(runs.counts) > 0 and enough(BatchPlan.from_runs(runs, source={}))
+
+    short = long = segments.end
+    while not fits(short):
+        short, long = short / 2, short
+    while long - short > 1e-6 * short:
+        middle = (short + long) / 2
+        short, long = (middle, long) if fits(middle) else (short, middle)
+    return Seconds(short)
 
 
 # -- from a file of batches --------------------------------------------------------------------------------------------

@@ -1,25 +1,24 @@
-"""Plans that fit a training: long enough for its epochs, or with the step time at which it lasts as long as its trace.
+"""Plans that are long enough for the epochs of a training.
 
-`plan_for` and `fit_step_time` are for fleet policies, `plan_growing` and `fit_growing` for growing ones, whose steps
-`foresee` computes before training.
+`plan_for` is for fleet policies; `plan_growing` and `fit_growing` are for growing ones, whose steps `foresee` computes
+before training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ebbflow.core.units import Seconds
-from ebbflow.errors import PlanError
-from ebbflow.plan.batch_plan import BatchPlan, StepSize, cut_into_steps, cut_step, fleet_segments, trace_from
+from ebbflow.plan.batch_plan import BatchPlan, StepSize, cut_step, longest_step_time
 from ebbflow.plan.growing import Geo, allow
-from ebbflow.plan.policies import GrowingPolicy, Observation, Policy, make_policy
-from ebbflow.plan.steptime import ConstantStepTime, StepTimeLike
+from ebbflow.plan.policies import GrowingPolicy, Observation, Policy
+from ebbflow.plan.steptime import StepTimeLike
 from ebbflow.traces import Trace
 
-__all__ = ["GrowingPlan", "fit_growing", "fit_step_time", "foresee", "plan_for", "plan_growing"]
+__all__ = ["GrowingPlan", "fit_growing", "foresee", "plan_for", "plan_growing"]
 
 _BEGINNING = Seconds(0.0)
 
@@ -51,53 +50,6 @@ def plan_for(
         if reached >= epochs:
             return plan
         times = max(times + 1, int(times * epochs / max(reached, 1e-6)))
-
-
-def fit_step_time(
-    trace: Trace,
-    policy: Policy | str,
-    *,
-    samples: int,
-    epochs: int,
-    offset: Seconds = _BEGINNING,
-    on_change: str = "finish",
-) -> Seconds:
-    """The longest constant step time with which the epochs fit into the trace, so that the run lasts as long as it.
-
-    Found by bisection, to a relative accuracy of 1e-6. As in every plan, the end of an epoch makes steps smaller, and
-    with `finish` the last step only has to begin before the trace ends.
-    """
-    return _longest_step_time(
-        trace,
-        make_policy(policy),
-        lambda plan: plan.epochs_reached(samples, epochs) >= epochs,
-        offset=offset,
-        on_change=on_change,
-    )
-
-
-def _longest_step_time(
-    trace: Trace, policy: Policy, enough: Callable[[BatchPlan], bool], *, offset: Seconds, on_change: str
-) -> Seconds:
-    """The longest constant step time, at most the length of the trace, whose plan satisfies `enough`.
-
-    A plan of sufficiently short steps must satisfy it, or the search does not end.
-    """
-    segments = fleet_segments(trace_from(trace, offset), policy, ConstantStepTime(Seconds(1.0)))
-    if not segments.samples.any():
-        raise PlanError(f"the trace {trace.name} has no workers from {offset:g} s on; no step time fits")
-
-    def fits(step: float) -> bool:
-        runs = cut_into_steps(replace(segments, seconds=np.full(len(segments.times), step)), on_change, grid=True)
-        return len(runs.counts) > 0 and enough(BatchPlan.from_runs(runs, source={}))
-
-    short = long = segments.end
-    while not fits(short):
-        short, long = short / 2, short
-    while long - short > 1e-6 * short:
-        middle = (short + long) / 2
-        short, long = (middle, long) if fits(middle) else (short, middle)
-    return Seconds(short)
 
 
 # -- growing policies --------------------------------------------------------------------------------------------------
@@ -224,4 +176,4 @@ def fit_growing(
         steps = foresee(policy, capacity, samples=samples, epochs=epochs, ref_batch=ref_batch)
         return steps.epochs_reached(samples, epochs) >= epochs
 
-    return _longest_step_time(trace, policy, enough, offset=offset, on_change=on_change)
+    return longest_step_time(trace, policy, enough, offset=offset, on_change=on_change)
