@@ -39,10 +39,15 @@ may_start_processes = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The commands of the pages and the examples are run as a user runs them: each in a process of its own."""
+    """Mark the tests of the documentation.
+
+    The commands of the pages and the examples are run as a user runs them, each in a process of its own; the evidence
+    is unpacked and read as a whole.
+    """
+    markers = {"test_examples.py": "process", "test_guide.py": "process", "test_evidence.py": "slow"}
     for item in items:
-        if item.path.parent.name == "docs" and item.path.name in ("test_examples.py", "test_guide.py"):
-            item.add_marker(pytest.mark.process)
+        if item.path.parent == ROOT / "tests" / "docs" and item.path.name in markers:
+            item.add_marker(markers[item.path.name])
 
 
 @pytest.hookimpl(wrapper=True)

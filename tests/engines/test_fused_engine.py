@@ -189,6 +189,7 @@ def test_a_model_that_cannot_be_compiled_is_run_as_it_is(monkeypatch: pytest.Mon
     assert [what for what, _ in events] == ["not compiled"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [False, True])
 def test_noise_and_signal_equal_the_references_on_average(layers: bool) -> None:
     """At fixed weights, over all steps of many epochs: means agree within three standard errors of their difference."""

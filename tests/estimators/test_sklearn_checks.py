@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from ebbflow.sklearn import EbbflowClassifier, EbbflowRegressor
@@ -18,6 +19,7 @@ def exceptions(estimator: Any) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @parametrize_with_checks([EbbflowClassifier(), EbbflowRegressor()], expected_failed_checks=exceptions)
 def test_an_estimator_keeps_the_conventions(estimator: Any, check: Any) -> None:
     check(estimator)

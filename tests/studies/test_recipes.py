@@ -52,7 +52,7 @@ def steps(arm: Arm) -> int:
     return foreseen(config).for_epochs(CIFAR, config.epochs).steps
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.1])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 0.1])
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_has_a_summary_known_parts_and_plans_that_reach(name: str, scale: float) -> None:
     study = scaled(load_study(name), scale)
