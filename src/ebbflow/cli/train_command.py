@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
 from ebbflow.cli.options import takes_settings
+from ebbflow.core.endings import Ending
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.signals import StopSignal
 from ebbflow.core.units import format_seconds, parse_seconds
@@ -31,7 +32,10 @@ def train(
     checkpoint_every: Annotated[str, typer.Option(help="Time between checkpoints.")] = "60s",
     json: AsJson = False,
 ) -> None:
-    """Train one workload on one trace by one rule. The same command continues a run that was interrupted."""
+    """Train one workload on one trace by one rule. The same command continues a run that was interrupted.
+
+    Exit code 0: finished; 5: diverged; 3: stopped by a signal, and the same command continues; 1: failed.
+    """
     every = parse_seconds(checkpoint_every)
     from ebbflow.run import torchrun, training
     from ebbflow.run.loop import Callbacks
@@ -54,11 +58,14 @@ def train(
     ):
         task = bar.add_task("preparing", total=None)
         shown: dict[str, str] = {}
+        trains = False
 
         def describe() -> None:
             bar.update(task, description="  ".join(f"{key} {value}" for key, value in shown.items()))
 
         def on_start(done: int, total: int) -> None:
+            nonlocal trains
+            trains = True
             bar.update(task, total=total, completed=done)
 
         def on_step(row: StepRow) -> None:
@@ -78,10 +85,17 @@ def train(
         )
         keep_freed_memory()
         run = training.train(config, folder, command=command_line(), callbacks=callbacks, checkpoint_every_s=every)
-    if not prints:
-        return
+    if prints:
+        _print(run, folder, trained=trains, as_json=json)
+    raise typer.Exit(Ending.named(run.status).code)
+
+
+def _print(run: Run, folder: Path, *, trained: bool, as_json: bool) -> None:
     answer = _answer(run, folder)
-    if json:
+    if not trained:
+        err.print(f"nothing was trained: {folder} holds this run, which has ended; give another --out to repeat it",
+                  markup=False, soft_wrap=True)  # fmt: skip
+    if as_json:
         print_json(answer)
         return
     out.print(f"[bold]{run.status}[/] after {answer['steps']} steps, {answer['samples']:,} samples, "

@@ -12,7 +12,7 @@ told to leave (SIGTERM) finishes its step first; a new one receives the complete
     membership     who takes part in a step and whose state counts: a pure state machine   the replica
     connection     executes its instructions (torchft_api, engines/process_group)
     live_engine    the engine contract on a fleet
-    session        the training loop of a replica, and its state; replica_files: record, status, checkpoints
+    live_session   the training loop of a replica, and its state; replica_files: record, status, checkpoints
     processes      child processes and the lighthouse                                      the launcher
     supervisor     starts, watches and restarts replicas
     launcher, trace_replay, fleet_status, accounting  what the verbs do
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Account": "accounting",
-    "LiveSession": "session",
+    "LiveSession": "live_session",
     "ReplicaConfig": "protocol",
     "account": "accounting",
-    "join": "session",
-    "join_workload": "session",
+    "join": "live_session",
+    "join_workload": "live_session",
     "read_fleet": "accounting",
 }
 

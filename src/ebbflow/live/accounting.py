@@ -264,7 +264,10 @@ def account_lines(launcher: Mapping[str, Any], account: JobAccount | None) -> li
     lines.append(
         f"{account.steps} steps, {account.samples} samples, {account.epochs} whole epochs of {account.epoch_samples}"
     )
-    lines.append("every sample was committed exactly once per epoch" if account.exactly_once else "NOT exactly once:")
+    if account.epochs or not account.exactly_once:
+        lines.append(
+            "every sample was committed exactly once per epoch" if account.exactly_once else "NOT exactly once:"
+        )
     lines += [f"    {problem}" for problem in account.problems[:20]]
     if account.given_up_steps:
         lines.append(
