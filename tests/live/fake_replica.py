@@ -31,6 +31,13 @@ def write_status(own: Path, state: str, step: int) -> None:
     new.replace(own / "status.json")
 
 
+def save_final_state(job: Path, step: int) -> None:
+    """What a launcher looks for: a checkpoint of the last step, and the final weights."""
+    (job / "checkpoints").mkdir(exist_ok=True)
+    (job / "checkpoints" / f"step-{step:09d}-{0:012x}.ckpt").touch()
+    (job / "weights.pt").touch()
+
+
 def on_notice(*_: object) -> None:
     global leaving
     leaving = True
@@ -61,6 +68,7 @@ def main(mode: str, steps: int) -> int:
         if leaving:
             write_status(own, "left", step + 1)
             return 0
+    save_final_state(own.parents[1], steps)
     write_status(own, "finished", steps)
     return 0
 

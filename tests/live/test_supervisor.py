@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.endings import Ending
 from ebbflow.core.signals import StopSignal
 from ebbflow.errors import ConfigError
 from ebbflow.live import supervisor as supervising
 from ebbflow.live.protocol import FleetConfig, read_status
-from ebbflow.live.supervisor import Ending, FleetEvent, Job, Outcome, RestartPolicy, Supervisor, supervise
+from ebbflow.live.supervisor import FleetEvent, Job, ProcessEnd, RestartPolicy, Supervisor, supervise
 from live.fakes import alive, until
 
 MakeJob = Callable[..., Job]
@@ -27,7 +28,7 @@ QUICK = RestartPolicy(max_failures=3, first_pause_s=0.05, longest_pause_s=0.1)
 def endings(*codes: int, progressed: bool = False, policy: RestartPolicy | None = None) -> list[tuple[str, float]]:
     policy, failures, verdicts = policy or RestartPolicy(max_failures=5), 0, []
     for code in codes:
-        ending = Ending(code=code, state="training", progressed=progressed)
+        ending = ProcessEnd(code=code, state="training", progressed=progressed)
         failures = policy.failures(failures, ending)
         verdicts.append(policy.judge(ending, failures))
     return verdicts
@@ -55,8 +56,38 @@ def test_asking_to_be_restarted_for_ever_is_given_up_too() -> None:
 
 def test_code_0_is_the_end_and_the_status_says_which() -> None:
     policy = RestartPolicy()
-    for state, verdict in [("finished", "finished"), ("left", "left"), ("leaving", "left"), (None, "finished")]:
-        assert policy.judge(Ending(code=0, state=state, progressed=True), 0) == (verdict, 0.0)
+    says = {"finished": "finished", "left": "left", "leaving": "left", "diverged": "diverged", "refused": "refused"}
+    for state, verdict in [*says.items(), ("training", "incomplete"), ("joining", "incomplete"), (None, "incomplete")]:
+        assert policy.judge(ProcessEnd(code=0, state=state, progressed=True), 0) == (verdict, 0.0)
+
+
+def given_up_after(policy: RestartPolicy, *ends: ProcessEnd) -> int | None:
+    """How many of these ends it takes until a replica is given up."""
+    failures, repeats, last = 0, 0, None
+    for number, end in enumerate(ends, start=1):
+        failures, repeats, last = policy.failures(failures, end), policy.repeats(repeats, last, end), end
+        if policy.judge(end, failures, repeats)[0] == "gave up":
+            return number
+    return None
+
+
+def raised(error: str, *, step: int | None = 100, state: str | None = "failed", code: int = 1) -> ProcessEnd:
+    return ProcessEnd(code=code, state=state, progressed=step is not None, step=step, error=error)
+
+
+def test_the_same_exception_at_the_same_step_is_final_at_the_third_time_although_steps_were_committed() -> None:
+    policy = RestartPolicy(max_failures=5)
+    assert given_up_after(policy, *[raised("ValueError: no")] * 9) == 3
+    assert given_up_after(RestartPolicy(max_failures=1), raised("ValueError: no")) == 1
+    # Another error, or the same one further on, is another failure; and a kill is nobody's failure.
+    assert given_up_after(policy, *(raised("ValueError: no", step=step) for step in range(50))) is None
+    assert given_up_after(policy, *(raised(f"ValueError: {number % 2}") for number in range(50))) is None
+    assert given_up_after(policy, *[raised("Killed", code=-9)] * 50) is None
+
+
+def test_the_same_failure_before_joining_is_final_at_the_second_time() -> None:
+    syntax = raised("SyntaxError: invalid syntax", step=None, state=None)
+    assert given_up_after(RestartPolicy(max_failures=5), *[syntax] * 5) == 2
 
 
 # The supervisor -------------------------------------------------------------------------------------------------------
@@ -235,7 +266,7 @@ def test_a_program_that_is_not_there_is_an_error_of_ours(fake_job: MakeJob, tmp_
 
 def run_to_the_end(
     fleet: Supervisor, *, stop_when: Callable[[], object] = bool
-) -> tuple[Outcome, list[tuple[str, str]]]:
+) -> tuple[Ending, list[tuple[str, str]]]:
     """Supervise a fleet to its end; `stop_when` stands for the user, who presses Ctrl-C once it is true."""
     seen: list[FleetEvent] = []
     with fleet, StopSignal() as stop:
@@ -244,8 +275,8 @@ def run_to_the_end(
             if not stop.requested and stop_when():
                 signal.raise_signal(signal.SIGINT)
 
-        outcome = supervise(fleet, stop=stop, grace_s=20, on_event=seen.append, on_poll=on_poll)
-    return outcome, [(event.replica, event.what) for event in seen]
+        ending, _ = supervise(fleet, stop=stop, grace_s=20, on_event=seen.append, on_poll=on_poll)
+    return ending, [(event.replica, event.what) for event in seen]
 
 
 def test_replicas_that_do_not_finish_with_the_others_are_told_to_leave(
@@ -256,21 +287,21 @@ def test_replicas_that_do_not_finish_with_the_others_are_told_to_leave(
     fleet.request("r0")
     fleet.request("r1")
     outcome, seen = run_to_the_end(fleet)
-    assert outcome == "finished"
+    assert outcome is Ending.FINISHED
     assert seen[2:] == [("r0", "finished"), ("r1", "told to leave"), ("r1", "left")]
 
 
 def test_a_fleet_whose_replicas_are_all_given_up_has_failed(fake_job: MakeJob) -> None:
     fleet = Supervisor(fake_job("crash"), policy=RestartPolicy(max_failures=1))
     fleet.request("r0")
-    assert run_to_the_end(fleet) == ("failed", [("r0", "started"), ("r0", "gave up")])
+    assert run_to_the_end(fleet) == (Ending.FAILED, [("r0", "started"), ("r0", "gave up")])
 
 
 def test_a_signal_tells_all_replicas_to_leave(fake_job: MakeJob) -> None:
     fleet = Supervisor(fake_job("train"))
     fleet.request("r0")
     outcome, seen = run_to_the_end(fleet, stop_when=lambda: fleet.replicas["r0"].progressed)
-    assert (outcome, seen[1:]) == ("stopped", [("r0", "told to leave"), ("r0", "left")])
+    assert (outcome, seen[1:]) == (Ending.STOPPED, [("r0", "told to leave"), ("r0", "left")])
     status = read_status(fleet.job.fleet.folder, "r0")
     assert status is not None
     assert status.state == "left"
@@ -289,4 +320,4 @@ def test_a_replica_that_left_by_itself_is_not_started_again(fake_job: MakeJob) -
             replica.child.send(signal.SIGTERM)
         return False
 
-    assert run_to_the_end(fleet, stop_when=send_it_once) == ("left", [("r0", "started"), ("r0", "left")])
+    assert run_to_the_end(fleet, stop_when=send_it_once) == (Ending.STOPPED, [("r0", "started"), ("r0", "left")])

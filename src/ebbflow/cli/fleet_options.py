@@ -14,8 +14,9 @@ from ebbflow.errors import ConfigError
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 
 __all__ = [
-    "PASS_THROUGH", "AllowChanges", "Bind", "Command", "FromScratch", "Gpus", "Grace", "Heartbeat", "JobName", "MaxFailures",
-    "MinReplicas", "Out", "ScriptCommand", "Workload", "heartbeat_milliseconds", "milliseconds", "positive", "script_position",
+    "PASS_THROUGH", "AllowChanges", "Bind", "Command", "FromScratch", "Gpus", "Grace", "Heartbeat", "JobName",
+    "MaxFailures", "MinReplicas", "Out", "ScriptCommand", "Workload", "heartbeat_milliseconds", "milliseconds",
+    "positive", "script_position",
 ]  # fmt: skip
 
 PASS_THROUGH = {"ignore_unknown_options": True}
@@ -106,11 +107,12 @@ class ScriptCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Mark where the script begins."""
         known = [one for one in self.params if one.param_type_name == "option"]
-        names = {flag: {name for one in known if one.is_flag == flag for name in one.opts} for flag in (True, False)}
+        names = {
+            flag: {name for one in known if getattr(one, "is_flag", False) == flag for name in one.opts}
+            for flag in (True, False)
+        }
         before = sum(one.param_type_name == "argument" for one in self.params) - 1
-        place = script_position(
-            args, flags={*names[True], *ctx.help_option_names}, options=names[False], before=before
-        )
+        place = script_position(args, flags={*names[True], *ctx.help_option_names}, options=names[False], before=before)
         if place < len(args):
             args = [*args[:place], "--", *args[place:]]
         return super().parse_args(ctx, args)

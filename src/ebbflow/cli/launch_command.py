@@ -76,7 +76,9 @@ def launch(
         if replicas > 1:
             raise ConfigError("--join starts one replica; run the command once for each, with another --name each time")
         if from_scratch:
-            raise ConfigError("--from-scratch is for a fleet on this machine; with --join, give a new --out to all replicas")
+            raise ConfigError(
+                "--from-scratch is for a fleet on this machine; with --join, give a new --out to all replicas"
+            )
         running = join_fleet(
             command or [], lighthouse=join, workload=workload, out=out_folder, job=job, name=name, bind=bind,
             min_replicas=min_replicas, heartbeat_timeout_ms=timeout_ms, max_failures=max_failures, gpus=gpus,

@@ -76,7 +76,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command; what the user can mend is said in one message, with the exit code of `Ending` and no traceback."""
+    """Run the command; what the user can mend is one message without a traceback, and `Ending` has its exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? and not a traceback
     try:

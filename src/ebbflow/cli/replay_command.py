@@ -91,7 +91,9 @@ def replay(
     ending = run.ending
     if replayed.over and ending is Ending.STOPPED and not run.signalled:
         ending = Ending.INCOMPLETE
-        reason = "the trace was over before all epochs were done; the same command continues, --finish goes on to the end"
+        reason = (
+            "the trace was over before all epochs were done; the same command continues, --finish goes on to the end"
+        )
         seen |= {"status": "trace over", "reason": reason}
     if account.problems:
         ending = Ending.FAILED

@@ -3,7 +3,7 @@
 | exit code | word         | when |
 |----------:|:-------------|:-----|
 | 0         | finished     | all epochs (or `max_steps`) are done and the final state is saved |
-| 1         | failed       | an error that is not one of the input: an exception of a script, a full disk, a lost process |
+| 1         | failed       | an error, but not of the input: an exception in a script, a full disk, a lost process |
 | 2         | wrong input  | an option, a file or a setting cannot be used; nothing was trained |
 | 3         | stopped      | a signal (Ctrl-C, SIGTERM); what was done is saved, and the same command continues |
 | 4         | incomplete   | ended without an error before all epochs were done, or the final state was not saved |

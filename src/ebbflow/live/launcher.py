@@ -22,8 +22,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ebbflow.core.files import hold_lock
 from ebbflow.core.endings import Ending
+from ebbflow.core.files import hold_lock
 from ebbflow.core.signals import StopSignal
 from ebbflow.errors import ConfigError
 from ebbflow.live.fleet_status import FleetDisplay

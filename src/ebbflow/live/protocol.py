@@ -36,9 +36,11 @@ from ebbflow.core.spec import param
 from ebbflow.errors import ConfigError
 
 __all__ = [
-    "DEFAULT_PORT", "EXIT_RESTART", "FINAL_WEIGHTS", "HEARTBEAT_INTERVAL_S", "HEARTBEAT_TIMEOUT_MS", "LOOPBACK", "STATUS_KEY",
+    "DEFAULT_PORT", "EXIT_RESTART", "FINAL_WEIGHTS", "HEARTBEAT_INTERVAL_S", "HEARTBEAT_TIMEOUT_MS", "LOOPBACK",
+    "STATUS_KEY",
     "FleetConfig", "LighthouseStatus", "ReplicaConfig", "ReplicaStatus", "checkpoint_files", "fetch_heartbeat_ages",
-    "fetch_lighthouse_status", "find_folder", "format_address", "is_loopback", "local_address_towards", "newest_checkpoint",
+    "fetch_lighthouse_status", "find_folder", "format_address", "is_loopback", "local_address_towards",
+    "newest_checkpoint",
     "parse_address", "parse_bind", "parse_heartbeat_ages", "parse_lighthouse_page", "parse_status",
     "read_lighthouse_address", "read_status", "read_statuses", "replica_folder", "write_fleet_file",
 ]  # fmt: skip

@@ -105,6 +105,11 @@ class StatusFile:
         self._samples = 0
         self._recent: deque[tuple[float, int]] = deque()  # time and number of samples after the steps of two seconds
 
+    @property
+    def state(self) -> str:
+        """The state that was reported last."""
+        return self._status.state
+
     def update(self, state: str | None = None, **values: Any) -> None:
         """Set fields of the `ReplicaStatus`, and write it if that is due."""
         changed = state is not None and state != self._status.state
@@ -116,6 +121,7 @@ class StatusFile:
         """Report a committed step."""
         self.update(
             "training",
+            reason=None,
             step=row.step + 1,
             epoch=epoch,
             position=position,

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -139,8 +138,8 @@ class RestartPolicy:
         """
         if end.state in ("leaving", "left"):
             return "left", 0.0
-        if end.state == "diverged" or end.state == "refused":
-            return end.state, 0.0
+        if end.state in ("diverged", "refused"):
+            return ("diverged" if end.state == "diverged" else "refused"), 0.0
         if end.code == 0:
             return ("finished" if end.state == "finished" else "incomplete"), 0.0
         limit = _SAME_FAILURE_BEFORE_JOINING if end.state is None else _SAME_FAILURE
@@ -179,8 +178,8 @@ class FleetEvent:
     replica: str
     """Empty for the lighthouse."""
     what: Literal[
-        "started", "waiting", "told to leave", "killed", "died", "left", "finished", "incomplete", "diverged", "refused",
-        "gave up", "lighthouse restarted",
+        "started", "waiting", "told to leave", "killed", "died", "left", "finished", "incomplete", "diverged",
+        "refused", "gave up", "lighthouse restarted",
     ]  # fmt: skip
     text: str = ""
     lines: tuple[str, ...] = ()
@@ -393,6 +392,7 @@ class Supervisor:
             text = f"{describe_exit(code)}, {count} {plural(count, 'time')} in a row {times}; see {child.log}"
             return FleetEvent(time=now, replica=replica.name, what="gave up", text=text, lines=tuple(child.log_tail()))
         return FleetEvent(time=now, replica=replica.name, what=verdict, text=replica.reason)
+
     def close(self) -> None:
         """Kill whatever still runs, the lighthouse last."""
         for replica in self.replicas.values():

@@ -11,12 +11,12 @@ steps were worth as many reference steps as the epochs have, which takes more sa
 from __future__ import annotations
 
 import logging
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from ebbflow import workloads
-from ebbflow.core.files import remove_leftovers
+from ebbflow.core.files import hold_lock, remove_leftovers
 from ebbflow.core.plugins import load_plugins
 from ebbflow.errors import CheckpointError, ConfigError
 from ebbflow.plan import BatchPlan
@@ -51,6 +51,11 @@ class RunFiles:
         self.record: RecordWriter = NoRecord()
         self._config = config
         self._recorded = config.recorded()  # now: somebody may edit the trace while the run follows it as it was
+
+    def held(self) -> AbstractContextManager[None]:
+        """Hold the folder: two runs would write into one record."""
+        busy = f"{self.folder} is in use by another run; wait for its end, or choose another folder"
+        return hold_lock(self.folder / ".lock", busy=busy) if self.ranks.leads else nullcontext()
 
     def finished_run(self) -> Run | None:
         """The record in the folder if its run has ended; an error if it is a run of another configuration."""
@@ -152,7 +157,7 @@ def train(
             return done
         if not ranks.leads:
             callbacks = Callbacks(should_stop=callbacks.should_stop)
-        with cpu_settings(config.threads), enough_memory(config.device):
+        with files.held(), cpu_settings(config.threads), enough_memory(config.device):
             task = workloads.build(
                 config.workload, data=config.data, seed=config.seed, device=ranks.device(config.device),
                 loader_workers=loader_workers(config),
