@@ -72,6 +72,26 @@ def test_a_fleet_runs_to_its_end_and_is_accounted_for(shell: Shell) -> None:
     assert "r1 finished" in err
 
 
+def test_everything_behind_the_script_belongs_to_it(shell: Shell) -> None:
+    script = shell.folder / "show.py"
+    script.write_text("import sys; print('got', sys.argv[1:])")
+    own = ["--seed", "3", "--folder", "f", "--port", "1", "--name", "n", "--json", "--", "x"]
+    code, _, _ = shell.run("launch", "--out", "job", script, *own)
+    assert code == 4, "it never joined the fleet"
+    assert f"got {own}" in (shell.folder / "job" / "replicas" / "r0" / "log.txt").read_text()
+    code, _, _ = shell.run("replay", "0s:1 60s", "--out", "job", script, *own)
+    assert code == 4
+    assert (shell.folder / "job" / "replicas" / "r0" / "log.txt").read_text().count(f"got {own}") == 2
+
+
+def test_a_job_that_is_run_from_scratch_keeps_its_old_files(shell: Shell) -> None:
+    assert shell.run("launch", "--out", "job", FAKE, "train", 7)[0] == 0
+    assert shell.run("launch", "--out", "job", "--from-scratch", FAKE, "train", 5)[0] == 0
+    assert [path.name[:14] for path in (shell.folder / "job" / "checkpoints").iterdir()] == ["step-000000005"]
+    assert (shell.folder / "job" / "earlier-1" / "checkpoints").is_dir()
+    assert (shell.folder / "job" / "earlier-1" / "weights.pt").is_file()
+
+
 def test_ctrl_c_lets_the_replicas_leave(shell: Shell) -> None:
     launcher = shell.start("launch", "--replicas", 2, "--out", "job", FAKE, "train")
     until(lambda: shell.training("r0", "r1"))

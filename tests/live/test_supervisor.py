@@ -142,12 +142,12 @@ def test_a_script_with_a_bug_is_given_up_with_the_end_of_its_log(fake_job: MakeJ
     with Supervisor(fake_job("crash"), policy=QUICK) as fleet:
         fleet.request("r0")
         poll_until(fleet, seen, lambda: not fleet.active)
-    assert seen.of("r0") == ["started", "died", "started", "died", "started", "gave up"]
-    assert "exit code 3, 3 times in a row without a step" in seen[-1].text
+    assert seen.of("r0") == ["started", "died", "started", "gave up"]
+    assert "exit code 3, 2 times in a row with ZeroDivisionError: the bug of this script" in seen[-1].text
     assert seen[-1].lines[-1] == "ZeroDivisionError: the bug of this script"
     log = (fleet.job.fleet.folder / "replicas" / "r0" / "log.txt").read_text()
-    assert log.count("the bug of this script") == 3
-    assert "replica r0, incarnation 3" in log
+    assert log.count("the bug of this script") == 2
+    assert "replica r0, incarnation 2" in log
 
 
 def test_code_75_asks_to_be_started_again(fake_job: MakeJob) -> None:
@@ -295,6 +295,49 @@ def test_a_fleet_whose_replicas_are_all_given_up_has_failed(fake_job: MakeJob) -
     fleet = Supervisor(fake_job("crash"), policy=RestartPolicy(max_failures=1))
     fleet.request("r0")
     assert run_to_the_end(fleet) == (Ending.FAILED, [("r0", "started"), ("r0", "gave up")])
+
+
+@pytest.mark.parametrize(
+    ("mode", "ending", "starts", "reason"),
+    [
+        ("never", Ending.INCOMPLETE, 1, "r0: the script ended without joining the fleet"),
+        ("break", Ending.INCOMPLETE, 1, "r0: the loop ended after step 3"),
+        ("vanish", Ending.INCOMPLETE, 1, "r0: the script ended while training"),
+        ("unsaved", Ending.INCOMPLETE, 1, "the final state, of step 3, was not saved: the newest checkpoint is of"),
+        ("diverge", Ending.DIVERGED, 1, "r0: Diverged: the training loss is nan"),
+        ("raise", Ending.FAILED, 3, "r0: ValueError: no such metric"),
+    ],
+)  # fmt: skip
+def test_a_job_is_judged_by_its_files_and_not_by_the_exit_code_of_the_script(
+    fake_job: MakeJob, mode: str, ending: Ending, starts: int, reason: str
+) -> None:
+    fleet = Supervisor(fake_job(mode), policy=RestartPolicy(first_pause_s=0.05), lighthouse=_NoLighthouse())  # type: ignore[arg-type]
+    fleet.request("r0")
+    with fleet, StopSignal() as stop:
+        found = supervise(fleet, stop=stop, grace_s=20, on_event=lambda event: None, on_poll=lambda: None)
+    assert found[0] is ending
+    assert found[1].startswith(reason)
+    assert fleet.replicas["r0"].incarnations == starts
+
+
+class _NoLighthouse:
+    """One that runs on this machine and never dies."""
+
+    def restart_if_dead(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_trace_is_not_played_on_without_replicas(fake_job: MakeJob) -> None:
+    fleet = Supervisor(fake_job("crash"), policy=RestartPolicy(max_failures=1))
+    fleet.request("r0")
+    with fleet, StopSignal() as stop:
+        ending, _ = supervise(
+            fleet, stop=stop, grace_s=20, on_event=lambda event: None, on_poll=lambda: None, act=lambda: []
+        )
+    assert ending is Ending.FAILED
 
 
 def test_a_signal_tells_all_replicas_to_leave(fake_job: MakeJob) -> None:
