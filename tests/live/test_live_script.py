@@ -23,7 +23,7 @@ pytest.importorskip("torchft", reason="the live engine needs torchft: pip instal
 import ebbflow.live
 from contract.suite import make_data, make_model
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
-from ebbflow.live import membership
+from ebbflow.live import connection, membership
 from ebbflow.live.accounting import read_fleet, read_fleet_run
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.report.results import load_results
@@ -263,6 +263,7 @@ def test_nobody_at_the_address_is_explained_and_a_notice_ends_the_wait(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership, "_EXPLAIN_AFTER_S", 0.0)
+    monkeypatch.setattr(connection, "_CONNECT_TIMEOUT_S", 0.2)
     seen: list[str] = []
 
     def notice() -> bool:

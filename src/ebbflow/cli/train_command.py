@@ -18,6 +18,7 @@ from ebbflow.core.endings import Ending
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.signals import StopSignal
 from ebbflow.core.units import format_seconds, parse_seconds
+from ebbflow.errors import OutputError
 from ebbflow.record import Run, StepRow, ValidationRow
 from ebbflow.run.config import RunConfig
 
@@ -84,7 +85,13 @@ def train(
             on_start=on_start, on_step=on_step, on_validation=on_validation, should_stop=lambda: stop.requested
         )
         keep_freed_memory()
-        run = training.train(config, folder, command=command_line(), callbacks=callbacks, checkpoint_every_s=every)
+        try:
+            run = training.train(config, folder, command=command_line(), callbacks=callbacks, checkpoint_every_s=every)
+        except OutputError as error:
+            if not trains:
+                raise
+            err.print(f"failed: {error}", markup=False, soft_wrap=True)
+            raise typer.Exit(Ending.FAILED.code) from None
     if prints:
         _print(run, folder, trained=trains, as_json=json)
     raise typer.Exit(Ending.named(run.status).code)

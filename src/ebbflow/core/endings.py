@@ -18,7 +18,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Self
 
-from ebbflow.errors import Diverged, InputError
+from ebbflow.errors import Diverged, InputError, OutputError
 
 __all__ = ["Ending"]
 
@@ -53,12 +53,14 @@ class Ending(Enum):
     def of(cls, error: BaseException) -> Self:
         """How an exception that nobody handles ends a command.
 
-        >>> from ebbflow.errors import ConfigError, OutputError
-        >>> [Ending.of(error).word for error in (ConfigError(""), OutputError(""), KeyboardInterrupt())]
+        A folder that cannot be written is wrong input; `train` calls it a failure once training has begun.
+
+        >>> from ebbflow.errors import ConfigError, RankLost
+        >>> [Ending.of(error).word for error in (ConfigError(""), RankLost(""), KeyboardInterrupt())]
         ['wrong input', 'failed', 'stopped']
         """
         if isinstance(error, KeyboardInterrupt):
             return cls.STOPPED
         if isinstance(error, Diverged):
             return cls.DIVERGED
-        return cls.WRONG_INPUT if isinstance(error, InputError | ImportError) else cls.FAILED
+        return cls.WRONG_INPUT if isinstance(error, InputError | OutputError | ImportError) else cls.FAILED

@@ -268,10 +268,8 @@ class FleetConnection:
 
     def _register(self) -> MembershipEvent:
         timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
-        try:  # torchft would try for as long as its timeout, and nothing could interrupt it
-            socket.create_connection(parse_address(self.config.lighthouse), timeout=_PROBE_TIMEOUT_S).close()
-        except OSError as error:
-            return self._unreachable(f"nobody answers at {self.config.lighthouse} ({error.strerror or error})")
+        if problem := self._nobody_listens(monotonic() + _CONNECT_TIMEOUT_S):
+            return self._unreachable(f"nobody answers at {self.config.lighthouse} ({problem})")
         self._store = serve_store(self.config.bind)
         address = format_address(self.config.bind, self._store.port)
         try:
@@ -287,6 +285,20 @@ class FleetConnection:
             return self._unreachable(f"no lighthouse at {self.config.lighthouse}: {error}")
         self._client = torchft_api.manager_client(self._server.address(), connect_timeout=timeout)
         return Registered(now=monotonic(), name=self.name, store=address)
+
+    def _nobody_listens(self, deadline: float) -> str:
+        """Wait until somebody listens at the address of the lighthouse; why not, if nobody does by the deadline.
+
+        torchft would wait, too, but a replica that is told to leave meanwhile could not interrupt it.
+        """
+        while True:
+            try:
+                socket.create_connection(parse_address(self.config.lighthouse), timeout=_PROBE_TIMEOUT_S).close()
+                return ""
+            except OSError as error:
+                if monotonic() > deadline or self._leaving():
+                    return error.strerror or str(error)
+            sleep(_LEAVE_POLL_S)
 
     def _unreachable(self, reason: str) -> MembershipEvent:
         if self._leaving():

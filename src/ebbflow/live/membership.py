@@ -269,13 +269,15 @@ class Membership:
     # From the request for a step to a quorum --------------------------------------------------------------------------
 
     def _on_started(self, event: Started) -> list[Instruction]:
+        self._waiting_since = event.now
         return [] if self.name else self._register()
 
     def _on_step_requested(self, event: StepRequested) -> list[Instruction]:
         self.state = dataclasses.replace(self.state, step=event.step, lineage=event.lineage)
         self._step_requested = True
         self._reported = ""
-        self._waiting_since, self._explained = event.now, False
+        if self.name or not self._explained:
+            self._waiting_since, self._explained = event.now, False
         if self.group is not None and self._independent_since is not None:
             return self._compute()
         return self._begin(event.now)
@@ -303,10 +305,10 @@ class Membership:
         return []
 
     def _on_lighthouse_unreachable(self, event: LighthouseUnreachable) -> list[Instruction]:
+        explained = [RecordEvent("waiting", event.reason)] if self._explanation_due(event.now) else []
         if not self._step_requested:
             self.phase = MembershipPhase.IDLE  # the first step tries again
-            return []
-        explained = [RecordEvent("waiting", event.reason)] if self._explanation_due(event.now) else []
+            return [*explained]
         return [*explained, *self._fail(event.reason, event.now, _RETRY_PAUSE_S)]
 
     def _explanation_due(self, now: float) -> bool:

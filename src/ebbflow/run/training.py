@@ -55,7 +55,7 @@ class RunFiles:
     def held(self) -> AbstractContextManager[None]:
         """Hold the folder: two runs would write into one record."""
         busy = f"{self.folder} is in use by another run; wait for its end, or choose another folder"
-        return hold_lock(self.folder / ".lock", busy=busy) if self.ranks.leads else nullcontext()
+        return hold_lock(self.folder / ".run.lock", busy=busy) if self.ranks.leads else nullcontext()
 
     def finished_run(self) -> Run | None:
         """The record in the folder if its run has ended; an error if it is a run of another configuration."""
@@ -157,15 +157,17 @@ def train(
             return done
         if not ranks.leads:
             callbacks = Callbacks(should_stop=callbacks.should_stop)
-        with files.held(), cpu_settings(config.threads), enough_memory(config.device):
+        with cpu_settings(config.threads), enough_memory(config.device):
             task = workloads.build(
                 config.workload, data=config.data, seed=config.seed, device=ranks.device(config.device),
                 loader_workers=loader_workers(config),
             )  # fmt: skip
             with closing(task):
                 flow, plan, trace = _assemble(config, task, files)
-                record = files.open(flow, lambda: _header(config, task, flow, plan, trace, command))
-                with record:
+                with (
+                    files.held(),
+                    files.open(flow, lambda: _header(config, task, flow, plan, trace, command)) as record,
+                ):
                     loop = TrainingLoop(
                         flow,
                         record,
