@@ -215,8 +215,8 @@ class LiveSession(Session):
         stack.callback(self._connection.close)
         if threading.current_thread() is threading.main_thread():
             stack.enter_context(self._stop)
-        self._connection.start()
         self._status.update("joining", step=flow.step)
+        self._connection.start()
         return loop
 
     def _header(self) -> Any:
