@@ -342,7 +342,10 @@ def test_changed_settings_are_refused_or_used_but_never_dropped(
         model = make_model()
         return script(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9))
 
-    with pytest.raises(CheckpointError, match=r"lr=0.02.*lr=0.1.*--allow-changes"), changed()[1]:
+    with (
+        pytest.raises(CheckpointError, match=r"optimizer.lr is '0.02' here and '0.1' in the fleet;.*--allow-changes"),
+        changed()[1],
+    ):
         pass
     monkeypatch.setenv("EBBFLOW_ALLOW_CHANGES", "1")
     model, fleet = changed()

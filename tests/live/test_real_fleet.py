@@ -112,6 +112,37 @@ def test_a_trace_with_kills_notices_and_a_time_without_anybody_loses_nothing(tmp
     assert processes_with(str(job)) == []
 
 
+SCRIPT = """
+import sys, torch, ebbflow.live
+model = torch.nn.Linear(4, 2)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with ebbflow.live.join(model, optimizer, data, local_batch=8, base_batch=8, epochs=1) as fleet:
+    for step in fleet:
+        for x, y in step:
+            step.backward(torch.nn.functional.cross_entropy(model(x), y))
+        if sys.argv[1] == "break" and step.number == 3:
+            break
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_script_that_breaks_is_incomplete_then_finished_and_then_there_is_nothing_to_train(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ends = []
+    for argument in ("break", "on", "on"):
+        launcher = ebbflow("launch", "--out", "job", "--json", "train.py", argument, folder=tmp_path)
+        try:
+            out, err = launcher.communicate(timeout=150)
+        finally:
+            launcher.kill()
+        account = json.loads(out)
+        ends.append((launcher.returncode, account["status"], account["steps"]))
+        assert ("nothing was trained" in account["reason"]) == (len(ends) == 3), err
+    assert ends == [(4, "incomplete", 3), (0, "finished", 8), (0, "finished", 8)]
+    assert processes_with(str(tmp_path / "job")) == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_published_trace_of_half_a_day_in_three_minutes_loses_nothing(

@@ -157,7 +157,7 @@ def test_what_a_kill_in_the_middle_of_a_checkpoint_left_is_removed(tmp_path: Pat
     folder.mkdir()
     (folder / ".checkpoint.pt.x8f2").write_bytes(b"half of it")  # as `write_whole` names it
     run(tmp_path, trace, epochs=1)
-    assert sorted(path.name for path in folder.iterdir()) == ["record.jsonl", "weights.pt"]
+    assert sorted(path.name for path in folder.iterdir()) == [".run.lock", "record.jsonl", "weights.pt"]
 
 
 def test_a_checkpoint_without_its_record_is_not_taken_for_one_of_the_next_record(tmp_path: Path, trace: str) -> None:

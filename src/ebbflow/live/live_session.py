@@ -15,7 +15,7 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, Protocol
 
@@ -49,8 +49,8 @@ __all__ = ["LiveSession", "OnEpoch", "Stateful", "join", "join_workload"]
 
 OnEpoch = Callable[[int], Mapping[str, Any] | None]
 """Called with the number of completed epochs; the scores that it returns go into the record."""
-_CHANGEABLE = ("epochs", "max_steps", "hyperparameters", "schedule", "clip", "policy", "micro_batch", "precision")
-"""What may differ from a checkpoint with `--allow-changes`."""
+_CHANGEABLE = {"epochs", "max_steps", "schedule", "clip", "policy", "micro_batch", "precision"}
+"""What may differ from a checkpoint with `--allow-changes`, besides the hyperparameters of the optimizer."""
 STATE_VERSION = 1
 _OF_THE_FLEET = ("lighthouse", "replica", "folder", "job", "bind")
 """What the environment says, unless it is given."""
@@ -157,7 +157,7 @@ class LiveSession(Session):
             "micro_batch": config.micro_batch,
             "precision": config.precision,
             "max_steps": self._max_steps,
-            "hyperparameters": "; ".join(map(_describe_group, self._initial_groups)),
+            **_hyperparameters(self._initial_groups),
             "schedule": self._optimizer.schedule,
             "clip": self._optimizer.clip,
         }
@@ -424,12 +424,12 @@ class LiveSession(Session):
         # Checkpoints of earlier versions say less about their job.
         job = {**self._job, **{_renamed(key): value for key, value in state["job"].items()}}
         changed = {key for key in job if self._job.get(key) != job[key]}
-        allowed = bool(self.fleet.allow_changes)
-        if changed - set(_CHANGEABLE if allowed else ()):
-            advice = ", or accept the change with `ebbflow launch --allow-changes`"
+        changeable = all(key in _CHANGEABLE or key.startswith("optimizer.") for key in changed)
+        if changed and not (changeable and self.fleet.allow_changes):
+            advice = ", or accept the change with `ebbflow launch --allow-changes`" if changeable else ""
             raise CheckpointError(
                 f"{origin} is of another job: {describe_difference(self._job, job)}; use the same settings, or another "
-                f"folder{advice if changed <= set(_CHANGEABLE) else ''}"
+                f"folder{advice}"
             )
         self.flow.load_state_dict(state, origin=origin)
         if changed:
@@ -453,12 +453,18 @@ class LiveSession(Session):
         return state
 
 
-def _describe_group(group: Mapping[str, Any]) -> str:
-    """The hyperparameters of a parameter group. A scheduler changes the rate and keeps the first one as initial_lr."""
-    values = {**group, "lr": group.get("initial_lr", group["lr"])}
-    values.pop("initial_lr", None)
-    shown = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-    return ", ".join(f"{name}={value}" for name, value in sorted(shown.items()) if value is not None)
+def _hyperparameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The hyperparameters of all parameter groups, by names such as optimizer.lr or, in a third group, optimizer.2.lr.
+
+    A scheduler changes the rate and keeps the first one as initial_lr.
+    """
+    found = {}
+    for number, group in enumerate(groups):
+        prefix = f"optimizer.{number}." if len(groups) > 1 else "optimizer."
+        for name, value in {**group, "lr": group.get("initial_lr", group["lr"])}.items():
+            if name != "initial_lr" and value is not None:
+                found[prefix + name] = value.tolist() if isinstance(value, torch.Tensor) else value
+    return found
 
 
 def _renamed(key: str) -> str:
