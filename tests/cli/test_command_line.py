@@ -84,6 +84,7 @@ def test_a_diverged_run_is_no_success(ebbflow: Ebbflow) -> None:
     assert "nothing was trained: run holds this run, which has ended" in again.err
 
 
+@pytest.mark.process
 def test_a_study_with_a_diverged_arm_reports_it_and_ends_with_code_5(ebbflow: Ebbflow) -> None:
     Path("study.toml").write_text(
         'workloads = ["digits-mlp"]\nrules = ["linear"]\n[traces]\nstatic = "constant(workers=8)"\n'

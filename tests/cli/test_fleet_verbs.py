@@ -72,6 +72,7 @@ def test_a_fleet_runs_to_its_end_and_is_accounted_for(shell: Shell) -> None:
     assert "r1 finished" in err
 
 
+@pytest.mark.process
 def test_everything_behind_the_script_belongs_to_it(shell: Shell) -> None:
     script = shell.folder / "show.py"
     script.write_text("import sys; print('got', sys.argv[1:])")
@@ -84,6 +85,7 @@ def test_everything_behind_the_script_belongs_to_it(shell: Shell) -> None:
     assert (shell.folder / "job" / "replicas" / "r0" / "log.txt").read_text().count(f"got {own}") == 2
 
 
+@pytest.mark.process
 def test_a_job_that_is_run_from_scratch_keeps_its_old_files(shell: Shell) -> None:
     assert shell.run("launch", "--out", "job", FAKE, "train", 7)[0] == 0
     assert shell.run("launch", "--out", "job", "--from-scratch", FAKE, "train", 5)[0] == 0

@@ -390,9 +390,10 @@ def as_text(batch: list[Any]) -> dict[str, Any]:
         (Samples(lambda x, y: x), lambda model, b: model(b).square().mean()),
         (Samples(lambda x, y: (x, y, 1.0)), lambda model, b: loss_fn(model(b[0]), b[1]) * b[2].mean()),
         (Samples(lambda x, y: (x, y)), lambda model, b: loss_fn(model(b[0]), b[1])),
-        (
+        pytest.param(
             DataLoader(Samples(lambda x, y: (x, y)), batch_size=7, shuffle=True, collate_fn=as_text, num_workers=1),
             lambda model, b: loss_fn(model(b["x"]), torch.tensor(b["labels"])),
+            marks=pytest.mark.process,
         ),
     ],
     ids=["dict", "tensor", "triple", "pair", "collate_fn"],

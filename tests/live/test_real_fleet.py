@@ -126,6 +126,7 @@ with ebbflow.live.join(model, optimizer, data, local_batch=8, base_batch=8, epoc
 """
 
 
+@pytest.mark.process
 @pytest.mark.timeout(180)
 def test_a_script_that_breaks_is_incomplete_then_finished_and_then_there_is_nothing_to_train(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -297,6 +297,7 @@ def test_a_fleet_whose_replicas_are_all_given_up_has_failed(fake_job: MakeJob) -
     assert run_to_the_end(fleet) == (Ending.FAILED, [("r0", "started"), ("r0", "gave up")])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("mode", "ending", "starts", "reason"),
     [
@@ -330,6 +331,7 @@ class _NoLighthouse:
         pass
 
 
+@pytest.mark.process
 def test_a_trace_is_not_played_on_without_replicas(fake_job: MakeJob) -> None:
     fleet = Supervisor(fake_job("crash"), policy=RestartPolicy(max_failures=1))
     fleet.request("r0")
