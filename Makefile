@@ -8,7 +8,7 @@ PARALLEL ?= --numprocesses 2 --dist loadfile
 # constraints.txt pins everything that is installed here, torch above all.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format docs bench clean
 
 demo: $(VENV)/.installed     ## three rules on two spot traces: a table and an HTML report
 	$(BIN)/ebbflow demo
@@ -25,6 +25,10 @@ check: $(VENV)/.dev          ## style, types, and who may import whom
 format: $(VENV)/.dev         ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: $(VENV)/.dev           ## the pages that are generated: API reference and rules
+	$(BIN)/python docs/generate_api.py
+	$(BIN)/ebbflow rules cards docs/rules
 
 bench: $(VENV)/.dev          ## every benchmark: ours, the peer, the ratio, from one run
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

@@ -1,4 +1,4 @@
-"""A batch that grows instead of a learning rate that falls: the same accuracy an epoch, with fewer updates.
+"""A batch that grows instead of a learning rate that falls: the same accuracy per epoch, with fewer updates.
 
 The handwritten digits of scikit-learn, five seeds, 60 epochs. Three schedules: both constant; the rate divided by 5 at
 epochs 20 and 40; the batch multiplied by 5 at the same epochs (Smith et al. 2018; Holt and Sievert 2021).

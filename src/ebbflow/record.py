@@ -1,4 +1,4 @@
-"""What happened: one row a step, one a validation, append-only.
+"""What happened: one row per step, one per validation, append-only.
 
 A record is a file of JSON lines. The first line is the header, which makes the run repeatable (configuration, seed,
 versions, commit); every further line is a step, a validation, an event or the end. Engines and the simulator write the

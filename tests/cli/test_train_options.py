@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,27 +9,26 @@ import pytest
 from cli.answers import Ebbflow
 from ebbflow.errors import ConfigError
 from ebbflow.run import training
-from ebbflow.run.config import RunConfig
+from ebbflow.run.config import RunConfig, fields_of
 
-OTHER = {
-    "rule": "sqrt", "trace": "constant(workers=2)", "plan": "plan.csv", "seed": 7, "epochs": 3, "lr": 0.5,
-    "ref_batch": 48, "local_batch": 24, "optimizer": "adamw", "schedule": "cosine", "policy": "fixed(64)",
-    "step_time": "3s", "offset": "9s", "on_change": "lose", "repeat": True, "micro_batch": 12, "engine": "loop",
-    "fused_batch": 96,
-    "precision": "bf16", "batch_norm": "sync", "compile": True, "memory_steps": 77.0, "measure_every": 2, "clip": 1.5,
-    "on_nonfinite": "skip", "ema": 0.9, "bn_follows_batch": True, "validate_every": 5, "data": "folder",
-    "loader_workers": 3, "device": "cuda:1", "threads": 2, "plugins": ("mine.py",),
-}  # fmt: skip
-"""Of each setting a value that is not its default."""
-OPTIONS = {"plugins": "--plugin"}
+COMMAND = {name: field for name, field in fields_of("command") if name not in ("workload", "label")}
+WORDS = {"plan": "plan.csv", "on_change": "lose", "precision": "bf16", "batch_norm": "sync", "on_nonfinite": "skip"}
+"""Other values of the settings that accept certain words only."""
 
 
-def test_there_is_a_value_for_every_setting() -> None:
-    settings = {field.name for field in dataclasses.fields(RunConfig)} - {"workload", "label"}
-    assert set(OTHER) == settings
+def other_value(name: str) -> Any:
+    """A value of the setting that is not its default."""
+    default, kind = COMMAND[name].default, str(COMMAND[name].annotation)
+    if name in WORDS:
+        return WORDS[name]
+    if "bool" in kind:
+        return not default
+    if "tuple" in kind:
+        return ("mine.py",)
+    return "another" if "str" in kind else 0.5 if "float" in kind else 7
 
 
-@pytest.mark.parametrize("name", OTHER)
+@pytest.mark.parametrize("name", COMMAND)
 def test_an_option_reaches_the_run(name: str, ebbflow: Ebbflow, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[RunConfig] = []
 
@@ -39,13 +37,13 @@ def test_an_option_reaches_the_run(name: str, ebbflow: Ebbflow, monkeypatch: pyt
         raise ConfigError("that is all we wanted to know")
 
     monkeypatch.setattr(training, "train", train)
-    value = OTHER[name]
-    option = OPTIONS.get(name, f"--{name.replace('_', '-')}")
+    value = other_value(name)
+    option = "--plugin" if name == "plugins" else f"--{name.replace('_', '-')}"
     given = [option] if value is True else [option, value[0] if isinstance(value, tuple) else value]
     answer = ebbflow("train", "digits-mlp", *given)
     assert answer.code == 2 and "that is all" in answer.err, answer
     (config,) = seen
     default = RunConfig(workload="digits-mlp")
     assert getattr(config, name) == value != getattr(default, name)
-    others = [field.name for field in dataclasses.fields(RunConfig) if field.name != name]
+    others = [other for other in RunConfig.model_fields if other != name]
     assert all(getattr(config, other) == getattr(default, other) for other in others), "and nothing else changes"

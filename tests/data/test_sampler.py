@@ -83,14 +83,14 @@ def test_a_micro_batch_knows_its_position_in_the_step() -> None:
     sampler = ElasticSampler(33, 1, local_batch=33, shuffle=False)
     assert sampler.peek() == sampler.peek()  # looking changes nothing
     assert sampler.consume() == MicroBatchInfo(
-        step=0, size=33, batch=33, workers=1, index=0, count=1, epoch=0, start=0, time_s=0.0, next_size=None
+        step=0, size=33, batch=33, workers=1, index=0, count=1, epoch=0, start=0, time_s=0.0
     )
     # The largest micro-batch is 16: 33 = 11 + 11 + 11.
     sampler = make(33, Fleet((1,), 33), local_batch=16)
     first, middle, last = (sampler.consume() for _ in range(3))
-    assert (first.size, first.start, first.next_size, first.first, first.last) == (11, 0, 11, True, False)
-    assert (middle.index, middle.start, middle.next_size, middle.first, middle.last) == (1, 11, 11, False, False)
-    assert (last.index, last.start, last.next_size, last.first, last.last) == (2, 22, None, False, True)
+    assert (first.size, first.start, first.first, first.last) == (11, 0, True, False)
+    assert (middle.index, middle.start, middle.first, middle.last) == (1, 11, False, False)
+    assert (last.index, last.start, last.first, last.last) == (2, 22, False, True)
 
 
 def test_a_local_batch_above_the_plans_share_does_not_merge_workers() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import tarfile
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from ebbflow.moments.estimate import Moments
 from ebbflow.record import read_record
 from ebbflow.report.results import load_results
 from ebbflow.report.summary import Cell, summarise
-from ebbflow.rules.rule import RULES, Rule, StepContext, make_rule
+from ebbflow.rules.rule import Rule, StepContext, make_rule
 from ebbflow.studies.grid import load_study
 
 EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence"
@@ -28,14 +26,10 @@ PLUGIN = EVIDENCE / "andre" / "published_adascale.py"
 
 
 @pytest.fixture
-def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rule]:
+def published(forget_plugins: None) -> Rule:
     """The rule of the study's plugin, which is forgotten after the test."""
-    before = set(sys.modules)
-    monkeypatch.setattr(RULES, "_entries", dict(RULES._entries))
     load_plugins([str(PLUGIN)])
-    yield make_rule("adascale-published")
-    for name in {name for name in sys.modules if name.startswith("ebbflow_plugin_")} - before:
-        del sys.modules[name]
+    return make_rule("adascale-published")
 
 
 STUDIES = sorted(path.parent.name for path in EVIDENCE.glob("*/study.toml"))
@@ -98,10 +92,10 @@ def place(folder: str, cell: Cell) -> tuple[str, str, str]:
         return "fleet", row, names.get(cell.rule, cell.rule)
     if folder == "lena-table1":
         names = {"linear+warmup(2.75ep)": "linear, warm-up", "adascale": "AdaScale", "lena+statewarmup(0.05)": "LENA"}
-        return "samples a step", BATCHES[cell.trace], names[cell.rule]
+        return "samples per step", BATCHES[cell.trace], names[cell.rule]
     rule, _, warmup = cell.rule.partition("+")
     row = {"linear": "linear", "adascale": "AdaScale", "lena": "LENA"}[rule]
-    return f"{BATCHES[cell.trace]} samples a step", row, WARMUPS[warmup]
+    return f"{BATCHES[cell.trace]} samples per step", row, WARMUPS[warmup]
 
 
 def tables(page: str) -> dict[str, list[dict[str, str]]]:
@@ -137,14 +131,14 @@ def test_every_result_of_the_report_stands_in_its_place_on_the_page(folder: str,
 def test_what_lenas_tables_have_in_common_is_the_same_in_both() -> None:
     """Table 2 takes three of its nine combinations from Table 1, with a digit less."""
     page = tables((EVIDENCE / "lena.md").read_text())
-    first = {row[""]: row for row in page["samples a step"]}
+    first = {row[""]: row for row in page["samples per step"]}
     taken = {
         "linear, warm-up": ("linear", "fixed warm-up"),
         "AdaScale": ("AdaScale", "no warm-up"),
         "LENA": ("LENA", "state-aware warm-up"),
     }
     for batch in ("1,024", "8,192", "16,384"):
-        second = {row[""]: row for row in page[f"{batch} samples a step"]}
+        second = {row[""]: row for row in page[f"{batch} samples per step"]}
         for column, (rule, warmup) in taken.items():
             ours, paper = (Decimal(number) for number in re.findall(r"[\d.]+(?= ±|\))", first[batch][column]))
             tenth = Decimal("0.1")

@@ -1,4 +1,4 @@
-"""The guide, followed by a stranger: files are written and commands are run in the order of the page."""
+"""The guide as a new user follows it: files are written and commands are run in the order of the page."""
 
 from __future__ import annotations
 

@@ -456,7 +456,7 @@ def test_a_worker_that_lacks_the_package_is_refused(
     two_workers: Client, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoil(name: str) -> None:
-        sys.modules.pop("ebbflow.engines.dask.service", None)
+        sys.modules.pop("ebbflow.engines.dask.dask_worker", None)
         sys.modules[name] = None  # type: ignore[assignment]
 
     def mend(name: str) -> None:
@@ -466,14 +466,14 @@ def test_a_worker_that_lacks_the_package_is_refused(
         monkeypatch.setattr("ebbflow.engines.dask.cluster.__version__", "99.0")
         expected = r"has ebbflow .*, this process 99\.0; install the same version"
     else:
-        two_workers.run(spoil, "ebbflow.engines.dask.service")
+        two_workers.run(spoil, "ebbflow.engines.dask.dask_worker")
         expected = r"cannot import ebbflow .*pip install 'ebbflow\[dask\]=="
     try:
         with engine_with(two_workers) as engine, pytest.raises(ConfigError, match=expected):
             engine.participants(0)
     finally:
         if found == "no package":
-            two_workers.run(mend, "ebbflow.engines.dask.service")
+            two_workers.run(mend, "ebbflow.engines.dask.dask_worker")
 
 
 def test_no_cluster_at_an_address() -> None:

@@ -77,11 +77,14 @@ def test_a_group_of_one_connects_with_nobody() -> None:
 def test_whoever_waits_for_a_peer_that_closes_its_connections_is_told(
     stopped: Callable[[], list[str]] | None,
 ) -> None:
+    connected = threading.Event()
+
     def wait(group: ProcessGroup) -> None:
+        connected.set()
         with pytest.raises(PeerLost):
             group.all_reduce(torch.ones(2))
 
-    in_group(wait, lambda group: None, stopped=stopped)
+    in_group(wait, lambda group: connected.wait(), stopped=stopped)
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "receive"])

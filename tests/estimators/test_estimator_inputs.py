@@ -127,7 +127,7 @@ def test_a_policy_of_the_fleet_sees_the_workers_that_it_may_have() -> None:
 def test_settings_beside_something_that_has_none_are_refused() -> None:
     with pytest.raises(ConfigError, match="batch_size is 32, which has no settings such as batch_size__factor"):
         batches(32, factor=2)
-    with pytest.raises(ConfigError, match="brings its settings; leave batch_size__factor out"):
+    with pytest.raises(ConfigError, match="has its settings already; leave batch_size__factor out"):
         batches(Geo(), factor=2)
 
 

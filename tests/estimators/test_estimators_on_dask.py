@@ -216,7 +216,7 @@ def test_what_a_block_raises_is_raised_here(client: Client) -> None:
 def test_settings_that_a_cluster_cannot_follow_are_refused(client: Client) -> None:
     with pytest.raises(ConfigError, match="train_split cannot split a Dask array"):
         EbbflowClassifier(train_split=ValidSplit(5)).fit(*blocks())
-    with pytest.raises(ConfigError, match="has a get_loss of its own, which does not travel"):
+    with pytest.raises(ConfigError, match="has a get_loss of its own, which cannot be sent to the workers"):
         type("Own", (EbbflowClassifier,), {"get_loss": lambda *_, **__: None})(engine="dask").fit(DIGITS, LABELS)
     with pytest.raises(ConfigError, match=r"engine__ settings.*colour"):
         EbbflowClassifier(engine="dask", engine__colour="red").fit(DIGITS, LABELS)

@@ -49,7 +49,7 @@ def imagenet(trace: object) -> Scenario:
 def test_spot_gpus_cost_112_dollars(shared: Path) -> None:
     found = simulate(imagenet(load(shared / "traces" / "gcp_a100_2022-05.csv")))
     hours = found.mean_workers * found.time_s / 3600
-    assert_on_page("112 against 344", "spot, 0.6 s a step", f"{found.time_s / 60:.1f}", f"{hours:.1f}",
+    assert_on_page("112 against 344", "spot, 0.6 s per step", f"{found.time_s / 60:.1f}", f"{hours:.1f}",
                    f"{found.cost_usd:.1f}", "112")  # fmt: skip
     assert found.cost_usd == pytest.approx(112, rel=0.005)
 
@@ -57,7 +57,7 @@ def test_spot_gpus_cost_112_dollars(shared: Path) -> None:
 @pytest.mark.parametrize(("step", "published"), [("0.6s", ""), ("0.554s", "344")])
 def test_sixty_four_gpus_on_demand_cost_344_dollars_at_a_shorter_step(step: str, published: str) -> None:
     found = on_demand(imagenet(load("constant(1)")), workers=64, usd_per_hour=2.48, model=parse_step_time(step))
-    assert_on_page("112 against 344", f"64 on demand, {step[:-1]} s a step", f"{found.time_s / 60:.1f}",
+    assert_on_page("112 against 344", f"64 on demand, {step[:-1]} s per step", f"{found.time_s / 60:.1f}",
                    f"{64 * found.time_s / 3600:.1f}", f"{found.cost_usd:.1f}", published)  # fmt: skip
     if published:
         assert found.cost_usd == pytest.approx(float(published), rel=0.005)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, SupportsIndex
 
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, largest_micro_batch, micro_batch_sizes, split_step
 from ebbflow.data.permutation import Permutation
@@ -43,8 +46,6 @@ class MicroBatchInfo:
     """Position of its first sample in the order of the epoch."""
     time_s: float
     """When the step begins in the plan."""
-    next_size: int | None
-    """Size of the next micro-batch of this rank in the step; None after the last one."""
 
     @property
     def first(self) -> bool:
@@ -80,6 +81,44 @@ class _Step:
         return _Position(self.position.ledger.commit(self.assignment), self.position.step + 1)
 
 
+@dataclass(slots=True)
+class _Cursor:
+    """How far one consumer has got: an optimizer, or whoever calls `consume`."""
+
+    position: _Position
+    done: int = 0
+    """Consumed micro-batches of the next step."""
+    upcoming: tuple[_Step, tuple[MicroBatch, ...]] | None = None
+    """That step and this rank's micro-batches of it, once they were looked up."""
+    consumed: int = 0
+    """Micro-batches consumed since the latest iteration began."""
+    lead: int | None = None
+    """Micro-batches that had been asked for when the iteration's first one was consumed."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """By this, the slowest cursor is found."""
+        return self.position.ledger.total, self.done
+
+
+@dataclass(slots=True)
+class _Iteration(Iterator[list[int]]):
+    """An iteration over a sampler, which counts how often it was asked for a micro-batch."""
+
+    micro_batches: Iterator[list[int]]
+    epoch: int
+    length: int
+    """Micro-batches that it gives out in all."""
+    prefetched: int | None
+    """Micro-batches for which the DataLoader asks before its loop asks for the first; None without a DataLoader."""
+    asked: int = 0
+    """Also counts what was asked for in vain, after the end: a DataLoader asks once for each that it hands over."""
+
+    def __next__(self) -> list[int]:
+        self.asked += 1
+        return next(self.micro_batches)
+
+
 class ElasticSampler(Sampler[list[int]]):
     """A batch sampler for a DataLoader, with batch sizes that follow a plan; every sample exactly once per epoch.
 
@@ -95,9 +134,13 @@ class ElasticSampler(Sampler[list[int]]):
     Only `consume()`, called once per micro-batch after it was trained on (`ElasticOptimizer` does it), and
     `set_epoch()` move it. Iterating does not move it, and a new iteration starts at the position again. `state_dict()`
     is the position after the last *complete* step, so that a resumed run repeats nothing and loses nothing, whatever
-    was prefetched. If nobody calls `consume()`, the position stays at the start of the epoch that was set: a resumed
-    run repeats its epoch, and without `set_epoch()` every iteration is over the same epoch, as with torch's
-    DistributedSampler.
+    was prefetched. With several optimizers the position is that of the slowest. If nobody calls `consume()`, the
+    position stays at the start of the epoch that was set, and a second iteration over it warns.
+
+    *What is checked.* A loop that takes micro-batches without consuming them, or consumes more than it took, is a
+    ConfigError at the next `consume()`, with any number of worker processes in the DataLoader; if there is no next one
+    in the epoch, it is a warning when the next loop over a DataLoader begins. `sampler=` instead of `batch_sampler=` is
+    refused, and so are loaders that skip batches to resume, since the sampler resumes by itself.
 
     *Ranks.* Micro-batch i of a step belongs to rank i mod `world_size`, so that each step has the same samples for any
     number of ranks. A rank without a micro-batch in a step skips the step. A rank that has none left in an epoch gets
@@ -129,6 +172,15 @@ class ElasticSampler(Sampler[list[int]]):
         world_size: int = 1,
     ) -> None:
         """`samples` is a number, or a data set with a length; `plan` a plan, or a constant number of workers."""
+        if isinstance(samples, IterableDataset):
+            raise ConfigError(
+                "the data set is an IterableDataset, which reads its samples in its own order; an ElasticSampler needs "
+                "one with a length and indices (a map-style data set)"
+            )
+        if not isinstance(plan, (BatchPlan, int)):
+            raise ConfigError(
+                f"plan is {plan!r}; expected a BatchPlan, such as BatchPlan.from_trace(...), or a number of workers"
+            )
         if local_batch is not None and local_batch < 1:
             raise ConfigError(f"local_batch is {local_batch}; expected at least one sample")
         if not 0 <= rank < world_size:
@@ -145,18 +197,60 @@ class ElasticSampler(Sampler[list[int]]):
         self.rank = rank
         self.world_size = world_size
         self._start = _Position(Ledger(samples=self.samples), 0)
-        self._move(self._start)
-        self._iterated_epoch = -1  # epoch of the latest iteration
+        self._own = _Cursor(self._start)  # of whoever calls consume(), if no optimizer is attached
+        self._attached: weakref.WeakKeyDictionary[Any, _Cursor] = weakref.WeakKeyDictionary()
+        self._iteration: _Iteration | None = None
         self._order(0)  # a wrong seed fails here and not in a DataLoader
 
     # Reading ----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self._iterated_epoch == self.epoch and not self._left(self._position):
-            # The rest of this epoch belongs to other ranks, and the iteration over this rank's part has ended.
-            self.set_epoch(self.epoch + 1)
-        self._iterated_epoch = self.epoch
-        return self._micro_batches(self._position, self._done)
+        caller = sys._getframe(1).f_locals
+        self._check_caller(caller.get("self"))
+        loader = caller.get("loader")
+        prefetched = loader.num_workers * (loader.prefetch_factor or 0) if isinstance(loader, DataLoader) else None
+        last = self._iteration
+        if last is not None and last.epoch == self.epoch and last.asked - (last.prefetched or 0) >= last.length:
+            if last.prefetched is not None:
+                self._check_consumed(last)
+            if not self._left(self._cursor):
+                # The rest of this epoch belongs to other ranks, and the iteration over this rank's part has ended.
+                self.set_epoch(self.epoch + 1)
+        cursor = self._cursor
+        micro_batches = self._micro_batches(cursor.position, cursor.done)
+        self._iteration = _Iteration(micro_batches, self.epoch, self._left(cursor), prefetched)
+        for each in self._cursors:
+            each.consumed, each.lead = 0, None
+        return self._iteration
+
+    def _check_caller(self, caller: object) -> None:
+        """Refuse to be read by a torch BatchSampler, which would take a micro-batch for the index of a sample."""
+        if getattr(caller, "skip_batches", 0):
+            raise ConfigError(
+                f"{type(caller).__name__} skips {caller.skip_batches} batches to resume, but the sampler itself starts "  # type: ignore[attr-defined]
+                f"where the saved run stopped, so that they would be lost; turn the skipping off (transformers: "
+                f"ignore_data_skip=True)"
+            )
+        if isinstance(caller, BatchSampler) and getattr(caller, "sampler", None) is self:
+            raise ConfigError(
+                "an ElasticSampler was passed to a DataLoader as sampler=, but it yields whole micro-batches; pass it "
+                "as batch_sampler=, without batch_size, shuffle and drop_last"
+            )
+
+    def _check_consumed(self, last: _Iteration) -> None:
+        """Warn if a loop ran to the end of an iteration and did not train on all of its micro-batches."""
+        consumed = min(cursor.consumed for cursor in self._cursors)
+        if last.length > consumed:
+            self._warn(
+                f"the latest iteration over epoch {last.epoch} gave out {last.length} micro-batches, of which "
+                f"{consumed} were trained on; the rest is given out again. Pass sampler= to ElasticOptimizer and call "
+                f"its step() (or skip()) once for every micro-batch, or call sampler.consume(), or set_epoch() if the "
+                f"same samples are to be left out"
+            )
+
+    @staticmethod
+    def _warn(text: str) -> None:
+        warnings.warn(text, stacklevel=4)
 
     def _micro_batches(self, position: _Position, done: int) -> Iterator[list[int]]:
         """The micro-batches of this rank from a position to the end of its epoch, without the first `done`."""
@@ -173,8 +267,22 @@ class ElasticSampler(Sampler[list[int]]):
                 done = 0
 
     def __len__(self) -> int:
-        """Micro-batches that an iteration would yield now; the cost grows with the runs of the plan, not its steps."""
-        return self._left(self._position) - self._done
+        """Micro-batches of the iteration over the current epoch; constant while it is iterated over.
+
+        The cost grows with the runs of the plan, not its steps.
+        """
+        if self._iteration is not None and self._iteration.epoch == self.epoch:
+            return self._iteration.length
+        return self._left(self._cursor)
+
+    def total_updates(self, epochs: int) -> int:
+        """Steps of the plan in the first `epochs` epochs, for schedulers that count updates, such as OneCycleLR."""
+        position = self._start
+        for _ in range(epochs):
+            position = self._step_at(self._tail(position)).after
+            while position.ledger.position:
+                position = self._step_at(position).after
+        return position.step
 
     def _order(self, epoch: int) -> Permutation:
         return Permutation(self.samples, self.seed, epoch, shuffle=self.shuffle)
@@ -187,14 +295,16 @@ class ElasticSampler(Sampler[list[int]]):
             yield step
             position = step.after
 
-    def _left(self, position: _Position) -> int:
-        """The number of this rank's micro-batches from a position to the end of its epoch."""
+    def _left(self, cursor: _Cursor) -> int:
+        """The number of this rank's micro-batches from a cursor to the end of its epoch."""
+        position = cursor.position
         tail = self._tail(position)
         whole = (
             steps * self._count(samples, self._largest(workers, samples))
             for workers, samples, steps in self.plan.distinct_steps(position.step, tail.step)
         )
-        return sum(whole) + sum(self._count(step.assignment.batch, step.largest) for step in self._rest(tail))
+        rest = sum(self._count(step.assignment.batch, step.largest) for step in self._rest(tail))
+        return sum(whole) + rest - cursor.done
 
     def _tail(self, position: _Position) -> _Position:
         """The position before the last steps of an epoch; all steps before them take what is planned."""
@@ -232,40 +342,59 @@ class ElasticSampler(Sampler[list[int]]):
     @property
     def epoch(self) -> int:
         """The current epoch of training; the next one as soon as the last micro-batch is consumed."""
-        return self._position.ledger.epoch
+        return self._cursor.position.ledger.epoch
+
+    @property
+    def _cursors(self) -> list[_Cursor]:
+        return [*self._attached.values()] or [self._own]
+
+    @property
+    def _cursor(self) -> _Cursor:
+        """The cursor of the slowest consumer, which is the position of the sampler."""
+        return min(self._cursors, key=lambda cursor: cursor.order)
 
     def _move(self, position: _Position) -> None:
-        self._position = position
-        self._done = 0  # consumed micro-batches of this rank's next step
-        self._next: tuple[_Step, tuple[MicroBatch, ...]] | None = None  # that step, once it was looked up
+        for cursor in (self._own, *self._attached.values()):
+            cursor.position, cursor.done, cursor.upcoming = position, 0, None
 
-    def peek(self) -> MicroBatchInfo:
+    def attach(self, consumer: object) -> None:
+        """Let an optimizer consume the micro-batches; with several of them, each consumes every micro-batch."""
+        cursor = self._cursor
+        self._attached[consumer] = _Cursor(cursor.position, cursor.done)
+
+    def _cursor_of(self, consumer: object | None) -> _Cursor:
+        if consumer is not None:
+            return self._attached[consumer]
+        if self._attached:
+            raise ConfigError("an optimizer consumes the micro-batches of this sampler; leave consume() to its step()")
+        return self._own
+
+    def peek(self, consumer: object | None = None) -> MicroBatchInfo:
         """The next micro-batch to be consumed; at the end of an epoch, the first one of the next epoch."""
-        step, mine = self._upcoming()
-        last = self._done == len(mine) - 1
+        cursor = self._cursor_of(consumer)
+        (step, mine), done = self._upcoming(cursor), cursor.done
         return MicroBatchInfo(
             step=step.position.step,
-            size=mine[self._done].size,
+            size=mine[done].size,
             batch=step.assignment.batch,
             workers=step.size.workers,
-            index=self._done,
+            index=done,
             count=len(mine),
             epoch=step.assignment.epoch,
-            start=mine[self._done].start,
+            start=mine[done].start,
             time_s=step.size.time_s,
-            next_size=None if last else mine[self._done + 1].size,
         )
 
-    def _upcoming(self) -> tuple[_Step, tuple[MicroBatch, ...]]:
+    def _upcoming(self, cursor: _Cursor) -> tuple[_Step, tuple[MicroBatch, ...]]:
         """The next step in which this rank has micro-batches, with these micro-batches."""
-        if self._next is not None:
-            return self._next
-        position = self._position
+        if cursor.upcoming is not None:
+            return cursor.upcoming
+        position = cursor.position
         for _ in range(2):  # the rest of this epoch, then the next one
             for step in self._rest(position):
                 if mine := self._mine(step):
-                    self._next = step, mine
-                    return self._next
+                    cursor.upcoming = step, mine
+                    return cursor.upcoming
                 position = step.after
         raise ConfigError(
             f"rank {self.rank} of {self.world_size} has no micro-batch up to the end of epoch "
@@ -273,30 +402,66 @@ class ElasticSampler(Sampler[list[int]]):
             f"than there are ranks; use fewer ranks or a smaller local_batch"
         )
 
-    def consume(self) -> MicroBatchInfo:
+    def consume(self, consumer: object | None = None) -> MicroBatchInfo:
         """Move the position past one micro-batch, which was trained on, and return it.
 
         The last micro-batch of this rank in a step commits the step.
         """
-        micro_batch = self.peek()
+        cursor = self._cursor_of(consumer)
+        micro_batch = self.peek(consumer)
+        self._check_taken(cursor)
         if micro_batch.last:
-            step, _ = self._upcoming()
-            self._move(step.after)
+            step, _ = self._upcoming(cursor)
+            cursor.position, cursor.done, cursor.upcoming = step.after, 0, None
         else:
-            self._done += 1
+            cursor.done += 1
+        cursor.consumed += 1
         return micro_batch
+
+    def _check_taken(self, cursor: _Cursor) -> None:
+        """Compare what the loop took with what it consumes.
+
+        A DataLoader asks for a fixed number of micro-batches in advance, and for one more whenever it hands one over.
+        So the lead of what was asked for over what was consumed stays the same, if one is consumed for each.
+        """
+        iteration = self._iteration
+        if iteration is None or cursor.consumed == iteration.length:
+            return
+        lead = iteration.asked - cursor.consumed
+        if cursor.lead is None:
+            cursor.lead = lead
+        if lead > cursor.lead:
+            raise ConfigError(
+                f"the loop took {lead - cursor.lead + 1} micro-batches since the last step(), which counts one: call "
+                f"step() after every micro-batch, or skip() where one is left out. For gradient accumulation of your "
+                f"own give accumulation= to ElasticOptimizer; for an optimizer that is not stepped with the others, do "
+                f"not give it the sampler"
+            )
+        if lead < 1:
+            raise ConfigError(
+                f"step() was called {cursor.consumed + 1} times in this iteration, but only {iteration.asked} "
+                f"micro-batches were given out: call it once for every micro-batch that the loader yields"
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch, as with DistributedSampler.
 
         For the current epoch nothing happens, so that a resumed run keeps its position. For another one, the position
-        becomes its beginning, at the step at which the plan gets there; the rest of the current epoch is left out.
+        becomes its beginning, at the step at which the plan gets there; the rest of the current epoch is left out, with
+        a warning if its training had begun.
         """
         if epoch < 0:
             raise ConfigError(f"epoch is {epoch}; expected a whole number from 0 up")
         if epoch == self.epoch:
             return
-        position = self._position if epoch > self.epoch else self._start
+        cursor = self._cursor
+        position = cursor.position if epoch > self.epoch else self._start
+        left = cursor.position.ledger.remaining
+        if left < self.samples and self._left(cursor):
+            self._warn(
+                f"set_epoch({epoch}) in the middle of epoch {self.epoch} leaves out {left} of its {self.samples} "
+                f"samples; to train on them, iterate again before set_epoch()"
+            )
         while position.ledger.epoch < epoch:
             position = self._step_at(self._tail(position)).after
         self._move(position)
@@ -307,8 +472,8 @@ class ElasticSampler(Sampler[list[int]]):
             "version": STATE_VERSION,
             "seed": self.seed,
             "shuffle": int(self.shuffle),
-            "step": self._position.step,
-            **self._position.ledger.state(),
+            "step": self._cursor.position.step,
+            **self._cursor.position.ledger.state(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -327,4 +492,4 @@ class ElasticSampler(Sampler[list[int]]):
         if not isinstance(step, int) or step < 0:
             raise CheckpointError(f"the sampler state has step {step!r}; expected a whole number from 0 up")
         self._move(_Position(Ledger.restore(state_dict), step))
-        self._iterated_epoch = -1
+        self._iteration = None

@@ -43,8 +43,7 @@ class Gradients:
     """Squared norms of the micro-batch gradients and of their mean; None where this step was not measured."""
     norm: float | None = None
     """Norm of the mean gradient. Set only by the Dask all-reduce on unmeasured steps, when the optimizer clips or
-    checks
-    for NaN."""
+    checks for NaN."""
 
 
 class Engine(ABC):
@@ -202,7 +201,10 @@ ENGINES: Registry[EngineMaker] = Registry("engine")
 
 
 def register_engine(name: str, *, cite: str = "") -> Callable[[EngineMaker], EngineMaker]:
-    """Add an engine under a name that the setting `engine` understands; decorates a function EngineParts -> Engine."""
+    """Return a decorator that adds an engine: a function from `EngineParts` to an `Engine`.
+
+    The setting `engine` then knows it by its name.
+    """
 
     def add(make: EngineMaker) -> EngineMaker:
         ENGINES.register(name, cite=cite)(make)

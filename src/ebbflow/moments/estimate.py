@@ -39,7 +39,7 @@ _OBSERVATIONS = (
 class Measurement:
     """What was measured in one step; one entry per layer, or a single one for the whole model."""
 
-    batch: int
+    batch: float
     """Samples in the step."""
     micro_batches: int
     """Number of micro-batches, whose gradients are over different samples."""

@@ -103,7 +103,7 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 class Tally:
     """Sums over the micro-batches of one rank; tensors on the device of the parameters, so that nothing waits."""
 
-    samples: int
+    samples: float
     micro_batches: int
     squares: torch.Tensor
     """Sum of n_i |g_i|^2, one entry per layer, or a single one."""
@@ -125,7 +125,7 @@ class Meter(ABC):
         self.device = _device_of(self.parameters)
         self.on = True
         """Whether the meter measures; set it before the first micro-batch of a step."""
-        self._samples = 0
+        self._samples: float = 0
         self._micro_batches = 0
 
     @property
@@ -134,11 +134,11 @@ class Meter(ABC):
         return len(self.parameters) if self.layers else 1
 
     @abstractmethod
-    def close_micro_batch(self, samples: int, scale: float = 1.0) -> None:
+    def close_micro_batch(self, samples: float, scale: float = 1.0) -> None:
         """End a micro-batch, whose gradient is `scale` times the mean over `samples` samples. Does not synchronise."""
 
     @abstractmethod
-    def finish(self, batch: int, *, scale: float = 1.0) -> Measurement:
+    def finish(self, batch: float, *, scale: float = 1.0) -> Measurement:
         """The measurement of a step of `batch` samples, of which `.grad` is `scale` times the mean gradient.
 
         Waits for the device, once.
@@ -156,11 +156,11 @@ class Meter(ABC):
     def discard(self) -> None:
         """Begin a step, or begin it again: forget the micro-batches since the last finished step."""
 
-    def _count(self, samples: int) -> None:
+    def _count(self, samples: float) -> None:
         self._samples += samples
         self._micro_batches += 1
 
-    def _check_complete(self, batch: int) -> None:
+    def _check_complete(self, batch: float) -> None:
         if batch != self._samples:
             raise ConfigError(
                 f"a step of {batch} samples was finished, but its micro-batches have {self._samples}; close every "
@@ -168,8 +168,8 @@ class Meter(ABC):
             )
 
 
-def _check_samples(samples: int) -> None:
-    if samples < 1:
+def _check_samples(samples: float) -> None:
+    if not samples > 0:
         raise ConfigError(f"a micro-batch of {samples} samples was closed; expected at least one")
 
 
@@ -277,7 +277,7 @@ class HookMeter(Meter):
 
         return hook
 
-    def close_micro_batch(self, samples: int, scale: float = 1.0) -> None:
+    def close_micro_batch(self, samples: float, scale: float = 1.0) -> None:
         """End a micro-batch: what arrived since the last call is `scale` times the mean over `samples` samples."""
         if not self.on:
             return
@@ -292,7 +292,7 @@ class HookMeter(Meter):
         self._closed.append(_Closed(samples / scale, scale, squares, self._seen.pop() if self._seen else None))
         self._arrived.clear()
 
-    def finish(self, batch: int, *, scale: float = 1.0) -> Measurement:
+    def finish(self, batch: float, *, scale: float = 1.0) -> Measurement:
         """The measurement of the step, whose mean gradient times `scale` is in `.grad`; then the next step begins."""
         self._check_complete(batch)
         means, products = self._squares_of_grad(), self._products()
@@ -400,10 +400,14 @@ class HookMeter(Meter):
                 "steps (zero_grad), and give the factor that a loss was multiplied with (scale)"
             )
 
-    def discard(self) -> None:
-        """Begin a step, or begin it again: forget the micro-batches since the last finished step."""
+    def drop_micro_batch(self) -> None:
+        """Forget what arrived since the last closed micro-batch."""
         self._arrived.clear()
         self._seen.clear()
+
+    def discard(self) -> None:
+        """Begin a step, or begin it again: forget the micro-batches since the last finished step."""
+        self.drop_micro_batch()
         self._closed = []
         self._samples = self._micro_batches = 0
 
@@ -527,7 +531,7 @@ class FusedMeter(_AddingMeter):
         self.touched.update(arrived)
         return frozenset(arrived)
 
-    def weigh(self, samples: int, scale: float = 1.0) -> None:
+    def weigh(self, samples: float, scale: float = 1.0) -> None:
         """Count what was added last as `scale` times the mean gradient over `samples` samples. Does not synchronise."""
         _check_samples(samples)
         self._count(samples)
@@ -535,14 +539,14 @@ class FusedMeter(_AddingMeter):
             wide = self._norms.to(torch.float64)
             self._squares.addcmul_(wide, wide, value=samples / scale**2)
 
-    def close_micro_batch(self, samples: int, scale: float = 1.0) -> None:
+    def close_micro_batch(self, samples: float, scale: float = 1.0) -> None:
         """Add and measure the gradient in `.grad`, which is `scale` times the mean over `samples` samples."""
         if not self.on:
             return
         self.add()
         self.weigh(samples, scale)
 
-    def finish(self, batch: int, *, scale: float = 1.0) -> Measurement:
+    def finish(self, batch: float, *, scale: float = 1.0) -> Measurement:
         """The measurement of the step, if the sums are `scale` times its mean gradient. Synchronises, once."""
         self._check_complete(batch)
         self.put_back()
@@ -602,7 +606,7 @@ class FlatMeter(_AddingMeter):
         self._squares = [0.0] * self.width
         self._samples = self._micro_batches = 0
 
-    def close_micro_batch(self, samples: int, scale: float = 1.0) -> None:
+    def close_micro_batch(self, samples: float, scale: float = 1.0) -> None:
         """Add and measure the gradient in `.grad`, which is `scale` times the mean over `samples` samples."""
         if not self.on:
             return
@@ -633,7 +637,7 @@ class FlatMeter(_AddingMeter):
     def _measure(self, parts: Iterable[torch.Tensor], whole: torch.Tensor) -> list[float]:
         return [torch.dot(part, part).item() for part in (parts if self.layers else (whole,))]
 
-    def finish(self, batch: int, *, scale: float = 1.0) -> Measurement:
+    def finish(self, batch: float, *, scale: float = 1.0) -> Measurement:
         """The measurement of the step, if the sum is `scale` times its mean gradient."""
         self._check_complete(batch)
         self.put_back()

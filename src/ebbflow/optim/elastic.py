@@ -4,9 +4,10 @@ scaling."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 
@@ -55,16 +56,29 @@ class ElasticOptimizer(torch.optim.Optimizer):
         optimizer = ElasticOptimizer(SGD(...), rule="adascale", base_batch=256, sampler=sampler)
         for x, y in loader:
             loss_fn(model(x), y).backward()      # the loss is the mean over the micro-batch
-            optimizer.step()                     # accumulates; updates after the last micro-batch of a step
-            optimizer.zero_grad()                # does nothing between the micro-batches of a step
+            optimizer.step()                     # takes the gradient; updates after the last micro-batch of a step
+            optimizer.zero_grad()
+            if optimizer.updated:
+                scheduler.step()                 # whatever belongs to an update: schedulers, averages, logging
 
-    The gradient of a step is the mean over its *samples*, so that micro-batches are weighted by their sizes.
-    Guarantees: the inner optimizer is called exactly once per step; parameter groups hold the base rate before and
-    after every call; a step that fails or is skipped changes neither the state of the rule nor the averages of noise
-    and signal; `state_dict` restores the inner optimizer, the rule, the averages, the position and the sampler at the
-    last complete step. Limits: the loss must be a mean over the samples of the micro-batch; closures are not supported;
-    gradients are combined within one process only (a sampler for rank r of R is for loops that combine gradients
-    themselves).
+    The gradient of a step is the mean over its *samples*, so that micro-batches are weighted by their sizes; for a mean
+    over something else, such as tokens, `step(weight=tokens)` says how much of it a micro-batch has. Gradients of a
+    step under way are kept outside of `.grad`, so that `zero_grad` of model or optimizer loses nothing.
+
+    Guarantees: the inner optimizer is called exactly once per step, with its step hooks; parameter groups hold the base
+    rate before and after every call; a step that fails or is skipped changes neither the state of the rule nor the
+    averages of noise and signal; `state_dict` restores the inner optimizer, the rule, the averages, the position and
+    the sampler at the last complete step. A ConfigError says what to do instead of: a `step()` without a gradient;
+    gradients that were changed between `backward` and `step` (by `clip_grad_norm_`, for example) where a step has
+    several micro-batches; learning rates that were changed in the middle of a step; a loop that takes more or fewer
+    micro-batches than it steps (see `ElasticSampler`). Limits: `reduction` must say whether the loss is a mean or a
+    sum; closures are called once; gradients are combined within one process only (a sampler for rank r of R is for
+    loops that combine gradients themselves).
+
+    *Accumulation of your own.* With `accumulation=k`, `step()` is called after every k micro-batches, whose losses were
+    divided by k; the k count equally. Steps of the plan must have a multiple of k micro-batches (a plan of local batch
+    k * n and a sampler of local_batch=n), except at the end of an epoch. *Several optimizers* may share
+    a sampler, if each of them steps for every micro-batch. A bad micro-batch is left out by `skip()`.
 
     *Mixed precision.* Give the GradScaler to the constructor and call neither its `step` nor its `update`, since only a
     complete step may be unscaled:
@@ -72,8 +86,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         scaler.scale(loss_fn(model(x), y)).backward()
         optimizer.step()                         # unscales the complete step; skips it if a gradient is not finite
 
-    The samples of a skipped step are consumed. *Clipping* between `backward` and `step` would clip micro-batches;
-    `clip` limits the norm of the mean gradient of the step, after it was measured.
+    The samples of a skipped step are consumed. *Clipping* between `backward` and `step` would clip micro-batches, and
+    is refused; `clip` limits the norm of the mean gradient of the step, after it was measured.
     """
 
     def __init__(
@@ -91,6 +105,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         clip: float | None = None,
         on_nonfinite: OnNonfinite = "ignore",
         scaler: torch.amp.GradScaler | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        accumulation: int = 1,
     ) -> None:
         """Wrap an optimizer whose learning rates were tuned at `base_batch` samples.
 
@@ -100,18 +116,23 @@ class ElasticOptimizer(torch.optim.Optimizer):
         at least one step in every `measure_every` is measured; with 1, every step is. `clip` is the largest norm of the
         mean gradient of a step. `on_nonfinite` says what happens if a gradient is NaN or infinite: the step is skipped
         ("skip"), `Diverged` is raised ("stop"), or nothing is checked, as in torch ("ignore"). With a scaler such steps
-        are always skipped.
+        are always skipped. `reduction` says whether the loss of a micro-batch is the mean or the sum over its samples.
         """
-        if base_batch < 1:
+        if isinstance(base_batch, bool) or not isinstance(base_batch, SupportsIndex) or base_batch < 1:
             raise ConfigError(f"base_batch is {base_batch}; expected the batch size at which the rate was tuned")
         if sampler is not None and sampler.world_size > 1:
             raise ConfigError(
                 f"the sampler is for rank {sampler.rank} of {sampler.world_size}, but ElasticOptimizer combines the "
                 f"gradients of one process; use a sampler with world_size=1"
             )
-        for name, value in (("memory_steps", memory_steps), ("measure_every", measure_every), ("clip", clip)):
+        numbers = {"memory_steps": memory_steps, "measure_every": measure_every, "clip": clip}
+        for name, value in (numbers | {"accumulation": accumulation}).items():
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}; expected a number above 0")
+        if reduction not in ("mean", "sum"):
+            raise ConfigError(f"reduction is {reduction!r}; {nearest(str(reduction), ['mean', 'sum'])}")
+        if isinstance(inner, torch.optim.LBFGS):
+            raise ConfigError("LBFGS evaluates the loss several times per step, each time on all samples; use another")
         if on_nonfinite not in ("ignore", "skip", "stop"):
             raise ConfigError(f"on_nonfinite is {on_nonfinite!r}; {nearest(on_nonfinite, ['ignore', 'skip', 'stop'])}")
         self.inner = inner
@@ -125,8 +146,12 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self.measure_every = measure_every
         self.clip = clip
         self.on_nonfinite = on_nonfinite
+        self.reduction = reduction
+        self.accumulation = accumulation
         self.last: Update | None = None
         """What the latest complete step did."""
+        self.updated = False
+        """Whether the latest call of `step` or `skip` completed a step and applied it."""
         self._applier = Applier(inner)
         self._check_rule()
         self._initial_lrs = [group["lr"] for group in inner.param_groups]
@@ -135,12 +160,22 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._steps = 0
         self._samples = 0
         self._progress = 0.0  # reference steps that all steps together are worth, if the rule counts the gain
-        self._accumulating = False
+        self._open = _OpenGradients()
+        self._rates_set: list[float] | None = None  # by the schedule, in the latest step
         self._scaler = scaler
         self._scale = 1.0  # loss scale of the current step's gradients
         self._meter = self._make_meter()
+        if self._meter is not None and accumulation > 1:
+            raise ConfigError(
+                f"the rule {self.rule} measures every micro-batch; call step() after each of them, without "
+                f"accumulation, or use a rule that measures nothing, such as sqrt"
+            )
         super().__init__(inner.param_groups, inner.defaults)
         self._share_with_inner()
+        self._watched: _Watched | None = None
+        if sampler is not None:
+            self._watched = _Watched(self._applier.parameters)
+            sampler.attach(self)
 
     def _share_with_inner(self) -> None:
         """Let both optimizers hold the same parameter groups and the same state."""
@@ -204,54 +239,156 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # a GradScaler then calls step() without unscaling, and step() can refuse it
 
-    def step(self, closure: Callable[[], float] | None = None, *, samples: int | None = None) -> None:  # type: ignore[override]
-        """Accumulate the gradient of one micro-batch, and update after the last one of a step.
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, samples: int | None = None, weight: float | None = None
+    ) -> Any:
+        """Take the gradient of one micro-batch, and update after the last one of a step.
 
-        Without a sampler every call is a whole step of `samples` samples.
+        A `closure` is called once, before anything else, and its result returned. `weight`: how much the micro-batch
+        counts in the mean of the step, for example its tokens; by default its samples. Without a sampler every call is
+        a whole step of `samples` samples.
         """
+        result = None
         if closure is not None:
-            raise ConfigError("ElasticOptimizer.step takes no closure: call backward() before step()")
+            with torch.enable_grad():
+                result = closure()
         if hasattr(self, "grad_scale"):
             raise ConfigError(
                 "scaler.step(optimizer) would unscale every micro-batch of a step; pass scaler= to ElasticOptimizer, "
                 "call optimizer.step(), and leave scaler.step and scaler.update out of the loop"
             )
+        self.updated = False
+        if self.sampler is not None:
+            self._take(weight)
+            return result
+        if samples is None or samples < 1:
+            raise ConfigError(f"step(samples={samples}): pass the step's samples, or sampler= to ElasticOptimizer")
+        if self.rule.needs:
+            raise ConfigError(
+                f"the rule {self.rule} measures the micro-batches of a step; pass the sampler that provides them "
+                f"to ElasticOptimizer (sampler=)"
+            )
+        self._complete(batch=samples, workers=1)
+        return result
+
+    def skip(self) -> None:
+        """Leave out one micro-batch, for which `step` is not called: its samples count as seen, and train nothing.
+
+        The step is then the mean over its other micro-batches; a step without any other changes nothing.
+        """
         if self.sampler is None:
-            if samples is None or samples < 1:
-                raise ConfigError(f"step(samples={samples}): pass the step's samples, or sampler= to ElasticOptimizer")
-            if self.rule.needs:
-                raise ConfigError(
-                    f"the rule {self.rule} measures the micro-batches of a step; pass the sampler that provides them "
-                    f"to ElasticOptimizer (sampler=)"
-                )
-            self._complete(batch=samples, workers=1)
-            return
-        micro_batch = self.sampler.consume()
-        if micro_batch.first and self._scaler is not None and self._meter is not None:
-            self._scale = self._scaler.get_scale()
+            raise ConfigError("skip() leaves out a micro-batch of a sampler; pass sampler= to ElasticOptimizer")
+        self.updated = False
+        self._clear()
         if self._meter is not None:
-            self._meter.close_micro_batch(micro_batch.size, scale=self._scale)
-        self._accumulating = not micro_batch.last
-        self._weigh(micro_batch)
+            self._meter.drop_micro_batch()
+        micro_batch = self.sampler.consume(self)
         if micro_batch.last:
-            self._complete(batch=micro_batch.batch, workers=micro_batch.workers)
+            self._finish(micro_batch)
+
+    @property
+    def updates(self) -> int:
+        """Complete steps so far, including those that were skipped."""
+        return self._steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, unless a step is still accumulating its micro-batches."""
-        if not self._accumulating:
-            self.inner.zero_grad(set_to_none=set_to_none)
+        """Clear `.grad`; the gradients that a step under way has taken are kept elsewhere."""
+        self.inner.zero_grad(set_to_none=set_to_none)
 
-    def _weigh(self, micro_batch: MicroBatchInfo) -> None:
-        """Scale `.grad` to sum(n_j g_j)/n_next, with n_next the size of the next micro-batch, and finally to the mean.
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Call the hook before every update: it sees the inner optimizer, with the mean gradient in `.grad`."""
+        return self.inner.register_step_pre_hook(hook)
 
-        Micro-batches of equal size need no work until the last one.
-        """
-        following = micro_batch.batch if micro_batch.next_size is None else micro_batch.next_size
-        scale_gradients(self._applier.parameters, micro_batch.size / following)
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Call the hook after every update: it sees the inner optimizer."""
+        return self.inner.register_step_post_hook(hook)
 
-    def _complete(self, *, batch: int, workers: int) -> None:
-        """Update at the position that this optimizer has counted itself."""
-        context = StepContext(
+    def _take(self, weight: float | None) -> None:
+        """Take the gradient out of `.grad`, as that of one micro-batch, or of `accumulation` of them."""
+        assert self.sampler is not None
+        if weight is not None and not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"step(weight={weight}): expected how much the micro-batch counts, such as its tokens")
+        gradients = {p: p.grad for p in self._applier.parameters if p.grad is not None}
+        if not gradients:
+            raise ConfigError(
+                "step() was called, but there is no gradient: call backward() before, and zero_grad() after it or "
+                "before backward(); where a micro-batch is left out, call skip() instead of step()"
+            )
+        micro_batch = self.sampler.peek(self)
+        if micro_batch.first and self._scaler is not None and self._meter is not None:
+            self._scale = self._scaler.get_scale()
+        self._check_rates(first=micro_batch.first)
+        micro_batch, taken, samples = self._consume()
+        if micro_batch.count > taken and self._watched is not None and self._watched.changed():
+            raise ConfigError(
+                "the gradients were changed between backward() and step(), as clip_grad_norm_ and unscale_ do; that "
+                "would change every micro-batch of the step instead of their mean. Give clip= (and scaler=) to "
+                "ElasticOptimizer instead (transformers: max_grad_norm=0), or change the mean gradient in a hook of "
+                "register_step_pre_hook"
+            )
+        factor = 1.0 / samples if self.reduction == "sum" else self.accumulation / taken
+        if weight is None:
+            weight = samples
+        if self._meter is not None and weight:
+            self._meter.close_micro_batch(weight, scale=self._scale / factor)
+        self._open.add(gradients, factor=factor, weight=weight, samples=samples)
+        if micro_batch.last:
+            self._finish(micro_batch)
+        else:
+            self._clear()
+
+    def _consume(self) -> tuple[MicroBatchInfo, int, int]:
+        """The last micro-batch whose gradient is in `.grad`, how many there are, and their samples."""
+        assert self.sampler is not None
+        micro_batch = self.sampler.consume(self)
+        taken, samples = 1, micro_batch.size
+        while taken < self.accumulation and not micro_batch.last:
+            micro_batch = self.sampler.consume(self)
+            taken, samples = taken + 1, samples + micro_batch.size
+        if taken < self.accumulation and micro_batch.start + micro_batch.size < self.sampler.samples:
+            raise ConfigError(
+                f"step() is called after every {self.accumulation} micro-batches, but a step of the plan has "
+                f"{micro_batch.count}, which is no multiple; make the plan with a local batch of {self.accumulation} "
+                f"times that of the sampler, or call step() after every micro-batch, without accumulation"
+            )
+        return micro_batch, taken, samples
+
+    def _clear(self) -> None:
+        for parameter in self._applier.parameters:
+            parameter.grad = None
+
+    def _check_rates(self, *, first: bool) -> None:
+        """Refuse rates that somebody else has changed where nobody may."""
+        rates = [float(group["lr"]) for group in self.param_groups]
+        if first:
+            self._open.rates = rates
+            if self.schedule is not None and self._rates_set is not None and rates != self._rates_set:
+                raise ConfigError(
+                    f"the learning rate is {rates[0]:g}, but the schedule {self.schedule} had set "
+                    f"{self._rates_set[0]:g}: "
+                    f"use either schedule= or a scheduler of torch"
+                )
+        elif rates != self._open.rates:
+            raise ConfigError(
+                f"the learning rate was changed from {self._open.rates[0]:g} to {rates[0]:g} in the middle of a step, "
+                f"so that it would follow the micro-batches; step schedulers only `if optimizer.updated:`, or give "
+                f"schedule= to ElasticOptimizer instead"
+            )
+
+    def _finish(self, micro_batch: MicroBatchInfo) -> None:
+        """Complete the step with what its micro-batches have given."""
+        taken, self._open = self._open, _OpenGradients()
+        skipped = micro_batch.batch - taken.samples
+        if taken.weight > 0:
+            taken.put_back()
+            self._complete(batch=taken.samples, workers=micro_batch.workers, weight=taken.weight)
+            self._samples += skipped
+        else:
+            self._skip(self._context(batch=micro_batch.batch, workers=micro_batch.workers))
+
+    def _context(self, *, batch: int, workers: int) -> StepContext:
+        """A step at the position that this optimizer has counted itself."""
+        return StepContext(
             step=self._steps,
             batch=batch,
             ref_batch=self.base_batch,
@@ -261,11 +398,16 @@ class ElasticOptimizer(torch.optim.Optimizer):
             total_samples=self.total_samples,
         )
 
+    def _complete(self, *, batch: int, workers: int, weight: float = 0.0) -> None:
+        """Update with the mean gradient in `.grad`; `weight`: what its micro-batches count together."""
+        context = self._context(batch=batch, workers=workers)
+
         def update() -> None:
             if self._meter is None:
                 self.update(context)
                 return
-            self.update(context, self._meter.finish(batch) if self._meter.on else None)
+            measured = replace(self._meter.finish(weight), batch=batch) if self._meter.on else None
+            self.update(context, measured)
             self._meter.on = self.due(batch)  # assumes that the next step has the same size
 
         if self._scaler is None:
@@ -334,6 +476,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._steps = context.step + 1
         self._samples = context.samples + context.batch
         self.last = update
+        self.updated = update.applied
         return update
 
     def _set_base_rates(self, context: StepContext) -> None:
@@ -349,6 +492,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         )
         for group, initial in zip(self.param_groups, self._initial_lrs, strict=True):
             group["lr"] = initial * factor
+        self._rates_set = [float(group["lr"]) for group in self.param_groups]
 
     # State ------------------------------------------------------------------------------------------------------
 
@@ -366,6 +510,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             )
         self.inner.add_param_group(param_group)
         self._initial_lrs.append(self.param_groups[-1]["lr"])
+        self._rates_set = None
         self._applier.refresh()
         if self._meter is not None:
             self._meter.close()
@@ -408,7 +553,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._steps = state_dict["steps"]
         self._samples = state_dict["samples"]
         self._progress = state_dict["progress"]
-        self._accumulating = False
+        self._open, self._rates_set = _OpenGradients(), None
         self.inner.zero_grad()  # gradients of an incomplete step belong to another position
         if self._meter is not None:
             self._meter.discard()
@@ -430,6 +575,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
             "measure_every": self.measure_every,
             "clip": self.clip,
             "on_nonfinite": self.on_nonfinite,
+            "reduction": self.reduction,
+            "accumulation": self.accumulation,
         }
         state = {key: value for key, value in self.state_dict().items() if key not in ("inner", "sampler")}
         return _unpickled, (type(self), self.inner, self.rule, settings, state)
@@ -448,6 +595,77 @@ def _unpickled(
     optimizer = kind(inner, rule, **settings)
     optimizer.load_state_dict({**state, "inner": inner.state_dict(), "sampler": None})
     return optimizer
+
+
+@dataclass(slots=True)
+class _OpenGradients:
+    """The gradients that a step under way has taken out of `.grad`."""
+
+    sums: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    """Sum of the micro-batches' gradients, in units of the first one's weight."""
+    unit: float = 0.0
+    weight: float = 0.0
+    """Sum of the weights."""
+    samples: int = 0
+    rates: list[float] = field(default_factory=list)
+    """Learning rates at the first micro-batch."""
+
+    def add(
+        self, gradients: dict[torch.nn.Parameter, torch.Tensor], *, factor: float, weight: float, samples: int
+    ) -> None:
+        """Add a micro-batch of the given weight, whose mean gradient is `factor` times the given one."""
+        self.samples += samples
+        if not weight:
+            return
+        self.weight += weight
+        if not self.sums:
+            self.sums, self.unit = gradients, weight * factor
+            return
+        share = weight * factor / self.unit
+        both = [p for p in gradients if p in self.sums]
+        if any(gradients[p].is_sparse or self.sums[p].is_sparse for p in both):
+            for p in both:
+                self.sums[p] = self.sums[p] + gradients[p] * share
+        elif both:
+            torch._foreach_add_([self.sums[p] for p in both], [gradients[p] for p in both], alpha=share)
+        self.sums |= {p: gradient * share for p, gradient in gradients.items() if p not in self.sums}
+
+    def put_back(self) -> None:
+        """Write the mean over the micro-batches into `.grad`."""
+        for parameter, gradient in self.sums.items():
+            parameter.grad = gradient
+        scale_gradients(list(self.sums), self.unit / self.weight)
+
+
+class _Watched:
+    """Notices that gradients were changed after autograd had written them, in the first and the last tensor.
+
+    Compares torch's counter of in-place changes, so that nothing is copied and no device waits.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._seen: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
+        seen = self._seen
+
+        def arrived(parameter: torch.Tensor) -> None:
+            assert isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None
+            seen[parameter] = parameter.grad, parameter.grad._version
+
+        watched = {id(parameter): parameter for parameter in (*trained[:1], *trained[-1:])}.values()
+        handles = [parameter.register_post_accumulate_grad_hook(arrived) for parameter in watched]  # type: ignore[no-untyped-call]
+        weakref.finalize(self, _remove_hooks, handles)
+
+    def changed(self) -> bool:
+        """Whether a gradient is not the one that arrived; then the next micro-batch begins."""
+        seen = dict(self._seen)
+        self._seen.clear()
+        return any(p.grad is not gradient or gradient._version != version for p, (gradient, version) in seen.items())
+
+
+def _remove_hooks(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 class _UnscaledStep:

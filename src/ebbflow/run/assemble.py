@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -115,7 +116,7 @@ def assemble(
     made = engine(
         EngineParts(
             model=task.model,
-            fetch=lambda indices: task.train.batch(indices, train=True),
+            fetch=partial(task.train.batch, train=True),
             loss=task.loss,
             samples=samples,
             plan=plan,

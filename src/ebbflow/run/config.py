@@ -82,7 +82,11 @@ _BASE_BATCH: dict[FrontEnd, str] = {"session": "base_batch", "estimator": "base_
 
 
 class RunConfig(BaseModel):
-    """What to train, on which fleet, by which rule. None means: what the workload's recipe says."""
+    """All settings of a run: what to train, on which fleet, by which rule.
+
+    Frozen, and checked when it is made: an unknown name or a bad value is a ConfigError that says what was expected.
+    None stands for what the workload's recipe says.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 

@@ -31,6 +31,8 @@ class OpenStep:
 
     size: StepSize
     assignment: Assignment
+    batch: int
+    """Samples in the step."""
     began: float
     measured: bool
     """Whether the rule uses what this step shows of noise and signal."""
@@ -94,16 +96,17 @@ class Flow:
         if self.growth is not None:
             size = self.growth.allow(size)
         assignment = self.ledger.assign(size.samples)  #                 data: which samples
-        measured = self.growth is not None or self.optimizer.due(assignment.batch)
+        batch = assignment.batch
+        measured = self.growth is not None or self.optimizer.due(batch)
         self.engine.measure(measured)
         restore = ExitStack()
         if self.statistics is not None:
-            restore.enter_context(self.statistics.step(assignment.batch, self.optimizer.base_batch))
-        return OpenStep(size, assignment, began, measured, restore)
+            restore.enter_context(self.statistics.step(batch, self.optimizer.base_batch))
+        return OpenStep(size, assignment, batch, began, measured, restore)
 
     def close(self, step: OpenStep, gradients: Gradients) -> StepRow | None:
         """The second half of a step, after the backward passes."""
-        size, assignment, batch = step.size, step.assignment, step.assignment.batch
+        size, assignment, batch = step.size, step.assignment, step.batch
         with step.restore:  #                                            engines, moments: mean gradient, noise, signal
             committed = self.engine.commit()
         if not committed:

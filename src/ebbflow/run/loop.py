@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ebbflow.errors import ConfigError, Diverged, PlanError
+from ebbflow.optim.elastic import Update
 from ebbflow.record import End, Event, LayersRow, Row, StepRow, ValidationRow, layers_due
 from ebbflow.run.checkpoint import weights_digest
 from ebbflow.run.flow import Flow, check_loss
@@ -53,6 +54,7 @@ class Callbacks:
     on_step: Callable[[StepRow], None] = lambda row: None
     """Called after every committed step."""
     on_validation: Callable[[ValidationRow], None] = lambda row: None
+    """Called after every validation."""
     should_stop: Callable[[], bool] = lambda: False
     """Asked after every step; if True, a checkpoint is written and KeyboardInterrupt raised."""
 
@@ -123,7 +125,9 @@ class TrainingLoop:
     def after(self, row: StepRow) -> None:
         """Everything that follows a committed step."""
         self.record.write(row)
-        self._write_layers(row)
+        update = self.flow.optimizer.last
+        if update is not None and update.moments is not None and update.moments.layer_noise:
+            self._write_layers(row, update)
         self.callbacks.on_step(row)
         if "skipped" in row.stats:
             self.event("skipped step", "its gradient was not finite", step=row.step)
@@ -137,11 +141,9 @@ class TrainingLoop:
         if stop:
             raise KeyboardInterrupt
 
-    def _write_layers(self, row: StepRow) -> None:
+    def _write_layers(self, row: StepRow, update: Update) -> None:
         """What a layer-wise rule measured and decided for each layer, in about 200 steps of the run."""
-        update = self.flow.optimizer.last
-        if update is None or update.moments is None or not update.moments.layer_noise:
-            return
+        assert update.moments is not None
         if update.applied and layers_due(row, total_samples=self.flow.total_samples):
             noise, signal = update.moments.layer_noise, update.moments.layer_signal
             multiplier = update.scaling.by_layer(len(noise))

@@ -146,11 +146,12 @@ def _check_parameters(model: torch.nn.Module, optimizer: ElasticOptimizer) -> No
 
 
 class Session:
-    """A training in your own loop: samples exactly once per epoch, the learning rate follows the batch by a rule.
+    """A training in your own loop: every sample once per epoch, and the learning rate follows the batch by a rule.
 
-    Used in a `with`. Settings are those of `RunConfig` under the names that `help(ebbflow.Session)` shows: rule, trace,
-    base_batch, local_batch, epochs, schedule, policy, seed, ... With `out`, the session writes a record and checkpoints
-    into that folder; the same script continues after a kill, and `ebbflow report` reads the folder.
+    Use it in a `with`, and iterate over it to get the steps (`SessionStep`). Settings are those of `RunConfig` under
+    the names that `help(ebbflow.Session)` shows: rule, trace, base_batch, local_batch, epochs, schedule, policy, seed,
+    ... With `out`, the session writes a record and checkpoints into that folder; the same script continues after a
+    kill, and `ebbflow report` reads the folder.
 
     `Session(..., engine="live")` is `ebbflow.live.join(...)`: a replica of a fleet of real processes.
     """
@@ -183,10 +184,12 @@ class Session:
 
         `data`: a map-style data set, whose samples are collated as a DataLoader does it; a DataLoader, whose
         `collate_fn`, `num_workers` and `batch_size` are used; or a source with `batch(indices, train=True)`. `engine`:
-        loop, fused, auto, live, dask, one that you registered, or a function EngineParts -> Engine. `loss(model, x,
-        y)`: the mean over the samples, for `run()` and for engines that compute elsewhere; samples are then (input,
-        target) pairs. `max_steps`: the run ends after this many steps, or after `epochs` if that is given and comes
-        first. `evaluate()`: called after every epoch; the scores that it returns go into the record."""
+        auto, fused or loop (virtual workers in this process), live (a replica of a fleet), the name of one that you
+        registered, or a function EngineParts -> Engine, such as one that makes a DaskEngine. `loss(model, x, y)`: the
+        mean over the samples, for `run()` and for engines that compute elsewhere; samples are then (input, target)
+        pairs. `max_steps`: the run ends after this many steps, or after `epochs` if that is given and comes first.
+        `evaluate()`: called after every epoch; the scores that it returns go into the record. `out`: the folder of the
+        run. `config`: all settings at once instead of `settings`."""
         self.model = model
         if isinstance(data, DataLoader) and config is None and data.batch_size is not None:
             settings = {"local_batch": data.batch_size, **settings}

@@ -64,7 +64,7 @@ _Model = TypeVar("_Model", bound=Callable[..., Price])
 
 
 def register_price(name: str, *, cite: str = "") -> Callable[[_Model], _Model]:
-    """Register a price model, a class or a function that returns a `Price`, under a name (a decorator).
+    """Return a decorator that adds a price model: a class or a function that returns a `Price`.
 
     `--spot-price "name(arguments)"` then finds it. Arguments are converted by their annotations.
     """

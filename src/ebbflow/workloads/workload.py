@@ -325,9 +325,11 @@ WORKLOADS: Registry[Workload] = Registry("workload")
 
 
 def register_workload(name: str, *, recipe: Recipe, cite: str = "") -> Callable[[Builder], Builder]:
-    """Return a decorator that registers a function `(...) -> Task` as a workload; the module's docstring shows one.
+    """Return a decorator that registers a function `(...) -> Task` as a workload.
 
-    `cite` is the source of the recipe or of the data.
+    Three parameters of the function are filled in if they are there: `data` (a Path or None), `seed` and `recipe`. All
+    others are arguments of the text form, such as `mine(width=128)`: they are int, float, bool or str and need a
+    default. `cite` is the source of the recipe or of the data.
     """
 
     def add(function: Builder) -> Builder:

@@ -3,7 +3,7 @@
 dask_engine   the driver: the engine contract on a cluster
 transport     how gradients are added up: among the workers, or through the driver
 cluster       the driver's connection to the workers: who is there, messages, scaling
-worker        the worker's side: the replica, and the handler that answers to the driver
+dask_worker   the worker's side: the replica, and the handler that answers to the driver
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
@@ -76,11 +76,11 @@ class EmulatedStep:
     """Numbers of the samples of the whole step."""
     parts: Sequence[Sequence[MicroBatch]]
     """The micro-batches of this process, in parts that are computed together; each part is a contiguous range."""
+    batch: int = field(init=False)
+    """Samples that this process computes."""
 
-    @property
-    def batch(self) -> int:
-        """Samples that this process computes."""
-        return sum(part[-1].stop - part[0].start for part in self.parts)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batch", sum(part[-1].stop - part[0].start for part in self.parts))
 
     def samples(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Numbers of the samples at positions of the epoch's order."""
@@ -147,7 +147,7 @@ class EmulatedEngine(Engine):
         self.samples = samples
         self.seed = seed
         self.micro_batch = micro_batch
-        self.faults = faults or Faults()
+        self.faults = faults
         self.precision = precision
         self.ranks = ranks
         self.single_process = ranks is None
@@ -161,6 +161,9 @@ class EmulatedEngine(Engine):
         self._number = 0
         self._previous: EmulatedStep | None = None
         self._current: EmulatedStep | None = None
+        self._expected: EmulatedStep | None = None
+        """The step that should come next, if something was done for it already."""
+        self._always_measures = False
         self._fetched: tuple[EmulatedStep, int] | None = None
         """The latest fetch: its step and its first position there."""
 
@@ -195,12 +198,13 @@ class EmulatedEngine(Engine):
     def participants(self, step: int) -> StepSize:
         """What the plan says, less the workers that the scripted faults took away."""
         self._number = step
-        return self.faults.present(step, self.plan.at(step))
+        size = self.plan.at(step)
+        return size if self.faults is None else self.faults.present(step, size)
 
     def measure(self, on: bool) -> None:
         """Measure the coming steps or not, where anything is measured at all."""
         if self.meter is not None:
-            self.meter.on = on
+            self.meter.on = on or self._always_measures
 
     def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:
         """Forward and backward passes over the step's samples."""
@@ -210,7 +214,9 @@ class EmulatedEngine(Engine):
         return self._combined(step, total, passes)
 
     def _enter_step(self, assignment: Assignment, size: StepSize) -> EmulatedStep:
-        step = self._make_step(self._number, assignment, size)
+        step = self._expected
+        if step is None or not same_step((step.assignment, step.size), (assignment, size)):
+            step = self._make_step(self._number, assignment, size)
         self._previous, self._current = self._current, step
         return step
 
@@ -224,7 +230,7 @@ class EmulatedEngine(Engine):
 
     def commit(self) -> bool:
         """True, unless the scripted faults let a worker die in this attempt."""
-        if self.faults.strike(self._number):
+        if self.faults is not None and self.faults.strike(self._number):
             self._batch_norm.rollback()
             self.model.zero_grad(set_to_none=True)
             return False
@@ -328,14 +334,11 @@ class EmulatedEngine(Engine):
         while step.batch:
             for start, stop in self._fetches(step):
                 if start >= begin:
-                    yield self._seed_of(step, start), step.samples(start, stop)
+                    yield micro_batch_seed(self.seed, step.assignment.epoch, start), step.samples(start, stop)
             expected = self._expected_after(step)
             if expected is None or not self._as_expected:
                 return
             step, begin = self._make_step(step.number + 1, *expected), 0
-
-    def _seed_of(self, step: EmulatedStep, start: int) -> int:
-        return micro_batch_seed(self.seed, step.assignment.epoch, start)
 
 
 class LoopEngine(EmulatedEngine):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
@@ -19,15 +19,23 @@ from typing import Any
 import torch
 
 from ebbflow.core.spec import nearest
-from ebbflow.data.ledger import Assignment, MicroBatch
+from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.base import Engine, EngineParts, Faults, register_engine
 from ebbflow.engines.emulated.compiled import CapturedPasses, CompiledPasses, Execution, PassShape
-from ebbflow.engines.emulated.emulated_engine import EmulatedEngine, EmulatedStep, LoopEngine, Ranks, same_step
+from ebbflow.engines.emulated.emulated_engine import EmulatedEngine, EmulatedStep, LoopEngine, Ranks
 from ebbflow.engines.emulated.grouped_batch_norm import BatchNormMode, GroupedBatchNorm, unfusable
-from ebbflow.engines.replica_step import Fetch, Loss, ModelReset, Precision, measuring, trained_parameters
+from ebbflow.engines.replica_step import (
+    Fetch,
+    Loss,
+    ModelReset,
+    Precision,
+    measuring,
+    micro_batch_seed,
+    trained_parameters,
+)
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import FlatMeter, FusedMeter, squared_norms
-from ebbflow.plan.batch_plan import BatchPlan, StepSize
+from ebbflow.plan.batch_plan import BatchPlan
 
 __all__ = ["DEFAULT_FUSED_BATCH", "FusedEngine", "cut_into_passes"]
 
@@ -153,6 +161,7 @@ class FusedEngine(EmulatedEngine):
         self._groups = self._batch_norm = GroupedBatchNorm(model, batch_norm)
         self._share_with_ranks(trained)
         self._reset = ModelReset(model)
+        self._autocast = self.autocast()
         self._parameters = [*model.parameters()]
         self._compiled = CompiledPasses(model, loss, self._groups, self._usual_shape()) if compile else None
         self._sums = self.meter if isinstance(self.meter, FusedMeter) else None
@@ -166,6 +175,7 @@ class FusedEngine(EmulatedEngine):
         if compile and device.type == "cuda":
             self._sums = self._sums or FusedMeter([p for p in self._parameters if p.requires_grad], measured=False)
             self._captured = CapturedPasses(self._compute, self._sums, samples=self.fused_batch)
+            self._always_measures = True  # captured passes contain the measuring
 
     # The contract -------------------------------------------------------------------------------------------------
 
@@ -184,10 +194,6 @@ class FusedEngine(EmulatedEngine):
         self._since_overflow = int(state.get("since_overflow", 0))
         self._checked_rows = bool(state.get("tried", True))
 
-    def measure(self, on: bool) -> None:
-        """Measure the coming steps or not; captured passes contain the measuring, and always do."""
-        super().measure(on or self._captured is not None)
-
     _more_parts = ", or a smaller fused_batch"
 
     # Cutting a step into passes -----------------------------------------------------------------------------------
@@ -198,7 +204,7 @@ class FusedEngine(EmulatedEngine):
         Where noise is measured, the passes are those of a single process, so that the measurement does not depend on
         the ranks. Otherwise there is a pass for every rank, if there are enough micro-batches."""
         at_least = 2 if self.meter is not None else self.ranks.world if self.ranks is not None else 1
-        sizes = [micro_batch.size for micro_batch in micro_batches]
+        sizes = [micro_batch.stop - micro_batch.start for micro_batch in micro_batches]
         if self.mode == "sync":
             counts = [len(sizes)]
         else:
@@ -219,34 +225,33 @@ class FusedEngine(EmulatedEngine):
                 samples[shape] += shape.samples * times
         return samples.most_common(1)[0][0]
 
-    def _passes(self, step: EmulatedStep) -> Iterator[tuple[int, PassShape]]:
-        """Start and shape of each pass: the step's parts, or smaller passes where the memory did not suffice."""
+    def _passes(self, step: EmulatedStep) -> list[tuple[int, int, PassShape]]:
+        """Start, stop and shape of each pass: the step's parts, or smaller ones where the memory did not suffice."""
         if self.mode == "sync":
-            yield step.assignment.start, PassShape(1, step.batch)
-            return
+            return [(step.assignment.start, step.assignment.stop, PassShape(1, step.batch))]
+        passes = []
         for part in step.parts:
-            start = part[0].start
-            for shape in cut_into_passes([micro_batch.size for micro_batch in part], samples=self.fused_batch):
-                yield start, shape
-                start += shape.samples
+            start, size = part[0].start, part[0].stop - part[0].start
+            shapes = [PassShape(len(part), size)]
+            if self.fused_batch < self._asked:
+                shapes = cut_into_passes([size] * len(part), samples=self.fused_batch)
+            for shape in shapes:
+                stop = start + shape.count * size
+                passes.append((start, stop, shape))
+                start = stop
+        return passes
 
     def _fetches(self, step: EmulatedStep) -> list[tuple[int, int]]:
-        return [(start, start + shape.samples) for start, shape in self._passes(step)]
+        return [(start, stop) for start, stop, _ in self._passes(step)]
 
     # Fetching -----------------------------------------------------------------------------------------------------
-
-    def _make_step(self, number: int, assignment: Assignment, size: StepSize) -> EmulatedStep:
-        expected = self._prefetched.step if self._prefetched is not None else None
-        if expected is not None and same_step((expected.assignment, expected.size), (assignment, size)):
-            return expected
-        return super()._make_step(number, assignment, size)
 
     def _prefetch(self, step: EmulatedStep) -> None:
         """Fetch the first samples of the next step while the device is busy with this one.
 
         A guess: where the next step turns out to be another one, nothing of this is used.
         """
-        self._prefetched = None
+        self._prefetched = self._expected = None
         expected = self._expected_after(step) if self._as_expected else None
         if expected is None:
             return
@@ -256,6 +261,7 @@ class FusedEngine(EmulatedEngine):
         start, stop = self._fetches(upcoming)[0]
         fetched = self._fetch(upcoming, start, stop)
         states = [generator.get_state() for generator in self._generators]
+        self._expected = upcoming
         self._prefetched = _Prefetched(upcoming, start, stop, fetched, states)
 
     def _fetch(self, step: EmulatedStep, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -264,11 +270,12 @@ class FusedEngine(EmulatedEngine):
             for generator, state in zip(self._generators, ready.generator_states, strict=True):
                 generator.set_state(state)
             return ready.fetched
-        seed = self._seed_of(step, start)
+        seed = micro_batch_seed(self.seed, step.assignment.epoch, start)
         for generator in self._generators:
             generator.manual_seed(seed)
         self._fetched = (step, start)
-        return self.fetch(step.samples(start, stop))
+        first = step.assignment.start
+        return self.fetch(step.indices[start - first : stop - first])
 
     # Computing ----------------------------------------------------------------------------------------------------
 
@@ -295,26 +302,27 @@ class FusedEngine(EmulatedEngine):
         """All passes of a step; again with smaller ones where the memory does not suffice."""
         scale = self._scale
         while True:
-            passes = [*self._passes(step)]
+            passes = self._passes(step)
             try:
                 with self._groups.installed():
                     total = self._run(step, passes)
             except torch.OutOfMemoryError as error:
-                self._halve_passes([shape for _, shape in passes], error)
+                self._halve_passes([shape for _, _, shape in passes], error)
             else:
                 if self._unscale(scale):
                     return total, len(passes)
             self._begin()
 
-    def _run(self, step: EmulatedStep, passes: list[tuple[int, PassShape]]) -> torch.Tensor | float:
+    def _run(self, step: EmulatedStep, passes: list[tuple[int, int, PassShape]]) -> torch.Tensor | float:
         total: torch.Tensor | float = 0.0
-        for start, shape in passes:
-            inputs, targets = self._fetch(step, start, start + shape.samples)
+        whole = step.assignment.stop - step.assignment.start
+        for start, stop, shape in passes:
+            inputs, targets = self._fetch(step, start, stop)
             if self._channels_last and inputs.dim() == 4:
                 inputs = inputs.contiguous(memory_format=torch.channels_last)
-            weight = shape.samples / step.batch
+            weight = (stop - start) / step.batch
             total += self._pass(inputs, targets, shape, weight * self._scale) * weight
-            self._groups.collect(shape.samples / step.assignment.batch)
+            self._groups.collect((stop - start) / whole)
         adder = self._sums or self.meter
         if isinstance(adder, (FusedMeter, FlatMeter)):
             adder.put_back()
@@ -337,11 +345,11 @@ class FusedEngine(EmulatedEngine):
             loss = self._captured(inputs, targets, shape, execution, factor)
             if self._captured.refused != refused:
                 self._report("no CUDA graph", f"every kernel is launched on its own: {self._captured.refused}")
-            self._sums.weigh(shape.samples, factor)
+            self._sums.weigh(len(inputs), factor)
             return loss
         loss = self._compute(inputs, targets, shape, execution, factor)
         if self.meter is not None:
-            self.meter.close_micro_batch(shape.samples, factor)
+            self.meter.close_micro_batch(len(inputs), factor)
         return loss
 
     def _checking_pass(
@@ -373,7 +381,7 @@ class FusedEngine(EmulatedEngine):
         self, inputs: torch.Tensor, targets: torch.Tensor, shape: PassShape, execution: Execution
     ) -> torch.Tensor:
         self._groups.groups = shape.count
-        with self.autocast():
+        with self._autocast:
             if self._compiled is not None:
                 try:
                     return self._compiled(inputs, targets, shape, execution)
