@@ -19,7 +19,8 @@
     `-- BrokenExtra           an optional package fails to import          (also an ImportError)
 
 Every message says what was found, what was expected and what to do. The command prints the message without a traceback
-and exits with code 2.
+and exits with the code of `core.endings.Ending`: 2 for an InputError, an OutputError or a missing package, 5 for
+Diverged, else 1.
 """
 
 from __future__ import annotations

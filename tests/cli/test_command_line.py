@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cli.answers import Ebbflow
+from ebbflow.core.files import hold_lock
 
 TRACE = "time_s,accelerators\n0,4\n600,2\n1200,2\n"
 
@@ -66,6 +67,33 @@ def test_train_and_resume(ebbflow: Ebbflow) -> None:
     ebbflow(*options, "--rule", "sqrt").assert_refused("another configuration", "rule is 'sqrt', was 'linear'")
 
 
+def test_a_diverged_run_is_no_success(ebbflow: Ebbflow) -> None:
+    options = ("train", "digits-mlp", "--epochs", 1, "--local-batch", 32, "--lr", "1e30", "--out", "run")
+    first, again = ebbflow(*options), ebbflow(*options)
+    assert (first.code, again.code) == (5, 5)
+    assert "diverged" in first.out
+    assert "nothing was trained" not in first.err
+    assert "nothing was trained: run holds this run, which has ended" in again.err
+
+
+@pytest.mark.process
+def test_a_study_with_a_diverged_arm_reports_it_and_ends_with_code_5(ebbflow: Ebbflow) -> None:
+    Path("study.toml").write_text(
+        'workloads = ["digits-mlp"]\nrules = ["linear"]\n[traces]\nstatic = "constant(workers=8)"\n'
+        "[settings]\nepochs = 1\nlocal_batch = 32\nlr = 1e30\n"
+    )
+    first, again = (ebbflow("study", "study.toml", "--out", "out", "--jobs", 1) for _ in range(2))
+    assert (first.code, again.code) == (5, 5)
+    assert "diverged: 1 of 1 arms" in first.err
+    assert "nothing was trained: all 1 arms have ended before" in again.err
+
+
+def test_two_runs_do_not_share_a_folder(ebbflow: Ebbflow) -> None:
+    with hold_lock(Path("run/.run.lock")):
+        answer = ebbflow("train", "digits-mlp", "--epochs", 1, "--local-batch", 32, "--out", "run")
+    answer.assert_refused("another run is writing into run")
+
+
 @pytest.mark.process
 def test_importing_the_command_does_not_import_torch() -> None:
     code = "import sys, ebbflow, ebbflow.cli.main; sys.exit('torch' in sys.modules)"
@@ -95,7 +123,7 @@ def test_a_preempted_run_writes_a_checkpoint_and_continues(tmp_path: Path) -> No
             _, told = process.communicate(timeout=120)
         finally:
             process.kill()
-    assert process.returncode == 130
+    assert process.returncode == 3
     assert "the same command continues" in told
     assert (tmp_path / "run" / "checkpoint.pt").is_file()
 

@@ -28,12 +28,33 @@ def test_a_fleet_runs_to_its_end_and_is_accounted_for(shell: Shell) -> None:
 
 
 @pytest.mark.process
+def test_everything_behind_the_script_belongs_to_it(shell: Shell) -> None:
+    script = shell.folder / "show.py"
+    script.write_text("import sys; print('got', sys.argv[1:])")
+    own = ["--seed", "3", "--folder", "f", "--port", "1", "--name", "n", "--json", "--", "x"]
+    code, _, _ = shell.run("launch", "--out", "job", script, *own)
+    assert code == 4, "it never joined the fleet"
+    assert f"got {own}" in (shell.folder / "job" / "replicas" / "r0" / "log.txt").read_text()
+    code, _, _ = shell.run("replay", "0s:1 60s", "--out", "job", script, *own)
+    assert code == 4
+    assert (shell.folder / "job" / "replicas" / "r0" / "log.txt").read_text().count(f"got {own}") == 2
+
+
+@pytest.mark.process
+def test_a_job_that_is_run_from_scratch_keeps_its_old_files(shell: Shell) -> None:
+    assert shell.run("launch", "--out", "job", FAKE, "train", 7)[0] == 0
+    assert shell.run("launch", "--out", "job", "--from-scratch", FAKE, "train", 5)[0] == 0
+    assert [path.name[:14] for path in (shell.folder / "job" / "checkpoints").iterdir()] == ["step-000000005"]
+    assert (shell.folder / "job" / "earlier-1" / "checkpoints").is_dir()
+    assert (shell.folder / "job" / "earlier-1" / "weights.pt").is_file()
+
+
 def test_ctrl_c_lets_the_replicas_leave(shell: Shell) -> None:
     launcher = shell.start("launch", "--replicas", 2, "--out", "job", FAKE, "train")
     until(lambda: shell.training("r0", "r1"))
     launcher.send_signal(signal.SIGINT)
     out, _ = launcher.communicate(timeout=30)
-    assert launcher.returncode == 130
+    assert launcher.returncode == 3
     assert "not finished; the same command continues" in out
     assert shell.status("r0")["state"] == shell.status("r1")["state"] == "left"
 
@@ -48,7 +69,7 @@ def test_a_second_ctrl_c_kills_those_who_do_not_leave(shell: Shell) -> None:
     until(lambda: "told to leave" in launcher.stderr.readline())  # type: ignore[union-attr]
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=30)
-    assert launcher.returncode == 130
+    assert launcher.returncode == 3
     assert not alive(pid)
 
 
@@ -135,17 +156,17 @@ def test_a_replay_follows_the_trace_with_real_processes(shell: Shell) -> None:
     # Two for a second, one for a second, nobody for half a second, two to the end: 2 + 2 starts, 2 losses.
     trace = "0s:2 60s:1 120s:0 150s:2 240s"
     code, out, _ = shell.run(
-        "replay", trace, FAKE, "train", "--speed", 60, "--signal", "kill", "--out", "job", "--json"
+        "replay", trace, "--speed", 60, "--signal", "kill", "--out", "job", "--json", FAKE, "train"
     )
     account = json.loads(out)
-    assert code == 0
+    assert code == 4, "the trace is over, and the job is not done"
     assert (account["status"], account["trace_over"]) == ("trace over", True)
     assert (account["starts"], account["kills"], account["notices"], account["deaths"]) == (4, 2, 0, 0)
 
 
 @pytest.mark.process
 def test_a_replay_ends_when_the_job_is_done(shell: Shell) -> None:
-    code, out, _ = shell.run("replay", "0s:2 600s", FAKE, "train", 5, "--out", "job", "--json")
+    code, out, _ = shell.run("replay", "--out", "job", "0s:2 600s", "--json", FAKE, "train", 5)
     account = json.loads(out)
     assert (code, account["status"], account["trace_over"]) == (0, "finished", False)
 
@@ -165,6 +186,8 @@ def test_every_verb_helps(verb: str, ebbflow: Ebbflow) -> None:
         (["launch", "-m"], ["-m needs the name of a module"]),
         (["launch", "--replicas", "0", FAKE], ["replicas is 0; expected at least 1"]),
         (["launch", "--heartbeat-timeout", "500", FAKE], ["has no unit"]),
+        (["launch", "--heartbeat-timeout", "0s", FAKE], ["heartbeat-timeout is 0s; expected at least 300ms"]),
+        (["launch", "--join", "127.0.0.1:1", "--from-scratch", FAKE], ["give a new --out to all replicas"]),
         (["launch", "--workload", "digits-mlp", FAKE], ["runs without a script"]),
         (["launch", "--name", "x", FAKE], ["--name belongs to --join"]),
         (["launch", "--join", "somewhere", "--replicas", "2", FAKE], ["--join starts one replica"]),
@@ -177,8 +200,8 @@ def test_every_verb_helps(verb: str, ebbflow: Ebbflow) -> None:
         (["status", "127.0.0.1:1"], ["no lighthouse answers at 127.0.0.1:1", "is the fleet running"]),
         (["status", "."], ["fleet.json: no such file", "ebbflow launch"]),
         (["replay", "nothing.csv", FAKE], ["nothing.csv"]),
-        (["replay", "0s:1 9s", FAKE, "--signal", "hup"], ["signal is 'hup'; expected kill, term or mixed"]),
-        (["replay", "0s:1 9s", FAKE, "--speed", "0"], ["speed is 0"]),
+        (["replay", "0s:1 9s", "--signal", "hup", FAKE], ["signal is 'hup'; expected kill, term or mixed"]),
+        (["replay", "0s:1 9s", "--speed", "0", FAKE], ["speed is 0"]),
     ],
 )
 def test_bad_input_is_explained(arguments: list[object], messages: list[str], ebbflow: Ebbflow) -> None:

@@ -78,6 +78,32 @@ def test_a_trace_with_kills_notices_and_a_time_without_anybody_loses_nothing(she
     assert_account_agrees_with_an_independent_count(account, shell.job)
 
 
+SCRIPT = """
+import sys, torch, ebbflow.live
+model = torch.nn.Linear(4, 2)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with ebbflow.live.join(model, optimizer, data, local_batch=8, base_batch=8, epochs=1) as fleet:
+    for step in fleet:
+        for x, y in step:
+            step.backward(torch.nn.functional.cross_entropy(model(x), y))
+        if sys.argv[1] == "break" and step.number == 3:
+            break
+"""
+
+
+@pytest.mark.process
+@pytest.mark.timeout(180)
+def test_a_script_that_breaks_is_incomplete_then_finished_and_then_there_is_nothing_to_train(shell: Shell) -> None:
+    (shell.folder / "train.py").write_text(SCRIPT)
+    ends = []
+    for argument in ("break", "on", "on"):
+        answer = shell.run("launch", "--out", "job", "--json", "train.py", argument, timeout_s=150)
+        ends.append((answer.code, answer.json["status"], answer.json["steps"]))
+        assert ("nothing was trained" in answer.json["reason"]) == (len(ends) == 3), answer.err
+    assert ends == [(4, "incomplete", 3), (0, "finished", 8), (0, "finished", 8)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_published_trace_of_half_a_day_in_three_minutes_loses_nothing(

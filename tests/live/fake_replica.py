@@ -6,6 +6,12 @@ crash      exit with code 3 before the first step
 again      exit with code 75, at the third start finish
 first      r0 finishes after --steps, the others do not
 nested     start a child of its own, then train
+never      exit with 0 and write no status
+break      leave the loop after three steps and exit with 0
+vanish     exit with 0 in the middle of a step
+unsaved    finish after three steps, of which the first is in a checkpoint
+diverge    end with a loss that is no number
+raise      commit three steps, then raise
 """
 
 from __future__ import annotations
@@ -21,14 +27,22 @@ from pathlib import Path
 leaving = False
 
 
-def write_status(own: Path, state: str, step: int) -> None:
+def write_status(own: Path, state: str, step: int, *, reason: str = "") -> None:
     body = {
         "pid": os.getpid(), "incarnation": "a", "step": step, "epoch": 0, "position": step, "members": 2, "batch": 64,
         "lr": 0.2, "multiplier": 2.0, "samples_per_s": 640.0, "loss": 0.5, "time": time.time(), "state": state,
+        "reason": reason,
     }  # fmt: skip
     new = own / "status.new"
     new.write_text(json.dumps(body))
     new.replace(own / "status.json")
+
+
+def save_final_state(job: Path, step: int) -> None:
+    """What a launcher looks for: a checkpoint of the last step, and the final weights."""
+    (job / "checkpoints").mkdir(exist_ok=True)
+    (job / "checkpoints" / f"step-{step:09d}-{0:012x}.ckpt").touch()
+    (job / "weights.pt").touch()
 
 
 def on_notice(*_: object) -> None:
@@ -48,6 +62,21 @@ def main(mode: str, steps: int) -> int:
         starts.write_text("x" * (count + 1))
         write_status(own, "finished" if count == 2 else "joining", 1)
         return 0 if count == 2 else 75
+    if mode == "never":
+        return 0
+    if mode in ("break", "vanish", "unsaved", "diverge", "raise"):
+        for step in range(3):
+            write_status(own, "training", step)
+            time.sleep(0.15)  # longer than the launcher's pause between two looks
+        if mode == "unsaved":
+            save_final_state(own.parents[1], 1)
+        state, reason = {
+            "break": ("incomplete", "the loop ended after step 3"), "vanish": ("training", ""),
+            "unsaved": ("finished", ""), "diverge": ("diverged", "Diverged: the training loss is nan"),
+            "raise": ("failed", "ValueError: no such metric"),
+        }[mode]  # fmt: skip
+        write_status(own, state, 3, reason=reason)
+        return 1 if mode in ("diverge", "raise") else 0
     if mode == "nested":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         (own / "child").write_text(str(child.pid))
@@ -61,6 +90,7 @@ def main(mode: str, steps: int) -> int:
         if leaving:
             write_status(own, "left", step + 1)
             return 0
+    save_final_state(own.parents[1], steps)
     write_status(own, "finished", steps)
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from ebbflow.data.ledger import Ledger
 from ebbflow.errors import RecordError
-from ebbflow.live.accounting import account, account_lines, read_account, surviving_steps
+from ebbflow.live.accounting import JobAccount, account, account_lines, read_account, surviving_steps
 from ebbflow.record import Header, RecordWriter, StepRow, ValidationRow
 
 SAMPLES = 23
@@ -168,3 +169,10 @@ def test_a_record_that_cannot_be_read_is_a_problem_and_not_an_error(tmp_path: Pa
     account = read_account(tmp_path)
     assert not account.exactly_once
     assert "r1/record.jsonl" in account.problems[0]
+
+
+def test_an_epoch_that_is_not_whole_is_not_called_exactly_once() -> None:
+    launcher = {"job": "j", "status": "stopped", "seconds": 1.0, "starts": 1, "deaths": 0, "folder": "f"}
+    some = JobAccount(steps=3, samples=24, epochs=0, epoch_samples=97)
+    assert not any("exactly once" in line for line in account_lines(launcher, some))
+    assert any("exactly once" in line for line in account_lines(launcher, replace(some, epochs=1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from live.harness import TestFleet, eventually
 
@@ -22,8 +23,10 @@ pytest.importorskip("torchft", reason="the live engine needs torchft: pip instal
 import ebbflow.live
 from contract.suite import make_data, make_model
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
-from ebbflow.live.accounting import read_fleet
+from ebbflow.live import connection, membership
+from ebbflow.live.accounting import read_fleet, read_fleet_run
 from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.report.results import load_results
 from live import replicas
 
 pytestmark = pytest.mark.process
@@ -180,6 +183,287 @@ def test_a_checkpoint_of_another_job_is_refused(script: Any) -> None:
                 step.backward(loss_fn(model(x), y))
     with pytest.raises(CheckpointError, match="seed is '5' here and '0' in the fleet"), script(seed=5)[1]:
         pass
+
+
+# Endings -------------------------------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, fleet: Any, *, steps: int | None = None) -> None:
+    """The loop of a script; leaves it after a number of steps."""
+    for step in fleet:
+        for x, y in step:
+            step.backward(loss_fn(model(x), y))
+        if steps is not None and step.number + 2 > steps:
+            break
+
+
+def status(folder: Path) -> dict[str, Any]:
+    body = json.loads((folder / "replicas" / "r0" / "status.json").read_text())
+    assert isinstance(body, dict)
+    return body
+
+
+def test_a_loop_that_is_left_early_is_incomplete_and_can_be_continued(script: Any, tmp_path: Path) -> None:
+    model, fleet = script()
+    with fleet:
+        train(model, fleet, steps=3)
+    assert status(tmp_path)["state"] == "incomplete"
+    assert "the loop ended after step 2" in status(tmp_path)["reason"], "the third one was not committed"
+    model, fleet = script()
+    with fleet:
+        assert fleet.step == 2
+        train(model, fleet)
+    assert status(tmp_path)["state"] == "finished"
+    saved = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert all(torch.equal(saved["model"][name], value) for name, value in model.state_dict().items())
+
+
+def test_sys_exit_in_the_loop_is_incomplete(script: Any, tmp_path: Path) -> None:
+    _, fleet = script()
+
+    def body() -> None:
+        for _ in fleet:
+            sys.exit(0)
+
+    with pytest.raises(SystemExit), fleet:
+        body()
+    assert status(tmp_path)["state"] == "incomplete"
+
+
+def test_what_cannot_be_saved_is_not_finished(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    model, fleet = script()
+    with fleet:
+        train(model, fleet)
+    assert (status(tmp_path)["state"], fleet.finished) == ("incomplete", True)
+    assert "could not be saved" in status(tmp_path)["reason"]
+
+
+def test_an_exception_is_in_the_status_with_its_step(script: Any, tmp_path: Path) -> None:
+    def on_epoch(epoch: int) -> None:
+        raise RuntimeError("no such metric")
+
+    model, fleet = script(on_epoch=on_epoch)
+    with pytest.raises(RuntimeError), fleet:
+        train(model, fleet)
+    assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("failed", "RuntimeError: no such metric")
+    assert status(tmp_path)["step"] == fleet.step > 0
+
+
+def test_damaged_checkpoints_are_not_taken_for_no_checkpoints(script: Any, tmp_path: Path) -> None:
+    model, fleet = script()
+    with fleet:
+        train(model, fleet)
+    for path in (tmp_path / "checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"all 1 checkpoints in .* are damaged.*--from-scratch"), script()[1]:
+        pass
+    assert status(tmp_path)["state"] == "refused"
+
+
+def test_nobody_at_the_address_is_explained_and_a_notice_ends_the_wait(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "_EXPLAIN_AFTER_S", 0.0)
+    monkeypatch.setattr(connection, "_CONNECT_TIMEOUT_S", 0.2)
+    seen: list[str] = []
+
+    def notice() -> bool:
+        path = tmp_path / "replicas" / "r0" / "status.json"
+        seen.append(status(tmp_path)["state"] if path.exists() else "")
+        return seen[-1] == "waiting"
+
+    _, fleet = script(lighthouse="127.0.0.1:1", notice=notice)
+    with fleet:
+        fleet.run()
+    assert fleet.left
+    _, (run,) = read_fleet(tmp_path)
+    assert "nobody answers at 127.0.0.1:1" in next(event.text for event in run.events if event.what == "waiting")
+
+
+def test_a_live_job_can_be_reported(script: Any, tmp_path: Path) -> None:
+    model, fleet = script(on_epoch=lambda epoch: {"loss": torch.tensor(0.5), "wrong": torch.ones(1)}, epochs=2)
+    with fleet:
+        train(model, fleet)
+    (arm,) = load_results(tmp_path).arms
+    assert (arm.status, arm.samples) == ("finished", 2 * 97)
+    run = read_fleet_run(tmp_path)
+    assert [row.metrics for row in run.validations] == [{"loss": 0.5, "wrong": 1.0}] * 2
+
+
+# Guards --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_scheduler_in_the_loop_has_to_belong_to_the_state(script: Any, tmp_path: Path) -> None:
+    def run(folder: str, **settings: Any) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        extras = {"extras": {"scheduler": scheduler}} if settings.pop("kept", False) else {}
+        _, fleet = script(model=model, optimizer=optimizer, folder=tmp_path / folder, **extras, **settings)
+        with fleet:
+            for step in fleet:
+                if step.number:  # the optimizer has made a step
+                    scheduler.step()
+                for x, y in step:
+                    step.backward(loss_fn(model(x), y))
+
+    with pytest.raises(ConfigError, match=r"extras=\{'scheduler': scheduler\}"):
+        run("a")
+    with pytest.raises(ConfigError, match="use one of the two"):
+        run("b", kept=True, schedule="multistep(1ep)")
+    run("c", kept=True)
+
+
+def test_what_the_optimizer_must_not_be_is_refused(script: Any) -> None:
+    model, fleet = script()
+
+    def body() -> None:
+        for step in fleet:
+            for x, y in step:
+                step.backward(loss_fn(model(x), y))
+            fleet._optimizer.inner.step()
+
+    with fleet, pytest.raises(ConfigError, match=r"remove optimizer.step\(\) from the loop"):
+        body()
+    with pytest.raises(ConfigError, match="do not belong to the model"):
+        script(optimizer=torch.optim.SGD(make_model().parameters(), lr=0.1))
+    rotation = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(ConfigError, match="complex parameters"):
+        script(model=rotation)
+
+
+def test_changed_settings_are_refused_or_used_but_never_dropped(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, fleet = script()
+    with fleet:
+        train(model, fleet, steps=3)
+
+    def changed() -> Any:
+        model = make_model()
+        return script(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9))
+
+    with (
+        pytest.raises(CheckpointError, match=r"optimizer.lr is '0.02' here and '0.1' in the fleet;.*--allow-changes"),
+        changed()[1],
+    ):
+        pass
+    monkeypatch.setenv("EBBFLOW_ALLOW_CHANGES", "1")
+    model, fleet = changed()
+    with fleet:
+        assert fleet.step == 2
+        train(model, fleet)
+        assert fleet._optimizer.inner.param_groups[0]["lr"] == 0.02
+    _, (run,) = read_fleet(tmp_path)
+    assert {row.lr_base for row in run.steps} == {0.1, 0.02}
+
+
+def test_two_replicas_of_one_name_do_not_write_one_record(script: Any) -> None:
+    with script()[1], pytest.raises(ConfigError, match="in use by another replica of this name"), script()[1]:
+        pass
+
+
+# Batches -------------------------------------------------------------------------------------------------------------
+
+
+class Samples(Dataset[Any]):
+    """Samples of any kind."""
+
+    def __init__(self, make: Any) -> None:
+        self.x, self.y = make_data()
+        self.make = make
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(self.x[index], self.y[index])
+
+
+def as_text(batch: list[Any]) -> dict[str, Any]:
+    return {"x": torch.stack([x for x, _ in batch]), "labels": [int(y) for _, y in batch]}
+
+
+@pytest.mark.parametrize(
+    ("data", "loss"),
+    [
+        (Samples(lambda x, y: {"x": x, "y": y}), lambda model, b: loss_fn(model(b["x"]), b["y"])),
+        (Samples(lambda x, y: x), lambda model, b: model(b).square().mean()),
+        (Samples(lambda x, y: (x, y, 1.0)), lambda model, b: loss_fn(model(b[0]), b[1]) * b[2].mean()),
+        (Samples(lambda x, y: (x, y)), lambda model, b: loss_fn(model(b[0]), b[1])),
+        pytest.param(
+            DataLoader(Samples(lambda x, y: (x, y)), batch_size=7, shuffle=True, collate_fn=as_text, num_workers=1),
+            lambda model, b: loss_fn(model(b["x"]), torch.tensor(b["labels"])),
+            marks=pytest.mark.process,
+        ),
+    ],
+    ids=["dict", "tensor", "triple", "pair", "collate_fn"],
+)
+def test_the_loop_yields_what_a_data_loader_would(script: Any, tmp_path: Path, data: Any, loss: Any) -> None:
+    model, fleet = script(data=data, local_batch=7)
+    numbers = []
+    with fleet:
+        for step in fleet:
+            numbers.append(step.number)
+            assert step.epoch == 0
+            for batch in step:
+                step.backward(loss(model, batch))
+    assert numbers == list(range(14)), "97 samples by seven"
+    account, _ = read_fleet(tmp_path)
+    assert account.exactly_once and account.epochs == 1
+
+
+def test_a_run_ends_after_max_steps(script: Any, tmp_path: Path) -> None:
+    model, fleet = script(epochs=None, max_steps=20)
+    with fleet:
+        train(model, fleet)
+        assert (fleet.step, fleet.finished) == (20, True)
+    assert status(tmp_path)["state"] == "finished"
+
+
+def test_several_losses_of_a_micro_batch_are_added_up(script: Any, tmp_path: Path) -> None:
+    rows: dict[bool, list[float]] = {True: [], False: []}
+    for together in (True, False):
+        model, fleet = script(
+            folder=tmp_path / str(together), on_commit=lambda row, own=rows[together]: own.append(row.loss)
+        )
+        with fleet:
+            for step in fleet:
+                for x, y in step:
+                    first, second = loss_fn(model(x), y), model(x).square().mean()
+                    if together:
+                        step.backward(first + second)
+                    else:
+                        step.backward(first, last=False)
+                        step.backward(second)
+    assert rows[False] == pytest.approx(rows[True])
+
+
+def test_data_and_losses_that_cannot_be_used_are_named(script: Any) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    for data in (Stream(), DataLoader(Stream())):
+        with pytest.raises(ConfigError, match="no map-style data set"):
+            script(data=data)
+    pairs = Samples(lambda x, y: (x, y))
+    weighted = DataLoader(pairs, batch_size=4, sampler=WeightedRandomSampler([1.0] * 97, 97))
+    with pytest.raises(ConfigError, match="a sampler of its own"):
+        script(data=weighted)
+    model, fleet = script()
+
+    def body() -> None:
+        for step in fleet:
+            for x, y in step:
+                step.backward(nn.functional.cross_entropy(model(x), y, reduction="none"))
+
+    with fleet, pytest.raises(ConfigError, match=r"the loss has the shape \(8,\); expected one number"):
+        body()
+    _, unopened = script()
+    with pytest.raises(ConfigError, match="use it in a `with`"):
+        unopened.run()
 
 
 def test_the_example_runs_on_two_replicas_one_of_which_is_told_to_leave(tmp_path: Path) -> None:

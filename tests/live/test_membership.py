@@ -249,6 +249,28 @@ def test_an_unreachable_lighthouse_is_tried_again_after_a_pause_and_recorded_onc
     assert react(unregistered, requested(), away) == [RecordEvent("lost", "refused"), Register(after_s=0.2)]
 
 
+def test_a_wait_of_ten_seconds_is_explained_once() -> None:
+    membership = Membership({}, min_replicas=2)
+    membership.handle(Started(now=0.0))
+    membership.handle(Registered(now=0.0, name="r0:a", store="s"))
+    membership.handle(StepRequested(now=1.0, step=0, lineage=0))
+    assert membership.handle(Tick(now=10.9)) == []
+    assert membership.handle(Tick(now=11.0)) == [CheckHeartbeats()]
+    (told,) = membership.handle(HeartbeatsReceived(now=11.0, ages={"r0:a": 0.1, "r1:b": 9.0}))
+    assert told == RecordEvent("waiting", "1 of at least 2 replicas (--min-replicas) are here: r0")
+    assert membership.handle(Tick(now=99.0)) == []
+
+
+def test_a_lighthouse_that_nobody_reaches_is_named_after_ten_seconds_and_a_notice_ends_the_wait() -> None:
+    membership = Membership({})
+    membership.handle(StepRequested(now=1.0, step=0, lineage=0))
+    early = membership.handle(LighthouseUnreachable(now=2.0, reason="nobody answers at 10.0.0.7:29510"))
+    assert "waiting" not in [one.what for one in early if isinstance(one, RecordEvent)]
+    late = membership.handle(LighthouseUnreachable(now=11.0, reason="nobody answers at 10.0.0.7:29510"))
+    assert late[0] == RecordEvent("waiting", "nobody answers at 10.0.0.7:29510")
+    assert membership.handle(ToldToLeave(now=12.0)) == [LeaveFleet(save_state=False)]
+
+
 def test_a_quorum_leads_to_a_handshake_with_the_own_job_and_state() -> None:
     membership = idle()
     own = Handshake(name="a", store="store-a", state=ReplicaState(step=3, lineage=7), job=JOBS[0])

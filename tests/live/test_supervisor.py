@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.endings import Ending
 from ebbflow.core.signals import StopSignal
 from ebbflow.errors import ConfigError
 from ebbflow.live import supervisor as supervising
 from ebbflow.live.protocol import FleetConfig, read_status
-from ebbflow.live.supervisor import Ending, FleetEvent, Job, Outcome, RestartPolicy, Supervisor, supervise
+from ebbflow.live.supervisor import FleetEvent, Job, ProcessEnd, RestartPolicy, Supervisor, supervise
 from live.fakes import alive, until
 
 pytestmark = pytest.mark.process
@@ -29,7 +30,7 @@ QUICK = RestartPolicy(max_failures=3, first_pause_s=0.05, longest_pause_s=0.1)
 def endings(*codes: int, progressed: bool = False, policy: RestartPolicy | None = None) -> list[tuple[str, float]]:
     policy, failures, verdicts = policy or RestartPolicy(max_failures=5), 0, []
     for code in codes:
-        ending = Ending(code=code, state="training", progressed=progressed)
+        ending = ProcessEnd(code=code, state="training", progressed=progressed)
         failures = policy.failures(failures, ending)
         verdicts.append(policy.judge(ending, failures))
     return verdicts
@@ -57,8 +58,38 @@ def test_asking_to_be_restarted_for_ever_is_given_up_too() -> None:
 
 def test_code_0_is_the_end_and_the_status_says_which() -> None:
     policy = RestartPolicy()
-    for state, verdict in [("finished", "finished"), ("left", "left"), ("leaving", "left"), (None, "finished")]:
-        assert policy.judge(Ending(code=0, state=state, progressed=True), 0) == (verdict, 0.0)
+    says = {"finished": "finished", "left": "left", "leaving": "left", "diverged": "diverged", "refused": "refused"}
+    for state, verdict in [*says.items(), ("training", "incomplete"), ("joining", "incomplete"), (None, "incomplete")]:
+        assert policy.judge(ProcessEnd(code=0, state=state, progressed=True), 0) == (verdict, 0.0)
+
+
+def given_up_after(policy: RestartPolicy, *ends: ProcessEnd) -> int | None:
+    """How many of these ends it takes until a replica is given up."""
+    failures, repeats, last = 0, 0, None
+    for number, end in enumerate(ends, start=1):
+        failures, repeats, last = policy.failures(failures, end), policy.repeats(repeats, last, end), end
+        if policy.judge(end, failures, repeats)[0] == "gave up":
+            return number
+    return None
+
+
+def raised(error: str, *, step: int | None = 100, state: str | None = "failed", code: int = 1) -> ProcessEnd:
+    return ProcessEnd(code=code, state=state, progressed=step is not None, step=step, error=error)
+
+
+def test_the_same_exception_at_the_same_step_is_final_at_the_third_time_although_steps_were_committed() -> None:
+    policy = RestartPolicy(max_failures=5)
+    assert given_up_after(policy, *[raised("ValueError: no")] * 9) == 3
+    assert given_up_after(RestartPolicy(max_failures=1), raised("ValueError: no")) == 1
+    # Another error, or the same one further on, is another failure; and a kill is nobody's failure.
+    assert given_up_after(policy, *(raised("ValueError: no", step=step) for step in range(50))) is None
+    assert given_up_after(policy, *(raised(f"ValueError: {number % 2}") for number in range(50))) is None
+    assert given_up_after(policy, *[raised("Killed", code=-9)] * 50) is None
+
+
+def test_the_same_failure_before_joining_is_final_at_the_second_time() -> None:
+    syntax = raised("SyntaxError: invalid syntax", step=None, state=None)
+    assert given_up_after(RestartPolicy(max_failures=5), *[syntax] * 5) == 2
 
 
 # The supervisor -------------------------------------------------------------------------------------------------------
@@ -113,12 +144,12 @@ def test_a_script_with_a_bug_is_given_up_with_the_end_of_its_log(fake_job: MakeJ
     with Supervisor(fake_job("crash"), policy=QUICK) as fleet:
         fleet.request("r0")
         poll_until(fleet, seen, lambda: not fleet.active)
-    assert seen.of("r0") == ["started", "died", "started", "died", "started", "gave up"]
-    assert "exit code 3, 3 times in a row without a step" in seen[-1].text
+    assert seen.of("r0") == ["started", "died", "started", "gave up"]
+    assert "exit code 3, 2 times in a row with ZeroDivisionError: the bug of this script" in seen[-1].text
     assert seen[-1].lines[-1] == "ZeroDivisionError: the bug of this script"
     log = (fleet.job.fleet.folder / "replicas" / "r0" / "log.txt").read_text()
-    assert log.count("the bug of this script") == 3
-    assert "replica r0, incarnation 3" in log
+    assert log.count("the bug of this script") == 2
+    assert "replica r0, incarnation 2" in log
 
 
 def test_code_75_asks_to_be_started_again(fake_job: MakeJob) -> None:
@@ -237,7 +268,7 @@ def test_a_program_that_is_not_there_is_an_error_of_ours(fake_job: MakeJob, tmp_
 
 def run_to_the_end(
     fleet: Supervisor, *, stop_when: Callable[[], object] = bool
-) -> tuple[Outcome, list[tuple[str, str]]]:
+) -> tuple[Ending, list[tuple[str, str]]]:
     """Supervise a fleet to its end; `stop_when` stands for the user, who presses Ctrl-C once it is true."""
     seen: list[FleetEvent] = []
     with fleet, StopSignal() as stop:
@@ -246,8 +277,8 @@ def run_to_the_end(
             if not stop.requested and stop_when():
                 signal.raise_signal(signal.SIGINT)
 
-        outcome = supervise(fleet, stop=stop, grace_s=20, on_event=seen.append, on_poll=on_poll)
-    return outcome, [(event.replica, event.what) for event in seen]
+        ending, _ = supervise(fleet, stop=stop, grace_s=20, on_event=seen.append, on_poll=on_poll)
+    return ending, [(event.replica, event.what) for event in seen]
 
 
 def test_replicas_that_do_not_finish_with_the_others_are_told_to_leave(
@@ -258,21 +289,66 @@ def test_replicas_that_do_not_finish_with_the_others_are_told_to_leave(
     fleet.request("r0")
     fleet.request("r1")
     outcome, seen = run_to_the_end(fleet)
-    assert outcome == "finished"
+    assert outcome is Ending.FINISHED
     assert seen[2:] == [("r0", "finished"), ("r1", "told to leave"), ("r1", "left")]
 
 
 def test_a_fleet_whose_replicas_are_all_given_up_has_failed(fake_job: MakeJob) -> None:
     fleet = Supervisor(fake_job("crash"), policy=RestartPolicy(max_failures=1))
     fleet.request("r0")
-    assert run_to_the_end(fleet) == ("failed", [("r0", "started"), ("r0", "gave up")])
+    assert run_to_the_end(fleet) == (Ending.FAILED, [("r0", "started"), ("r0", "gave up")])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("mode", "ending", "starts", "reason"),
+    [
+        ("never", Ending.INCOMPLETE, 1, "r0: the script ended without joining the fleet"),
+        ("break", Ending.INCOMPLETE, 1, "r0: the loop ended after step 3"),
+        ("vanish", Ending.INCOMPLETE, 1, "r0: the script ended while training"),
+        ("unsaved", Ending.INCOMPLETE, 1, "the final state, of step 3, was not saved: the newest checkpoint is of"),
+        ("diverge", Ending.DIVERGED, 1, "r0: Diverged: the training loss is nan"),
+        ("raise", Ending.FAILED, 3, "r0: ValueError: no such metric"),
+    ],
+)  # fmt: skip
+def test_a_job_is_judged_by_its_files_and_not_by_the_exit_code_of_the_script(
+    fake_job: MakeJob, mode: str, ending: Ending, starts: int, reason: str
+) -> None:
+    fleet = Supervisor(fake_job(mode), policy=RestartPolicy(first_pause_s=0.05), lighthouse=_NoLighthouse())  # type: ignore[arg-type]
+    fleet.request("r0")
+    with fleet, StopSignal() as stop:
+        found = supervise(fleet, stop=stop, grace_s=20, on_event=lambda event: None, on_poll=lambda: None)
+    assert found[0] is ending
+    assert found[1].startswith(reason)
+    assert fleet.replicas["r0"].incarnations == starts
+
+
+class _NoLighthouse:
+    """One that runs on this machine and never dies."""
+
+    def restart_if_dead(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.process
+def test_a_trace_is_not_played_on_without_replicas(fake_job: MakeJob) -> None:
+    fleet = Supervisor(fake_job("crash"), policy=RestartPolicy(max_failures=1))
+    fleet.request("r0")
+    with fleet, StopSignal() as stop:
+        ending, _ = supervise(
+            fleet, stop=stop, grace_s=20, on_event=lambda event: None, on_poll=lambda: None, act=lambda: []
+        )
+    assert ending is Ending.FAILED
 
 
 def test_a_signal_tells_all_replicas_to_leave(fake_job: MakeJob) -> None:
     fleet = Supervisor(fake_job("train"))
     fleet.request("r0")
     outcome, seen = run_to_the_end(fleet, stop_when=lambda: fleet.replicas["r0"].progressed)
-    assert (outcome, seen[1:]) == ("stopped", [("r0", "told to leave"), ("r0", "left")])
+    assert (outcome, seen[1:]) == (Ending.STOPPED, [("r0", "told to leave"), ("r0", "left")])
     status = read_status(fleet.job.fleet.folder, "r0")
     assert status is not None
     assert status.state == "left"
@@ -291,4 +367,4 @@ def test_a_replica_that_left_by_itself_is_not_started_again(fake_job: MakeJob) -
             replica.child.send(signal.SIGTERM)
         return False
 
-    assert run_to_the_end(fleet, stop_when=send_it_once) == ("left", [("r0", "started"), ("r0", "left")])
+    assert run_to_the_end(fleet, stop_when=send_it_once) == (Ending.STOPPED, [("r0", "started"), ("r0", "left")])

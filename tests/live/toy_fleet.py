@@ -111,6 +111,8 @@ class ToyFleet:
                 if isinstance(replica.todo[0] if replica.todo else None, m.CheckHeartbeats):
                     replica.todo.popleft()
                     self.report(replica, m.HeartbeatsReceived(now=self.now, ages=self.ages()))
+                while replica.todo and isinstance(replica.todo[0], m.RecordEvent):
+                    replica.todo.popleft()
                 if replica.todo:  # it is given up
                     self.asked.pop(replica.name, None)
                     replica.waiting = None

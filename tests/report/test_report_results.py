@@ -99,7 +99,7 @@ def test_an_end_written_for_a_killed_process_does_not_hide_what_was_done(tmp_pat
     ("files", "message"),
     [
         ({}, "is not the folder of a study or a run; expected study.json with arms/, or a record.jsonl"),
-        ({"replicas/r0/record.jsonl": ""}, "is the folder of a live job; give one of its replicas, such as"),
+        ({"replicas/r0/record.jsonl": ""}, "has no header"),
         ({"study.json": "{}"}, "has no records yet; expected arms/"),
         ({"study.json": "{", "arms/a/record.jsonl": ""}, "study.json is not JSON"),
         ({"study.json": "[]", "arms/a/record.jsonl": ""}, "is not the file of a study"),

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from ebbflow.core.endings import Ending
 from ebbflow.run.config import RunConfig
 from ebbflow.traces.formats import FORMATS
 
@@ -61,7 +62,7 @@ def interruptible(*, tell: bool = True) -> Iterator[None]:
     except KeyboardInterrupt:
         if tell:
             err.print("interrupted; what was done is kept, and the same command continues")
-        raise typer.Exit(130) from None
+        raise typer.Exit(Ending.STOPPED.code) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -28,7 +28,6 @@ def demo(
         f"{len(study.seeds)} seeds each.",
         markup=False,
     )
-    failed = run_with_progress(study, out_folder, jobs=jobs)
+    ended = run_with_progress(study, out_folder, jobs=jobs)
     show_report(out_folder, as_json=json)
-    if failed:
-        raise typer.Exit(1)
+    raise typer.Exit(ended.code)

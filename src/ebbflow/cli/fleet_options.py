@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError
-from ebbflow.live.supervisor import Outcome
+from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 
 __all__ = [
-    "EXIT_CODES", "PASS_THROUGH", "Command", "Gpus", "Grace", "Heartbeat", "JobName", "MaxFailures",
-    "MinReplicas", "Out", "Workload", "milliseconds", "positive", "with_plugins",
+    "PASS_THROUGH", "AllowChanges", "Command", "FromScratch", "Gpus", "Grace", "Heartbeat", "JobName",
+    "MaxFailures", "MinReplicas", "Out", "ScriptCommand", "Workload", "heartbeat_milliseconds", "milliseconds",
+    "positive", "script_position", "with_plugins",
 ]  # fmt: skip
 
 PASS_THROUGH = {"ignore_unknown_options": True}
 """Unknown options are passed to the script."""
-EXIT_CODES: dict[Outcome, int] = {"finished": 0, "left": 130, "stopped": 130, "failed": 1}
-"""130, as shells use it, says that the job was interrupted and can be continued."""
 
 Command = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SCRIPT [ARGS]...",
-        help="A Python script (or -m MODULE) and its arguments. Options that are not listed here are passed to it, and "
-        "so is everything behind --.",
+        help="A Python script (or -m MODULE) and its arguments. Everything behind its name is passed to it: options of "
+        "this command come before.",
     ),
 ]
 Workload = Annotated[
@@ -47,6 +47,12 @@ Grace = Annotated[str, typer.Option(help="How long a replica may take to leave b
 MaxFailures = Annotated[
     int, typer.Option(help="Give a replica up after this many deaths in a row without a committed step.")
 ]
+FromScratch = Annotated[
+    bool, typer.Option("--from-scratch", help="Begin anew; checkpoints and records of before are moved aside.")
+]
+AllowChanges = Annotated[
+    bool, typer.Option("--allow-changes", help="Continue a checkpoint with the changed settings of the script.")
+]
 Gpus = Annotated[int, typer.Option(help="GPUs per replica; 0 leaves CUDA_VISIBLE_DEVICES alone.")]
 
 
@@ -58,6 +64,62 @@ def with_plugins(command: Sequence[str], plugins: Sequence[str], *, workload: st
 def milliseconds(text: str) -> int:
     """Parse a duration as whole milliseconds, at least one."""
     return max(1, round(parse_seconds(text) * 1000))
+
+
+def heartbeat_milliseconds(text: str) -> int:
+    """Parse a heartbeat timeout, during which several heartbeats must be possible."""
+    timeout, least = milliseconds(text), round(3000 * HEARTBEAT_INTERVAL_S)
+    if timeout < least:
+        raise ConfigError(
+            f"heartbeat-timeout is {text}; expected at least {least}ms, since a heartbeat is sent every "
+            f"{HEARTBEAT_INTERVAL_S:g} s: every replica would be taken for dead"
+        )
+    return timeout
+
+
+def script_position(arguments: Sequence[str], *, flags: Collection[str], options: Collection[str], before: int) -> int:
+    """Find the script among the arguments of a verb, behind `before` other positional arguments: everything from there
+    on is the script's. With --workload there is no script, and the length is returned.
+
+    >>> arguments = ["--replicas", "2", "--json", "train.py", "--seed", "3", "--json"]
+    >>> script_position(arguments, flags={"--json"}, options={"--replicas", "--workload"}, before=0)
+    3
+    """
+    place = 0
+    while place < len(arguments):
+        argument = arguments[place]
+        name, equals, _ = argument.partition("=")
+        if argument == "--" or name == "--workload":
+            return len(arguments)
+        if argument in flags or (name in options and equals):
+            place += 1
+        elif argument in options:
+            place += 2
+        elif argument == "-m" or not argument.startswith("-"):
+            if not before:
+                return place
+            before -= 1
+            place += 1
+        else:  # an unknown option: `replica_command` refuses it
+            return len(arguments)
+    return len(arguments)
+
+
+class ScriptCommand(TyperCommand):
+    """A verb that runs a script, to which everything behind its name belongs, as with torchrun."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Mark where the script begins."""
+        known = [one for one in self.params if one.param_type_name == "option"]
+        names = {
+            flag: {name for one in known if getattr(one, "is_flag", False) == flag for name in one.opts}
+            for flag in (True, False)
+        }
+        before = sum(one.param_type_name == "argument" for one in self.params) - 1
+        place = script_position(args, flags={*names[True], *ctx.help_option_names}, options=names[False], before=before)
+        if place < len(args):
+            args = [*args[:place], "--", *args[place:]]
+        return super().parse_args(ctx, args)
 
 
 def positive(value: int, name: str) -> int:

@@ -8,8 +8,9 @@ import typer
 
 from ebbflow.cli.common import AsJson, PluginFiles, err, out, print_json
 from ebbflow.cli.fleet_options import (
-    EXIT_CODES,
+    AllowChanges,
     Command,
+    FromScratch,
     Gpus,
     Grace,
     Heartbeat,
@@ -18,7 +19,7 @@ from ebbflow.cli.fleet_options import (
     MinReplicas,
     Out,
     Workload,
-    milliseconds,
+    heartbeat_milliseconds,
     positive,
     with_plugins,
 )
@@ -60,6 +61,8 @@ def launch(
     grace: Grace = "30s",
     max_failures: MaxFailures = 5,
     gpus: Gpus = 0,
+    from_scratch: FromScratch = False,
+    allow_changes: AllowChanges = False,
     json: AsJson = False,
 ) -> None:
     """Run a script as a fleet: a lighthouse and replicas on this machine, restarted when they die.
@@ -67,6 +70,9 @@ def launch(
     Ctrl-C asks all replicas to leave, so that they write a checkpoint; the same
     command continues. A second Ctrl-C kills them. With --join, one replica is
     run as part of a fleet elsewhere.
+
+    Exit codes: 0 finished, 1 failed, 2 wrong input, 3 stopped (the same command
+    continues), 4 incomplete, 5 diverged.
     """
     require_torchft("ebbflow launch")
     if plugin and workload is None:
@@ -77,13 +83,18 @@ def launch(
     positive(replicas, "replicas")
     positive(min_replicas, "min-replicas")
     grace_s = parse_seconds(grace)
-    timeout_ms = milliseconds(heartbeat_timeout)
+    timeout_ms = heartbeat_milliseconds(heartbeat_timeout)
     if join is not None:
         if replicas > 1:
             raise ConfigError("--join starts one replica; run the command once for each, with another --name each time")
+        if from_scratch:
+            raise ConfigError(
+                "--from-scratch is for a fleet on this machine; with --join, give a new --out to all replicas"
+            )
         running = join_fleet(
             program, lighthouse=join, workload=workload, out=out_folder, job=job, name=name, bind=bind,
             min_replicas=min_replicas, heartbeat_timeout_ms=timeout_ms, max_failures=max_failures, gpus=gpus,
+            allow_changes=allow_changes,
         )  # fmt: skip
     else:
         if name is not None:
@@ -94,7 +105,7 @@ def launch(
         )
         running = launch_fleet(
             program, replicas=replicas, workload=workload, out=out_folder, job=job, lighthouse=options,
-            max_failures=max_failures, gpus=gpus,
+            max_failures=max_failures, gpus=gpus, from_scratch=from_scratch, allow_changes=allow_changes,
         )  # fmt: skip
     with running as fleet:
         if join is None:
@@ -112,6 +123,6 @@ def launch(
     else:
         for line in account_lines(seen, account):
             out.print(line, markup=False, soft_wrap=True)
-        if run.outcome in ("stopped", "left"):
-            out.print("not finished; the same command continues")
-    raise typer.Exit(EXIT_CODES[run.outcome])
+        if run.reason:
+            out.print(run.reason, markup=False, soft_wrap=True)
+    raise typer.Exit(run.ending.code)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ebbflow.cli.fleet_options import Heartbeat, MinReplicas, milliseconds, positive
+from ebbflow.cli.fleet_options import Heartbeat, MinReplicas, heartbeat_milliseconds, milliseconds, positive
 from ebbflow.live.processes import LighthouseOptions, serve_lighthouse
 from ebbflow.live.protocol import DEFAULT_PORT, HEARTBEAT_TIMEOUT_MS, LOOPBACK, parse_address
 from ebbflow.live.torchft_api import require_torchft
@@ -36,7 +36,7 @@ def lighthouse(
         bind=host,
         port=port,
         min_replicas=positive(min_replicas, "min-replicas"),
-        heartbeat_timeout_ms=milliseconds(heartbeat_timeout),
+        heartbeat_timeout_ms=heartbeat_milliseconds(heartbeat_timeout),
         join_timeout_ms=milliseconds(join_timeout),
     )
     serve_lighthouse(options, address_file=address_file)

@@ -13,7 +13,7 @@ from ebbflow import __version__
 from ebbflow.cli.common import err
 from ebbflow.cli.compare_command import compare
 from ebbflow.cli.demo_command import demo
-from ebbflow.cli.fleet_options import PASS_THROUGH
+from ebbflow.cli.fleet_options import PASS_THROUGH, ScriptCommand
 from ebbflow.cli.launch_command import launch
 from ebbflow.cli.lighthouse_command import lighthouse
 from ebbflow.cli.plan_command import plan
@@ -29,6 +29,7 @@ from ebbflow.cli.trace_command import app as trace_app
 from ebbflow.cli.train_command import train
 from ebbflow.cli.whatif_command import whatif
 from ebbflow.cli.workloads_command import workloads
+from ebbflow.core.endings import Ending
 from ebbflow.errors import EbbflowError, RankLost
 
 __all__ = ["app", "main"]
@@ -52,9 +53,9 @@ app.command("workloads")(workloads)
 app.command("train")(train)
 app.command("study")(study)
 app.command("report")(report)
-app.command("launch", context_settings=PASS_THROUGH)(launch)
+app.command("launch", cls=ScriptCommand, context_settings=PASS_THROUGH)(launch)
 app.command("status")(status)
-app.command("replay", context_settings=PASS_THROUGH)(replay)
+app.command("replay", cls=ScriptCommand, context_settings=PASS_THROUGH)(replay)
 app.command("lighthouse")(lighthouse)
 app.command("replica", hidden=True)(replica)
 
@@ -75,7 +76,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command; what the user can mend is said in one message, with exit code 2 and no traceback."""
+    """Run the command; what the user can mend is one message without a traceback, and `Ending` has its exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? and not a traceback
     try:
@@ -83,7 +84,7 @@ def main() -> None:
     except EbbflowError as error:
         if not (isinstance(error, RankLost) and error.reported):
             err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
-        sys.exit(2)
+        sys.exit(Ending.of(error).code)
     except BrokenPipeError:  # the reader of our output left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -8,8 +8,9 @@ import typer
 
 from ebbflow.cli.common import AsJson, PluginFiles, TraceText, err, out, print_json
 from ebbflow.cli.fleet_options import (
-    EXIT_CODES,
+    AllowChanges,
     Command,
+    FromScratch,
     Gpus,
     Grace,
     Heartbeat,
@@ -17,10 +18,11 @@ from ebbflow.cli.fleet_options import (
     MaxFailures,
     Out,
     Workload,
-    milliseconds,
+    heartbeat_milliseconds,
     positive,
     with_plugins,
 )
+from ebbflow.core.endings import Ending
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.live.accounting import account_lines, read_account
@@ -54,12 +56,16 @@ def replay(
     grace: Grace = "30s",
     max_failures: MaxFailures = 5,
     gpus: Gpus = 0,
+    from_scratch: FromScratch = False,
+    allow_changes: AllowChanges = False,
     json: AsJson = False,
 ) -> None:
     """Start and kill real replicas on this machine as an availability trace says, and end with an account.
 
     The account is made from the replicas' own records: steps, samples committed
     exactly once, what was lost, and how long each change delayed the fleet.
+
+    Exit codes are those of launch; 4 (incomplete) if the trace is over first.
     """
     require_torchft("ebbflow replay")
     load_plugins(plugin or [])
@@ -69,10 +75,11 @@ def replay(
     grace_s = parse_seconds(grace)
     played = adapt_trace(load(trace), speed=speed, max_workers=max_workers, duration_s=duration_s)
     schedule = make_schedule(played, stop=cast(StopSignalName, signal), leaver=cast(Leaver, leaver), seed=seed)
-    options = LighthouseOptions(heartbeat_timeout_ms=milliseconds(heartbeat_timeout))
+    options = LighthouseOptions(heartbeat_timeout_ms=heartbeat_milliseconds(heartbeat_timeout))
     with launch_fleet(
         with_plugins(command or [], plugin or [], workload=workload), replicas=played.stats().max, workload=workload,
-        out=out_folder, job=job, lighthouse=options, max_failures=max_failures, gpus=gpus,
+        out=out_folder, job=job, lighthouse=options, max_failures=max_failures, gpus=gpus, from_scratch=from_scratch,
+        allow_changes=allow_changes,
     ) as fleet:  # fmt: skip
         replayed = TraceReplay(fleet, schedule, grace_s=grace_s, finish=finish)
         config = fleet.job.fleet
@@ -85,10 +92,18 @@ def replay(
         err.print(f"{title()}; folder {config.folder}", markup=False, soft_wrap=True)
         run = run_fleet(fleet, grace_s=grace_s, console=err, title=title, act=replayed.act)
     account = read_account(config.folder)
-    trace_over = replayed.over and run.outcome == "left"
-    seen = {
-        **run.account(fleet),
-        "status": "trace over" if trace_over else run.outcome,
+    seen = run.account(fleet)
+    ending = run.ending
+    if replayed.over and ending is Ending.STOPPED and not run.signalled:
+        ending = Ending.INCOMPLETE
+        reason = (
+            "the trace was over before all epochs were done; the same command continues, --finish goes on to the end"
+        )
+        seen |= {"status": "trace over", "reason": reason}
+    if account.problems:
+        ending = Ending.FAILED
+        seen |= {"status": ending.word, "reason": "a sample was lost or repeated, or the records cannot be read"}
+    seen |= {
         "trace": trace,
         "speed": speed,
         "trace_played_s": round(min(run.seconds, played.end), 3),
@@ -101,4 +116,6 @@ def replay(
     else:
         for line in account_lines(seen, account):
             out.print(line, markup=False, soft_wrap=True)
-    raise typer.Exit(1 if account.problems else 0 if trace_over else EXIT_CODES[run.outcome])
+        if seen["reason"]:
+            out.print(seen["reason"], markup=False, soft_wrap=True)
+    raise typer.Exit(ending.code)

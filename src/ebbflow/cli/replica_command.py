@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ebbflow.cli.options import takes_settings
+from ebbflow.core.endings import Ending
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.units import parse_seconds
@@ -37,3 +38,4 @@ def replica(
     load_plugins(config.plugins)
     with join_workload(config, checkpoint_every_s=every) as fleet:
         fleet.run()
+    raise typer.Exit((Ending.STOPPED if fleet.left else Ending.FINISHED).code)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ebbflow.cli.common import AsJson, PluginFiles, command_line, err, interruptible, out, print_json
 from ebbflow.cli.report_command import show_report
+from ebbflow.core.endings import Ending
 from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import ConfigError
 from ebbflow.studies.grid import Study, load_study, recipe_names, recipe_text, with_plugins, with_settings
@@ -46,7 +47,7 @@ def study(
 ) -> None:
     """Run rules x traces x workloads x seeds in parallel and report. The same command continues after a kill.
 
-    Exit code 1: the report is written, but some arms have failed.
+    Exit code 1: the report is written, but some arms have failed; 5: some arms have diverged.
     """
     if listed:
         _list(as_json=json)
@@ -65,10 +66,9 @@ def study(
         chosen = replace(chosen, seeds=tuple(range(seeds)))
     chosen = scaled(chosen, scale)
     folder = out_folder or Path("runs") / chosen.name.replace("/", "-")
-    failed = run_with_progress(chosen, folder, jobs=jobs, checkpoint_every=checkpoint_every, keep_weights=keep_weights)
+    ended = run_with_progress(chosen, folder, jobs=jobs, checkpoint_every=checkpoint_every, keep_weights=keep_weights)
     show_report(folder, as_json=json)
-    if failed:
-        raise typer.Exit(1)
+    raise typer.Exit(ended.code)
 
 
 def _list(*, as_json: bool) -> None:
@@ -92,12 +92,13 @@ def run_with_progress(
     jobs: int | None = None,
     checkpoint_every: str = "30s",
     keep_weights: bool = False,
-) -> int:
-    """Run a study with one progress bar, and print failures at once on standard error; returns how many arms failed."""
+) -> Ending:
+    """Run a study with one progress bar, and print failures at once on standard error; failed if an arm has failed."""
     arms = chosen.arms()
     fractions = dict.fromkeys((arm.id for arm in arms), 0.0)
     ended: dict[str, str] = {}
     warned: set[str] = set()
+    found = 0
     with interruptible(), Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"), console=err,
@@ -105,9 +106,11 @@ def run_with_progress(
         task = bar.add_task(f"0/{len(arms)} arms", total=len(arms), left="")
 
         def on_progress(progress: ArmProgress) -> None:
+            nonlocal found
             fractions[progress.arm] = max(fractions[progress.arm], progress.fraction)
             if progress.what in ("found", "finished", "diverged", "failed"):
-                ended[progress.arm] = progress.what
+                ended[progress.arm] = progress.text if progress.what == "found" else progress.what
+                found += progress.what == "found"
             if progress.other_data and progress.other_data not in warned:
                 warned.add(progress.other_data)
                 err.print(
@@ -128,4 +131,10 @@ def run_with_progress(
             keep_weights=keep_weights,
             on_progress=on_progress,
         )
-    return sum(what == "failed" for what in ended.values())
+    if found == len(arms):
+        err.print(f"nothing was trained: all {found} arms have ended before; give another --out to repeat them")
+    for ending in (Ending.FAILED, Ending.DIVERGED):
+        if count := sum(what == ending.word for what in ended.values()):
+            err.print(f"{ending.word}: {count} of {len(arms)} arms")
+            return ending
+    return Ending.FINISHED if len(ended) == len(arms) else Ending.INCOMPLETE

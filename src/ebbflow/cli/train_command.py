@@ -14,9 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
 from ebbflow.cli.options import takes_settings
+from ebbflow.core.endings import Ending
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.signals import StopSignal
 from ebbflow.core.units import format_seconds, parse_seconds
+from ebbflow.errors import OutputError
 from ebbflow.record import Run, StepRow, ValidationRow
 from ebbflow.run.config import RunConfig
 
@@ -34,7 +36,10 @@ def train(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Train one workload on one trace by one rule. The same command continues a run that was interrupted."""
+    """Train one workload on one trace by one rule. The same command continues a run that was interrupted.
+
+    Exit code 0: finished; 5: diverged; 3: stopped by a signal, and the same command continues; 1: failed.
+    """
     every = parse_seconds(checkpoint_every)
     from ebbflow.run import torchrun, training
     from ebbflow.run.loop import Callbacks
@@ -57,11 +62,14 @@ def train(
     ):
         task = bar.add_task("preparing", total=None)
         shown: dict[str, str] = {}
+        trains = False
 
         def describe() -> None:
             bar.update(task, description="  ".join(f"{key} {value}" for key, value in shown.items()))
 
         def on_start(done: int, total: int) -> None:
+            nonlocal trains
+            trains = True
             bar.update(task, total=total, completed=done)
 
         def on_step(row: StepRow) -> None:
@@ -80,18 +88,27 @@ def train(
             on_start=on_start, on_step=on_step, on_validation=on_validation, should_stop=lambda: stop.requested
         )
         keep_freed_memory()
-        run = training.train(
-            config,
-            folder,
-            command=command_line(),
-            callbacks=callbacks,
-            checkpoint_every_s=every,
-            allow_code_change=allow_code_change,
-        )
-    if not prints:
-        return
+        try:
+            run = training.train(
+                config, folder, command=command_line(), callbacks=callbacks, checkpoint_every_s=every,
+                allow_code_change=allow_code_change,
+            )  # fmt: skip
+        except OutputError as error:
+            if not trains:
+                raise
+            err.print(f"failed: {error}", markup=False, soft_wrap=True)
+            raise typer.Exit(Ending.FAILED.code) from None
+    if prints:
+        _print(run, folder, trained=trains, as_json=json)
+    raise typer.Exit(Ending.named(run.status).code)
+
+
+def _print(run: Run, folder: Path, *, trained: bool, as_json: bool) -> None:
     answer = _answer(run, folder)
-    if json:
+    if not trained:
+        err.print(f"nothing was trained: {folder} holds this run, which has ended; give another --out to repeat it",
+                  markup=False, soft_wrap=True)  # fmt: skip
+    if as_json:
         print_json(answer)
         return
     out.print(f"[bold]{run.status}[/] after {answer['steps']} steps, {answer['samples']:,} samples, "

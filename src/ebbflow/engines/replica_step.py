@@ -22,8 +22,8 @@ from ebbflow.moments.meters import Meter, meter_for
 from ebbflow.torch_api import BatchNorm
 
 __all__ = [
-    "Fetch", "LoadedMicroBatch", "LocalBatchNorm", "Loss", "ModelReset", "Precision", "ReplicaStep", "autocast",
-    "generators", "measuring", "micro_batch_seed", "trained_parameters",
+    "Fetch", "LoadedMicroBatch", "LocalBatchNorm", "Loss", "ModelReset", "Precision", "ReplicaStep", "as_pair",
+    "autocast", "check_scalar", "generators", "measuring", "micro_batch_seed", "trained_parameters",
 ]  # fmt: skip
 
 Fetch = Callable[[npt.NDArray[np.int64]], tuple[Any, Any]]
@@ -80,6 +80,28 @@ def measuring(parameters: Sequence[torch.nn.Parameter], needs: Collection[str]) 
     if {"moments", "layers"}.isdisjoint(needs):
         return None
     return meter_for(parameters, layers="layers" in needs)
+
+
+def as_pair(batch: Any) -> tuple[Any, Any]:
+    """A batch as (inputs, targets); one that is no pair is all inputs, with None as targets.
+
+    >>> as_pair([1, 2]), as_pair({"x": 1, "y": 2})
+    ((1, 2), ({'x': 1, 'y': 2}, None))
+    """
+    if isinstance(batch, tuple | list) and len(batch) == 2 and batch[1] is not None:
+        return batch[0], batch[1]
+    return batch, None
+
+
+def check_scalar(loss: torch.Tensor) -> None:
+    """Refuse a loss that is not one number."""
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(f"the loss is a {type(loss).__name__}; expected a tensor with one number")
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"the loss has the shape {tuple(loss.shape)}; expected one number, the mean over the samples of the "
+            f"micro-batch: use reduction='mean', or loss.mean()"
+        )
 
 
 class ModelReset:
@@ -236,13 +258,14 @@ class ReplicaStep:
             seed = micro_batch_seed(self._seed, epoch, micro_batch.start)
             for generator in self._generators:
                 generator.manual_seed(seed)
-            inputs, targets = self._fetch(self._indices(epoch, micro_batch))
+            inputs, targets = as_pair(self._fetch(self._indices(epoch, micro_batch)))
             with self.batch_norm.micro_batch(micro_batch.size / batch):
                 yield LoadedMicroBatch(inputs, targets, micro_batch.size, micro_batch.size / own)
             self._after_backward()
 
     def backward(self, loss: torch.Tensor, micro_batch: LoadedMicroBatch) -> None:
         """Add the gradient of a micro-batch; `loss` is the mean over its samples."""
+        check_scalar(loss)
         weighted = loss * micro_batch.weight
         weighted.backward()  # type: ignore[no-untyped-call]
         if self.meter is not None:

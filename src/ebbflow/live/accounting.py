@@ -24,7 +24,7 @@ from ebbflow.record import Run, StepRow, ValidationRow, read_record
 
 __all__ = [
     "Account", "FleetChange", "JobAccount", "account", "account_lines", "fleet_changes", "read_account", "read_fleet",
-    "surviving_steps",
+    "read_fleet_run", "surviving_steps",
 ]  # fmt: skip
 
 
@@ -121,6 +121,27 @@ def read_fleet(folder: Path) -> tuple[Account, Sequence[Run]]:
         raise RecordError(f"{folder}: the replicas' records are of epochs of {sorted(sizes)} samples; expected one job")
     rows = [row for run in runs for row in run.steps]
     return account(rows, epoch_samples=sizes.pop()), runs
+
+
+def read_fleet_run(folder: Path) -> Run:
+    """One record of a live job, as if one process had trained it: the surviving steps and validations of all replicas.
+
+    Its end is that of a replica that finished, else the last one that a replica wrote, else there is none.
+    """
+    found, runs = read_fleet(folder)
+    steps = {row.step for row in found.steps}
+    validations = {row.step: row for run in runs for row in run.validations if row.step - 1 in steps}
+    layers = {row.step: row for run in runs for row in run.layers if row.step in steps}
+    ends = [run.end for run in runs if run.end is not None]
+    return Run(
+        path=folder / "replicas",
+        header=runs[0].header,
+        steps=list(found.steps),
+        validations=[validations[step] for step in sorted(validations)],
+        events=sorted((event for run in runs for event in run.events), key=lambda event: event.step),
+        layers=[layers[step] for step in sorted(layers)],
+        end=max(ends, key=lambda end: (end.status == "finished", end.steps), default=None),
+    )
 
 
 # The account of a job -------------------------------------------------------------------------------------------------
@@ -264,7 +285,10 @@ def account_lines(launcher: Mapping[str, Any], account: JobAccount | None) -> li
     lines.append(
         f"{account.steps} steps, {account.samples} samples, {account.epochs} whole epochs of {account.epoch_samples}"
     )
-    lines.append("every sample was committed exactly once per epoch" if account.exactly_once else "NOT exactly once:")
+    if account.epochs or not account.exactly_once:
+        lines.append(
+            "every sample was committed exactly once per epoch" if account.exactly_once else "NOT exactly once:"
+        )
     lines += [f"    {problem}" for problem in account.problems[:20]]
     if account.given_up_steps:
         lines.append(

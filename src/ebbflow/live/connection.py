@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import threading
 import uuid
 from collections import deque
@@ -69,6 +70,7 @@ from ebbflow.live.protocol import (
     ReplicaStatus,
     fetch_heartbeat_ages,
     format_address,
+    parse_address,
     parse_status,
 )
 
@@ -79,6 +81,7 @@ _COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send hea
 _QUORUM_TIMEOUT = timedelta(minutes=5)  # then the lighthouse is asked again: an answer may have been lost
 _STATUS_TIMEOUT_S = 2.0  # for reading the status of another replica
 _LEAVE_POLL_S = 0.1
+_PROBE_TIMEOUT_S = 2.0  # for finding out whether anybody listens at the address of the lighthouse
 _HANDSHAKE_POLL_S = 0.002
 
 
@@ -265,6 +268,8 @@ class FleetConnection:
 
     def _register(self) -> MembershipEvent:
         timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
+        if problem := self._nobody_listens(monotonic() + _CONNECT_TIMEOUT_S):
+            return self._unreachable(f"nobody answers at {self.config.lighthouse} ({problem})")
         self._store = serve_store(self.config.bind)
         address = format_address(self.config.bind, self._store.port)
         try:
@@ -277,10 +282,28 @@ class FleetConnection:
                 connect_timeout=timeout,
             )
         except (RuntimeError, TimeoutError) as error:
-            reason = f"no lighthouse at {self.config.lighthouse}: {error}"
-            return LighthouseUnreachable(now=monotonic(), reason=reason)
+            return self._unreachable(f"no lighthouse at {self.config.lighthouse}: {error}")
         self._client = torchft_api.manager_client(self._server.address(), connect_timeout=timeout)
         return Registered(now=monotonic(), name=self.name, store=address)
+
+    def _nobody_listens(self, deadline: float) -> str:
+        """Wait until somebody listens at the address of the lighthouse; why not, if nobody does by the deadline.
+
+        torchft would wait, too, but a replica that is told to leave meanwhile could not interrupt it.
+        """
+        while True:
+            try:
+                socket.create_connection(parse_address(self.config.lighthouse), timeout=_PROBE_TIMEOUT_S).close()
+                return ""
+            except OSError as error:
+                if monotonic() > deadline or self._leaving():
+                    return error.strerror or str(error)
+            sleep(_LEAVE_POLL_S)
+
+    def _unreachable(self, reason: str) -> MembershipEvent:
+        if self._leaving():
+            return ToldToLeave(now=monotonic())
+        return LighthouseUnreachable(now=monotonic(), reason=reason)
 
     def _unregister(self) -> None:
         if self._server is not None:

@@ -28,7 +28,7 @@ __all__ = [
 
 _COLOURS = {
     "training": "green", "finished": "green", "left": "dim", "absent": "dim", "dead": "red", "gave up": "red",
-    "waiting": "yellow",
+    "waiting": "yellow", "incomplete": "red", "diverged": "red", "refused": "red",
 }  # fmt: skip
 _TABLE_EVERY_S = 0.25
 _FIRST_LINE_S, _LINE_EVERY_S = 5.0, 60.0

@@ -16,11 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from ebbflow.core.endings import Ending
 from ebbflow.core.files import hold_lock
 from ebbflow.core.signals import StopSignal
 from ebbflow.errors import ConfigError
@@ -28,6 +30,7 @@ from ebbflow.live.fleet_status import FleetDisplay
 from ebbflow.live.processes import LighthouseOptions, LighthouseProcess
 from ebbflow.live.protocol import (
     DEFAULT_PORT,
+    FINAL_WEIGHTS,
     HEARTBEAT_TIMEOUT_MS,
     FleetConfig,
     format_address,
@@ -38,7 +41,7 @@ from ebbflow.live.protocol import (
     replica_folder,
     write_fleet_file,
 )
-from ebbflow.live.supervisor import Act, Job, Outcome, RestartPolicy, Supervisor, supervise
+from ebbflow.live.supervisor import Act, Job, RestartPolicy, Supervisor, supervise
 
 __all__ = [
     "FleetRun", "job_name", "join_fleet", "launch_fleet", "replica_command", "replica_name", "run_fleet",
@@ -103,6 +106,17 @@ def _hold_folder(folder: Path) -> AbstractContextManager[None]:
     return hold_lock(folder / ".lock", busy=busy)
 
 
+def _move_aside(folder: Path) -> None:
+    """Move checkpoints, records and weights of an earlier launch into a folder `earlier-N` beside them."""
+    old = [path for name in ("checkpoints", "replicas", FINAL_WEIGHTS) if (path := folder / name).exists()]
+    if not old:
+        return
+    aside = next(path for number in count(1) if not (path := folder / f"earlier-{number}").exists())
+    aside.mkdir()
+    for path in old:
+        path.rename(aside / path.name)
+
+
 # Fleets ---------------------------------------------------------------------------------------------------------------
 
 
@@ -117,16 +131,21 @@ def launch_fleet(
     lighthouse: LighthouseOptions | None = None,
     max_failures: int = 5,
     gpus: int = 0,
+    from_scratch: bool = False,
+    allow_changes: bool = False,
 ) -> Iterator[Supervisor]:
     """Start a lighthouse on this machine, and supervise up to `replicas` replicas that meet there.
 
-    `out`: folder of the job, by default runs/ and the name of the job. No replica runs before it is requested.
+    `out`: folder of the job, by default runs/ and the name of the job. `from_scratch`: what an earlier launch left
+    there is moved aside. `allow_changes`: see `FleetConfig`. No replica runs before it is requested.
     """
     program = replica_command(command, workload=workload)
     name = job or job_name(command, workload=workload)
     folder = (out or Path("runs") / name).resolve()
     options = lighthouse or LighthouseOptions()
     with _hold_folder(folder):
+        if from_scratch:
+            _move_aside(folder)
         process = LighthouseProcess(folder / "lighthouse", options)
         write_fleet_file(folder, job=name, lighthouse=process.address, command=program)
         config = FleetConfig(
@@ -136,6 +155,7 @@ def launch_fleet(
             bind=options.bind,
             min_replicas=options.min_replicas,
             heartbeat_timeout_ms=options.heartbeat_timeout_ms,
+            allow_changes=int(allow_changes),
         )
         threads = max(1, (os.cpu_count() or 1) // max(1, replicas))
         run = Job(command=program, fleet=config, gpus=gpus, threads=threads)
@@ -157,6 +177,7 @@ def join_fleet(
     heartbeat_timeout_ms: int = HEARTBEAT_TIMEOUT_MS,
     max_failures: int = 5,
     gpus: int = 0,
+    allow_changes: bool = False,
 ) -> Iterator[Supervisor]:
     """Supervise one replica of a fleet whose lighthouse, at HOST:PORT, runs elsewhere; it is requested already."""
     host, port = parse_address(lighthouse, default_port=DEFAULT_PORT)
@@ -175,6 +196,7 @@ def join_fleet(
         bind=bind,
         min_replicas=min_replicas,
         heartbeat_timeout_ms=heartbeat_timeout_ms,
+        allow_changes=int(allow_changes),
     )
     own = replica_name(name)
     run = Job(command=program, fleet=config, gpus=gpus)
@@ -190,7 +212,11 @@ def join_fleet(
 class FleetRun:
     """How a supervised fleet ended."""
 
-    outcome: Outcome
+    ending: Ending
+    reason: str
+    """Why it ended so, in one line."""
+    signalled: bool
+    """Whether somebody stopped the launcher."""
     seconds: float
     counts: Counter[str]
     """Number of events of each kind."""
@@ -198,7 +224,8 @@ class FleetRun:
     def account(self, fleet: Supervisor) -> dict[str, Any]:
         """Give the part of the final account that the launcher knows by itself; keys of the `--json` answer."""
         return {
-            "status": self.outcome,
+            "status": self.ending.word,
+            "reason": self.reason,
             "job": fleet.job.fleet.job,
             "folder": str(fleet.job.fleet.folder),
             "lighthouse": fleet.job.fleet.lighthouse,
@@ -217,10 +244,12 @@ def run_fleet(
     began = time.monotonic()
     with StopSignal() as stop, FleetDisplay(console, fleet, title) as display:
         try:
-            outcome = supervise(
+            ending, reason = supervise(
                 fleet, stop=stop, grace_s=grace_s, on_event=display.on_event, on_poll=display.on_poll, act=act
             )
         except KeyboardInterrupt:
             console.print("killed")
-            outcome = "stopped"
-    return FleetRun(outcome, time.monotonic() - began, display.counts)
+            ending, reason = Ending.STOPPED, "killed by a second signal; the same command continues"
+    if ending is Ending.FINISHED and not any(replica.trained for replica in fleet.replicas.values()):
+        reason = f"nothing was trained: the job in {fleet.job.fleet.folder} had finished before; give another --out"
+    return FleetRun(ending, reason, stop.requested, time.monotonic() - began, display.counts)

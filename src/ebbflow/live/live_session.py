@@ -15,29 +15,30 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from ebbflow import workloads
 from ebbflow._version import __version__
+from ebbflow.core.files import hold_lock
 from ebbflow.core.signals import StopSignal
 from ebbflow.engines.base import Engine, EngineParts
 from ebbflow.engines.replica_step import Loss
-from ebbflow.errors import CheckpointError, ConfigError, Diverged
+from ebbflow.errors import CheckpointError, ConfigError, Diverged, OutputError
 from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished
 from ebbflow.live.faults import ScriptedFaults
 from ebbflow.live.live_engine import LiveEngine, StepSizes, by_policy
 from ebbflow.live.membership import describe_difference, initial_lineage
-from ebbflow.live.protocol import STATUS_KEY, ReplicaConfig
+from ebbflow.live.protocol import FINAL_WEIGHTS, STATUS_KEY, ReplicaConfig, newest_checkpoint
 from ebbflow.live.replica_files import Checkpoints, ReplicaRecord, StatusFile
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.policies import make_policy
 from ebbflow.record import StepRow
 from ebbflow.run.assemble import assemble, make_optimizer, resolve
-from ebbflow.run.checkpoint import weights_digest
+from ebbflow.run.checkpoint import save_checkpoint, weights_digest
 from ebbflow.run.config import RunConfig, shows_settings
 from ebbflow.run.flow import OpenStep
 from ebbflow.run.header import make_header
@@ -46,8 +47,10 @@ from ebbflow.run.session import Session
 
 __all__ = ["LiveSession", "OnEpoch", "Stateful", "join", "join_workload"]
 
-OnEpoch = Callable[[int], Mapping[str, float] | None]
+OnEpoch = Callable[[int], Mapping[str, Any] | None]
 """Called with the number of completed epochs; the scores that it returns go into the record."""
+_CHANGEABLE = {"epochs", "max_steps", "schedule", "clip", "policy", "micro_batch", "precision"}
+"""What may differ from a checkpoint with `--allow-changes`, besides the hyperparameters of the optimizer."""
 STATE_VERSION = 1
 _OF_THE_FLEET = ("lighthouse", "replica", "folder", "job", "bind")
 """What the environment says, unless it is given."""
@@ -80,6 +83,7 @@ class LiveSession(Session):
         *,
         engine: str = "live",
         loss: Loss | None = None,
+        max_steps: int | None = None,
         on_epoch: OnEpoch | None = None,
         on_commit: Callable[[StepRow], None] = lambda row: None,
         extras: Mapping[str, Stateful] | None = None,
@@ -97,6 +101,7 @@ class LiveSession(Session):
             data,
             engine=self._make_engine,
             loss=loss,
+            max_steps=max_steps,
             evaluate=(lambda: on_epoch(self.flow.ledger.epoch)) if on_epoch is not None else None,
             checkpoint_every_s=checkpoint_every_s,
             config=config,
@@ -105,6 +110,11 @@ class LiveSession(Session):
         self.config.check_engine("live")
         if self.config.precision == "fp16":
             raise ConfigError("precision is 'fp16', whose loss scale a fleet does not share; use bf16")
+        if any(parameter.is_complex() for parameter in self._optimizer.layers):
+            raise ConfigError(
+                "the model has complex parameters, whose gradients a fleet does not add up; hold them as real tensors "
+                "(torch.view_as_real) and use torch.view_as_complex in forward()"
+            )
         self.fleet = ReplicaConfig.from_environment(**fleet)
         self._on_commit = on_commit
         self._extras = dict(extras or {})
@@ -112,6 +122,11 @@ class LiveSession(Session):
         self._asked_to_leave = False
         self._stop = StopSignal()
         self._fault = ScriptedFaults(os.environ.get("EBBFLOW_FAULT", ""), lambda: self.flow.step)
+        self._initial_groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._optimizer.inner.param_groups
+        ]
+        self._rates: list[float] = []
         self._job = self._describe_job()
         self._checkpoints = Checkpoints(self.fleet.folder / "checkpoints", on_event=self._event)
         device = next(model.parameters()).device
@@ -141,6 +156,10 @@ class LiveSession(Session):
             "policy": policy,
             "micro_batch": config.micro_batch,
             "precision": config.precision,
+            "max_steps": self._max_steps,
+            **_hyperparameters(self._initial_groups),
+            "schedule": self._optimizer.schedule,
+            "clip": self._optimizer.clip,
         }
         return {
             "ebbflow": __version__,
@@ -171,9 +190,12 @@ class LiveSession(Session):
     # Beginning and ending -----------------------------------------------------------------------------------------
 
     def _open(self, stack: ExitStack) -> TrainingLoop:
-        self.fleet.own_folder.mkdir(parents=True, exist_ok=True)
+        own = self.fleet.own_folder
+        busy = f"{own} is in use by another replica of this name; give each replica a name of its own"
+        stack.enter_context(hold_lock(own / "replica.lock", busy=busy))
         flow = assemble(self.config, self.task, self._maker, optimizer=self._optimizer)
-        record = ReplicaRecord(self.fleet.own_folder / "record.jsonl", self._header)
+        flow.max_steps = self._max_steps
+        record = ReplicaRecord(own / "record.jsonl", self._header)
         stack.callback(record.close)
         stack.callback(self._checkpoints.wait)
         self._loop = loop = TrainingLoop(
@@ -185,12 +207,16 @@ class LiveSession(Session):
             save=lambda: self._save() if self.first else None,
             checkpoint_every_s=self._checkpoint_every_s,
         )
-        self.refresh()
+        try:
+            self.refresh()
+        except CheckpointError as error:
+            self._status.update("refused", reason=str(error))
+            raise
         stack.callback(self._connection.close)
         if threading.current_thread() is threading.main_thread():
             stack.enter_context(self._stop)
-        self._connection.start()
         self._status.update("joining", step=flow.step)
+        self._connection.start()
         return loop
 
     def _header(self) -> Any:
@@ -211,10 +237,22 @@ class LiveSession(Session):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         with self._stack:
-            if error is not None and self._loop is not None:
-                diverged = isinstance(error, Diverged)
-                self.loop.end("diverged" if diverged else "failed", f"{type(error).__name__}: {error}")
-                self._status.update("failed")
+            if self._loop is None:
+                return
+            if error is None and (self.left or self._status.state in ("finished", "incomplete")):
+                return
+            if error is None or (isinstance(error, SystemExit) and not error.code):
+                if self.first and error is None:
+                    self._save_now()
+                text = f"the loop ended after step {self.step}, in epoch {self.epoch}, before the end of the training"
+                self._status.update("incomplete", step=self.step, reason=text)
+                self._event("incomplete", text)
+                return
+            text = f"{type(error).__name__}: {error}"
+            status: Literal["diverged", "failed"] = "diverged" if isinstance(error, Diverged) else "failed"
+            self.loop.end(status, text)
+            state = "refused" if isinstance(error, CheckpointError | ConfigError) else status
+            self._status.update(state, step=self.step, reason=text.partition("\n")[0][:500])
 
     def leave(self) -> None:
         """Leave after the current step, as on SIGTERM."""
@@ -254,19 +292,54 @@ class LiveSession(Session):
 
     def _open_step(self) -> OpenStep | None:
         try:
-            return self.flow.open()
+            opened = self.flow.open()
+            self._rates = self._current_rates()
+            return opened
         except LeftFleet:  # told to leave while waiting for others: nobody else may have this state
             self.engine.left, self.engine.last_of_all = True, self.engine.established
         except TrainingFinished:
             pass
         return None
 
+    def _current_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.inner.param_groups]
+
+    def _check_rates(self) -> None:
+        """Refuse rates that a scheduler of torch changed and whose state a new replica would not receive."""
+        optimizer = self._optimizer
+        stepped = any(getattr(one.step, "_wrapped_by_lr_sched", False) for one in (optimizer, optimizer.inner))
+        if not stepped or self._rates == self._current_rates():
+            return
+        if optimizer.schedule is not None:
+            raise ConfigError(
+                f"a scheduler changed the learning rate, but schedule={str(optimizer.schedule)!r} sets it in every "
+                f"step; use one of the two"
+            )
+        if not self._extras:
+            raise ConfigError(
+                "a scheduler changed the learning rate, but its state is not part of the fleet's: a replica that joins "
+                "later would have another rate. Give it with extras={'scheduler': scheduler}, or use schedule= instead"
+            )
+
+    def _watch_optimizer(self, stack: ExitStack) -> None:
+        super()._watch_optimizer(stack)
+        applying = self.flow.on_gradients
+        assert applying is not None
+
+        def on_gradients() -> None:
+            self._check_rates()
+            applying()
+
+        self.flow.on_gradients = on_gradients
+
     def _after(self, row: StepRow | None) -> None:
+        self._rates = self._current_rates()
         if row is not None:
             self._fault("step")
             lineage = {"lineage": float(self.engine.lineage), "parent": float(self.engine.parent)}
             row = dataclasses.replace(row, stats={**row.stats, **lineage})
         super()._after(row)
+        self._check_rates()
 
     def _committed(self, row: StepRow) -> None:
         ledger = self.flow.ledger
@@ -277,6 +350,8 @@ class LiveSession(Session):
         record = self.loop.record
         assert isinstance(record, ReplicaRecord)
         record.event(self.flow.step, what, text)
+        if what == "waiting":
+            self._status.update("waiting", reason=text)
 
     def _leave_fleet(self, *, save: bool) -> None:
         if save:
@@ -291,10 +366,27 @@ class LiveSession(Session):
             self.engine.participants(self.flow.step)
         if not self.finished:
             return
-        if self.first:
-            self._save_now()
+        position = {"step": self.flow.step, "epoch": self.flow.ledger.epoch, "position": self.flow.ledger.position}
+        saves = self.first or not (self.fleet.folder / FINAL_WEIGHTS).is_file()
+        if saves and (problem := self._save_final_state()):
+            self._event("incomplete", problem)
+            self._status.update("incomplete", reason=problem, **position)
+            return
         self.loop.end("finished")
-        self._status.update("finished", step=self.flow.step, epoch=self.flow.ledger.epoch, position=0)
+        self._status.update("finished", reason=None, **position)
+
+    def _save_final_state(self) -> str:
+        """Write the last checkpoint and the final weights; what went wrong, or nothing."""
+        self._save_now()
+        weights, step = self.fleet.folder / FINAL_WEIGHTS, self.flow.step
+        if (newest_checkpoint(self.fleet.folder) or 0) < step:
+            return f"the final state, of step {step}, could not be saved; free some space and run it again"
+        average = {"ema": self.flow.average.state_dict()} if self.flow.average is not None else {}
+        try:
+            save_checkpoint(weights, {"model": self.model.state_dict(), **average})
+        except OutputError as error:
+            return f"the final weights could not be saved: {error}"
+        return ""
 
     # The state, which peers and checkpoints have --------------------------------------------------------------------
 
@@ -329,13 +421,22 @@ class LiveSession(Session):
             raise CheckpointError(
                 f"{origin} is not of this version of ebbflow; delete it, or use the version that wrote it"
             )
-        job = {_renamed(key): value for key, value in state["job"].items()}
-        if job != self._job:
+        # Checkpoints of earlier versions say less about their job.
+        job = {**self._job, **{_renamed(key): value for key, value in state["job"].items()}}
+        changed = {key for key in job if self._job.get(key) != job[key]}
+        changeable = all(key in _CHANGEABLE or key.startswith("optimizer.") for key in changed)
+        if changed and not (changeable and self.fleet.allow_changes):
+            advice = ", or accept the change with `ebbflow launch --allow-changes`" if changeable else ""
             raise CheckpointError(
                 f"{origin} is of another job: {describe_difference(self._job, job)}; use the same settings, or another "
-                f"folder"
+                f"folder{advice}"
             )
         self.flow.load_state_dict(state, origin=origin)
+        if changed:
+            self._event("settings changed", describe_difference(self._job, job))
+            for group, initial in zip(self._optimizer.inner.param_groups, self._initial_groups, strict=True):
+                group.update(initial)
+            self._optimizer._initial_lrs = [group["lr"] for group in self._optimizer.inner.param_groups]
         for name, extra in self._extras.items():
             extra.load_state_dict(state["extras"][name])
         self.engine.lineage = int(state["lineage"])
@@ -352,6 +453,20 @@ class LiveSession(Session):
         return state
 
 
+def _hyperparameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The hyperparameters of all parameter groups, by names such as optimizer.lr or, in a third group, optimizer.2.lr.
+
+    A scheduler changes the rate and keeps the first one as initial_lr.
+    """
+    found = {}
+    for number, group in enumerate(groups):
+        prefix = f"optimizer.{number}." if len(groups) > 1 else "optimizer."
+        for name, value in {**group, "lr": group.get("initial_lr", group["lr"])}.items():
+            if name != "initial_lr" and value is not None:
+                found[prefix + name] = value.tolist() if isinstance(value, torch.Tensor) else value
+    return found
+
+
 def _renamed(key: str) -> str:
     """The present name of what a checkpoint says about its job; earlier versions wrote `piece`."""
     return "micro_batch" if key == "piece" else key
@@ -364,6 +479,7 @@ def join(
     data: Any,
     *,
     loss: Loss | None = None,
+    max_steps: int | None = None,
     on_epoch: OnEpoch | None = None,
     on_commit: Callable[[StepRow], None] = lambda row: None,
     extras: Mapping[str, Stateful] | None = None,
@@ -375,11 +491,12 @@ def join(
     it.
 
     `optimizer`: any optimizer of torch, whose rates were tuned at `base_batch` samples and follow the batch by `rule`;
-    or an `ElasticOptimizer` without a sampler. `data`: a map-style data set of (input, target) pairs, or a source with
-    `batch(indices, train=True)`. `loss(model, x, y)`: for `fleet.run()`, which needs no loop. `extras`: whatever else
-    belongs to the state, by name, with `state_dict` and `load_state_dict`. `notice`: asked before every step whether
-    this machine is about to be taken away. `on_epoch(epoch)`: called after every epoch on every replica; the scores
-    that it returns go into the record.
+    or an `ElasticOptimizer` without a sampler. `data`: a map-style data set, a DataLoader of one (its `collate_fn`,
+    `num_workers` and `batch_size` are used), or a source with `batch(indices, train=True)`. `loss(model, x, y)`: for
+    `fleet.run()`, which needs no loop. `max_steps`: training ends after this many steps, or after `epochs` if that
+    comes first. `extras`: whatever else belongs to the state, by name, with `state_dict` and `load_state_dict`.
+    `notice`: asked before every step whether this machine is about to be taken away. `on_epoch(epoch)`: called after
+    every epoch on every replica; the scores that it returns go into the record.
 
     Settings are those of a `Session`: epochs, local_batch (samples of one replica per step), rule, base_batch,
     schedule, policy (a text, or a function (step, replicas) -> (workers, samples)), seed, micro_batch, precision, ema,
@@ -390,6 +507,7 @@ def join(
         optimizer,
         data,
         loss=loss,
+        max_steps=max_steps,
         on_epoch=on_epoch,
         on_commit=on_commit,
         extras=extras,

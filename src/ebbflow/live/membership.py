@@ -77,6 +77,7 @@ __all__ = [
 _RETRY_PAUSE_S = 0.2  # before an unreachable lighthouse is tried again
 _OBJECTION_PAUSE_S = 0.1  # before the lighthouse is asked for a better quorum
 _MAX_OBJECTIONS = 5
+_EXPLAIN_AFTER_S = 10.0  # for which a replica waits for the others without a word
 _LINEAGE_BITS = 48  # a double, and so any reader of JSON, holds such a number exactly
 
 
@@ -169,6 +170,19 @@ def without_heartbeat(names: Iterable[str], ages: Mapping[str, float], timeout_s
     return [name for name in names if ages.get(name, 0.0) > timeout_s]
 
 
+def _explain_wait(here: Sequence[str], min_replicas: int) -> str:
+    """Say what a replica waits for that has asked for a quorum, by the replicas that send heartbeats."""
+    names = ", ".join(name.partition(":")[0] for name in here)
+    if not here:
+        return "the lighthouse does not answer"
+    if len(here) < min_replicas:
+        return f"{len(here)} of at least {min_replicas} replicas (--min-replicas) are here: {names}"
+    return (
+        f"the lighthouse forms no quorum of the replicas that are here ({names}); it waits for more (--min-replicas of "
+        f"the lighthouse), or for one of them that is late"
+    )
+
+
 class MembershipPhase(Enum):
     """What this replica is doing."""
 
@@ -234,6 +248,8 @@ class Membership:
         self._handshake_deadline = 0.0
         self._next_heartbeat_check = 0.0
         self._reported = ""
+        self._waiting_since = 0.0
+        self._explained = False  # why this replica waits
 
     def handle(self, event: MembershipEvent) -> list[Instruction]:
         """Take an event and return what is to be done, in this order. An event that cannot happen now is an error."""
@@ -253,12 +269,15 @@ class Membership:
     # From the request for a step to a quorum --------------------------------------------------------------------------
 
     def _on_started(self, event: Started) -> list[Instruction]:
+        self._waiting_since = event.now
         return [] if self.name else self._register()
 
     def _on_step_requested(self, event: StepRequested) -> list[Instruction]:
         self.state = dataclasses.replace(self.state, step=event.step, lineage=event.lineage)
         self._step_requested = True
         self._reported = ""
+        if self.name or not self._explained:
+            self._waiting_since, self._explained = event.now, False
         if self.group is not None and self._independent_since is not None:
             return self._compute()
         return self._begin(event.now)
@@ -286,19 +305,31 @@ class Membership:
         return []
 
     def _on_lighthouse_unreachable(self, event: LighthouseUnreachable) -> list[Instruction]:
+        explained = [RecordEvent("waiting", event.reason)] if self._explanation_due(event.now) else []
         if not self._step_requested:
             self.phase = MembershipPhase.IDLE  # the first step tries again
-            return []
-        return self._fail(event.reason, event.now, _RETRY_PAUSE_S)
+            return [*explained]
+        return [*explained, *self._fail(event.reason, event.now, _RETRY_PAUSE_S)]
+
+    def _explanation_due(self, now: float) -> bool:
+        """Whether it is time to say what this replica waits for; once per step."""
+        due = not self._explained and now - self._waiting_since >= _EXPLAIN_AFTER_S
+        self._explained = self._explained or due
+        return due
 
     def _on_told_to_leave(self, event: ToldToLeave) -> list[Instruction]:
         self._told_to_leave = True
+        if self.phase is MembershipPhase.REGISTERING and not self._step_requested:
+            self.phase = MembershipPhase.IDLE  # the first step leaves
         return self._on_time(event)
 
     def _on_time(self, event: MembershipEvent) -> list[Instruction]:
-        if self.phase is MembershipPhase.ASKING and self._told_to_leave and event.now >= self._wait_for_others_until:
+        waits = self.phase is MembershipPhase.ASKING and event.now < self._wait_for_others_until
+        if self.phase in (MembershipPhase.ASKING, MembershipPhase.REGISTERING) and self._told_to_leave and not waits:
             self.phase = MembershipPhase.LEFT
             return [LeaveFleet(save_state=self.state.established)]
+        if self.phase is MembershipPhase.ASKING and self._explanation_due(event.now):
+            return [CheckHeartbeats()]
         if self.phase is MembershipPhase.HANDSHAKE:
             if event.now > self._next_heartbeat_check:
                 self._next_heartbeat_check = event.now + self.heartbeat_timeout_s / 2
@@ -340,6 +371,10 @@ class Membership:
         return set(self._last_participants) - set(self._forming.names)
 
     def _on_heartbeats_received(self, event: HeartbeatsReceived) -> list[Instruction]:
+        if self.phase is MembershipPhase.ASKING:
+            dead = without_heartbeat(event.ages, event.ages, self.heartbeat_timeout_s)
+            here = sorted(event.ages.keys() - dead)
+            return [RecordEvent("waiting", _explain_wait(here, self.min_replicas))]
         assert self._forming is not None
         if self.phase is MembershipPhase.CHECKING:
             # A lighthouse that stood still for a moment takes all replicas for dead and forms a quorum of whoever asks
@@ -517,7 +552,10 @@ _HANDLERS: Mapping[type[MembershipEvent], _Handler] = {
         {MembershipPhase.REGISTERING, MembershipPhase.ASKING},
     ),
     QuorumFormed: (Membership._on_quorum_formed, {MembershipPhase.ASKING}),
-    HeartbeatsReceived: (Membership._on_heartbeats_received, {MembershipPhase.CHECKING, MembershipPhase.HANDSHAKE}),
+    HeartbeatsReceived: (
+        Membership._on_heartbeats_received,
+        {MembershipPhase.ASKING, MembershipPhase.CHECKING, MembershipPhase.HANDSHAKE},
+    ),
     HandshakesReceived: (Membership._on_handshakes_received, {MembershipPhase.HANDSHAKE}),
     HandshakeFailed: (Membership._on_failure, {MembershipPhase.HANDSHAKE}),
     GroupConnected: (Membership._on_group_connected, {MembershipPhase.CONNECTING}),

@@ -1,8 +1,8 @@
 """How the processes of a fleet find and inform each other: addresses, environment, files, the lighthouse's page.
 
 The launcher describes the fleet to a replica by environment variables (`ReplicaConfig`). The replica reports by its
-status file (`ReplicaStatus`, replaced as a whole, about twice per second), its log, its record and its exit code.
-SIGTERM tells it to leave: it finishes its step, leaves and exits with 0.
+status file (`ReplicaStatus`, replaced as a whole, about twice per second), its log and its record; its exit code only
+says whether an error ended it. SIGTERM tells it to leave: it finishes its step and leaves.
 
     <folder>/fleet.json                    who launched what, and the address of the lighthouse
     <folder>/lighthouse/log.txt
@@ -10,6 +10,7 @@ SIGTERM tells it to leave: it finishes its step, leaves and exits with 0.
     <folder>/replicas/<name>/status.json   what it is doing now
     <folder>/replicas/<name>/record.jsonl  the steps that it committed
     <folder>/checkpoints/
+    <folder>/weights.pt                    the final weights, which torch.load(weights_only=True) reads
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from ebbflow.core.spec import param
 from ebbflow.errors import ConfigError
 
 __all__ = [
-    "DEFAULT_PORT", "EXIT_RESTART", "HEARTBEAT_INTERVAL_S", "HEARTBEAT_TIMEOUT_MS", "LOOPBACK", "STATUS_KEY",
-    "FleetConfig", "LighthouseStatus", "ReplicaConfig", "ReplicaStatus", "fetch_heartbeat_ages",
+    "DEFAULT_PORT", "EXIT_RESTART", "FINAL_WEIGHTS", "HEARTBEAT_INTERVAL_S", "HEARTBEAT_TIMEOUT_MS", "LOOPBACK",
+    "STATUS_KEY",
+    "FleetConfig", "LighthouseStatus", "ReplicaConfig", "ReplicaStatus", "checkpoint_files", "fetch_heartbeat_ages",
     "fetch_lighthouse_status", "find_folder", "format_address", "is_loopback", "local_address_towards",
+    "newest_checkpoint",
     "parse_address", "parse_bind", "parse_heartbeat_ages", "parse_lighthouse_page", "parse_status",
     "read_lighthouse_address", "read_status", "read_statuses", "replica_folder", "write_fleet_file",
 ]  # fmt: skip
@@ -51,6 +54,9 @@ HEARTBEAT_TIMEOUT_MS = 800
 minutes with 700."""
 EXIT_RESTART = 75
 """Exit code (EX_TEMPFAIL) with which a replica asks to be started again."""
+FINAL_WEIGHTS = "weights.pt"
+"""Name of the file with the final weights, in the folder of a job."""
+_CHECKPOINT_NAME = re.compile(r"step-(\d{9})-[0-9a-f]{12}\.ckpt")
 STATUS_KEY = "ebbflow/status"
 """Key of a replica's status in its store, for those who cannot read its files."""
 
@@ -148,6 +154,7 @@ class FleetConfig:
     heartbeat_timeout_ms: int = param(
         HEARTBEAT_TIMEOUT_MS, doc="a replica whose last heartbeat is older is dead; as at the lighthouse"
     )
+    allow_changes: int = param(0, doc="1: a checkpoint may have other settings; those of the script are used")
 
     def __post_init__(self) -> None:
         for name in ("min_replicas", "heartbeat_timeout_ms"):
@@ -232,7 +239,7 @@ class ReplicaStatus:
     """What a replica is doing, as its status file says. Until its first step, most of it may be unknown."""
 
     state: str
-    """starting, joining, training, leaving, left, finished, failed."""
+    """starting, joining, waiting, training, leaving, left, finished, incomplete, diverged, refused, failed."""
     time: float
     """When it was written, in seconds since 1970."""
     pid: int | None = None
@@ -252,6 +259,8 @@ class ReplicaStatus:
     samples_per_s: float | None = None
     """Speed of the fleet, as this replica measures it."""
     loss: float | None = None
+    reason: str | None = None
+    """Why it is in this state, in one line: what it waits for, or what ended it."""
 
     def to_json(self) -> str:
         """Write what is known."""
@@ -280,6 +289,17 @@ def _number_or_text(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, int | float | str) and not isinstance(value, bool) else None
+
+
+def newest_checkpoint(folder: Path) -> int | None:
+    """The step of the newest checkpoint of a job by its name; None if there is none."""
+    return max((int(path.name[5:14]) for path in checkpoint_files(folder / "checkpoints")), default=None)
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files of checkpoints in a folder, newest first."""
+    found = [path for path in folder.glob("step-*.ckpt") if _CHECKPOINT_NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: path.name, reverse=True)
 
 
 def read_status(folder: Path, replica: str) -> ReplicaStatus | None:

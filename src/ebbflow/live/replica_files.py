@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import logging
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from typing import Any
 
 from ebbflow.core.files import write_whole
 from ebbflow.errors import CheckpointError, OutputError
-from ebbflow.live.protocol import ReplicaStatus
+from ebbflow.live.protocol import ReplicaStatus, checkpoint_files
 from ebbflow.record import Event, Header, RecordWriter, Row, StepRow
 
 __all__ = ["Checkpoints", "ReplicaRecord", "StatusFile", "read_checkpoint"]
@@ -30,7 +29,6 @@ _LOG = logging.getLogger(__name__)
 _STATUS_EVERY_S = 0.5
 _SPEED_OVER_S = 2.0
 _CHECKPOINT_HEAD = b"ebbflow-fleet 1"
-_CHECKPOINT_NAME = re.compile(r"step-(\d{9})-[0-9a-f]{12}\.ckpt")
 
 
 # Record and status ----------------------------------------------------------------------------------------------------
@@ -107,6 +105,11 @@ class StatusFile:
         self._samples = 0
         self._recent: deque[tuple[float, int]] = deque()  # time and number of samples after the steps of two seconds
 
+    @property
+    def state(self) -> str:
+        """The state that was reported last."""
+        return self._status.state
+
     def update(self, state: str | None = None, **values: Any) -> None:
         """Set fields of the `ReplicaStatus`, and write it if that is due."""
         changed = state is not None and state != self._status.state
@@ -118,6 +121,7 @@ class StatusFile:
         """Report a committed step."""
         self.update(
             "training",
+            reason=None,
             step=row.step + 1,
             epoch=epoch,
             position=position,
@@ -164,18 +168,26 @@ class Checkpoints:
 
     def names(self) -> list[Path]:
         """List the files, newest first."""
-        found = [path for path in self.folder.glob("step-*.ckpt") if _CHECKPOINT_NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: path.name, reverse=True)
+        return checkpoint_files(self.folder)
 
     def newest(self, *, beyond: int = -1) -> tuple[Path, bytes] | None:
-        """Read the newest undamaged checkpoint beyond a step; damaged ones are reported and passed over."""
-        for path in self.names():
+        """Read the newest undamaged checkpoint beyond a step; damaged ones are reported and passed over.
+
+        If there are checkpoints and all of them are damaged, that is a CheckpointError: training would begin anew.
+        """
+        names = self.names()
+        for path in names:
             if int(path.name[5:14]) <= beyond:
                 return None
             try:
                 return path, read_checkpoint(path)
             except CheckpointError as error:
                 self.on_event("checkpoint damaged", f"{error}; the one before it is used")
+        if names and beyond <= 0:
+            raise CheckpointError(
+                f"all {len(names)} checkpoints in {self.folder} are damaged; restore one of them, or begin anew with "
+                f"`ebbflow launch --from-scratch`, which keeps the old files beside the new ones"
+            )
         return None
 
     def save(self, data: bytes | memoryview, *, step: int, lineage: int) -> None:

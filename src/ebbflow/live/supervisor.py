@@ -14,13 +14,23 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 
+from ebbflow.core.endings import Ending
 from ebbflow.core.signals import StopSignal
+from ebbflow.core.units import plural
 from ebbflow.live.processes import ChildProcess, LighthouseProcess
-from ebbflow.live.protocol import EXIT_RESTART, FleetConfig, ReplicaStatus, read_status, replica_folder
+from ebbflow.live.protocol import (
+    EXIT_RESTART,
+    FINAL_WEIGHTS,
+    FleetConfig,
+    ReplicaStatus,
+    newest_checkpoint,
+    read_status,
+    replica_folder,
+)
 
 __all__ = [
-    "Act", "Ending", "FleetEvent", "Job", "Outcome", "RestartPolicy", "SupervisedReplica", "Supervisor", "Verdict",
-    "describe_exit", "supervise",
+    "Act", "FleetEvent", "Job", "ProcessEnd", "RestartPolicy", "SupervisedReplica", "Supervisor", "Verdict",
+    "describe_exit", "judge_fleet", "supervise",
 ]  # fmt: skip
 
 _POLL_EVERY_S = 0.05
@@ -65,11 +75,14 @@ class Job:
 
 # When a replica is started again --------------------------------------------------------------------------------------
 
-Verdict = Literal["finished", "left", "restart", "gave up"]
+Verdict = Literal["finished", "left", "incomplete", "diverged", "refused", "restart", "gave up"]
+
+_SAME_FAILURE = 3  # the same exception at the same step, although steps were committed between
+_SAME_FAILURE_BEFORE_JOINING = 2  # such as a syntax error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
+class ProcessEnd:
     """How one incarnation of a replica ended."""
 
     code: int
@@ -78,14 +91,24 @@ class Ending:
     """The last state in its status file; None if it never wrote one."""
     progressed: bool
     """Whether it committed at least one step."""
+    step: int | None = None
+    """Its number of committed steps, with those that it received."""
+    error: str = ""
+    """What it raised: the reason in its status file, else the last line of its log."""
+
+    @property
+    def failure(self) -> tuple[int | None, str] | None:
+        """What a failure has in common with its repetition; None if a signal ended the process, or nothing is known."""
+        return (self.step, self.error) if self.code > 0 and self.code != EXIT_RESTART and self.error else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartPolicy:
     """When a replica that died is started again: the first time at once, then after pauses that double.
 
-    A script with a bug is not started for ever: deaths are counted as consecutive while no incarnation between them
-    committed a step.
+    A script with a bug is not started for ever. Deaths are counted as consecutive while no incarnation between them
+    committed a step. The same exception at the same step is final at the third time even if steps were committed
+    between, and before joining the fleet at the second time. Both limits are at most `max_failures`.
     """
 
     max_failures: int = 5
@@ -93,24 +116,34 @@ class RestartPolicy:
     first_pause_s: float = 1.0
     longest_pause_s: float = 30.0
 
-    def failures(self, before: int, ending: Ending) -> int:
-        """Count the consecutive deaths without a committed step, with this ending."""
-        if ending.progressed or ending.code == 0:
-            return 0
-        return before + 1
+    def failures(self, before: int, end: ProcessEnd) -> int:
+        """Count the consecutive deaths without a committed step, with this one."""
+        return 0 if end.progressed or end.code == 0 else before + 1
 
-    def judge(self, ending: Ending, failures: int) -> tuple[Verdict, float]:
-        """Decide what to do, and after how many seconds; `failures` includes this ending.
+    def repeats(self, before: int, last: ProcessEnd | None, end: ProcessEnd) -> int:
+        """Count how often in a row a replica has failed in the same way, with this time."""
+        if end.failure is None:
+            return 0
+        return before + 1 if last is not None and last.failure == end.failure else 1
+
+    def judge(self, end: ProcessEnd, failures: int, repeats: int = 0) -> tuple[Verdict, float]:
+        """Decide what to do, and after how many seconds; `failures` and `repeats` include this end.
+
+        What the replica says of itself in its status file counts, whatever its exit code.
 
         >>> policy = RestartPolicy(max_failures=4)
-        >>> died = Ending(code=-9, state="training", progressed=False)
+        >>> died = ProcessEnd(code=-9, state="training", progressed=False)
         >>> [policy.judge(died, failures) for failures in (0, 1, 2, 3, 4)]
         [('restart', 0.0), ('restart', 0.0), ('restart', 1.0), ('restart', 2.0), ('gave up', 0.0)]
         """
-        if ending.code == 0:
-            # A program that never wrote a status is no replica of ours, but with 0 it says that it is done.
-            return ("left" if ending.state in ("leaving", "left") else "finished"), 0.0
-        if failures >= self.max_failures:
+        if end.state in ("leaving", "left"):
+            return "left", 0.0
+        if end.state in ("diverged", "refused"):
+            return ("diverged" if end.state == "diverged" else "refused"), 0.0
+        if end.code == 0:
+            return ("finished" if end.state == "finished" else "incomplete"), 0.0
+        limit = _SAME_FAILURE_BEFORE_JOINING if end.state is None else _SAME_FAILURE
+        if failures >= self.max_failures or repeats >= min(limit, self.max_failures):
             return "gave up", 0.0
         if failures < 2:
             return "restart", 0.0
@@ -144,7 +177,10 @@ class FleetEvent:
     """In seconds since 1970."""
     replica: str
     """Empty for the lighthouse."""
-    what: Literal["started", "told to leave", "killed", "died", "left", "finished", "gave up", "lighthouse restarted"]
+    what: Literal[
+        "started", "waiting", "told to leave", "killed", "died", "left", "finished", "incomplete", "diverged",
+        "refused", "gave up", "lighthouse restarted",
+    ]  # fmt: skip
     text: str = ""
     lines: tuple[str, ...] = ()
     """The end of its log, if it was given up."""
@@ -163,8 +199,15 @@ class SupervisedReplica:
     """Number of ends that nobody asked for."""
     failures: int = 0
     """Consecutive deaths without a committed step."""
-    outcome: Literal["", "finished", "left", "gave up"] = ""
+    repeats: int = 0
+    """How often in a row it failed in the same way."""
+    last_end: ProcessEnd | None = None
+    trained: bool = False
+    """Whether any incarnation committed a step."""
+    outcome: Literal["", "finished", "left", "incomplete", "diverged", "refused", "gave up"] = ""
     """Why it is not started again; empty while it may be."""
+    reason: str = ""
+    """Why it ended so, in one line, if that is known."""
     status: ReplicaStatus | None = None
     """Status of the newest incarnation."""
     first_step: int | None = None
@@ -213,10 +256,31 @@ class Supervisor:
         """Whether a replica runs or will be started."""
         return any(replica.running or replica.pending for replica in self.replicas.values())
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether replicas are requested and all of them have ended in a way that another start would repeat."""
+        requested = [replica for replica in self.replicas.values() if replica.requested]
+        return bool(requested) and all(replica.outcome in _ENDINGS for replica in requested)
+
+    def unsaved(self, step: int) -> str:
+        """What is missing of the final state of a job that finished at this step, in one line; empty if nothing is.
+
+        The folder of a job whose lighthouse runs elsewhere may be elsewhere, too, and is not looked at.
+        """
+        if self.lighthouse is None:
+            return ""
+        folder = self.job.fleet.folder
+        newest = newest_checkpoint(folder)
+        if newest is None or newest < step:
+            found = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
+            return f"the final state, of step {step}, was not saved: {found}; free some space and run it again"
+        return "" if (folder / FINAL_WEIGHTS).is_file() else f"{folder / FINAL_WEIGHTS} was not written"
+
     def request(self, name: str) -> None:
         """Keep a replica running from the next `poll` on, also one that left, finished or was given up before."""
         replica = self.replicas.setdefault(name, SupervisedReplica(name=name, slot=len(self.replicas)))
         replica.requested, replica.outcome, replica.failures, replica.not_before = True, "", 0, 0.0
+        replica.repeats, replica.last_end, replica.reason = 0, None, ""
 
     def stop(self, name: str, *, kill: bool = False, grace_s: float = 30.0) -> list[FleetEvent]:
         """End a replica: tell it to leave, and kill it if it has not left after `grace_s`; or kill it at once."""
@@ -271,10 +335,14 @@ class Supervisor:
         code = child.exit_code()  # before the status is read, so that the last status of a process is seen
         status = read_status(self.job.fleet.folder, replica.name)
         if status is not None and status.time >= child.began:  # else it is from an earlier incarnation
+            waits = status.state == "waiting" and (replica.status is None or replica.status.reason != status.reason)
             replica.status = status
+            replica.trained = replica.trained or status.batch is not None
             # While it joins, its step is the one of its peers: that is no progress of its own.
             if replica.first_step is None and status.state == "training":
                 replica.first_step = status.step
+            if waits and code is None:
+                return [FleetEvent(time=time.time(), replica=replica.name, what="waiting", text=status.reason or "")]
         if code is not None:
             return [self._ended(replica, child, code)]
         if replica.kill_at is not None and time.monotonic() >= replica.kill_at:
@@ -293,20 +361,37 @@ class Supervisor:
                 replica.outcome = "finished"
                 return FleetEvent(time=now, replica=replica.name, what="finished")
             return FleetEvent(time=now, replica=replica.name, what="left", text=describe_exit(code) if code else "")
-        ending = Ending(code=code, state=state, progressed=replica.progressed)
-        replica.failures = self.policy.failures(replica.failures, ending)
-        verdict, pause = self.policy.judge(ending, replica.failures)
+        reason = (replica.status.reason if replica.status else None) or ""
+        end = ProcessEnd(
+            code=code, state=state, progressed=replica.progressed, step=replica.status.step if replica.status else None,
+            error=reason or _last_line(child),
+        )  # fmt: skip
+        replica.failures = self.policy.failures(replica.failures, end)
+        replica.repeats = self.policy.repeats(replica.repeats, replica.last_end, end)
+        replica.last_end = end
+        verdict, pause = self.policy.judge(end, replica.failures, replica.repeats)
+        if verdict == "restart":
+            replica.deaths += 1
+            replica.not_before = time.monotonic() + pause
+            text = describe_exit(code) + (f"; starting again in {pause:g} s" if pause else "; starting again")
+            return FleetEvent(time=now, replica=replica.name, what="died", text=text)
+        replica.outcome = verdict
         if verdict == "finished" or verdict == "left":
-            replica.outcome = verdict
-            return FleetEvent(time=now, replica=replica.name, what=verdict)
+            return FleetEvent(time=now, replica=replica.name, what=verdict, text=reason)
+        if verdict == "incomplete":
+            # The last line of its log is what a script printed, not why it ended.
+            replica.reason = reason or (
+                "the script ended without joining the fleet" if state is None else f"the script ended while {state}"
+            )
+            return FleetEvent(time=now, replica=replica.name, what=verdict, text=replica.reason)
         replica.deaths += 1
+        replica.reason = end.error
         if verdict == "gave up":
-            replica.outcome = "gave up"
-            text = f"{describe_exit(code)}, {replica.failures} times in a row without a step; see {child.log}"
+            times = "without a step" if replica.failures >= self.policy.max_failures else f"with {end.error}"
+            count = max(replica.failures, replica.repeats)
+            text = f"{describe_exit(code)}, {count} {plural(count, 'time')} in a row {times}; see {child.log}"
             return FleetEvent(time=now, replica=replica.name, what="gave up", text=text, lines=tuple(child.log_tail()))
-        replica.not_before = time.monotonic() + pause
-        text = describe_exit(code) + (f"; starting again in {pause:g} s" if pause else "; starting again")
-        return FleetEvent(time=now, replica=replica.name, what="died", text=text)
+        return FleetEvent(time=now, replica=replica.name, what=verdict, text=replica.reason)
 
     def close(self) -> None:
         """Kill whatever still runs, the lighthouse last."""
@@ -332,9 +417,6 @@ class Supervisor:
 Act = Callable[[], Iterable[FleetEvent] | None]
 """Changes the requested replicas and returns what it did; None when it has nothing more to do."""
 
-Outcome = Literal["finished", "stopped", "failed", "left"]
-"""The job is done; somebody stopped it; every replica was given up; every replica left by itself."""
-
 
 def supervise(
     fleet: Supervisor,
@@ -344,10 +426,11 @@ def supervise(
     on_event: Callable[[FleetEvent], None],
     on_poll: Callable[[], None],
     act: Act | None = None,
-) -> Outcome:
-    """Poll the supervisor until the job is finished, no replica is left, or somebody stops it.
+) -> tuple[Ending, str]:
+    """Poll the supervisor until the job is finished, no replica is left, or somebody stops it; then `judge_fleet`.
 
-    `act` is called at every poll; as long as it has something to do, a fleet without replicas is not the end. The first
+    `act` is called at every poll; as long as it has something to do, a fleet without replicas is not the end, unless
+    all that were requested have ended for good. The first
     signal tells all replicas to leave and waits for `grace_s`; a second one raises KeyboardInterrupt, and the context
     of the supervisor then kills what is left.
     """
@@ -371,15 +454,37 @@ def supervise(
                 on_event(event)
         elif finished_at is not None:
             fleet.start_no_more()  # the job is done: replicas that died need not come back
-        if acted is None and not fleet.active:
-            return _outcome(fleet, finished=finished_at is not None, stopped=stop.requested)
+        if not fleet.active and (acted is None or fleet.hopeless):
+            return judge_fleet(fleet, stopped=stop.requested)
         time.sleep(_POLL_EVERY_S)
 
 
-def _outcome(fleet: Supervisor, *, finished: bool, stopped: bool) -> Outcome:
-    if finished:
-        return "finished"
+def judge_fleet(fleet: Supervisor, *, stopped: bool) -> tuple[Ending, str]:
+    """How the job ended, and why, in one line: by what the replicas wrote into its folder, not by their exit codes."""
+    by_outcome: dict[str, list[SupervisedReplica]] = {}
+    for replica in fleet.replicas.values():
+        by_outcome.setdefault(replica.outcome, []).append(replica)
+    if finished := by_outcome.get("finished"):
+        missing = fleet.unsaved(max((replica.status.step or 0 for replica in finished if replica.status), default=0))
+        return (Ending.INCOMPLETE, missing) if missing else (Ending.FINISHED, "")
     if stopped:
-        return "stopped"
-    gave_up = any(replica.outcome == "gave up" for replica in fleet.replicas.values())
-    return "failed" if gave_up else "left"
+        return Ending.STOPPED, Ending.STOPPED.line
+    for outcome, ending in _ENDINGS.items():
+        if replicas := by_outcome.get(outcome):
+            return ending, f"{replicas[0].name}: {replicas[0].reason or ending.line}"
+    return Ending.STOPPED, Ending.STOPPED.line
+
+
+_ENDINGS = {
+    "diverged": Ending.DIVERGED,
+    "gave up": Ending.FAILED,
+    "refused": Ending.WRONG_INPUT,
+    "incomplete": Ending.INCOMPLETE,
+}
+"""The first of these that happened to a replica is the ending of a job that nobody finished or stopped."""
+
+
+def _last_line(child: ChildProcess) -> str:
+    """The last line of a log with text in it: that of a traceback, if an exception ended the process."""
+    lines = [line.strip() for line in child.log_tail() if line.strip() and not line.startswith("--- ")]
+    return lines[-1] if lines else ""

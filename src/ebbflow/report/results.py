@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbflow.errors import RecordError
+from ebbflow.live.accounting import read_fleet_run
 from ebbflow.record import Header, Run, read_record
 
 __all__ = ["ArmResult", "LayerCurves", "Status", "Results", "load_results"]
@@ -368,7 +369,7 @@ def load_results(path: Path | str) -> Results:
     if not path.is_dir():
         raise RecordError(f"{path} does not exist; give the folder that ebbflow study or ebbflow train wrote")
     if (path / "replicas").is_dir():
-        raise RecordError(f"{path} is the folder of a live job; give one of its replicas, such as {path}/replicas/r0")
+        return _of_run(read_fleet_run(path), folder=path)
     if not (path / "study.json").is_file() and not (path / "arms").is_dir():
         raise RecordError(
             f"{path} is not the folder of a study or a run; expected study.json with arms/, or a record.jsonl in it"
@@ -394,11 +395,14 @@ def load_results(path: Path | str) -> Results:
 
 
 def _single(path: Path) -> Results:
-    run = read_record(path)
-    arm = ArmResult.from_run(run, id=path.resolve().parent.name)
+    return _of_run(read_record(path), folder=path.parent)
+
+
+def _of_run(run: Run, *, folder: Path) -> Results:
+    arm = ArmResult.from_run(run, id=folder.resolve().name)
     return Results(
         name=f"{arm.workload} on {arm.trace}",
-        folder=path.parent,
+        folder=folder,
         command=run.header.command,
         config=run.header.config,
         arms=(arm,),

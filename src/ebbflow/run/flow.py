@@ -57,6 +57,8 @@ class Flow:
     average: WeightAverage | None = None
     growth: Growth | None = None
     """The growing policy and its state, if the batch grows."""
+    max_steps: int = 0
+    """The run ends after this many steps, if not before; 0 stands for no limit."""
     on_gradients: Callable[[], None] | None = None
     """Called when the mean gradient of a committed step is in `.grad`, before the rule and the optimizer."""
 
@@ -157,7 +159,10 @@ class Flow:
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done, or all the gain where the rule counts that; False for a run without an end."""
+        """Whether all epochs are done, or `max_steps`, or all the gain where the rule counts that; False without an
+        end."""
+        if 0 < self.max_steps <= self.step:
+            return True
         if self.optimizer.by_gain and self.optimizer.total_samples:
             return self.optimizer.finished
         return 0 < self.total_samples <= self.ledger.total

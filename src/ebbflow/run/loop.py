@@ -7,19 +7,32 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from ebbflow.errors import Diverged, PlanError
+from ebbflow.errors import ConfigError, Diverged, PlanError
 from ebbflow.optim.elastic import Update
 from ebbflow.record import End, Event, LayersRow, Row, StepRow, ValidationRow, layers_due
 from ebbflow.run.checkpoint import weights_digest
 from ebbflow.run.flow import Flow, check_loss
 from ebbflow.run.planning import MAX_EPOCHS
 
-__all__ = ["Callbacks", "Evaluate", "RowWriter", "TrainingLoop"]
+__all__ = ["Callbacks", "Evaluate", "RowWriter", "TrainingLoop", "numbers"]
 
-Evaluate = Callable[[], Mapping[str, float] | None]
-"""Scores of the model over the validation samples."""
+Evaluate = Callable[[], Mapping[str, Any] | None]
+"""Scores of the model over the validation samples: numbers, or tensors with one."""
+
+
+def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Metrics as plain numbers; tensors and arrays of one element count as numbers."""
+    found = {}
+    for name, value in (metrics or {}).items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(
+                f"the metric {name!r} is a {type(value).__name__}; expected one number, or a tensor with one"
+            ) from None
+    return found
 
 
 class RowWriter(Protocol):
@@ -145,10 +158,10 @@ class TrainingLoop:
         began = time.perf_counter()
         flow.engine.sync()
         with flow.engine.autocast():
-            metrics = dict(self.evaluate() or {})
+            metrics = numbers(self.evaluate())
         if flow.average is not None:
             with flow.average.swapped_in(), flow.engine.autocast():
-                averaged = self.evaluate() or {}
+                averaged = numbers(self.evaluate())
             metrics |= {f"ema_{name}": value for name, value in averaged.items()}
         flow.wall_s += time.perf_counter() - began
         if not metrics:

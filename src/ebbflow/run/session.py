@@ -20,12 +20,13 @@ from typing import Any, Self
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from ebbflow.core.plugins import load_plugins
 from ebbflow.data.ledger import Assignment
 from ebbflow.engines.base import Engine, EngineMaker
-from ebbflow.engines.replica_step import LoadedMicroBatch, Loss
-from ebbflow.errors import ConfigError
+from ebbflow.engines.replica_step import LoadedMicroBatch, Loss, check_scalar
+from ebbflow.errors import ConfigError, Diverged
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer
@@ -53,9 +54,12 @@ class SessionStep:
     again.
     """
 
-    def __init__(self, engine: Engine, opened: OpenStep) -> None:
+    def __init__(self, engine: Engine, opened: OpenStep, *, number: int = 0) -> None:
+        self.number = number
+        """Steps that were committed before this one; the same on all replicas of a fleet, and after a restart."""
         self._engine = engine
         self._opened = opened
+        self._earlier_losses: torch.Tensor | None = None
         self._current: LoadedMicroBatch | None = None
         self._own_loop = False
 
@@ -69,21 +73,37 @@ class SessionStep:
         """Workers that share the step."""
         return self._opened.size.workers
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """(inputs, targets) of each micro-batch; call `backward` on its loss before the next one."""
+    @property
+    def epoch(self) -> int:
+        """The epoch of the samples, from 0."""
+        return self._opened.assignment.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Each micro-batch as a DataLoader would yield it; call `backward` on its loss before the next one."""
         self._own_loop = True
         self._engine.open(self._opened.assignment, self._opened.size)
         for micro_batch in self._engine.micro_batches():
             self._current = micro_batch
-            yield micro_batch.inputs, micro_batch.targets
+            pair = micro_batch.targets is not None
+            yield (micro_batch.inputs, micro_batch.targets) if pair else micro_batch.inputs
         self._current = None
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Instead of `loss.backward()`: the mean loss over the micro-batch, weighted as the step's mean needs it."""
+    def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
+        """Instead of `loss.backward()`: the mean loss over the micro-batch, weighted as the step's mean needs it.
+
+        A micro-batch with several losses (a GAN) calls it for each, with `last=False` for all but the last one.
+        """
         if self._current is None:
             raise ConfigError("backward() was called outside of `for x, y in step`; call it once for each micro-batch")
-        self._engine.backward(loss, self._current)
-        self._current = None
+        if not last:
+            check_scalar(loss)
+            (loss * self._current.weight).backward()  # type: ignore[no-untyped-call]
+            earlier = self._earlier_losses
+            self._earlier_losses = loss.detach() if earlier is None else earlier + loss.detach()
+            return
+        # The earlier losses are constants here: they count in the recorded loss, and their gradients are there already.
+        self._engine.backward(loss if self._earlier_losses is None else loss + self._earlier_losses, self._current)
+        self._current = self._earlier_losses = None
 
     def _complete(self, flow: Flow) -> StepRow | None:
         """Apply the step after the loop's body."""
@@ -93,16 +113,36 @@ class SessionStep:
 
 
 def own_task(model: torch.nn.Module, data: Any, loss: Loss | None, *, workers: int = 0) -> Task:
-    """The task of a user's own model and data: a map-style data set, or a source with `batch(indices, train=True)`."""
+    """The task of a user's own model and data: a map-style data set, a DataLoader of one, or a source.
+
+    Of a DataLoader, the data set, `collate_fn`, `num_workers` and `batch_size` are used; the session orders the
+    samples, so that a sampler of its own is refused.
+    """
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
             "the model is wrapped in DistributedDataParallel, but the engine adds up the gradients: give model.module"
         )
     device = next(model.parameters()).device
-    source: Source = data if hasattr(data, "batch") else DatasetSource(data, device)
+    if isinstance(data, DataLoader):
+        source: Source = DatasetSource.from_loader(data, device, pairs=loss is not None)
+    elif hasattr(data, "batch") and (hasattr(data, "to") or not hasattr(data, "__getitem__")):
+        source = data
+    else:
+        source = DatasetSource(data, device, pairs=loss is not None)
     if isinstance(source, DatasetSource):
         source = source.with_loader_workers(workers)
     return Task(model=model, train=source, loss=loss)
+
+
+def _check_parameters(model: torch.nn.Module, optimizer: ElasticOptimizer) -> None:
+    """Refuse an optimizer that trains tensors of something else than the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if foreign := sum(id(parameter) not in own for parameter in given):
+        raise ConfigError(
+            f"{foreign} of the {len(given)} tensors of the optimizer do not belong to the model; make the optimizer "
+            f"with model.parameters() after the model is built and moved, and put several models into one nn.ModuleList"
+        )
 
 
 class Session:
@@ -132,6 +172,7 @@ class Session:
         *,
         engine: str | EngineMaker = "auto",
         loss: Loss | None = None,
+        max_steps: int | None = None,
         evaluate: Evaluate | None = None,
         out: Path | str | None = None,
         callbacks: Callbacks | None = None,
@@ -141,18 +182,26 @@ class Session:
     ) -> None:
         """`optimizer`: any optimizer of torch, whose rates were tuned at `base_batch` samples; or an ElasticOptimizer.
 
-        `data`: a map-style data set of (input, target) pairs, or a source with `batch(indices, train=True)`. `engine`:
+        `data`: a map-style data set, whose samples are collated as a DataLoader does it; a DataLoader, whose
+        `collate_fn`, `num_workers` and `batch_size` are used; or a source with `batch(indices, train=True)`. `engine`:
         auto, fused or loop (virtual workers in this process), live (a replica of a fleet), the name of one that you
         registered, or a function EngineParts -> Engine, such as one that makes a DaskEngine. `loss(model, x, y)`: the
-        mean over the samples, for `run()` and for engines that compute elsewhere. `evaluate()`: called after every
-        epoch; the scores that it returns go into the record. `out`: the folder of the run. `config`: all settings at
-        once instead of `settings`."""
+        mean over the samples, for `run()` and for engines that compute elsewhere; samples are then (input, target)
+        pairs. `max_steps`: the run ends after this many steps, or after `epochs` if that is given and comes first.
+        `evaluate()`: called after every epoch; the scores that it returns go into the record. `out`: the folder of the
+        run. `config`: all settings at once instead of `settings`."""
         self.model = model
+        if isinstance(data, DataLoader) and config is None and data.batch_size is not None:
+            settings = {"local_batch": data.batch_size, **settings}
         self.config = config or RunConfig.for_front_end("session", settings, workload=type(model).__name__)
-        if self.config.epochs is None:
-            raise ConfigError("epochs is missing: how many passes over the data?")
+        if max_steps is not None and max_steps < 1:
+            raise ConfigError(f"max_steps is {max_steps}; expected 1 or more")
+        if self.config.epochs is None and max_steps is None:
+            raise ConfigError("epochs is missing: how many passes over the data? Or give max_steps")
+        self._max_steps = max_steps or 0
         self.task = own_task(model, data, loss, workers=loader_workers(self.config))
         self._optimizer = make_optimizer(self.config, self.task, optimizer)
+        _check_parameters(model, self._optimizer)
         self._maker = engine_maker(engine) if isinstance(engine, str) else engine
         self._evaluate = evaluate
         self._callbacks = callbacks or Callbacks()
@@ -167,8 +216,27 @@ class Session:
         load_plugins(self.config.plugins)
         with ExitStack() as stack:
             self._loop = self._open(stack)
+            self._watch_optimizer(stack)
             self._stack = stack.pop_all()
         return self
+
+    def _watch_optimizer(self, stack: ExitStack) -> None:
+        """Refuse a call of the optimizer's `step` that is not the session's own."""
+        self._applying = False
+
+        def on_gradients() -> None:
+            self._applying = True
+
+        def before_step(*_: Any) -> None:
+            if not self._applying:
+                raise ConfigError(
+                    "optimizer.step() was called, but the session applies each step itself, once for all its "
+                    "micro-batches; remove optimizer.step() from the loop"
+                )
+            self._applying = False
+
+        self.flow.on_gradients = on_gradients
+        stack.callback(self._optimizer.inner.register_step_pre_hook(before_step).remove)
 
     def _open(self, stack: ExitStack) -> TrainingLoop:
         config, task = self.config, self.task
@@ -183,6 +251,7 @@ class Session:
         flow = assemble(
             config, task, self._maker, optimizer=self._optimizer, plan=plan, ranks=ranks.ranks, on_event=on_event
         )
+        flow.max_steps = self._max_steps
         stack.callback(task.close)
         stack.callback(flow.engine.close)
         record: RecordWriter = NoRecord()
@@ -211,7 +280,11 @@ class Session:
         return loop
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        self._stack.__exit__(kind, error, trace)
+        try:
+            if isinstance(error, Diverged) and self._loop is not None:
+                self._loop.end("diverged", str(error))
+        finally:
+            self._stack.__exit__(kind, error, trace)
 
     # Training -----------------------------------------------------------------------------------------------------
 
@@ -236,7 +309,7 @@ class Session:
             opened = self._open_step()
             if opened is None:
                 continue
-            step = SessionStep(engine, opened)
+            step = SessionStep(engine, opened, number=self.flow.step)
             with opened.restore:
                 try:
                     yield step
@@ -260,6 +333,7 @@ class Session:
 
     def _after(self, row: StepRow | None) -> None:
         """Everything that follows a step; None: it was lost."""
+        self._applying = False
         if row is None:
             self.loop.lost_step()
         else:

@@ -213,8 +213,7 @@ def train(
                     files.check_code(done.header.config, task.model)
                     return done
                 flow, plan, trace = _assemble(config, task, files)
-                record = files.open(flow, lambda: _header(config, task, flow, plan, trace, command))
-                with record:
+                with files.open(flow, lambda: _header(config, task, flow, plan, trace, command)) as record:
                     loop = TrainingLoop(
                         flow,
                         record,

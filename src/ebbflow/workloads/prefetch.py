@@ -25,7 +25,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
@@ -33,7 +33,16 @@ from typing import Any, Self, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from ebbflow.engines.replica_step import micro_batch_seed
 from ebbflow.errors import ConfigError, DataError
@@ -110,15 +119,39 @@ def _read_samples(dataset: Dataset[Any], sub_request: Request) -> list[Any] | Re
     return samples
 
 
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """Samples that are to be collated together with those of other sub-requests."""
+
+    samples: list[Any]
+
+
+def _collate_any(samples: list[Any], dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> Any:
+    """Return the samples as a DataLoader would."""
+    try:
+        return collate_fn(samples)
+    except Exception as error:  # whatever a user's collation raises
+        raise ConfigError(
+            f"samples of {type(dataset).__name__} cannot be collated: {type(error).__name__}: {error}; give a "
+            f"DataLoader with a collate_fn that makes a batch of them"
+        ) from error
+
+
 def _collate(samples: list[Any], dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
     """Return (input, target) samples as one batch, made by torch's default collation."""
-    name = type(dataset).__name__
     try:
         pair = default_collate(samples)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"samples of {name} cannot be collated: {error}; expected (input, target) pairs of equal shapes"
+            f"samples of {type(dataset).__name__} cannot be collated: {error}; expected (input, target) pairs of equal "
+            f"shapes"
         ) from error
+    return _checked_pair(pair, dataset)
+
+
+def _checked_pair(pair: Any, dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
+    """Return a batch if it is a pair of tensors."""
+    name = type(dataset).__name__
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(side, Tensor) for side in pair)):
         found = [type(side).__name__ for side in pair] if isinstance(pair, (tuple, list)) else type(pair).__name__
         raise ConfigError(f"{name} gives {found}; expected (input, target), each a tensor or a number")
@@ -129,7 +162,7 @@ Prediction = Callable[[], Iterator[Request]]
 """Returns an iterator over the requests that are expected, beginning with the present one. It may be wrong, and it may
 end early."""
 
-ReadResult = tuple[Tensor, Tensor] | ReadFailure | ConfigError
+ReadResult = tuple[Tensor, Tensor] | _Samples | ReadFailure | ConfigError
 
 _LOG = logging.getLogger(__name__)
 
@@ -137,13 +170,16 @@ _LOG = logging.getLogger(__name__)
 class _SubRequestDataset(Dataset[ReadResult]):
     """The data set as the loader's processes see it: its items are the batches of sub-requests."""
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
+    def __init__(self, dataset: Dataset[Any], *, collates: bool) -> None:
         self.dataset = dataset
+        self.collates = collates
 
     def __getitem__(self, sub_request: Request) -> ReadResult:
         samples = _read_samples(self.dataset, sub_request)
         if isinstance(samples, ReadFailure):
             return samples
+        if not self.collates:
+            return _Samples(samples)
         try:
             return _collate(samples, self.dataset)
         except ConfigError as error:
@@ -175,8 +211,20 @@ class SampleReader:
     that may have no children (a daemon) reads everything itself.
     """
 
-    def __init__(self, dataset: Dataset[Any], *, loader_workers: int, prefetch: int, pin_memory: bool = False) -> None:
-        """`prefetch` is the number of samples to read in advance; requests below 32 samples make it fewer."""
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        loader_workers: int,
+        prefetch: int,
+        pin_memory: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        """`prefetch` is the number of samples to read in advance; requests below 32 samples make it fewer.
+
+        `collate_fn` makes a batch of the samples of a request, in this process; by default they are pairs of tensors,
+        and the processes collate them.
+        """
         for name, value, least in (("loader_workers", loader_workers, 0), ("prefetch", prefetch, 1)):
             if value < least:
                 raise ConfigError(f"{name} is {value}; expected {least} or more")
@@ -184,6 +232,7 @@ class SampleReader:
         self.loader_workers = loader_workers
         self.prefetch = prefetch
         self.pin_memory = pin_memory
+        self.collate_fn = collate_fn
         self._sampler = _PredictionSampler()
         self._loader: DataLoader[ReadResult] | None = None
         self._results: Iterator[ReadResult] = iter(())
@@ -202,8 +251,8 @@ class SampleReader:
         """Prefetch the requests of this prediction from now on."""
         self._predictions[:] = [prediction]
 
-    def read(self, request: Request) -> list[tuple[Tensor, Tensor]]:
-        """Return the samples of the request as batches, which are to be concatenated."""
+    def read(self, request: Request) -> list[Any]:
+        """Return the samples of the request as batches, which are to be concatenated; with `collate_fn`, one batch."""
         if self.loader_workers == 0 or multiprocessing.current_process().daemon:
             return [self._read_in_this_process(request)]
         batches = []
@@ -213,7 +262,10 @@ class SampleReader:
             if isinstance(result, ConfigError):
                 raise result
             batches.append(result)
-        return batches
+        if self.collate_fn is None:
+            return batches
+        samples = [sample for part in batches if isinstance(part, _Samples) for sample in part.samples]
+        return [_collate_any(samples, self.dataset, self.collate_fn)]
 
     def _read_with_loader(self, request: Request) -> list[ReadResult]:
         try:
@@ -233,13 +285,15 @@ class SampleReader:
             f"of memory, or of shared memory in /dev/shm, use fewer processes (loader_workers)"
         )
 
-    def _read_in_this_process(self, request: Request) -> tuple[Tensor, Tensor]:
+    def _read_in_this_process(self, request: Request) -> Any:
         samples = []
         for sub_request in request.split():
             read = _read_samples(self.dataset, sub_request)
             if isinstance(read, ReadFailure):
                 raise read.error(self.dataset)
             samples += read
+        if self.collate_fn is not None:
+            return _collate_any(samples, self.dataset, self.collate_fn)
         return _collate(samples, self.dataset)
 
     def _predict_from(self, request: Request) -> Iterator[Request]:
@@ -261,7 +315,7 @@ class SampleReader:
 
     def _make_loader(self) -> DataLoader[ReadResult]:
         return DataLoader(
-            _SubRequestDataset(self.dataset),
+            _SubRequestDataset(self.dataset, collates=self.collate_fn is None),
             sampler=self._sampler,
             batch_size=None,
             num_workers=self.loader_workers,
@@ -333,6 +387,10 @@ class DatasetSource:
     """Subtracted from the inputs on the device, so that bytes can be sent as bytes; broadcast against one batch."""
     std: Tensor | None = None
     """The inputs are divided by it on the device; broadcast against one batch."""
+    pairs: bool = True
+    """Whether samples must be (input, target) pairs; otherwise a batch is what `collate_fn` makes of them."""
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of samples, as that of a DataLoader; by default torch's default collation."""
     _reader: SampleReader = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -346,19 +404,50 @@ class DatasetSource:
             loader_workers=self.loader_workers or 0,
             prefetch=self.prefetch,
             pin_memory=self.device.type == "cuda",
+            collate_fn=self.collate_fn or (None if self.pairs else default_collate),
         )
 
     def __len__(self) -> int:
         return len(cast(Sized, self.dataset))
 
-    def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets of the samples; `train` only decides how transforms are seeded."""
+    def batch(self, indices: Indices, *, train: bool) -> Any:
+        """Return the inputs and targets of the samples, or whatever a DataLoader would return if `pairs` is false.
+
+        `train` only decides how transforms are seeded.
+        """
         batches = self._reader.read(_make_request(indices, _draw_seed() if train else 0))
+        if not self.pairs:
+            return _move(batches[0], self.device)
+        if self.collate_fn is not None:
+            batches = [_checked_pair(batches[0], self.dataset)]
         inputs, targets = (
             _concatenate([tensor.to(self.device, non_blocking=True) for tensor in side])
             for side in zip(*batches, strict=True)
         )
         return standardise(inputs, self.mean, self.std), targets
+
+    @classmethod
+    def from_loader(cls, loader: DataLoader[Any], device: torch.device, *, pairs: bool = True) -> Self:
+        """A source with the data set, `collate_fn` and `num_workers` of a DataLoader.
+
+        What would change which samples are read, or how, and cannot be followed is refused.
+        """
+        if isinstance(loader.dataset, IterableDataset):
+            return cls(loader.dataset, device)  # which refuses it
+        sampler = loader.sampler
+        shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None
+        if loader.batch_size is None or not (shuffles or isinstance(sampler, SequentialSampler)):
+            kind = type(loader.batch_sampler if loader.batch_size is None else sampler).__name__
+            raise ConfigError(
+                f"the DataLoader has a sampler of its own ({kind}), but here every sample counts once per epoch, in an "
+                f"order that follows from the seed; give the data set, or a DataLoader with batch_size and shuffle only"
+            )
+        if loader.worker_init_fn is not None:
+            raise ConfigError(
+                "the DataLoader has a worker_init_fn, which is not called here; do its work in the data set"
+            )
+        own = loader.collate_fn if loader.collate_fn is not default_collate else None
+        return cls(loader.dataset, device, loader_workers=loader.num_workers or None, pairs=pairs, collate_fn=own)
 
     def validation_batches(self, batches: Sequence[Indices]) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over batches of validation samples; all of them are known, so they are prefetched."""
@@ -395,6 +484,19 @@ class DatasetSource:
         """Return a source of the same samples that moves each batch to the device."""
         mean, std = move_all(device, self.mean, self.std)
         return replace(self, device=device, mean=mean, std=std)
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    """Move everything in a batch that can be moved."""
+    if hasattr(batch, "to"):
+        return batch.to(device, non_blocking=True) if isinstance(batch, Tensor) else batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: _move(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_move(value, device) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(_move(value, device) for value in batch)
+    return batch
 
 
 def _draw_seed(generator: torch.Generator | None = None) -> int:
