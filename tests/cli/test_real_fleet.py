@@ -99,8 +99,9 @@ def test_a_script_that_breaks_is_incomplete_then_finished_and_then_there_is_noth
     ends = []
     for argument in ("break", "on", "on"):
         answer = shell.run("launch", "--out", "job", "--json", "train.py", argument, timeout_s=150)
-        ends.append((answer.code, answer.json["status"], answer.json["steps"]))
-        assert ("nothing was trained" in answer.json["reason"]) == (len(ends) == 3), answer.err
+        account = json.loads(answer.out)
+        ends.append((answer.code, account["status"], account["steps"]))
+        assert ("nothing was trained" in account["reason"]) == (len(ends) == 3), answer.err
     assert ends == [(4, "incomplete", 3), (0, "finished", 8), (0, "finished", 8)]
 
 

@@ -69,9 +69,38 @@ def test_clipping_every_micro_batch_is_refused(rule: str) -> None:
     optimizer, sampler = elastic(net, rule=rule)
     batch = next(iter(loader_of(sampler)))
     loss_of(net, batch).backward()
-    nn.utils.clip_grad_norm_(net.parameters(), 100.0)  # multiplies by 1, and would clip later
+    nn.utils.clip_grad_norm_(net.parameters(), 0.01)
     with pytest.raises(ConfigError, match=r"gradients were changed between backward\(\) and step\(\).*Give clip="):
         optimizer.step()
+
+
+def test_clipping_that_changes_nothing_is_allowed_and_refused_when_it_clips() -> None:
+    """transformers' Trainer clips at an infinite norm, with max_grad_norm=0, in order to log the norm."""
+    net = model()
+    optimizer, sampler = elastic(net)
+    for batch in loader_of(sampler):
+        loss_of(net, batch).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(weights(net), trained(), rtol=1e-12, atol=1e-14)
+    loss_of(net, next(iter(loader_of(sampler)))).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1e-6)
+    with pytest.raises(ConfigError, match="gradients were changed"):
+        optimizer.step()
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_although_its_norm_was_logged() -> None:
+    net = model()
+    optimizer, sampler = elastic(net, on_nonfinite="skip")
+    before = weights(net)
+    for number, batch in enumerate(itertools.islice(loader_of(sampler), 3)):
+        (loss_of(net, batch) * (float("inf") if number == 1 else 1.0)).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.updates == 1 and not optimizer.updated
+    assert torch.equal(weights(net), before)
 
 
 def test_clipping_a_step_of_one_micro_batch_is_right_and_allowed() -> None:
@@ -372,6 +401,21 @@ def test_a_schedule_beside_a_scheduler_of_torch_is_refused() -> None:
         run()
 
 
+def test_a_constant_scheduler_beside_a_schedule_changes_nothing() -> None:
+    """transformers' Trainer always has a scheduler; a constant one sets the initial rate again and again."""
+    nets = model(), model()
+    for net, constant in zip(nets, (True, False), strict=True):
+        optimizer, sampler = elastic(net, schedule="cosine", epochs=1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        for batch in loader_of(sampler):
+            loss_of(net, batch).backward()
+            optimizer.step()
+            if constant:
+                scheduler.step()
+            optimizer.zero_grad()
+    assert torch.equal(weights(nets[0]), weights(nets[1]))
+
+
 def test_the_length_of_a_loader_stays_the_same_while_it_is_read() -> None:
     net = model()
     optimizer, sampler = elastic(net)
@@ -453,6 +497,40 @@ def test_set_epoch_in_the_middle_of_an_epoch_warns(end: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sampler.set_epoch(1 if end == "whole" else 2)
+
+
+def test_set_epoch_that_goes_back_is_refused() -> None:
+    """accelerate's loaders call it with a count of their own, which a loop that was left early does not raise."""
+    net = model()
+    optimizer, sampler = elastic(net)
+    for batch in loader_of(sampler):
+        loss_of(net, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(ConfigError, match=r"set_epoch\(0\) would leave epoch 1.*create a new sampler"):
+        sampler.set_epoch(0)
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_another_epoch_than_the_restored_one_is_refused(epoch: int) -> None:
+    """Frameworks count epochs themselves, and wrongly after a resume: it would be repeated or left out."""
+    sampler = ElasticSampler(SAMPLES, 3, local_batch=8)
+    sampler.set_epoch(1)
+    resumed = ElasticSampler(SAMPLES, 3, local_batch=8)
+    resumed.load_state_dict(sampler.state_dict())
+    with pytest.raises(ConfigError, match=rf"set_epoch\({epoch}\) would leave epoch 1.*sampler.epoch"):
+        resumed.set_epoch(epoch)
+    resumed.set_epoch(1)
+    list(resumed)
+    resumed.set_epoch(2)
+
+
+def test_a_state_of_the_start_leaves_the_epoch_open() -> None:
+    """accelerate saves and loads the state of every optimizer that it prepares."""
+    sampler = ElasticSampler(SAMPLES, 3, local_batch=8)
+    sampler.load_state_dict(sampler.state_dict())
+    sampler.set_epoch(5)
+    assert sampler.epoch == 5
 
 
 @pytest.mark.parametrize(

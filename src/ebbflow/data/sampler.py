@@ -206,6 +206,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._own = _Cursor(self._start)  # of whoever calls consume(), if no optimizer is attached
         self._attached: weakref.WeakKeyDictionary[Any, _Cursor] = weakref.WeakKeyDictionary()
         self._iteration: _Iteration | None = None
+        self._restored = False  # at a position of a saved run, from which nothing was read yet
         self._order(0)  # a wrong seed fails here and not in a DataLoader
 
     # Reading ----------------------------------------------------------------------------------------------------
@@ -225,6 +226,7 @@ class ElasticSampler(Sampler[list[int]]):
         cursor = self._cursor
         micro_batches = self._micro_batches(cursor.position, cursor.done)
         self._iteration = _Iteration(micro_batches, self.epoch, self._left(cursor), prefetched)
+        self._restored = False
         for each in self._cursors:
             each.consumed, each.lead = 0, None
         return self._iteration
@@ -454,12 +456,20 @@ class ElasticSampler(Sampler[list[int]]):
 
         For the current epoch nothing happens, so that a resumed run keeps its position. For another one, the position
         becomes its beginning, at the step at which the plan gets there; the rest of the current epoch is left out, with
-        a warning if its training had begun.
+        a warning if its training had begun. Leaving the epoch of a restored state before it was read, or going back
+        with an optimizer, is refused.
         """
         if epoch < 0:
             raise ConfigError(f"epoch is {epoch}; expected a whole number from 0 up")
         if epoch == self.epoch:
             return
+        if self._restored or (self._attached and epoch < self.epoch):
+            raise ConfigError(
+                f"set_epoch({epoch}) would leave epoch {self.epoch}, where the saved state or the training has got to. "
+                f"The sampler counts the epochs by itself: leave set_epoch() out, or call it with sampler.epoch, which "
+                f"tells accelerate's loaders, too, where to continue (loader.set_epoch(sampler.epoch)); to start anew, "
+                f"create a new sampler and a new optimizer"
+            )
         cursor = self._cursor
         position = cursor.position if epoch > self.epoch else self._start
         left = cursor.position.ledger.remaining
@@ -498,4 +508,4 @@ class ElasticSampler(Sampler[list[int]]):
         if not isinstance(step, int) or step < 0:
             raise CheckpointError(f"the sampler state has step {step!r}; expected a whole number from 0 up")
         self._move(_Position(Ledger.restore(state_dict), step))
-        self._iteration = None
+        self._iteration, self._restored = None, self._own.position.ledger.total > 0

@@ -323,8 +323,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 "the gradients were changed between backward() and step(), as clip_grad_norm_ and unscale_ do; that "
                 "would change every micro-batch of the step instead of their mean. Give clip= (and scaler=) to "
-                "ElasticOptimizer instead (transformers: max_grad_norm=0), or change the mean gradient in a hook of "
-                "register_step_pre_hook"
+                "ElasticOptimizer instead (transformers: max_grad_norm=0; Lightning: no gradient_clip_val), or change "
+                "the mean gradient in a hook of register_step_pre_hook"
             )
         factor = 1.0 / samples if self.reduction == "sum" else self.accumulation / taken
         if weight is None:
@@ -360,9 +360,11 @@ class ElasticOptimizer(torch.optim.Optimizer):
     def _check_rates(self, *, first: bool) -> None:
         """Refuse rates that somebody else has changed where nobody may."""
         rates = [float(group["lr"]) for group in self.param_groups]
+        initial = [float(rate) for rate in self._initial_lrs]
         if first:
             self._open.rates = rates
-            if self.schedule is not None and self._rates_set is not None and rates != self._rates_set:
+            # A constant scheduler, which transformers' Trainer cannot do without, sets the initial rates again.
+            if self.schedule is not None and self._rates_set is not None and rates not in (self._rates_set, initial):
                 raise ConfigError(
                     f"the learning rate is {rates[0]:g}, but the schedule {self.schedule} had set "
                     f"{self._rates_set[0]:g}: "
@@ -637,20 +639,51 @@ class _OpenGradients:
         scale_gradients(list(self.sums), self.unit / self.weight)
 
 
-class _Watched:
-    """Notices that gradients were changed after autograd had written them, in the first and the last tensor.
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A gradient as autograd has written it."""
 
-    Compares torch's counter of in-place changes, so that nothing is copied and no device waits.
-    """
+    gradient: torch.Tensor
+    version: int
+    """Torch's counter of in-place changes."""
+    entries: torch.Tensor | None
+    """Copy of the first entries."""
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> _Arrived:
+        return cls(gradient, gradient._version, None if gradient.is_sparse else _first_entries(gradient).clone())
+
+    def differs(self, gradient: torch.Tensor | None) -> bool:
+        """Whether `.grad` is something else now.
+
+        In-place operations that change nothing are none of our business: transformers' Trainer clips at an infinite
+        norm in order to log the norm. A gradient that is not finite is left to `on_nonfinite`.
+        """
+        if gradient is not self.gradient:
+            return True
+        if gradient._version == self.version:  # the usual case, in which no device waits
+            return False
+        if self.entries is None:
+            return True
+        entries = _first_entries(gradient)
+        return bool(((entries != self.entries) & entries.isfinite()).any())
+
+
+def _first_entries(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.detach().reshape(-1)[:4096]
+
+
+class _Watched:
+    """Notices that gradients were changed after autograd had written them, in the first and the last tensor."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._seen: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
+        self._seen: dict[torch.nn.Parameter, _Arrived] = {}
         seen = self._seen
 
         def arrived(parameter: torch.Tensor) -> None:
             assert isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None
-            seen[parameter] = parameter.grad, parameter.grad._version
+            seen[parameter] = _Arrived.of(parameter.grad)
 
         watched = {id(parameter): parameter for parameter in (*trained[:1], *trained[-1:])}.values()
         handles = [parameter.register_post_accumulate_grad_hook(arrived) for parameter in watched]  # type: ignore[no-untyped-call]
@@ -660,7 +693,7 @@ class _Watched:
         """Whether a gradient is not the one that arrived; then the next micro-batch begins."""
         seen = dict(self._seen)
         self._seen.clear()
-        return any(p.grad is not gradient or gradient._version != version for p, (gradient, version) in seen.items())
+        return any(arrived.differs(parameter.grad) for parameter, arrived in seen.items())
 
 
 def _remove_hooks(handles: Sequence[Any]) -> None:
