@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MINIMUM_VERSION", "USED_MEMBERS", "BatchNorm", "NormBase", "check_input_dimensions", "compiler_error",
     "foreach_add_", "foreach_copy_", "foreach_lerp_", "foreach_mul_", "foreach_norm", "foreach_zero_", "gloo_group",
-    "mark_dynamic", "missing_members", "prefix_store", "tcp_store",
+    "is_sum_over", "mark_dynamic", "missing_members", "prefix_store", "tcp_store",
 ]  # fmt: skip
 
 MINIMUM_VERSION = "2.11"
@@ -131,3 +131,24 @@ def gloo_group(store: Store, rank: int, size: int, *, host: str, timeout: timede
     options._timeout = timeout
     options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
     return gloo(store, rank, size, options)
+
+
+# Losses ---------------------------------------------------------------------------------------------------------------
+
+_SAME_VALUE = ("AliasBackward0", "CloneBackward0", "SqueezeBackward0", "ToCopyBackward0", "ViewBackward0")
+_SUM = 2  # what torch's loss functions save for reduction="sum"
+
+
+def is_sum_over(loss: torch.Tensor, samples: int) -> bool:
+    """Whether a loss ends with a sum over samples: a loss function with reduction="sum", or `.sum()` of a vector.
+
+    Where the graph of the loss says nothing, as with another torch, the answer is False.
+    """
+    node: Any = loss.grad_fn
+    while type(node).__name__ in _SAME_VALUE:
+        node = node.next_functions[0][0]
+    if type(node).__name__ == "SumBackward0":
+        sizes: tuple[int, ...] = getattr(node, "_saved_self_sym_sizes", ())
+        over_samples = len(sizes) > 0 and int(sizes[0]) == samples > 1
+        return over_samples and not type(node.next_functions[0][0]).__name__.startswith("Mean")
+    return bool(getattr(node, "_saved_reduction", None) == _SUM)

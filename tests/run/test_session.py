@@ -132,3 +132,32 @@ def test_bad_settings_are_refused_before_anything_is_trained(change: dict[str, A
     settings = {name: value for name, value in {**SETTINGS, **change}.items() if value is not None}
     with pytest.raises(ConfigError, match=message):
         ebbflow.Session(model, sgd(model), TensorSource(*make_data()), **settings)
+
+
+@pytest.mark.parametrize("kind", ["function", "method", "reduction"])
+def test_a_loss_that_is_a_sum_is_refused_or_divided(kind: str) -> None:
+    """A mean over the samples that ends with a sum over the classes is no sum over the samples."""
+    functional = torch.nn.functional
+    sums = {
+        "function": lambda output, y: functional.cross_entropy(output, y, reduction="sum"),
+        "method": lambda output, y: functional.cross_entropy(output, y, reduction="none").sum(),
+        "reduction": lambda output, y: (
+            functional.nll_loss(output.log_softmax(1), y, reduction="sum").double().squeeze()
+        ),
+    }
+
+    def weights(loss: Any, **settings: Any) -> torch.Tensor:
+        model = make_model()
+        session = ebbflow.Session(model, sgd(model), TensorSource(*make_data()), **SETTINGS, **settings)
+        with session:
+            for step in session:
+                for x, y in step:
+                    step.backward(loss(model(x), y))
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    with pytest.raises(ConfigError, match=r"a sum over the \d+ samples.*reduction='sum' to the session"):
+        weights(sums[kind])
+    mean = weights(lambda output, y: functional.cross_entropy(output, y))
+    torch.testing.assert_close(weights(sums[kind], reduction="sum"), mean)
+    classes = weights(lambda output, y: (output.log_softmax(1) * functional.one_hot(y, output.shape[1])).mean(0).sum())
+    assert classes.isfinite().all()

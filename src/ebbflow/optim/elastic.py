@@ -20,6 +20,7 @@ from ebbflow.moments.meters import HookMeter
 from ebbflow.optim.apply import Applier, gradient_norm, scale_gradients
 from ebbflow.optim.schedules import Schedule, TrainingProgress, make_schedule
 from ebbflow.rules.rule import Rule, Scaling, StepContext, damp, make_rule
+from ebbflow.torch_api import foreach_add_
 
 __all__ = ["ElasticOptimizer", "OnNonfinite", "Update"]
 
@@ -629,7 +630,7 @@ class _OpenGradients:
             for p in both:
                 self.sums[p] = self.sums[p] + gradients[p] * share
         elif both:
-            torch._foreach_add_([self.sums[p] for p in both], [gradients[p] for p in both], alpha=share)
+            foreach_add_([self.sums[p] for p in both], [gradients[p] for p in both], alpha=share)
         self.sums |= {p: gradient * share for p, gradient in gradients.items() if p not in self.sums}
 
     def put_back(self) -> None:

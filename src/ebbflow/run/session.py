@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +37,7 @@ from ebbflow.run.loop import Callbacks, Evaluate, TrainingLoop
 from ebbflow.run.planning import make_plan
 from ebbflow.run.torchrun import joined
 from ebbflow.run.training import RECORD, RunFiles
+from ebbflow.torch_api import is_sum_over
 from ebbflow.workloads import DatasetSource, Source, Task
 
 __all__ = ["Session", "SessionStep", "own_task"]
@@ -54,11 +55,14 @@ class SessionStep:
     again.
     """
 
-    def __init__(self, engine: Engine, opened: OpenStep, *, number: int = 0) -> None:
+    def __init__(
+        self, engine: Engine, opened: OpenStep, *, number: int = 0, reduction: Literal["mean", "sum"] | None = None
+    ) -> None:
         self.number = number
         """Steps that were committed before this one; the same on all replicas of a fleet, and after a restart."""
         self._engine = engine
         self._opened = opened
+        self._reduction = reduction
         self._earlier_losses: torch.Tensor | None = None
         self._current: LoadedMicroBatch | None = None
         self._own_loop = False
@@ -95,8 +99,9 @@ class SessionStep:
         """
         if self._current is None:
             raise ConfigError("backward() was called outside of `for x, y in step`; call it once for each micro-batch")
+        check_scalar(loss)
+        loss = self._mean(loss, self._current.samples)
         if not last:
-            check_scalar(loss)
             (loss * self._current.weight).backward()  # type: ignore[no-untyped-call]
             earlier = self._earlier_losses
             self._earlier_losses = loss.detach() if earlier is None else earlier + loss.detach()
@@ -104,6 +109,18 @@ class SessionStep:
         # The earlier losses are constants here: they count in the recorded loss, and their gradients are there already.
         self._engine.backward(loss if self._earlier_losses is None else loss + self._earlier_losses, self._current)
         self._current = self._earlier_losses = None
+
+    def _mean(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
+        """The mean loss over the samples."""
+        if self._reduction == "sum":
+            return loss / samples
+        if self._reduction is None and is_sum_over(loss, samples):
+            raise ConfigError(
+                f"the loss is a sum over the {samples} samples of the micro-batch, and the step needs their mean; use "
+                f"reduction='mean' in the loss, or give reduction='sum' to the session (reduction='mean' if it is a "
+                f"mean after all)"
+            )
+        return loss
 
     def _complete(self, flow: Flow) -> StepRow | None:
         """Apply the step after the loop's body."""
@@ -172,6 +189,7 @@ class Session:
         *,
         engine: str | EngineMaker = "auto",
         loss: Loss | None = None,
+        reduction: Literal["mean", "sum"] | None = None,
         max_steps: int | None = None,
         evaluate: Evaluate | None = None,
         out: Path | str | None = None,
@@ -187,9 +205,10 @@ class Session:
         auto, fused or loop (virtual workers in this process), live (a replica of a fleet), the name of one that you
         registered, or a function EngineParts -> Engine, such as one that makes a DaskEngine. `loss(model, x, y)`: the
         mean over the samples, for `run()` and for engines that compute elsewhere; samples are then (input, target)
-        pairs. `max_steps`: the run ends after this many steps, or after `epochs` if that is given and comes first.
-        `evaluate()`: called after every epoch; the scores that it returns go into the record. `out`: the folder of the
-        run. `config`: all settings at once instead of `settings`."""
+        pairs. `reduction`: whether the loss that `step.backward` gets is a mean or a sum over the samples; by default a
+        mean, and a loss that ends with a sum is refused. `max_steps`: the run ends after this many steps, or after
+        `epochs` if that is given and comes first. `evaluate()`: called after every epoch; the scores that it returns go
+        into the record. `out`: the folder of the run. `config`: all settings at once instead of `settings`."""
         self.model = model
         if isinstance(data, DataLoader) and config is None and data.batch_size is not None:
             settings = {"local_batch": data.batch_size, **settings}
@@ -202,6 +221,7 @@ class Session:
         self.task = own_task(model, data, loss, workers=loader_workers(self.config))
         self._optimizer = make_optimizer(self.config, self.task, optimizer)
         _check_parameters(model, self._optimizer)
+        self._reduction = reduction
         self._maker = engine_maker(engine) if isinstance(engine, str) else engine
         self._evaluate = evaluate
         self._callbacks = callbacks or Callbacks()
@@ -309,7 +329,7 @@ class Session:
             opened = self._open_step()
             if opened is None:
                 continue
-            step = SessionStep(engine, opened, number=self.flow.step)
+            step = SessionStep(engine, opened, number=self.flow.step, reduction=self._reduction)
             with opened.restore:
                 try:
                     yield step
