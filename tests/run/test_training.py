@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ebbflow import workloads
-from ebbflow.errors import CheckpointError, ConfigError, PlanError
+from ebbflow.errors import CheckpointError, ConfigError, OutputError, PlanError
 from ebbflow.record import Run, StepRow, read_record
 from ebbflow.run import training
 from ebbflow.run.config import RunConfig
@@ -436,3 +436,23 @@ def test_a_finished_run_on_a_trace_with_a_long_text_is_found_again(tmp_path: Pat
     assert len(changes) > 255
     first = run(tmp_path, changes, epochs=1)
     assert run(tmp_path, changes, epochs=1).header.created == first.header.created
+
+
+def test_a_run_whose_final_weights_cannot_be_written_has_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full at the end: the same command trains the rest again, instead of taking it for finished."""
+    write = training.save_checkpoint
+
+    def full(path: Path, state: dict[str, Any]) -> None:
+        if path.name == training.WEIGHTS:
+            raise OutputError(f"{path}: cannot be written: No space left on device")
+        write(path, state)
+
+    monkeypatch.setattr(training, "save_checkpoint", full)
+    config = RunConfig(workload="digits-mlp", epochs=1, local_batch=32)
+    with pytest.raises(OutputError, match="No space left"):
+        train(config, tmp_path)
+    monkeypatch.setattr(training, "save_checkpoint", write)
+    assert train(config, tmp_path).status == "finished"
+    assert (tmp_path / training.WEIGHTS).is_file()

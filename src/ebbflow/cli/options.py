@@ -49,7 +49,8 @@ def takes_settings(
 def _option(name: str, field: FieldInfo, argument: str | None) -> inspect.Parameter:
     """A setting as a parameter that Typer turns into an option."""
     text = f"{field.description}" + (" Default: the recipe's." if name in recipe_settings() else "")
-    kind, default = _kind(field.annotation), field.default
+    kind = _kind(field.annotation)
+    default = inspect.Parameter.empty if field.is_required() else field.default
     declared: Any
     if name == argument:
         declared, default = typer.Argument(help=text), inspect.Parameter.empty

@@ -230,6 +230,7 @@ class Fit:
         described = {
             "workload": f"{type(net).__name__}({type(net.module_).__name__})",
             "trace": f"batch {self.batches.text}",
+            "engine": "dask" if self.on_cluster else "emulated",
             "rule": config.rule,
             "seed": net.seed_,
             "epochs": self.epochs,

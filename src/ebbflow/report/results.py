@@ -149,7 +149,7 @@ class ArmResult:
     def from_run(cls, run: Run, *, id: str = "") -> ArmResult:
         """The arm of a record."""
         config, rows = run.header.config, run.steps
-        metric = str(config.get("metric", "accuracy"))
+        metric, higher_is_better = _metric_of(run)
         epochs, values = run.metric(metric)
         scored = [row for row in run.validations if metric in row.metrics]
         starts = run.column("time_s")
@@ -165,7 +165,7 @@ class ArmResult:
             seed=int(config.get("seed", 0)),
             status=cast("Status", run.status),
             metric=metric,
-            higher_is_better=bool(config.get("higher_is_better", metric != "loss")),
+            higher_is_better=higher_is_better,
             note=_note(run),
             damage=run.damage,
             header=run.header,
@@ -203,6 +203,19 @@ class Results:
         """Messages about damaged last lines, records that cannot be read, and records that are not used."""
         damaged = [arm.damage or arm.note for arm in self.arms if arm.damage or arm.status == "unreadable"]
         return [*damaged, *self.replaced]
+
+
+def _metric_of(run: Run) -> tuple[str, bool]:
+    """The metric that runs are compared by, and whether more of it is better.
+
+    That of the header; or the first that was measured, for a run whose own evaluation returns something else.
+    """
+    config = run.header.config
+    metric = str(config.get("metric", "accuracy"))
+    measured = [name for row in run.validations for name in row.metrics]
+    if not measured or metric in measured:
+        return metric, bool(config.get("higher_is_better", metric != "loss"))
+    return measured[0], not any(word in measured[0] for word in ("loss", "error", "perplexity"))
 
 
 def _note(run: Run) -> str:

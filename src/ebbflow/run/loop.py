@@ -64,7 +64,7 @@ class TrainingLoop:
 
     After each committed step the row is written to the record, the callbacks are called and the loss is checked. After
     every `validate_every` epochs, and at the end, the model is evaluated. `save` is called every `checkpoint_every_s`
-    seconds, and before the run is interrupted because `should_stop` said so.
+    seconds, and before the run is interrupted because `should_stop` said so; `save_final` before the last row.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class TrainingLoop:
         validate_every: int = 1,
         callbacks: Callbacks | None = None,
         save: Callable[[], None] | None = None,
+        save_final: Callable[[], None] | None = None,
         checkpoint_every_s: float = math.inf,
     ) -> None:
         self.flow = flow
@@ -84,6 +85,7 @@ class TrainingLoop:
         self.validate_every = validate_every
         self.callbacks = callbacks or Callbacks()
         self.save = save or (lambda: None)
+        self.save_final = save_final or (lambda: None)
         self.checkpoint_every_s = checkpoint_every_s
         self._saved_at = time.monotonic()
         self._should_stop = flow.engine.agree_to_stop(self.callbacks.should_stop)
@@ -182,7 +184,8 @@ class TrainingLoop:
         self.record.write(Event(step=self.flow.step if step is None else step, what=what, text=text))
 
     def end(self, status: Literal["finished", "diverged", "failed"], text: str = "") -> End:
-        """Write the last row of the record."""
+        """Save the final state, then write the last row of the record, which says that the run has ended."""
+        self.save_final()
         end = End(
             status=status,
             steps=self.flow.step,

@@ -276,6 +276,7 @@ class Session:
         stack.callback(flow.engine.close)
         record: RecordWriter = NoRecord()
         save: Callable[[], None] | None = None
+        save_final: Callable[[], None] | None = None
         if self._folder is not None:
             files = RunFiles(self._folder, config, ranks)
             stack.enter_context(files.lock())
@@ -286,8 +287,8 @@ class Session:
             record = stack.enter_context(
                 files.open(flow, lambda: make_header(described, device=device, plan=plan, trace=trace))
             )
-            save = partial(files.save, flow)
-            stack.callback(lambda: files.finish(flow, keep_weights=True) if flow.finished else files.save(flow))
+            save, save_final = partial(files.save, flow), partial(files.save_weights, flow)
+            stack.callback(lambda: files.remove_checkpoint() if flow.finished else files.save(flow))
         loop = TrainingLoop(
             flow,
             record,
@@ -295,6 +296,7 @@ class Session:
             validate_every=config.validate_every,
             callbacks=self._callbacks,
             save=save,
+            save_final=save_final,
             checkpoint_every_s=self._checkpoint_every_s,
         )
         return loop

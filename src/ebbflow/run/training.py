@@ -153,14 +153,16 @@ class RunFiles:
             own = {"settings": self._recorded, "record_bytes": self.record.flush()}
             save_checkpoint(self.folder / CHECKPOINT, {**own, **flow.state_dict()})
 
-    def finish(self, flow: Flow, *, keep_weights: bool) -> None:
-        """Write the final weights, if wanted, and remove the checkpoint."""
-        if not self.ranks.leads:
-            return
-        if keep_weights:
+    def save_weights(self, flow: Flow) -> None:
+        """Write the final weights."""
+        if self.ranks.leads:
             ema = {"ema": flow.average.state_dict()} if flow.average is not None else {}
             save_checkpoint(self.folder / WEIGHTS, {"model": flow.engine.model.state_dict(), **ema})
-        (self.folder / CHECKPOINT).unlink(missing_ok=True)
+
+    def remove_checkpoint(self) -> None:
+        """Remove the checkpoint of a run that has ended."""
+        if self.ranks.leads:
+            (self.folder / CHECKPOINT).unlink(missing_ok=True)
 
 
 def _parameter_count(model: nn.Module) -> int:
@@ -221,10 +223,11 @@ def train(
                         validate_every=config.validate_every,
                         callbacks=callbacks,
                         save=lambda: files.save(flow),
+                        save_final=(lambda: files.save_weights(flow)) if keep_weights else None,
                         checkpoint_every_s=checkpoint_every_s,
                     )
                     loop.run()
-                    files.finish(flow, keep_weights=keep_weights)
+                    files.remove_checkpoint()
         return ranks.shared(lambda: read_record(files.folder / RECORD))
 
 
