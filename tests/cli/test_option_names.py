@@ -80,6 +80,8 @@ IDEAS = {
     "--target": "score to reach",
     # What all verbs share
     "--allow-code-change": "whether a run continues with other code",
+    "--allow-changes": "whether a fleet continues with other settings of its script",
+    "--from-scratch": "whether earlier files are moved aside",
     "--out": "where results are written",
     "--checkpoint-every": "time between checkpoints",
     "--json": "answer as JSON",

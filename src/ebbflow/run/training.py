@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ def train(
             return done
         if not ranks.leads:
             callbacks = Callbacks(should_stop=callbacks.should_stop)
-        with cpu_settings(config.threads), enough_memory(config.device), files.lock():
+        with cpu_settings(config.threads), enough_memory(config.device):
             task = workloads.build(
                 config.workload, data=config.data, seed=config.seed, device=ranks.device(config.device),
                 loader_workers=loader_workers(config),
@@ -215,7 +216,8 @@ def train(
                     files.check_code(done.header.config, task.model)
                     return done
                 flow, plan, trace = _assemble(config, task, files)
-                with files.open(flow, lambda: _header(config, task, flow, plan, trace, command)) as record:
+                header = partial(_header, config, task, flow, plan, trace, command)
+                with files.lock(), files.open(flow, header) as record:
                     loop = TrainingLoop(
                         flow,
                         record,
