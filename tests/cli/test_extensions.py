@@ -376,7 +376,7 @@ def test_an_error_in_a_workload_of_a_plugin_names_the_line_of_the_plugin(shell: 
 def test_a_script_loads_its_plugins_itself(tmp_path: Path, ebbflow: Ebbflow) -> None:
     pytest.importorskip("torchft", reason="the live extra is not installed")
     Path("mine.py").write_text("")
-    answer = ebbflow("launch", "mine.py", "--plugin", "mine.py")
+    answer = ebbflow("launch", "--plugin", "mine.py", "mine.py")
     assert answer.code == 2
     assert "--plugin belongs to --workload; a script imports its plugins itself" in answer.err
 

@@ -49,6 +49,7 @@ def test_a_job_that_is_run_from_scratch_keeps_its_old_files(shell: Shell) -> Non
     assert (shell.folder / "job" / "earlier-1" / "weights.pt").is_file()
 
 
+@pytest.mark.process
 def test_ctrl_c_lets_the_replicas_leave(shell: Shell) -> None:
     launcher = shell.start("launch", "--replicas", 2, "--out", "job", FAKE, "train")
     until(lambda: shell.training("r0", "r1"))

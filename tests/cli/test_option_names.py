@@ -80,6 +80,8 @@ IDEAS = {
     "--target": "score to reach",
     # What all verbs share
     "--allow-code-change": "whether a run continues with other code",
+    "--allow-changes": "whether a checkpoint continues with other settings",
+    "--from-scratch": "whether earlier checkpoints are put aside",
     "--out": "where results are written",
     "--checkpoint-every": "time between checkpoints",
     "--json": "answer as JSON",

@@ -98,6 +98,7 @@ def begin(plugin: Path, folder: Path) -> RunConfig:
     return config
 
 
+@pytest.mark.process
 def test_an_edited_plugin_starts_new_runs_and_the_earlier_ones_are_kept_apart(
     plugin: Path, forget: Callable[[], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -125,6 +126,7 @@ def test_an_edited_plugin_starts_new_runs_and_the_earlier_ones_are_kept_apart(
         assert results.problems == []
 
 
+@pytest.mark.process
 def test_an_edited_recipe_starts_new_runs_although_no_plugin_has_it(
     plugin: Path, forget: Callable[[], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,6 +142,7 @@ def test_an_edited_recipe_starts_new_runs_although_no_plugin_has_it(
     assert read_record(record).header.config["lr"] == 0.05
 
 
+@pytest.mark.process
 def test_an_arm_that_was_interrupted_is_not_continued_by_a_model_of_another_size(
     plugin: Path, forget: Callable[[], None], tmp_path: Path
 ) -> None:

@@ -203,7 +203,7 @@ def train(
             return done
         if not ranks.leads:
             callbacks = Callbacks(should_stop=callbacks.should_stop)
-        with cpu_settings(config.threads), enough_memory(config.device), files.lock():
+        with cpu_settings(config.threads), enough_memory(config.device):
             task = workloads.build(
                 config.workload, data=config.data, seed=config.seed, device=ranks.device(config.device),
                 loader_workers=loader_workers(config),
@@ -213,7 +213,11 @@ def train(
                     files.check_code(done.header.config, task.model)
                     return done
                 flow, plan, trace = _assemble(config, task, files)
-                with files.open(flow, lambda: _header(config, task, flow, plan, trace, command)) as record:
+                # The folder is made here: what is refused before leaves none behind.
+                with (
+                    files.lock(),
+                    files.open(flow, lambda: _header(config, task, flow, plan, trace, command)) as record,
+                ):
                     loop = TrainingLoop(
                         flow,
                         record,
