@@ -77,7 +77,7 @@ def launch(
     require_torchft("ebbflow launch")
     if plugin and workload is None:
         raise ConfigError(
-            "--plugin belongs to --workload; a script imports its plugins itself; options of the script go behind --"
+            "--plugin belongs to --workload; a script imports its plugins itself, and its options go behind its name"
         )
     program = with_plugins(command or [], plugin or [], workload=workload)
     positive(replicas, "replicas")

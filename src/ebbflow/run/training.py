@@ -216,6 +216,7 @@ def train(
                     files.check_code(done.header.config, task.model)
                     return done
                 flow, plan, trace = _assemble(config, task, files)
+                # The folder is made here: what is refused before leaves none behind.
                 header = partial(_header, config, task, flow, plan, trace, command)
                 with files.lock(), files.open(flow, header) as record:
                     loop = TrainingLoop(
