@@ -1,6 +1,6 @@
 """What emulating workers costs over plain large-batch training, and what fusing them gains over a loop.
 
-On a GPU: ResNet-18 on 32x32 images, bfloat16, about 2,048 samples a step, samples and augmentation on the GPU. The
+On a GPU: ResNet-18 on 32x32 images, bfloat16, about 2,048 samples per step, samples and augmentation on the GPU. The
 limit is plain training with one compiled batch of 2,048 and no workers at all. Everything else is a whole step of the
 flow: samples fetched, chunks, batch norm of each worker, statistics and AdaScale where they are on, the optimizer.
 On a CPU: digits-cnn, and shakespeare-gpt where a text is given; the loop is what the fused engine is compared with.
@@ -162,7 +162,9 @@ def rate(step: Step, *, seconds: float = 1.5, turns: int = 3) -> float:
 
 
 def on_gpu(wanted: str) -> None:
-    print(f"ResNet-18, 32x32, bf16, {BATCH} samples a step, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(
+        f"ResNet-18, 32x32, bf16, {BATCH} samples per step, {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    )
     rates: dict[str, float] = {}
     print(f"{'':44s} {'images/s':>9s} {'of the limit':>12s} {'of the loop':>11s} {'compiling':>9s}")
     for name, make in gpu_arms().items():

@@ -224,7 +224,7 @@ def compare(
                 times[method].append(seconds / steps)
     size = sum(parameter.numel() for parameter in make().parameters())
     print(f"\n{name}: {size / 1e6:.2f}M parameters, {PIECES} micro-batches of {shape[0]}, {device}")
-    print(f"{'':24}{'ms a step':>12}{'over plain':>12}")
+    print(f"{'':24}{'ms per step':>12}{'over plain':>12}")
     for method, own in times.items():
         ratio = statistics.median(a / b for a, b in zip(own, times["plain"], strict=True))
         print(f"{method:24}{statistics.median(own) * 1e3:>12.3f}{ratio:>12.3f}")

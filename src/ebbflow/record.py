@@ -35,7 +35,7 @@ from ebbflow.errors import OutputError, RecordError
 
 __all__ = [
     "End", "Event", "Header", "LayersRow", "NoRecord", "RecordWriter", "Row", "Run", "StepRow", "ValidationRow",
-    "layers_due", "read_record", "story",
+    "layers_due", "read_record",
 ]  # fmt: skip
 
 VERSION = 2
@@ -330,11 +330,6 @@ class Run:
             np.array([row.epoch for row in rows], dtype=np.float64),
             np.array([math.nan if value is None else value for value in values], dtype=np.float64),
         )
-
-
-def story(run: Run, *, worker: int) -> list[StepRow]:
-    """The steps that a worker took part in, in order. Workers are numbered from 0; with W present, 0 to W-1 work."""
-    return [row for row in run.steps if worker < row.workers]
 
 
 def read_record(path: Path | str) -> Run:

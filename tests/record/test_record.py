@@ -21,7 +21,6 @@ from ebbflow.record import (
     encode,
     layers_due,
     read_record,
-    story,
 )
 
 
@@ -51,7 +50,6 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert math.isnan(run.column("unheard of")[0])
     assert run.metric("accuracy")[1].tolist() == [0.5]
     assert (run.status, run.damage) == ("finished", "")
-    assert [row.step for row in story(run, worker=1)] == [1, 2]
 
 
 def test_a_number_that_is_not_finite_becomes_null() -> None:
