@@ -113,6 +113,8 @@ class RunFiles:
     def open(self, flow: Flow, header: Any) -> RecordWriter:
         """Continue from the checkpoint if there is one, else begin a new record with `header()`."""
         path, checkpoint = self.folder / RECORD, self.folder / CHECKPOINT
+        if self.ranks.shared(self.finished_run) is not None:
+            raise ConfigError(f"another process has finished this run in {self.folder}; read its record there")
         found = self.ranks.shared(
             lambda: load_checkpoint(checkpoint) if checkpoint.is_file() and path.is_file() else None
         )
