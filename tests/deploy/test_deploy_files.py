@@ -90,7 +90,8 @@ def test_every_command_line_names_a_real_verb_and_real_flags(file: str, words: l
     given = verb.make_context(words[1], list(words[2:]), parent=context).params
     if given.get("workload"):
         replica = group.get_command(context, "replica")  # type: ignore[attr-defined]
-        replica.make_context("replica", list(given["command"] or []), parent=context)  # fails on an unknown option
+        own = ["--workload", given["workload"], *(given["command"] or [])]
+        replica.make_context("replica", own, parent=context)  # fails on an unknown option
 
 
 def test_the_lighthouse_is_one_on_an_on_demand_node_behind_a_name() -> None:
