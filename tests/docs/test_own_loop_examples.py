@@ -17,6 +17,8 @@ import torch
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 
+pytestmark = pytest.mark.slow  # all of it together: it imports three frameworks
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "own-loops.md").read_text(encoding="utf-8")
 FRAMEWORKS = {
