@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
@@ -107,12 +107,20 @@ class _Iteration(Iterator[list[int]]):
 
     micro_batches: Iterator[list[int]]
     epoch: int
-    length: int
-    """Micro-batches that it gives out in all."""
+    count: Callable[[], int]
+    """Counts the micro-batches that it gives out in all."""
     prefetched: int | None
     """Micro-batches for which the DataLoader asks before its loop asks for the first; None without a DataLoader."""
     asked: int = 0
     """Also counts what was asked for in vain, after the end: a DataLoader asks once for each that it hands over."""
+    counted: int = -1
+
+    @property
+    def length(self) -> int:
+        """Micro-batches that it gives out in all; counted when it is first asked for, so that starting is fast."""
+        if self.counted < 0:
+            self.counted = self.count()
+        return self.counted
 
     def __next__(self) -> list[int]:
         self.asked += 1
@@ -225,7 +233,8 @@ class ElasticSampler(Sampler[list[int]]):
                 self.set_epoch(self.epoch + 1)
         cursor = self._cursor
         micro_batches = self._micro_batches(cursor.position, cursor.done)
-        self._iteration = _Iteration(micro_batches, self.epoch, self._left(cursor), prefetched)
+        start = replace(cursor)
+        self._iteration = _Iteration(micro_batches, self.epoch, lambda: self._left(start), prefetched)
         self._restored = False
         for each in self._cursors:
             each.consumed, each.lead = 0, None
