@@ -161,3 +161,20 @@ def test_a_loss_that_is_a_sum_is_refused_or_divided(kind: str) -> None:
     torch.testing.assert_close(weights(sums[kind], reduction="sum"), mean)
     classes = weights(lambda output, y: (output.log_softmax(1) * functional.one_hot(y, output.shape[1])).mean(0).sum())
     assert classes.isfinite().all()
+
+
+def test_a_source_of_ones_own_needs_a_length_and_batches_only() -> None:
+    class Source:
+        def __len__(self) -> int:
+            return len(make_data()[0])
+
+        def batch(self, indices: Any, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            x, y = make_data()
+            return x[indices], y[indices]
+
+    models = make_model(), make_model()
+    for model, source in zip(models, (Source(), TensorSource(*make_data())), strict=True):
+        with ebbflow.Session(model, sgd(model), source, loss=cross_entropy, **SETTINGS) as session:
+            session.run()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
