@@ -141,7 +141,7 @@ class Task:
         if self.scores is None and self.recipe is not None and self.recipe.metric not in ("accuracy", "loss"):
             raise ConfigError(f"the metric {self.recipe.metric!r} is not built in; give Task the function `scores`")
         sources = {"train": self.train} if self.valid is None else {"train": self.train, "valid": self.valid}
-        members = ["__len__", "batch", *(["to"] if self.recipe is not None else [])]  # a session moves no data
+        members = ["__len__", "batch", *(["to"] if self.valid is not None else [])]  # a session moves no data
         for name, source in sources.items():
             missing = [member for member in members if not hasattr(source, member)]
             if missing:
