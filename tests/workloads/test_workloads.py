@@ -91,6 +91,7 @@ def test_every_recipe_is_known_without_data_and_its_texts_can_be_parsed(name):
     assert WORKLOADS.entry(name).summary.endswith(".")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_a_few_steps_of_its_own_recipe_lower_the_loss(name, data):
     task = workloads.build(small(name), data=data.get(name), seed=0)
