@@ -16,23 +16,7 @@ from ebbflow.data.sampler import ElasticSampler
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.batch_plan import BatchPlan
-
-SAMPLES = 109  # steps of 3 * 8 samples, and a tail of 13 in micro-batches of 7 and 6
-
-
-def data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
-    return x, torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64)
-
-
-def model() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-
-def weights(net: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
+from optim.small_regression import SAMPLES, data, model, weights
 
 
 def elastic(net: nn.Module, *, workers: int = 3, **settings: Any) -> tuple[ElasticOptimizer, ElasticSampler]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,12 @@ def test_a_source_of_ones_own_needs_a_length_and_batches_only() -> None:
             session.run()
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_signature_of_a_session_shows_its_arguments_and_settings() -> None:
+    """Editors and `help()` ask for it."""
+    shown = inspect.signature(ebbflow.Session).parameters
+    assert {"model", "optimizer", "data", "engine", "reduction", "rule", "base_batch", "clip"} <= set(shown)
+    joined = inspect.signature(ebbflow.live.join).parameters
+    assert {"model", "on_epoch", "extras", "reduction", "rule", "base_batch"} <= set(joined)
+    assert not {"engine", "config", "self"} & set(joined)

@@ -16,7 +16,7 @@ def test_a_session_and_the_estimators_show_the_settings_that_they_take() -> None
     pytest.importorskip("skorch", reason="the estimators need skorch: pip install 'ebbflow[dask]'")
     from ebbflow.sklearn import EbbflowClassifier
 
-    assert set(settings_of("session")) <= set(inspect.signature(Session.__init__).parameters)
+    assert set(settings_of("session")) <= set(inspect.signature(Session).parameters)
     assert set(settings_of("estimator")) <= set(inspect.signature(EbbflowClassifier.__init__).parameters)
     made = EbbflowClassifier(clip=0.5, memory_steps=50, measure_every=2, on_nonfinite="skip", precision="bf16")
     assert made.get_params()["clip"] == 0.5

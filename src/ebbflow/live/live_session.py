@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 import io
 import os
 import sys
@@ -66,6 +67,7 @@ class Stateful(Protocol):
         """Restore what `state_dict` described."""
 
 
+@shows_settings("session")
 class LiveSession(Session):
     """This process as a replica of a fleet: iterate over it to train, inside a `with`.
 
@@ -83,6 +85,7 @@ class LiveSession(Session):
         *,
         engine: str = "live",
         loss: Loss | None = None,
+        reduction: Literal["mean", "sum"] | None = None,
         max_steps: int | None = None,
         on_epoch: OnEpoch | None = None,
         on_commit: Callable[[StepRow], None] = lambda row: None,
@@ -101,6 +104,7 @@ class LiveSession(Session):
             data,
             engine=self._make_engine,
             loss=loss,
+            reduction=reduction,
             max_steps=max_steps,
             evaluate=(lambda: on_epoch(self.flow.ledger.epoch)) if on_epoch is not None else None,
             checkpoint_every_s=checkpoint_every_s,
@@ -472,49 +476,32 @@ def _renamed(key: str) -> str:
     return "micro_batch" if key == "piece" else key
 
 
-@shows_settings("session")
-def join(
-    model: torch.nn.Module,
-    optimizer: ElasticOptimizer | torch.optim.Optimizer,
-    data: Any,
-    *,
-    loss: Loss | None = None,
-    max_steps: int | None = None,
-    on_epoch: OnEpoch | None = None,
-    on_commit: Callable[[StepRow], None] = lambda row: None,
-    extras: Mapping[str, Stateful] | None = None,
-    notice: Callable[[], bool] = lambda: False,
-    checkpoint_every_s: float = 60.0,
-    **settings: Any,
-) -> LiveSession:
-    """Join the fleet that `ebbflow launch` describes in the environment; use the result in a `with`, and iterate over
-    it.
+def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any, **settings: Any) -> LiveSession:
+    """Join the fleet that `ebbflow launch` describes in the environment.
+
+    Use the result in a `with`, and iterate over it.
 
     `optimizer`: any optimizer of torch, whose rates were tuned at `base_batch` samples and follow the batch by `rule`;
     or an `ElasticOptimizer` without a sampler. `data`: a map-style data set, a DataLoader of one (its `collate_fn`,
     `num_workers` and `batch_size` are used), or a source with `batch(indices, train=True)`. `loss(model, x, y)`: for
-    `fleet.run()`, which needs no loop. `max_steps`: training ends after this many steps, or after `epochs` if that
-    comes first. `extras`: whatever else belongs to the state, by name, with `state_dict` and `load_state_dict`.
-    `notice`: asked before every step whether this machine is about to be taken away. `on_epoch(epoch)`: called after
-    every epoch on every replica; the scores that it returns go into the record.
+    `fleet.run()`, which needs no loop. `reduction`: "mean" or "sum", what the loss of your own loop is. `max_steps`:
+    training ends after this many steps, or after `epochs` if that comes first. `extras`: whatever else belongs to the
+    state, by name, with `state_dict` and `load_state_dict`. `notice`: asked before every step whether this machine is
+    about to be taken away. `on_epoch(epoch)`: called after every epoch on every replica; the scores that it returns go
+    into the record.
 
     Settings are those of a `Session`: epochs, local_batch (samples of one replica per step), rule, base_batch,
     schedule, policy (a text, or a function (step, replicas) -> (workers, samples)), seed, micro_batch, precision, ema,
     clip, ... lighthouse, replica, folder, job and bind are what the environment says unless given.
     """
-    return LiveSession(
-        model,
-        optimizer,
-        data,
-        loss=loss,
-        max_steps=max_steps,
-        on_epoch=on_epoch,
-        on_commit=on_commit,
-        extras=extras,
-        notice=notice,
-        checkpoint_every_s=checkpoint_every_s,
-        **settings,
-    )
+    return LiveSession(model, optimizer, data, **settings)
+
+
+_shown = inspect.signature(LiveSession)
+_NOT_OF_JOIN = ("engine", "config")  # of Session(engine="live") and join_workload
+join.__signature__ = _shown.replace(  # type: ignore[attr-defined]
+    parameters=[p for name, p in _shown.parameters.items() if name not in _NOT_OF_JOIN], return_annotation=LiveSession
+)
 
 
 def join_workload(config: RunConfig, **settings: Any) -> LiveSession:

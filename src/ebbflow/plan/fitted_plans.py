@@ -6,8 +6,9 @@ before training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from ebbflow.traces import Trace
 
 __all__ = ["GrowingPlan", "fit_growing", "foresee", "plan_for", "plan_growing"]
 
+Made = TypeVar("Made")
 _BEGINNING = Seconds(0.0)
 
 
@@ -39,16 +41,34 @@ def plan_for(
     With `repeat` the trace is repeated as often as necessary; without, a trace that is too short is a PlanError that
     says how many epochs it reaches.
     """
-    if not repeat:
+
+    def make(trace: Trace) -> tuple[BatchPlan, BatchPlan]:
         plan = BatchPlan.from_trace(trace, policy, step_time, offset=offset, on_change=on_change)
+        return plan, plan
+
+    return _long_enough(trace, make, samples=samples, epochs=epochs, offset=offset, repeat=repeat)
+
+
+def _long_enough(
+    trace: Trace,
+    make: Callable[[Trace], tuple[Made, BatchPlan]],
+    *,
+    samples: int,
+    epochs: int,
+    offset: Seconds,
+    repeat: bool,
+) -> Made:
+    """What `make` makes of the trace, or of as many repetitions as the plan of its steps needs for the epochs."""
+    if not repeat:
+        made, plan = make(trace)
         plan.for_epochs(samples, epochs)  # raises if it is too short
-        return plan
+        return made
     times = int(offset // trace.end) + 2  # so that at least one complete repetition follows the offset
     while True:
-        plan = BatchPlan.from_trace(trace.repeat(times), policy, step_time, offset=offset, on_change=on_change)
+        made, plan = make(trace.repeat(times))
         reached = plan.epochs_reached(samples, epochs)
         if reached >= epochs:
-            return plan
+            return made
         times = max(times + 1, int(times * epochs / max(reached, 1e-6)))
 
 
@@ -144,17 +164,13 @@ def plan_growing(
 
     A step takes the step time of all available workers, whether it uses all of them or not.
     """
-    times = int(offset // trace.end) + 2 if repeat else 1
-    while True:
-        whole = trace.repeat(times) if repeat else trace
-        capacity = BatchPlan.from_trace(whole, policy, step_time, offset=offset, on_change=on_change)
+
+    def make(trace: Trace) -> tuple[GrowingPlan, BatchPlan]:
+        capacity = BatchPlan.from_trace(trace, policy, step_time, offset=offset, on_change=on_change)
         foreseen = foresee(policy, capacity, samples=samples, epochs=epochs, ref_batch=ref_batch)
-        if not repeat:
-            foreseen.for_epochs(samples, epochs)  # raises if it is too short
-        reached = foreseen.epochs_reached(samples, epochs)
-        if reached >= epochs:
-            return GrowingPlan(capacity=capacity, foreseen=foreseen)
-        times = max(times + 1, int(times * epochs / max(reached, 1e-6)))
+        return GrowingPlan(capacity=capacity, foreseen=foreseen), foreseen
+
+    return _long_enough(trace, make, samples=samples, epochs=epochs, offset=offset, repeat=repeat)
 
 
 def fit_growing(

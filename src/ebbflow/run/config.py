@@ -35,7 +35,7 @@ __all__ = [
     "shows_settings",
 ]
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Shown = TypeVar("Shown", bound=Callable[..., Any])
 FrontEnd = Literal["command", "replica", "session", "estimator"]
 FRONT_ENDS: tuple[FrontEnd, ...] = ("command", "replica", "session", "estimator")
 """Where settings come from: the command and studies, the ready-made replica of a fleet, a user's own loop, an
@@ -332,12 +332,16 @@ def fields_of(front_end: FrontEnd) -> Iterator[tuple[str, FieldInfo]]:
         yield shown, RunConfig.model_fields[name]
 
 
-def shows_settings(front_end: FrontEnd) -> Callable[[Function], Function]:
-    """A decorator: `help()` and editors show the settings that the function takes as `**settings`."""
+def shows_settings(front_end: FrontEnd) -> Callable[[Shown], Shown]:
+    """A decorator: `inspect.signature()` and `help()` show the settings that a class or function takes as `**settings`.
 
-    def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-        *own, rest = signature.parameters.values()
+    Of a class the signature is that of its own `__init__`.
+    """
+
+    def decorate(function: Shown) -> Shown:
+        of_class = isinstance(function, type)
+        signature = inspect.signature(vars(function)["__init__"] if of_class else function)
+        *own, rest = list(signature.parameters.values())[1 if of_class else 0 :]
         shown = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
             for name, field in fields_of(front_end)

@@ -162,6 +162,7 @@ def _check_parameters(model: torch.nn.Module, optimizer: ElasticOptimizer) -> No
         )
 
 
+@shows_settings("session")
 class Session:
     """A training in your own loop: every sample once per epoch, and the learning rate follows the batch by a rule.
 
@@ -180,7 +181,6 @@ class Session:
             cls = getattr(importlib.import_module(module), name)
         return super().__new__(cls)
 
-    @shows_settings("session")
     def __init__(
         self,
         model: torch.nn.Module,
