@@ -78,7 +78,7 @@ def live() -> EngineCase:
     """
     survivors = ("s0", "s1")
 
-    def run(plan: BatchPlan, faults: Faults, batch_norm: bool) -> Outcome:
+    def run(plan: BatchPlan, faults: Faults, batch_norm: bool, counted: bool) -> Outcome:
         pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
         import torch
 
@@ -90,7 +90,8 @@ def live() -> EngineCase:
         names = [*survivors, *(f"v{i}" for i in range(len(losses)))]
         sizes = replicas.PlanSizes(plan, faults, len(names))
         with tempfile.TemporaryDirectory() as folder:
-            fleet = TestFleet(Path(folder), replicas.tiny, {"batch_norm": batch_norm, "policy": sizes, "all": names})
+            arguments = {"batch_norm": batch_norm, "policy": sizes, "all": names, "counted": counted}
+            fleet = TestFleet(Path(folder), replicas.tiny, arguments)
             with fleet:
                 for name, (step, _) in zip(names[len(survivors) :], losses, strict=True):
                     fleet.start(name, fault=f"kill:quorum@{step}")

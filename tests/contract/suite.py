@@ -18,7 +18,7 @@ from ebbflow.plan.policies import Follow
 from ebbflow.run.config import RunConfig
 from ebbflow.run.flow import Flow
 from ebbflow.traces.availability import Trace
-from ebbflow.workloads import cross_entropy
+from ebbflow.workloads import LossSum, cross_entropy
 
 SAMPLES = 97  # a prime: no step size divides it
 EPOCHS = 3
@@ -37,8 +37,14 @@ class Outcome:
     """Steps tried, the lost ones included."""
 
 
-RunEngine = Callable[[BatchPlan, Faults, bool], Outcome]
-"""(plan, faults, batch norm) -> outcome of EPOCHS epochs: SGD with momentum 0.9, rate 0.1 at 8 samples, linear."""
+RunEngine = Callable[[BatchPlan, Faults, bool, bool], Outcome]
+"""(plan, faults, batch norm, counted) -> outcome of EPOCHS epochs: SGD, momentum 0.9, rate 0.1 at 8 samples, linear.
+
+Counted: batches are `nested`, and the loss is `counted_loss`.
+"""
+
+VOID = 2
+"""The class that `counted_loss` leaves out."""
 
 
 def changing_plan() -> BatchPlan:
@@ -57,6 +63,29 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
     return x, torch.randint(3, (SAMPLES,), generator=generator)
+
+
+def nested(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, Any]:
+    """The same batch as detection has it: inputs in a container, targets as a list with one entry per sample."""
+    x, y = batch
+    return {"x": x}, [{"label": label} for label in y]
+
+
+def counted_loss(model: nn.Module, inputs: Any, targets: Any) -> LossSum:
+    """Cross-entropy as segmentation has it: a sum over the samples that are not void, and their number."""
+    y = torch.stack([target["label"] for target in targets])
+    total = nn.functional.cross_entropy(model(inputs["x"]), y, ignore_index=VOID, reduction="sum")
+    return LossSum(total, (y != VOID).sum())
+
+
+class Nested:
+    """Fetches what another object fetches, as `nested` batches."""
+
+    def __init__(self, fetch: Any) -> None:
+        self.fetch, self.take = fetch, getattr(fetch, "take", None)
+
+    def __call__(self, indices: np.ndarray) -> tuple[Any, Any]:
+        return nested(self.fetch(indices))
 
 
 def weights_of(model: nn.Module) -> torch.Tensor:
@@ -82,7 +111,7 @@ class Fetched:
 
 def make_engine(
     maker: EngineMaker, plan: BatchPlan, data: Any, *, faults: Faults | None = None, batch_norm: bool = False,
-    needs: frozenset[str] = frozenset(), rule: str = "linear",
+    needs: frozenset[str] = frozenset(), rule: str = "linear", counted: bool = False,
 ) -> Engine:  # fmt: skip
     """An engine over the suite's model, data and optimizer."""
     model = make_model(batch_norm=batch_norm)
@@ -92,8 +121,8 @@ def make_engine(
     return maker(
         EngineParts(
             model=model,
-            fetch=data,
-            loss=cross_entropy,
+            fetch=Nested(data) if counted else data,
+            loss=counted_loss if counted else cross_entropy,
             samples=SAMPLES,
             plan=plan,
             seed=7,
@@ -111,7 +140,7 @@ def in_this_process(
 ) -> RunEngine:
     """How an engine that is driven by this process is run; `data()` fetches samples and tells which ones (`take`)."""
 
-    def run(plan: BatchPlan, faults: Faults, batch_norm: bool) -> Outcome:
+    def run(plan: BatchPlan, faults: Faults, batch_norm: bool, counted: bool) -> Outcome:
         fetched = data()
         optimizers: list[ElasticOptimizer] = []
 
@@ -120,7 +149,8 @@ def in_this_process(
             return maker(parts)
 
         committed, epochs, attempts = [], [], 0
-        with make_engine(noting, plan, fetched, faults=faults, batch_norm=batch_norm, needs=needs) as engine:
+        settings = {"faults": faults, "batch_norm": batch_norm, "needs": needs, "counted": counted}
+        with make_engine(noting, plan, fetched, **settings) as engine:  # type: ignore[arg-type]
             flow = Flow(engine, optimizers[0], Ledger(samples=SAMPLES))
             fetched.take()  # what a run before it may have left
             while flow.ledger.epoch < EPOCHS:

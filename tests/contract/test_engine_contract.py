@@ -14,6 +14,7 @@ from contract.engines import CASES, CLIENT, EngineCase
 from contract.suite import (
     EPOCHS,
     SAMPLES,
+    VOID,
     Fetched,
     Outcome,
     changing_plan,
@@ -23,6 +24,7 @@ from contract.suite import (
     weights_of,
 )
 from ebbflow.data.ledger import Ledger
+from ebbflow.data.permutation import Permutation
 from ebbflow.engines.base import Engine, Faults
 
 every_engine = pytest.mark.parametrize("case", [case.param() for case in CASES], indirect=True)
@@ -47,8 +49,8 @@ def case(request: pytest.FixtureRequest) -> EngineCase:
     return request.param
 
 
-def run(case: EngineCase, *, faults: Faults | None = None, batch_norm: bool = False) -> Outcome:
-    return case.run(changing_plan(), faults or Faults(), batch_norm)
+def run(case: EngineCase, *, faults: Faults | None = None, batch_norm: bool = False, counted: bool = False) -> Outcome:
+    return case.run(changing_plan(), faults or Faults(), batch_norm, counted)
 
 
 def assert_exactly_once(outcome: Outcome) -> None:
@@ -115,6 +117,24 @@ def test_any_number_of_workers_equals_one_large_batch(case: EngineCase) -> None:
 
 
 @every_engine
+def test_a_loss_over_something_else_than_samples_is_divided_once_by_the_count_of_the_step(case: EngineCase) -> None:
+    """Batches are nested, and a third of the samples is void: the same steps computed by plain torch, one batch each.
+
+    Micro-batches have 4 samples, so the mean of their means would be another gradient in nearly every step.
+    """
+    outcome = run(case, counted=True)
+    model = make_model()
+    x, y = make_data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in outcome.committed:
+        optimizer.param_groups[0]["lr"] = 0.1 * len(step) / 8
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[step]), y[step], ignore_index=VOID).backward()
+        optimizer.step()
+    torch.testing.assert_close(outcome.weights, weights_of(model), rtol=1e-9, atol=1e-12)
+
+
+@every_engine
 def test_the_same_run_twice_is_the_same(case: EngineCase) -> None:
     first, second = run(case, batch_norm=True), run(case, batch_norm=True)
     assert first.committed == second.committed
@@ -154,6 +174,27 @@ def test_steps_are_measured_when_asked_for_and_the_numbers_are_those_of_the_refe
     assert ours is not None and theirs is not None
     assert ours.sq_mean == pytest.approx(theirs.sq_mean, rel=1e-9)  # type: ignore[attr-defined]
     assert ours.micro_batches >= 2  # type: ignore[attr-defined]
+
+
+@driven_here
+def test_loss_and_statistics_of_a_counted_loss_are_those_of_the_gradient_that_is_applied(case: EngineCase) -> None:
+    """The measurement is made before the division: |mean gradient|^2 of plain torch, and the mean loss of the step."""
+    with made(case, needs=frozenset({"moments"}), counted=True) as engine:
+        size = engine.participants(0)
+        engine.measure(True)
+        gradients = engine.gradients(Ledger(samples=SAMPLES).assign(size.samples), size)
+        assert engine.commit()
+    step = Permutation(SAMPLES, 7, 0).indices(0, size.samples)
+    model = make_model()
+    x, y = make_data()
+    loss = nn.functional.cross_entropy(model(x[step]), y[step], ignore_index=VOID)
+    loss.backward()
+    norm_sq = sum(
+        parameter.grad.square().sum().item() for parameter in model.parameters() if parameter.grad is not None
+    )
+    assert gradients.loss == pytest.approx(loss.item(), rel=1e-9)
+    assert gradients.measurement is not None
+    assert sum(gradients.measurement.sq_mean) == pytest.approx(norm_sq, rel=1e-9)
 
 
 @driven_here

@@ -30,7 +30,10 @@ class Recorded:
         """What Python notes beside the computing is not repeated."""
         sums = self.graphs._sums
         before = set(sums.touched)
-        self.graphs._loss.copy_(self.graphs._compute(*self.arguments))
+        loss, count = self.graphs._compute(*self.arguments)
+        self.graphs._loss.copy_(loss)
+        if isinstance(count, torch.Tensor):
+            self.graphs._count.copy_(count)
         sums.add()
         sums.touched = before
 

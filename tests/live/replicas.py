@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from contract.suite import EPOCHS, make_data, make_model
+from contract.suite import EPOCHS, counted_loss, make_data, make_model, nested
 from ebbflow.engines.base import Faults
 from ebbflow.live.live_session import join
 from ebbflow.live.protocol import fetch_heartbeat_ages
@@ -20,6 +20,13 @@ from ebbflow.workloads.sources import TensorSource
 
 # The first optimizer of a process loads seconds worth of torch: here, once, and not in every replica.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+class NestedSource(TensorSource):
+    """The same samples in containers."""
+
+    def batch(self, indices: Any, *, train: bool) -> Any:
+        return nested(super().batch(indices, train=train))
 
 
 def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
@@ -36,7 +43,7 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         torch.manual_seed(initial)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter)
-    rule = arguments.get("rule", "linear")
+    rule, counted = arguments.get("rule", "linear"), arguments.get("counted", False)
     optimizer = ElasticOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rule, base_batch=8, epoch_samples=len(x),
         memory_steps=arguments.get("memory_steps", 1000.0),
@@ -50,12 +57,12 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     with join(
         model,
         optimizer,
-        TensorSource(x, y),
+        NestedSource(x, y) if counted else TensorSource(x, y),
         epochs=arguments.get("epochs", EPOCHS),
         policy=arguments.get("policy", "follow"),
         local_batch=4,
         seed=arguments.get("seed", 7),
-        loss=cross_entropy,
+        loss=counted_loss if counted else cross_entropy,
         on_commit=pace,
         checkpoint_every_s=arguments.get("checkpoint_every_s", 60.0),
     ) as fleet:

@@ -104,6 +104,7 @@ def test_a_torchvision_that_asks_for_more_is_refused_with_the_versions(stub):
     assert f"cannot be imported beside torch {torch.__version__}: operator torchvision::more does not" in result.stderr
 
 
+@pytest.mark.process
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
 def test_the_installed_torchvision_is_imported_with_its_models_transforms_and_nms():
     code = """

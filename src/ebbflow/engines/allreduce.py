@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ebbflow.engines.base import Gradients
+from ebbflow.engines.loss_sum import normalise
 from ebbflow.errors import ConfigError, RankLost
 from ebbflow.moments.estimate import Measurement
 from ebbflow.moments.meters import Meter, squared_norms
@@ -87,17 +88,31 @@ class AllReduce:
 
         All processes call it in every step, those without a sample too.
         """
+        complete = self.fill(samples=samples, batch=batch)
+        self._all_reduce(self._buffer)
+        self._take_gradients(complete)
+        meter = self._measuring
+        return self._measurement(meter, batch) if meter is not None else None
+
+    def fill(self, *, samples: int, batch: int) -> bool:
+        """Write this process's part into the message; whether it has a gradient for every parameter."""
         if not 0 <= samples <= batch or batch < 1:
             raise ConfigError(f"this rank has {samples} of a step's {batch} samples; expected 0 to {batch}")
-        meter = self.meter if self.meter is not None and self.meter.on else None
+        meter = self._measuring
         if meter is not None:
             self._put_statistics(meter, samples, batch)
         else:
             self._statistics.zero_()
-        complete = self._put_gradients(samples / batch)
-        self._all_reduce(self._buffer)
-        self._take_gradients(complete)
-        return self._measurement(meter, batch) if meter is not None else None
+        return self._put_gradients(samples / batch)
+
+    @property
+    def _measuring(self) -> Meter | None:
+        return self.meter if self.meter is not None and self.meter.on else None
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The whole message: this process's part before a call, the sum over all processes after it."""
+        return self._buffer
 
     def _by_torch(self, buffer: torch.Tensor) -> None:
         if not dist.is_initialized():
@@ -177,7 +192,8 @@ class StepAllReduce:
     all-reduce.
 
     Guarantees: after a call `.grad`, the batch-norm sums, the loss, the number of micro-batches and the measurement are
-    those of the whole step, the same in every process, also where a process had nothing to compute.
+    those of the whole step, the same in every process, also where a process had nothing to compute. Where the losses
+    are sums with counts (`loss_sum.py`), they are divided by the count of the whole step.
     """
 
     def __init__(
@@ -195,7 +211,7 @@ class StepAllReduce:
         self._sums = list(sums)
         self._sizes = [tensor.numel() for tensor in self._sums]
         self._flags = tuple(flags)
-        fields = {"loss": 1, "micro_batches": 1, **dict.fromkeys(flags, 1), "batch_norm": sum(self._sizes)}
+        fields = {"loss": 1, "micro_batches": 1, "count": 1, **dict.fromkeys(flags, 1), "batch_norm": sum(self._sizes)}
         self._message = AllReduce(parameters, meter=meter, fields=fields, all_reduce=all_reduce)
         self.flags: dict[str, float] = dict.fromkeys(flags, 0.0)
         """Sum over the processes of what each said in the latest step."""
@@ -205,23 +221,63 @@ class StepAllReduce:
         self._message.renew()
 
     @torch.no_grad()
-    def __call__(
-        self, loss: torch.Tensor | float, micro_batches: int, *, samples: int, batch: int, **flags: float
-    ) -> Gradients:
-        """Combine a step of `batch` samples, of which this process computed `samples` with this mean loss."""
+    def message(
+        self,
+        loss: torch.Tensor | float,
+        micro_batches: int,
+        *,
+        samples: int,
+        batch: int,
+        count: torch.Tensor | float,
+        **flags: float,
+    ) -> torch.Tensor:
+        """What this process would say in a call, for somebody who adds up the messages; valid until the next step."""
+        self._put(loss, micro_batches, samples / batch, count, flags)
+        self._message.fill(samples=samples, batch=batch)
+        return self._message.buffer
+
+    def _put(
+        self,
+        loss: torch.Tensor | float,
+        micro_batches: int,
+        weight: float,
+        count: torch.Tensor | float,
+        flags: Mapping[str, float],
+    ) -> None:
         message = self._message
         message["loss"][0] = loss
-        message["loss"].mul_(samples / batch)
+        message["loss"].mul_(weight)
         message["micro_batches"][0] = micro_batches
+        message["count"][0] = count
         for name in self._flags:
             message[name][0] = flags.get(name, 0.0)
         if self._sums:
             vector = message["batch_norm"]
             torch.cat([tensor.reshape(-1).to(vector.dtype) for tensor in self._sums], out=vector)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        loss: torch.Tensor | float,
+        micro_batches: int,
+        *,
+        samples: int,
+        batch: int,
+        count: torch.Tensor | float,
+        **flags: float,
+    ) -> Gradients:
+        """Combine a step of `batch` samples, of which this process computed `samples` with this mean loss.
+
+        `count`: what this process's losses sum over; for means, its samples.
+        """
+        message = self._message
+        self._put(loss, micro_batches, samples / batch, count, flags)
         measurement = message(samples=samples, batch=batch)
         if self._sums:
             parts = message["batch_norm"].split(self._sizes)  # type: ignore[no-untyped-call]
             foreach_copy_(self._sums, [p.view_as(own) for p, own in zip(parts, self._sums, strict=True)])
-        told = torch.cat([message["loss"], message["micro_batches"], *(message[name] for name in self._flags)]).tolist()
-        self.flags = dict(zip(self._flags, told[2:], strict=True))
-        return Gradients(loss=told[0], micro_batches=round(told[1]), measurement=measurement)
+        said = (message[name] for name in ("loss", "micro_batches", "count", *self._flags))
+        mean, passes, counted, *flagged = torch.cat([*said]).tolist()
+        self.flags = dict(zip(self._flags, flagged, strict=True))
+        gradients = Gradients(loss=mean, micro_batches=round(passes), measurement=measurement)
+        return normalise(gradients, message.parameters, count=counted, batch=batch)

@@ -104,7 +104,7 @@ class Engine(ABC):
         raise NotImplementedError
 
     def backward(self, loss: Any, micro_batch: Any) -> None:
-        """Add the gradient of a micro-batch; `loss` is the mean over its samples."""
+        """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a LossSum."""
         raise NotImplementedError
 
     def combine(self) -> Gradients:
@@ -170,10 +170,11 @@ class EngineParts:
     """What a run gives to the function that makes its engine."""
 
     model: Any
-    fetch: Callable[[Any], tuple[Any, Any]]
-    """From sample numbers to (inputs, targets), on the model's device."""
+    fetch: Callable[[Any], Any]
+    """From sample numbers to a batch on the model's device: (inputs, targets), or anything else as inputs alone."""
     loss: Callable[[Any, Any, Any], Any] | None
-    """`loss(model, inputs, targets)`: the mean over the samples. None if the user's own loop computes it."""
+    """`loss(model, inputs, targets)`: the mean over the samples, or a LossSum. None if the user's own loop computes
+    it."""
     samples: int
     """Samples in an epoch."""
     plan: BatchPlan | None

@@ -17,19 +17,21 @@ import torch
 
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.data.permutation import Permutation
+from ebbflow.engines.batches import as_pair
+from ebbflow.engines.loss_sum import LossSum, check_scalar, mean_over_samples
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import Meter, meter_for
 from ebbflow.torch_api import BatchNorm
 
 __all__ = [
-    "Fetch", "LoadedMicroBatch", "LocalBatchNorm", "Loss", "ModelReset", "Precision", "ReplicaStep", "as_pair",
-    "autocast", "check_scalar", "generators", "measuring", "micro_batch_seed", "trained_parameters",
+    "Fetch", "LoadedMicroBatch", "LocalBatchNorm", "Loss", "ModelReset", "Precision", "ReplicaStep", "autocast",
+    "generators", "measuring", "micro_batch_seed", "trained_parameters",
 ]  # fmt: skip
 
 Fetch = Callable[[npt.NDArray[np.int64]], tuple[Any, Any]]
 """Inputs and targets of the samples with these numbers, on the model's device."""
-Loss = Callable[[torch.nn.Module, Any, Any], torch.Tensor]
-"""Mean loss of the model over inputs and targets."""
+Loss = Callable[[torch.nn.Module, Any, Any], torch.Tensor | LossSum]
+"""Loss of the model over inputs and targets: the mean over the samples, or a sum with its count."""
 Precision = Literal["fp32", "bf16", "fp16"]
 """Number format of forward and backward passes; weights, gradients and statistics keep the model's own type."""
 
@@ -80,28 +82,6 @@ def measuring(parameters: Sequence[torch.nn.Parameter], needs: Collection[str]) 
     if {"moments", "layers"}.isdisjoint(needs):
         return None
     return meter_for(parameters, layers="layers" in needs)
-
-
-def as_pair(batch: Any) -> tuple[Any, Any]:
-    """A batch as (inputs, targets); one that is no pair is all inputs, with None as targets.
-
-    >>> as_pair([1, 2]), as_pair({"x": 1, "y": 2})
-    ((1, 2), ({'x': 1, 'y': 2}, None))
-    """
-    if isinstance(batch, tuple | list) and len(batch) == 2 and batch[1] is not None:
-        return batch[0], batch[1]
-    return batch, None
-
-
-def check_scalar(loss: torch.Tensor) -> None:
-    """Refuse a loss that is not one number."""
-    if not isinstance(loss, torch.Tensor):
-        raise ConfigError(f"the loss is a {type(loss).__name__}; expected a tensor with one number")
-    if loss.numel() != 1:
-        raise ConfigError(
-            f"the loss has the shape {tuple(loss.shape)}; expected one number, the mean over the samples of the "
-            f"micro-batch: use reduction='mean', or loss.mean()"
-        )
 
 
 class ModelReset:
@@ -199,8 +179,9 @@ class ReplicaStep:
     """The forward and backward passes of one process over its micro-batches of a step.
 
     `begin` a step, then `compute` all micro-batches with the loss, or `load` them one by one and call `backward` for
-    each. `.grad` then holds the mean gradient over this process's samples, `loss` their mean loss, `meter` the squared
-    norms, and `batch_norm` the sums of the running statistics. Torch's global generators are seeded before every
+    each. `.grad` then holds the mean gradient over this process's samples, `loss` their mean loss, `count` what the
+    step's sum is to be divided by (`loss_sum.py`), `meter` the squared norms, and `batch_norm` the sums of the running
+    statistics. Torch's global generators are seeded before every
     micro-batch.
     """
 
@@ -225,6 +206,8 @@ class ReplicaStep:
         self.loss_function = loss
         self.loss: torch.Tensor | float = 0.0
         """Mean over the samples of this process, after their backward passes."""
+        self.count: torch.Tensor | float = 0
+        """What the losses of this process sum over; for means, its samples."""
         self.samples = 0
         """Samples of this step whose backward pass is done."""
         self._fetch = fetch
@@ -248,7 +231,7 @@ class ReplicaStep:
         self.batch_norm.begin()
         if self.meter is not None:
             self.meter.discard()
-        self.loss, self.samples = 0.0, 0
+        self.loss, self.count, self.samples = 0.0, 0, 0
 
     def load(self, micro_batches: Sequence[MicroBatch], *, epoch: int, batch: int) -> Iterator[LoadedMicroBatch]:
         """The micro-batches one by one; call `backward` for each before the next. `batch`: samples of the whole
@@ -263,14 +246,16 @@ class ReplicaStep:
                 yield LoadedMicroBatch(inputs, targets, micro_batch.size, micro_batch.size / own)
             self._after_backward()
 
-    def backward(self, loss: torch.Tensor, micro_batch: LoadedMicroBatch) -> None:
-        """Add the gradient of a micro-batch; `loss` is the mean over its samples."""
+    def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
+        """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""
         check_scalar(loss)
-        weighted = loss * micro_batch.weight
+        mean, count = mean_over_samples(loss, micro_batch.samples)
+        weighted = mean * micro_batch.weight
         weighted.backward()  # type: ignore[no-untyped-call]
         if self.meter is not None:
             self.meter.close_micro_batch(micro_batch.samples, micro_batch.weight)
         self.loss = self.loss + weighted.detach()
+        self.count = self.count + count
         self.samples += micro_batch.samples
 
     def compute(self, micro_batches: Sequence[MicroBatch], *, epoch: int, batch: int) -> None:

@@ -23,6 +23,7 @@ import torch
 from ebbflow.data.ledger import Assignment, MicroBatch, micro_batches_of
 from ebbflow.engines.allreduce import StepAllReduce
 from ebbflow.engines.base import Engine, Gradients
+from ebbflow.engines.loss_sum import LossSum
 from ebbflow.engines.process_group import Fault, PeerLost, no_fault
 from ebbflow.engines.replica_step import Fetch, LoadedMicroBatch, Loss, Precision, ReplicaStep
 from ebbflow.live.connection import FleetConnection
@@ -172,8 +173,8 @@ class LiveEngine(Engine):
         assert self._assignment is not None, "micro_batches follows open"
         return self._replica.load(self._own(), epoch=self._assignment.epoch, batch=self._assignment.batch)
 
-    def backward(self, loss: torch.Tensor, micro_batch: LoadedMicroBatch) -> None:
-        """Add the gradient of a micro-batch; `loss` is the mean over its samples."""
+    def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
+        """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""
         self._replica.backward(loss, micro_batch)
 
     def abandon(self) -> None:
@@ -193,6 +194,7 @@ class LiveEngine(Engine):
                 len(own),
                 samples=samples,
                 batch=self._assignment.batch,
+                count=self._replica.count,
                 leaving=float(leaving),
                 lighthouse=float(self.connection.wants_lighthouse),
             )

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 from ebbflow.core.plugins import load_plugins
 from ebbflow.data.ledger import Assignment
 from ebbflow.engines.base import Engine, EngineMaker
-from ebbflow.engines.replica_step import LoadedMicroBatch, Loss, check_scalar
+from ebbflow.engines.loss_sum import LossSum, check_scalar
+from ebbflow.engines.replica_step import LoadedMicroBatch, Loss
 from ebbflow.errors import ConfigError, Diverged
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
@@ -92,22 +93,26 @@ class SessionStep:
             yield (micro_batch.inputs, micro_batch.targets) if pair else micro_batch.inputs
         self._current = None
 
-    def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
+    def backward(self, loss: torch.Tensor, *, count: torch.Tensor | float | None = None, last: bool = True) -> None:
         """Instead of `loss.backward()`: the mean loss over the micro-batch, weighted as the step's mean needs it.
 
-        A micro-batch with several losses (a GAN) calls it for each, with `last=False` for all but the last one.
+        With `count`, `loss` is a sum over that many tokens, boxes or pixels, and the step divides by the count of all
+        its micro-batches. A micro-batch with several losses (a GAN) calls it for each, with `last=False` for all but
+        the last one, whose count is the one that counts.
         """
         if self._current is None:
             raise ConfigError("backward() was called outside of `for x, y in step`; call it once for each micro-batch")
         check_scalar(loss)
-        loss = self._mean(loss, self._current.samples)
+        samples = self._current.samples
+        loss = self._mean(loss, samples) if count is None else loss / samples
         if not last:
             (loss * self._current.weight).backward()  # type: ignore[no-untyped-call]
             earlier = self._earlier_losses
             self._earlier_losses = loss.detach() if earlier is None else earlier + loss.detach()
             return
         # The earlier losses are constants here: they count in the recorded loss, and their gradients are there already.
-        self._engine.backward(loss if self._earlier_losses is None else loss + self._earlier_losses, self._current)
+        mean = loss if self._earlier_losses is None else loss + self._earlier_losses
+        self._engine.backward(mean if count is None else LossSum(mean * samples, count), self._current)
         self._current = self._earlier_losses = None
 
     def _mean(self, loss: torch.Tensor, samples: int) -> torch.Tensor:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from ebbflow.engines.loss_sum import LossSum
+
 # Importing a module registers its workloads.
 from ebbflow.workloads import image_folders, images, quadratic, shakespeare  # noqa: F401
 from ebbflow.workloads.prefetch import DatasetSource
@@ -13,6 +15,7 @@ from ebbflow.workloads.workload import (
     WORKLOADS,
     Recipe,
     Task,
+    ValidationMetric,
     Workload,
     build,
     cross_entropy,
@@ -22,6 +25,7 @@ from ebbflow.workloads.workload import (
 )
 
 __all__ = [
-    "WORKLOADS", "DatasetSource", "Indices", "Recipe", "Source", "Task", "TensorSource", "TokenSource", "Workload",
+    "WORKLOADS", "DatasetSource", "Indices", "LossSum", "Recipe", "Source", "Task", "TensorSource", "TokenSource",
+    "ValidationMetric", "Workload",
     "build", "crop_and_flip", "cross_entropy", "recipe", "register", "register_workload",
 ]  # fmt: skip

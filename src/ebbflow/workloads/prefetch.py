@@ -25,7 +25,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
@@ -44,6 +44,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from ebbflow.engines.batches import as_pair, move_batch
 from ebbflow.engines.replica_step import micro_batch_seed
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads.sources import Indices, move_all, standardise
@@ -368,7 +369,8 @@ def _default_sigchld() -> Iterator[None]:
 
 @dataclass(eq=False)
 class DatasetSource:
-    """A source for any map-style data set of (input, target) pairs, which torch's default collation makes batches of.
+    """A source for any map-style data set: of (input, target) pairs that torch's default collation makes batches of, or
+    of whatever a `collate_fn` makes batches of.
 
     Worker processes read the samples of upcoming batches, so that decoding and transforms cost no time as long as they
     are faster than computing. The data set's own transforms are applied in training and validation alike: use two data
@@ -390,7 +392,10 @@ class DatasetSource:
     pairs: bool = True
     """Whether samples must be (input, target) pairs; otherwise a batch is what `collate_fn` makes of them."""
     collate_fn: Callable[[list[Any]], Any] | None = None
-    """Makes a batch of samples, as that of a DataLoader; by default torch's default collation."""
+    """Makes a batch of samples, as that of a DataLoader; by default torch's default collation.
+
+    Inputs and targets may be any nesting of containers with tensors, such as a list with the boxes of each sample.
+    """
     _reader: SampleReader = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -411,20 +416,21 @@ class DatasetSource:
         return len(cast(Sized, self.dataset))
 
     def batch(self, indices: Indices, *, train: bool) -> Any:
-        """Return the inputs and targets of the samples, or whatever a DataLoader would return if `pairs` is false.
+        """Return the inputs and targets of the samples, or what `collate_fn` makes of them.
 
         `train` only decides how transforms are seeded.
         """
         batches = self._reader.read(_make_request(indices, _draw_seed() if train else 0))
-        if not self.pairs:
-            return _move(batches[0], self.device)
-        if self.collate_fn is not None:
-            batches = [_checked_pair(batches[0], self.dataset)]
-        inputs, targets = (
-            _concatenate([tensor.to(self.device, non_blocking=True) for tensor in side])
-            for side in zip(*batches, strict=True)
-        )
-        return standardise(inputs, self.mean, self.std), targets
+        if self.collate_fn is not None or not self.pairs:
+            inputs, targets = as_pair(move_batch(batches[0], self.device))
+        else:
+            inputs, targets = (
+                _concatenate([tensor.to(self.device, non_blocking=True) for tensor in side])
+                for side in zip(*batches, strict=True)
+            )
+        if self.mean is not None or self.std is not None:
+            inputs = standardise(inputs, self.mean, self.std)
+        return inputs if targets is None else (inputs, targets)
 
     @classmethod
     def from_loader(cls, loader: DataLoader[Any], device: torch.device, *, pairs: bool = True) -> Self:
@@ -484,19 +490,6 @@ class DatasetSource:
         """Return a source of the same samples that moves each batch to the device."""
         mean, std = move_all(device, self.mean, self.std)
         return replace(self, device=device, mean=mean, std=std)
-
-
-def _move(batch: Any, device: torch.device) -> Any:
-    """Move everything in a batch that can be moved."""
-    if hasattr(batch, "to"):
-        return batch.to(device, non_blocking=True) if isinstance(batch, Tensor) else batch.to(device)
-    if isinstance(batch, Mapping):
-        return {name: _move(value, device) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_move(value, device) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(_move(value, device) for value in batch)
-    return batch
 
 
 def _draw_seed(generator: torch.Generator | None = None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -30,10 +30,11 @@ class Source(Protocol):
     def __len__(self) -> int:
         """Return the number of samples."""
 
-    def batch(self, indices: Indices, *, train: bool) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Indices, *, train: bool) -> Any:
         """Return the inputs and targets of the samples, in the given order.
 
-        Samples are augmented only if `train` is true: each on its own, with draws from torch's global generator.
+        Each is a tensor or any nesting of containers with tensors. A batch that is no pair is all inputs. Samples are
+        augmented only if `train` is true: each on its own, with draws from torch's global generator.
         """
 
     def to(self, device: torch.device) -> Self:

@@ -28,10 +28,10 @@ import functools
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -40,19 +40,21 @@ from torch import Tensor, nn
 from ebbflow.core.plugins import line_of
 from ebbflow.core.spec import Call, Registry, parse_calls
 from ebbflow.core.units import MOST_SEED, whole_number
+from ebbflow.engines.batches import as_pair
+from ebbflow.engines.loss_sum import LossSum, mean_over_samples
 from ebbflow.engines.replica_step import Loss
 from ebbflow.errors import ConfigError, DataError, EbbflowError, InputError, SpecError
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.sources import Source
 
 __all__ = [
-    "WORKLOADS", "Recipe", "Task", "Workload", "build", "cross_entropy", "missing_data", "recipe", "register",
-    "register_workload",
+    "WORKLOADS", "Recipe", "Task", "ValidationMetric", "Workload", "build", "cross_entropy", "missing_data",
+    "recipe", "register", "register_workload",
 ]  # fmt: skip
 
 Builder = TypeVar("Builder", bound=Callable[..., "Task"])
 T = TypeVar("T")
-Scores = Callable[[nn.Module, Tensor, Tensor], Mapping[str, Tensor]]
+Scores = Callable[[nn.Module, Any, Any], Mapping[str, Tensor | LossSum]]
 _FILLED_IN = ("data", "seed", "recipe")
 
 
@@ -92,6 +94,16 @@ class Recipe:
                 raise ConfigError(f"recipe: {name}: {error}") from None
 
 
+class ValidationMetric(Protocol):
+    """A metric that is no mean over samples, such as mAP or mIoU: it sees all validation samples, then computes."""
+
+    def update(self, model: nn.Module, x: Any, y: Any) -> None:
+        """Take a batch of validation samples into account; the model is in eval mode, and gradients are off."""
+
+    def compute(self) -> Mapping[str, float]:
+        """Return the scores by name, over all batches."""
+
+
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Return the mean cross-entropy of logits `(samples, ..., classes)` for class indices `(samples, ...)`."""
     logits: Tensor = model(x)
@@ -122,12 +134,19 @@ class Task:
     loss: Loss | None = cross_entropy
     """`loss(model, x, y)`: the mean over the samples, so that micro-batches can be combined by their sizes.
 
-    None means that the training loop computes the loss itself.
+    A loss that is divided by something else, such as matched boxes or valid pixels, returns a `LossSum`. None means
+    that the training loop computes the loss itself.
     """
     scores: Scores | None = None
-    """`scores(model, x, y)`: scores by name, each the mean over the samples; one of them is the recipe's metric.
+    """`scores(model, x, y)`: scores by name, each the mean over the samples, or a `LossSum`.
 
-    None means accuracy and cross-entropy if the metric is accuracy, and otherwise the loss alone.
+    None means none if there is a `validation`, accuracy and cross-entropy if the metric is accuracy, and otherwise the
+    loss alone.
+    """
+    validation: Callable[[], ValidationMetric] | None = None
+    """Makes a metric over the whole validation set, anew for each validation.
+
+    The recipe's metric is one of its scores or of `scores`.
     """
     eval_batch: int = 500
     """Samples per forward pass of `evaluate`."""
@@ -135,11 +154,12 @@ class Task:
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
             raise ConfigError(f"the model is {self.model!r}; expected an instance of torch.nn.Module")
-        for function in (self.loss, self.scores):
+        for function in (self.loss, self.scores, self.validation):
             if function is not None and not callable(function):
-                raise ConfigError(f"loss or scores is {function!r}; expected a function of (model, x, y)")
-        if self.scores is None and self.recipe is not None and self.recipe.metric not in ("accuracy", "loss"):
-            raise ConfigError(f"the metric {self.recipe.metric!r} is not built in; give Task the function `scores`")
+                raise ConfigError(f"loss, scores or validation is {function!r}; expected a function")
+        given = self.scores is not None or self.validation is not None
+        if not given and self.recipe is not None and self.recipe.metric not in ("accuracy", "loss"):
+            raise ConfigError(f"the metric {self.recipe.metric!r} is not built in; give Task `scores` or `validation`")
         sources = {"train": self.train} if self.valid is None else {"train": self.train, "valid": self.valid}
         members = ["__len__", "batch", *(["to"] if self.valid is not None else [])]  # a session moves no data
         for name, source in sources.items():
@@ -162,33 +182,40 @@ class Task:
         return _required(self.recipe, "recipe", "recipe")
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the scores of a model, each the mean over all validation samples.
+        """Return the scores of a model over all validation samples.
 
         The model is evaluated in `eval` mode; afterwards every module is in the mode in which it was before.
         """
         valid = _required(self.valid, "valid", "source of validation samples")
         modes = [(module, module.training) for module in model.modules()]  # a frozen module keeps its own mode
-        sizes: list[int] = []
-        by_name: dict[str, list[Tensor]] = {}
+        metric = self.validation() if self.validation is not None else None
+        sums: dict[str, list[tuple[Tensor, Tensor | float]]] = {}
+        batches = torch.split(torch.arange(len(valid)), self.eval_batch)
         model.eval()
         try:
             with torch.no_grad():
-                for x, y in _validation_batches(valid, self.eval_batch):
-                    sizes.append(len(y))
+                for indices, batch in zip(batches, _validation_batches(valid, batches), strict=True):
+                    x, y = as_pair(batch)
                     for name, value in self._batch_scores(model, x, y).items():
-                        by_name.setdefault(name, []).append(value)
+                        mean, count = mean_over_samples(value, len(indices))
+                        sums.setdefault(name, []).append((mean * len(indices), count))
+                    if metric is not None:
+                        metric.update(model, x, y)
         finally:
             for module, training in modes:
                 module.training = training
-        if self.recipe is not None and self.recipe.metric not in by_name:
-            raise ConfigError(f"the metric is {self.recipe.metric!r}, but the scores are {', '.join(sorted(by_name))}")
-        weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
-        # Stacked on the device and copied once per score: a copy for each batch would stall a GPU each time.
-        return {name: float(weights @ torch.stack(values).double().cpu()) for name, values in by_name.items()}
+        scores = {name: _ratio(parts) for name, parts in sums.items()}
+        if metric is not None:
+            scores |= {name: float(value) for name, value in metric.compute().items()}
+        if self.recipe is not None and self.recipe.metric not in scores:
+            raise ConfigError(f"the metric is {self.recipe.metric!r}, but the scores are {', '.join(sorted(scores))}")
+        return scores
 
-    def _batch_scores(self, model: nn.Module, x: Tensor, y: Tensor) -> Mapping[str, Tensor]:
+    def _batch_scores(self, model: nn.Module, x: Any, y: Any) -> Mapping[str, Tensor | LossSum]:
         if self.scores is not None:
             return self.scores(model, x, y)
+        if self.validation is not None:
+            return {}
         if self.recipe is not None and self.recipe.metric == "accuracy":
             return _accuracy_and_loss(model, x, y)
         return {"loss": self.require_loss()(model, x, y)}
@@ -216,8 +243,19 @@ def _required(value: T | None, name: str, expected: str) -> T:
     return value
 
 
-def _validation_batches(valid: Source, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    batches = torch.split(torch.arange(len(valid)), size)
+def _ratio(parts: Sequence[tuple[Tensor, Tensor | float]]) -> float:
+    """The sum of the totals divided by the sum of the counts."""
+    # Stacked on the device and copied once: a copy for each batch would stall a GPU each time.
+    totals = torch.stack([total.double() for total, _ in parts])
+    counts = [count for _, count in parts]
+    if isinstance(counts[0], Tensor):
+        total, count = torch.stack([totals.sum(), torch.stack([torch.as_tensor(c) for c in counts]).sum()]).tolist()
+    else:
+        total, count = float(totals.sum()), sum(map(float, counts))
+    return total / count if count else 0.0
+
+
+def _validation_batches(valid: Source, batches: Sequence[Tensor]) -> Iterator[Any]:
     if isinstance(valid, DatasetSource):
         return valid.validation_batches(batches)
     return (valid.batch(indices, train=False) for indices in batches)

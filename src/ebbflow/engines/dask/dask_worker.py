@@ -25,6 +25,7 @@ from distributed import get_worker
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.allreduce import StepAllReduce
 from ebbflow.engines.base import Gradients
+from ebbflow.engines.batches import as_pair, move_batch
 from ebbflow.engines.dask.distributed_api import (
     add_handler,
     dumps,
@@ -167,8 +168,7 @@ class DaskReplica:
         self.model = blueprint.model.to(blueprint.device)
 
         def to_device(indices: Any) -> tuple[Any, Any]:
-            inputs, targets = fetch(indices)
-            return inputs.to(blueprint.device), targets.to(blueprint.device)
+            return as_pair(move_batch(fetch(indices), blueprint.device))
 
         self._step = ReplicaStep(
             self.model, to_device, blueprint.loss, samples=blueprint.samples, seed=blueprint.seed,
@@ -196,17 +196,16 @@ class DaskReplica:
         """Centralized transport: the driver's weights in, the message of this worker's part out."""
         self._state = self._state or FlatState(self.model)
         self._state.write(weights)
-        rows: list[torch.Tensor] = []
-        self._all_reduce = rows.append
         self._compute(task)
-        return rows[0].cpu().numpy()
+        return self._combine.message(**self._computed(task)).cpu().numpy()
 
     def step(self, apply: ApplyStep | None, task: WorkerTask) -> Gradients:
         """In a group: apply the previous step, if it counts, and compute the next one up to its mean gradient."""
         assert self.group is not None
         self.apply(apply)
         self._all_reduce = self.group.all_reduce
-        gradients = self._compute(task)
+        self._compute(task)
+        gradients = self._combine(**self._computed(task))
         optimizer = self.blueprint.optimizer
         if gradients.measurement is None and (optimizer.clip is not None or optimizer.on_nonfinite != "ignore"):
             # The driver decides alike on clipping and skipping, and has no gradient to look at.
@@ -234,8 +233,8 @@ class DaskReplica:
             self.batch_norm.rollback()
         self._open = None
 
-    def _compute(self, task: WorkerTask) -> Gradients:
-        """Backward passes over the worker's micro-batches, and their combination."""
+    def _compute(self, task: WorkerTask) -> None:
+        """Backward passes over the worker's micro-batches."""
         step = self._step
         self._open = None
         step.measure(task.measured)
@@ -243,7 +242,12 @@ class DaskReplica:
         with _COMPUTING:
             step.compute(task.micro_batches, epoch=task.epoch, batch=task.batch)
         step.batch_norm.rollback()  # the micro-batches left their own statistics in the buffers
-        return self._combine(step.loss, len(task.micro_batches), samples=step.samples, batch=task.batch)
+
+    def _computed(self, task: WorkerTask) -> dict[str, Any]:
+        """What this worker says about its part of the step."""
+        step, passes = self._step, len(task.micro_batches)
+        computed = {"loss": step.loss, "samples": step.samples, "count": step.count}
+        return {**computed, "micro_batches": passes, "batch": task.batch}
 
     # The group ----------------------------------------------------------------------------------------------------
 

@@ -12,16 +12,17 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from ebbflow.engines.emulated.grouped_batch_norm import GroupedBatchNorm
+from ebbflow.engines.loss_sum import LossSum
 from ebbflow.engines.replica_step import Loss
 from ebbflow.moments.meters import FusedMeter
 from ebbflow.torch_api import mark_dynamic
 
-__all__ = ["CapturedPasses", "CompiledPasses", "ComputePass", "Execution", "PassShape"]
+__all__ = ["CapturedPasses", "CompiledPasses", "ComputePass", "Count", "Execution", "PassShape"]
 
 Execution = Literal["static", "dynamic", "eager"]
 """How a pass is computed: compiled for the usual shape, compiled for all other shapes, or not compiled."""
@@ -51,7 +52,8 @@ class PassShape:
         return self.count * self.size
 
 
-Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | LossSum]
+Count = torch.Tensor | float
 
 
 class CompiledPasses:
@@ -64,7 +66,7 @@ class CompiledPasses:
     def __init__(self, model: torch.nn.Module, loss: Loss, batch_norm: GroupedBatchNorm, usual: PassShape) -> None:
         """`usual`: the shape of the pass that most of the run's samples are in."""
 
-        def run(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        def run(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | LossSum:
             batch_norm.groups = inputs.shape[0]
             return loss(model, inputs.flatten(0, 1), targets.flatten(0, 1))
 
@@ -88,8 +90,8 @@ class CompiledPasses:
 
     def __call__(
         self, inputs: torch.Tensor, targets: torch.Tensor, shape: PassShape, execution: Execution
-    ) -> torch.Tensor:
-        """The mean loss of a pass."""
+    ) -> torch.Tensor | LossSum:
+        """The loss of a pass."""
         dimensions = self._dimensions(shape)
         inputs, targets = (tensor.reshape(*dimensions, *tensor.shape[1:]) for tensor in (inputs, targets))
         if execution == "dynamic":
@@ -113,8 +115,8 @@ def _copy(function: Run) -> Run:
     )
 
 
-ComputePass = Callable[[torch.Tensor, torch.Tensor, PassShape, Execution, torch.Tensor], torch.Tensor]
-"""(inputs, targets, shape, execution, factor) -> mean loss; leaves factor times the gradient in `.grad`."""
+ComputePass = Callable[[Any, Any, PassShape, Execution, torch.Tensor], tuple[torch.Tensor, Count]]
+"""(inputs, targets, shape, execution, factor) -> mean loss and count; leaves factor times the gradient in `.grad`."""
 
 
 @dataclass(slots=True)
@@ -122,6 +124,8 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     touched: frozenset[int]
     """Parameters that get a gradient."""
+    count: float | None
+    """What the loss sums over; None where each replay computes it."""
 
 
 class CapturedPasses:
@@ -140,7 +144,7 @@ class CapturedPasses:
         self._pool = torch.cuda.graph_pool_handle()
         double = any(p.dtype == torch.float64 for p in sums.parameters)
         dtype = torch.float64 if double else torch.float32
-        self._factor, self._loss = (torch.zeros((), device=sums.device, dtype=dtype) for _ in range(2))
+        self._factor, self._loss, self._count = (torch.zeros((), device=sums.device, dtype=dtype) for _ in range(3))
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self._graphs: OrderedDict[tuple[PassShape, Execution], _Graph] = OrderedDict()
         self._computed: Counter[tuple[PassShape, Execution]] = Counter()
@@ -151,9 +155,9 @@ class CapturedPasses:
         return len(self._graphs)
 
     def __call__(
-        self, inputs: torch.Tensor, targets: torch.Tensor, shape: PassShape, execution: Execution, factor: float
-    ) -> torch.Tensor:
-        """The mean loss of a pass; `factor` times its gradient is added to the sums."""
+        self, inputs: Any, targets: Any, shape: PassShape, execution: Execution, factor: float
+    ) -> tuple[torch.Tensor, Count]:
+        """The mean loss of a pass and its count; `factor` times its gradient is added to the sums."""
         self._factor.fill_(factor)
         key = shape, execution
         if key in self._graphs or self._may_capture(key, inputs, targets):
@@ -163,13 +167,13 @@ class CapturedPasses:
         known = self._graphs.get(key)
         if known is None:
             self._computed[key] += 1
-            loss = self._compute(inputs, targets, shape, execution, self._factor)
+            computed = self._compute(inputs, targets, shape, execution, self._factor)
             self._sums.add()
-            return loss
+            return computed
         self._graphs.move_to_end(key)
         known.graph.replay()
         self._sums.touched |= known.touched
-        return self._loss.clone()
+        return self._loss.clone(), self._count.clone() if known.count is None else known.count
 
     def clear(self) -> None:
         """Forget everything captured: the model, or what is trained of it, has changed."""
@@ -178,8 +182,9 @@ class CapturedPasses:
         self._buffers = None
         self._pool = torch.cuda.graph_pool_handle()
 
-    def _may_capture(self, key: tuple[PassShape, Execution], inputs: torch.Tensor, targets: torch.Tensor) -> bool:
-        if self.refused or self._computed[key] < _CAPTURE_AFTER or len(inputs) > self._samples:
+    def _may_capture(self, key: tuple[PassShape, Execution], inputs: Any, targets: Any) -> bool:
+        plain = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+        if self.refused or not plain or self._computed[key] < _CAPTURE_AFTER or len(inputs) > self._samples:
             return False
         if self._buffers is None:
             self._buffers = (self._buffer(inputs), self._buffer(targets))
@@ -210,7 +215,10 @@ class CapturedPasses:
         try:
             # By default a call of any thread spoils the capture, and fails itself.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._loss.copy_(self._compute(inputs, targets, shape, execution, self._factor))
+                loss, count = self._compute(inputs, targets, shape, execution, self._factor)
+                self._loss.copy_(loss)
+                if isinstance(count, torch.Tensor):
+                    self._count.copy_(count)
                 touched = self._sums.add()
         except torch.OutOfMemoryError:
             raise
@@ -219,7 +227,8 @@ class CapturedPasses:
             for parameter in self._sums.parameters:
                 parameter.grad = None
         else:
-            self._graphs[shape, execution] = _Graph(graph, touched)
+            fixed = None if isinstance(count, torch.Tensor) else count
+            self._graphs[shape, execution] = _Graph(graph, touched, fixed)
             if len(self._graphs) > _MOST_GRAPHS:
                 self._graphs.popitem(last=False)
         finally:

@@ -23,6 +23,7 @@ from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, micro_batches_of
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.allreduce import StepAllReduce
 from ebbflow.engines.base import Engine, Faults, Gradients
+from ebbflow.engines.loss_sum import LossSum, normalise
 from ebbflow.engines.replica_step import (
     Fetch,
     LoadedMicroBatch,
@@ -190,8 +191,8 @@ class EmulatedEngine(Engine):
         """Begin a step, or begin it again: nothing of an earlier attempt is left."""
 
     @abstractmethod
-    def _backward(self, step: EmulatedStep) -> tuple[torch.Tensor | float, int]:
-        """Leave the mean gradient in `.grad` and its statistics in the meter; (mean loss, backward passes)."""
+    def _backward(self, step: EmulatedStep) -> tuple[torch.Tensor | float, int, torch.Tensor | float]:
+        """Leave the mean gradient in `.grad` and its statistics in the meter; (mean loss, backward passes, count)."""
 
     # The contract -------------------------------------------------------------------------------------------------
 
@@ -210,8 +211,7 @@ class EmulatedEngine(Engine):
         """Forward and backward passes over the step's samples."""
         step = self._enter_step(assignment, size)
         self._begin()
-        total, passes = self._backward(step) if step.batch else (0.0, 0)
-        return self._combined(step, total, passes)
+        return self._combined(step, *(self._backward(step) if step.batch else (0.0, 0, 0)))
 
     def _enter_step(self, assignment: Assignment, size: StepSize) -> EmulatedStep:
         step = self._expected
@@ -220,13 +220,17 @@ class EmulatedEngine(Engine):
         self._previous, self._current = self._current, step
         return step
 
-    def _combined(self, step: EmulatedStep, loss: torch.Tensor | float, passes: int) -> Gradients:
+    def _combined(
+        self, step: EmulatedStep, loss: torch.Tensor | float, passes: int, count: torch.Tensor | float
+    ) -> Gradients:
         """The gradients of the whole step, from those that this process has computed."""
+        batch = step.assignment.batch
         if self._all_reduce is not None:
-            batch, stop = step.assignment.batch, float(self._should_stop())
-            return self._all_reduce(loss, passes, samples=step.batch, batch=batch, stop=stop)
+            stop = float(self._should_stop())
+            return self._all_reduce(loss, passes, samples=step.batch, batch=batch, count=count, stop=stop)
         measurement = self.meter.finish(step.batch) if self.meter is not None and self.meter.on else None
-        return Gradients(loss=float(loss), micro_batches=passes, measurement=measurement)
+        gradients = Gradients(loss=float(loss), micro_batches=passes, measurement=measurement)
+        return normalise(gradients, self.model.parameters(), count=count, batch=batch)
 
     def commit(self) -> bool:
         """True, unless the scripted faults let a worker die in this attempt."""
@@ -399,9 +403,9 @@ class LoopEngine(EmulatedEngine):
         self._starts = iter([micro_batch.start for micro_batch in own])
         return own
 
-    def _backward(self, step: EmulatedStep) -> tuple[torch.Tensor | float, int]:
+    def _backward(self, step: EmulatedStep) -> tuple[torch.Tensor | float, int, torch.Tensor | float]:
         self._replica.compute(self._own(step), epoch=step.assignment.epoch, batch=step.assignment.batch)
-        return self._replica.loss, len(step.parts)
+        return self._replica.loss, len(step.parts), self._replica.count
 
     # A training loop of the user's own ----------------------------------------------------------------------------
 
@@ -416,8 +420,8 @@ class LoopEngine(EmulatedEngine):
         done = self._current.assignment
         return self._replica.load(self._own(self._current), epoch=done.epoch, batch=done.batch)
 
-    def backward(self, loss: torch.Tensor, micro_batch: LoadedMicroBatch) -> None:
-        """Add the gradient of a micro-batch; `loss` is the mean over its samples."""
+    def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
+        """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""
         self._replica.backward(loss, micro_batch)
 
     def abandon(self) -> None:
@@ -428,4 +432,4 @@ class LoopEngine(EmulatedEngine):
         """The gradients of the whole step, after the backward passes of this process."""
         assert self._current is not None, "combine follows open"
         self._replica.check_complete(self._current.batch)
-        return self._combined(self._current, self._replica.loss, len(self._current.parts))
+        return self._combined(self._current, self._replica.loss, len(self._current.parts), self._replica.count)

@@ -21,9 +21,11 @@ import torch
 from ebbflow.core.spec import nearest
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.base import Engine, EngineParts, Faults, register_engine
-from ebbflow.engines.emulated.compiled import CapturedPasses, CompiledPasses, Execution, PassShape
+from ebbflow.engines.batches import as_pair, map_batch, tensors_in
+from ebbflow.engines.emulated.compiled import CapturedPasses, CompiledPasses, Count, Execution, PassShape
 from ebbflow.engines.emulated.emulated_engine import EmulatedEngine, EmulatedStep, LoopEngine, Ranks
 from ebbflow.engines.emulated.grouped_batch_norm import BatchNormMode, GroupedBatchNorm, unfusable
+from ebbflow.engines.loss_sum import LossSum, check_scalar, mean_over_samples
 from ebbflow.engines.replica_step import (
     Fetch,
     Loss,
@@ -84,7 +86,7 @@ class _Prefetched:
     step: EmulatedStep
     start: int
     stop: int
-    fetched: tuple[torch.Tensor, torch.Tensor]
+    fetched: tuple[Any, Any]
     generator_states: list[torch.Tensor]
     """States of the generators after the fetch."""
 
@@ -265,7 +267,7 @@ class FusedEngine(EmulatedEngine):
         self._expected = upcoming
         self._prefetched = _Prefetched(upcoming, start, stop, fetched, states)
 
-    def _fetch(self, step: EmulatedStep, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _fetch(self, step: EmulatedStep, start: int, stop: int) -> tuple[Any, Any]:
         ready = self._prefetched
         if ready is not None and ready.step is step and (ready.start, ready.stop) == (start, stop):
             for generator, state in zip(self._generators, ready.generator_states, strict=True):
@@ -276,7 +278,7 @@ class FusedEngine(EmulatedEngine):
             generator.manual_seed(seed)
         self._fetched = (step, start)
         first = step.assignment.start
-        return self.fetch(step.indices[start - first : stop - first])
+        return as_pair(self.fetch(step.indices[start - first : stop - first]))
 
     # Computing ----------------------------------------------------------------------------------------------------
 
@@ -299,97 +301,104 @@ class FusedEngine(EmulatedEngine):
                 self._captured.refused = "a parameter is trained that was not when the engine was made"
                 self._report("no CUDA graph", f"every kernel is launched on its own: {self._captured.refused}")
 
-    def _backward(self, step: EmulatedStep) -> tuple[torch.Tensor | float, int]:
+    def _backward(self, step: EmulatedStep) -> tuple[torch.Tensor | float, int, torch.Tensor | float]:
         """All passes of a step; again with smaller ones where the memory does not suffice."""
         scale = self._scale
         while True:
             passes = self._passes(step)
             try:
                 with self._groups.installed():
-                    total = self._run(step, passes)
+                    total, count = self._run(step, passes)
             except torch.OutOfMemoryError as error:
                 self._halve_passes([shape for _, _, shape in passes], error)
             else:
                 if self._unscale(scale):
-                    return total, len(passes)
+                    return total, len(passes), count
             self._begin()
 
-    def _run(self, step: EmulatedStep, passes: list[tuple[int, int, PassShape]]) -> torch.Tensor | float:
+    def _run(self, step: EmulatedStep, passes: list[tuple[int, int, PassShape]]) -> tuple[torch.Tensor | float, Count]:
+        """The mean loss of the passes, and what it sums over."""
         total: torch.Tensor | float = 0.0
+        counted: Count = 0
         whole = step.assignment.stop - step.assignment.start
         for start, stop, shape in passes:
             inputs, targets = self._fetch(step, start, stop)
-            if self._channels_last and inputs.dim() == 4:
+            if self._channels_last and isinstance(inputs, torch.Tensor) and inputs.dim() == 4:
                 inputs = inputs.contiguous(memory_format=torch.channels_last)
             weight = (stop - start) / step.batch
-            total += self._pass(inputs, targets, shape, weight * self._scale) * weight
+            loss, count = self._pass(inputs, targets, shape, weight * self._scale)
+            total, counted = total + loss * weight, counted + count
             self._groups.collect((stop - start) / whole)
         adder = self._sums or self.meter
         if isinstance(adder, (FusedMeter, FlatMeter)):
             adder.put_back()
         if self.prefetches:
             self._prefetch(step)
-        return total
+        return total, counted
 
-    def _pass(self, inputs: torch.Tensor, targets: torch.Tensor, shape: PassShape, factor: float) -> torch.Tensor:
-        """The mean loss of a pass; `factor` times its gradient is added to that of the step."""
+    def _pass(self, inputs: Any, targets: Any, shape: PassShape, factor: float) -> tuple[torch.Tensor, Count]:
+        """The mean loss of a pass and its count; `factor` times its gradient is added to that of the step."""
         if not self._checked_rows and shape.count > 1 and self._groups.layers:
             return self._checking_pass(inputs, targets, shape, factor)
-        execution = self._compiled.execution(shape) if self._compiled is not None else "eager"
+        plain = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+        execution = self._compiled.execution(shape) if self._compiled is not None and plain else "eager"
         return self._add_gradient(inputs, targets, shape, execution, factor)
 
     def _add_gradient(
-        self, inputs: torch.Tensor, targets: torch.Tensor, shape: PassShape, execution: Execution, factor: float
-    ) -> torch.Tensor:
+        self, inputs: Any, targets: Any, shape: PassShape, execution: Execution, factor: float
+    ) -> tuple[torch.Tensor, Count]:
         if self._captured is not None and self._sums is not None:
             refused = self._captured.refused
-            loss = self._captured(inputs, targets, shape, execution, factor)
+            computed = self._captured(inputs, targets, shape, execution, factor)
             if self._captured.refused != refused:
                 self._report("no CUDA graph", f"every kernel is launched on its own: {self._captured.refused}")
-            self._sums.weigh(len(inputs), factor)
-            return loss
-        loss = self._compute(inputs, targets, shape, execution, factor)
+            self._sums.weigh(shape.samples, factor)
+            return computed
+        computed = self._compute(inputs, targets, shape, execution, factor)
         if self.meter is not None:
-            self.meter.close_micro_batch(len(inputs), factor)
-        return loss
+            self.meter.close_micro_batch(shape.samples, factor)
+        return computed
 
-    def _checking_pass(
-        self, inputs: torch.Tensor, targets: torch.Tensor, shape: PassShape, factor: float
-    ) -> torch.Tensor:
+    def _checking_pass(self, inputs: Any, targets: Any, shape: PassShape, factor: float) -> tuple[torch.Tensor, Count]:
         """The first pass of several micro-batches, uncompiled: it shows whether each batch norm can separate them."""
-        traced = inputs.detach().requires_grad_(inputs.is_floating_point())
+        rows = [tensor for tensor in tensors_in(inputs) if tensor.dim() and len(tensor) == shape.samples]
+        if not rows:
+            raise ConfigError(
+                f"the inputs are a {type(inputs).__name__} without a tensor of {shape.samples} rows, so batch norm "
+                f"cannot be seen to separate the workers; use the loop (--engine loop)"
+            )
+        chosen = next((tensor for tensor in rows if tensor.is_floating_point()), rows[0])
+        traced = chosen.detach().requires_grad_(chosen.is_floating_point())
+        # A copy of it, since a model may change its inputs.
+        inputs = map_batch(inputs, lambda value: traced.clone() if value is chosen else value)
         self._groups.traced_inputs = traced
         try:
-            loss = self._add_gradient(traced.clone(), targets, shape, "eager", factor)  # a model may change its inputs
+            computed = self._add_gradient(inputs, targets, shape, "eager", factor)
         finally:
             self._groups.traced_inputs = None
         self._checked_rows = True
-        return loss
+        return computed
 
     def _compute(
-        self,
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        shape: PassShape,
-        execution: Execution,
-        factor: torch.Tensor | float,
-    ) -> torch.Tensor:
-        loss = self._forward(inputs, targets, shape, execution)
+        self, inputs: Any, targets: Any, shape: PassShape, execution: Execution, factor: torch.Tensor | float
+    ) -> tuple[torch.Tensor, Count]:
+        loss, count = mean_over_samples(self._forward(inputs, targets, shape, execution), shape.samples)
         (loss * factor).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+        return loss.detach(), count
 
-    def _forward(
-        self, inputs: torch.Tensor, targets: torch.Tensor, shape: PassShape, execution: Execution
-    ) -> torch.Tensor:
+    def _forward(self, inputs: Any, targets: Any, shape: PassShape, execution: Execution) -> torch.Tensor | LossSum:
         self._groups.groups = shape.count
+        plain = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
         with self._autocast:
-            if self._compiled is not None:
+            if self._compiled is not None and plain:
                 try:
                     return self._compiled(inputs, targets, shape, execution)
                 except compiler_error() as error:
                     self._compiled = None
                     self._report("not compiled", f"the model runs as it is: {str(error).strip().splitlines()[0]}")
-            return self.loss(self.model, inputs, targets)
+            loss = self.loss(self.model, inputs, targets)
+            check_scalar(loss)
+            return loss
 
     def _halve_passes(self, shapes: list[PassShape], error: torch.OutOfMemoryError) -> None:
         """Use smaller passes after the memory did not suffice for the largest one."""

@@ -1,0 +1,91 @@
+"""Losses that are divided by something else than the number of samples: matched boxes, valid pixels, tokens.
+
+A micro-batch cannot divide by that number itself: one with few boxes would weigh as much as one with many, and the
+gradient would depend on how the step is shared. It returns the sum and the count, and the step divides once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from ebbflow.engines.base import Gradients
+from ebbflow.errors import ConfigError
+from ebbflow.moments.estimate import Measurement
+from ebbflow.torch_api import foreach_mul_
+
+__all__ = ["LossSum", "check_scalar", "mean_over_samples", "normalise"]
+
+
+class LossSum(NamedTuple):
+    """The loss of a micro-batch as a sum, and the number of what it sums over.
+
+    Loss and gradient of a step are the sum of all totals divided by the sum of all counts, however the step is cut into
+    micro-batches and shared by workers. A step that counts nothing is divided by 1: its total should be 0.
+    """
+
+    total: torch.Tensor
+    """One number with a gradient."""
+    count: torch.Tensor | float  # type: ignore[assignment]  # no LossSum is searched as a tuple
+    """Boxes, pixels, tokens: 0 or more, and not a function of the weights."""
+
+
+def check_scalar(loss: object) -> None:
+    """Refuse a loss that is not one number, or not a sum with one count."""
+    if isinstance(loss, LossSum):
+        count = loss.count
+        if isinstance(count, torch.Tensor) and count.numel() != 1:
+            raise ConfigError(f"the count of the loss has the shape {tuple(count.shape)}; expected one number")
+        loss = loss.total
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(f"the loss is a {type(loss).__name__}; expected a tensor with one number, or a LossSum")
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"the loss has the shape {tuple(loss.shape)}; expected one number, the mean over the samples of the "
+            f"micro-batch: use reduction='mean', or loss.mean()"
+        )
+
+
+def mean_over_samples(loss: torch.Tensor | LossSum, samples: int) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """The loss per sample of a micro-batch, and its count; of a mean over the samples the count is their number.
+
+    Micro-batches are added up by their samples in either case. The step then multiplies by samples/count, once, which
+    is 1 for a mean over the samples (`normalise`).
+    """
+    if isinstance(loss, LossSum):
+        count = loss.count
+        return loss.total / samples, count.detach() if isinstance(count, torch.Tensor) else float(count)
+    return loss, samples
+
+
+def normalise(
+    gradients: Gradients, parameters: Iterable[torch.nn.Parameter], *, count: torch.Tensor | float, batch: int
+) -> Gradients:
+    """Turn the sample-weighted mean of a whole step of `batch` samples into the sum divided by the count.
+
+    Multiplies `.grad` of the parameters in place; loss and measurement are of the same gradient.
+    """
+    counted = float(count)
+    if counted == batch:  # a mean over the samples
+        return gradients
+    if counted < 0:
+        raise ConfigError(f"the counts of the step's losses add up to {counted:g}; expected 0 or more")
+    factor = batch / counted if counted != 0 else float(batch)
+    foreach_mul_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
+    return replace(
+        gradients,
+        loss=gradients.loss * factor,
+        measurement=_times(gradients.measurement, factor**2) if gradients.measurement is not None else None,
+        norm=gradients.norm * factor if gradients.norm is not None else None,
+    )
+
+
+def _times(measured: Measurement, factor: float) -> Measurement:
+    return replace(
+        measured,
+        mean_sq=tuple(square * factor for square in measured.mean_sq),
+        sq_mean=tuple(square * factor for square in measured.sq_mean),
+    )
