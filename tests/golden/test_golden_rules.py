@@ -11,6 +11,7 @@ import math
 import pytest
 
 from ebbflow.moments.estimate import Averages, Measurement, Moments
+from ebbflow.rules.noise_rules import gain
 from ebbflow.rules.rule import Rule, Scaling, StepContext, make_rule, rule_entries
 
 
@@ -168,6 +169,22 @@ def test_lena_keeps_to_its_bounds() -> None:
     assert first("lena", 50, moments=moments).lr == pytest.approx((0.5, 0.5, 1.0), rel=1e-4)
 
 
+def test_lena_on_half_of_the_layers() -> None:
+    # Figure 4: the layers that are chosen have their own gains, the others that of the model. Of two layers one is
+    # chosen; which one depends on the seed.
+    own, whole = (5 / 4, 12 / 7), 22 / 15  # as above
+    cases = {(own[0], whole), (whole, own[1])}
+    found = {first(f"lena(eps=0, fraction=0.5, seed={seed})", 200, moments=TWO_LAYERS).lr for seed in range(20)}
+    assert sorted(found) == [pytest.approx(case) for case in sorted(cases)]
+    assert first("lena(eps=0, fraction=0)", 200, moments=TWO_LAYERS).lr == pytest.approx((whole, whole))
+    assert first("lena(eps=0, fraction=1)", 200, moments=TWO_LAYERS).lr == pytest.approx(own)
+    # Of ten equal layers whose model has another gain, 3/10 have their own.
+    ten = Moments(noise=700.0, signal=4.0, layer_noise=(200.0,) * 10, layer_signal=(3.0,) * 10)
+    layers = first("lena(eps=0, fraction=0.3)", 200, moments=ten).layers
+    assert sorted(layers) == pytest.approx([5 / 4] * 3 + [whole] * 7)
+    assert layers == first("lena(eps=0, fraction=0.3)", 200, samples=200, moments=ten).layers, "the same in every step"
+
+
 def test_a_model_of_one_tensor_has_one_multiplier() -> None:
     assert first("lena(eps=0)", 200, moments=noisy(200.0, 3.0)).lr == pytest.approx(1.25)
 
@@ -218,17 +235,70 @@ def multipliers(text: str, batches: list[int], **more: object) -> list[float | t
     return [lr for lr, _ in follow(text, batches, **more)]  # type: ignore[arg-type]
 
 
-def test_the_state_aware_warm_up_of_linear() -> None:
-    # theta = 0.1 x 100 = 10; linear gives 4 a step, added before the test: p = 4, 8, 12.
+def test_the_state_aware_warm_up_of_linear_adds_the_measured_gain() -> None:
+    # s2 = 200/100 = 2, mu2 = 3, S = 4: the gain is 5/(2/4 + 3) = 10/7, added before the test. theta = 0.04 x 100 = 4:
+    # p = 10/7, 20/7, 30/7. Multipliers 4 x 10/28, 4 x 20/28, and 4 from then on.
+    found = follow("linear+statewarmup(0.04)", [400] * 4, moments=noisy(200.0, 3.0))
+    assert [lr for lr, _ in found] == pytest.approx([10 / 7, 20 / 7, 4.0, 4.0])
+    assert [warming for _, warming in found] == [1.0, 1.0, 0.0, 0.0]
+    stats = first("linear+statewarmup", 400, moments=noisy(200.0, 3.0)).stats
+    assert (stats["gain"], stats["noise"], stats["signal"]) == pytest.approx((10 / 7, 200.0, 3.0))
+
+
+@pytest.mark.parametrize("rule", ["constant", "sqrt", "power(0.25)", "linear", "adascale", "noise(0.5)", "surge"])
+def test_the_state_aware_warm_up_takes_as_long_with_every_rule_of_the_whole_model(rule: str) -> None:
+    # The gain is 10/7 as above, theta = 4: factors 5/14, 10/14, 1 of whatever the rule says.
+    moments = noisy(200.0, 3.0)
+    alone = multipliers(rule, [400] * 3, moments=moments)
+    warmed = multipliers(f"{rule}+statewarmup(0.04)", [400] * 3, moments=moments)
+    assert [m / full for m, full in zip(warmed, alone, strict=True)] == pytest.approx([5 / 14, 10 / 14, 1.0])
+
+
+def test_much_noise_ends_the_warm_up_of_linear_soon_and_much_signal_late() -> None:
+    # theta = 8. Only noise: the gain is S = 4, p = 4, 8, over at the second step. Only signal: the gain is 1, p = 1,
+    # 2, ..., over at the eighth. So is it while nothing is known.
+    batches = [400] * 9
+    ends = [
+        [warming for _, warming in follow("linear+statewarmup(0.08)", batches, moments=moments)].index(0.0)
+        for moments in (noisy(200.0, 0.0), noisy(0.0, 3.0), None)
+    ]
+    assert ends == [1, 7, 7]
+
+
+def test_unmeasured_steps_below_the_reference_batch_add_their_ratio() -> None:
+    # theta = 1: p = 1/2, 1; linear gives 1/2.
+    assert multipliers("linear+statewarmup(0.01)", [50] * 2) == [0.25, 0.5]
+
+
+def test_the_state_aware_warm_up_by_the_multiplier() -> None:
+    # theta = 0.1 x 100 = 10; linear gives 4 a step, added before the test, whatever the noise: p = 4, 8, 12.
     # Multipliers 4 x 4/10, 4 x 8/10, and 4 from then on.
-    found = follow("linear+statewarmup(0.1)", [400] * 4)
+    found = follow("linear+statewarmup(0.1, by=multiplier)", [400] * 4, moments=noisy(200.0, 3.0))
     assert [lr for lr, _ in found] == pytest.approx([1.6, 3.2, 4.0, 4.0])
     assert [warming for _, warming in found] == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_the_state_aware_warm_up_reaches_theta_exactly() -> None:
     # theta = 8: p = 4, 8; at p = theta the factor is 1 and the warm-up is over
-    assert follow("linear+statewarmup(0.08)", [400] * 2) == [(2.0, 1.0), (4.0, 0.0)]
+    assert follow("linear+statewarmup(0.08, by=multiplier)", [400] * 2) == [(2.0, 1.0), (4.0, 0.0)]
+    assert follow("linear+statewarmup(0.08)", [400] * 2, moments=noisy(1.0, 0.0)) == [(2.0, 1.0), (4.0, 0.0)]
+
+
+def test_a_layer_at_its_bound_adds_the_gain_of_the_model() -> None:
+    # B = 200, S = 2. First layer: no signal, s2 = 2: the gain is the bound, 2. Second: s2 = 2, mu2 = 3: 5/(1 + 3).
+    # Whole model: s2 = 4, mu2 = 3: 7/(2 + 3) = 7/5. theta = 0.04 x 100 = 4: p1 = 7/5, p2 = 5/4.
+    moments = Moments(noise=400.0, signal=3.0, layer_noise=(200.0, 200.0), layer_signal=(0.0, 3.0))
+    (lr, _), *_ = follow("lena(eps=0)+statewarmup(0.04)", [200], moments=moments)
+    assert lr == pytest.approx((2 * 7 / 20, 5 / 4 * 5 / 16))
+    # With by=multiplier the layer adds its own 2.
+    (lr, _), *_ = follow("lena(eps=0)+statewarmup(0.04, by=multiplier)", [200], moments=moments)
+    assert lr == pytest.approx((2 * 2 / 4, 5 / 4 * 5 / 16))
+
+
+def test_the_gain_without_signal_is_the_ratio_to_the_last_digit() -> None:
+    # 0.1/(0.1/ratio) may be off by rounding; a layer at its bound must be recognised as such.
+    for ratio in (3, 6.625, 7, 49, 1 / 3):
+        assert all(gain(noise, signal, ratio) == ratio for noise in (0.1, 1 / 3, 7e-9) for signal in (0.0, -1.0))
 
 
 def test_layers_end_their_warm_up_one_by_one() -> None:

@@ -132,7 +132,10 @@ def test_lena_gives_each_tensor_its_own_rate() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.05]
 
 
-@pytest.mark.parametrize("rule", ["adascale", "lena+statewarmup(0.5)", "linear+ramp", "adascale(progress=gain)+ramp"])
+@pytest.mark.parametrize(
+    "rule",
+    ["adascale", "lena+statewarmup(0.5)", "linear+statewarmup(0.5)", "linear+ramp", "adascale(progress=gain)+ramp"],
+)
 @pytest.mark.parametrize("micro_batches", [3, 5, 20, 41])
 def test_resuming_in_the_middle_of_averages_warm_up_and_ramp(rule: str, micro_batches: int) -> None:
     def fresh() -> tuple[nn.Module, ElasticOptimizer, ElasticSampler]:

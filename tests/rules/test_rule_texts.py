@@ -21,6 +21,9 @@ def test_a_chain_needs_what_any_of_its_parts_needs() -> None:
     assert make_rule("linear+ramp").needs == frozenset()
     assert make_rule("adascale+warmup(5ep)+ramp").needs == {"moments"}
     assert make_rule("lena+statewarmup").needs == {"moments", "layers"}
+    assert make_rule("linear+statewarmup").needs == {"moments"}
+    assert make_rule("linear+statewarmup(by=multiplier)").needs == set()
+    assert make_rule("lena+statewarmup(by=multiplier)").needs == {"moments", "layers"}
 
 
 def test_an_alias_needs_what_it_stands_for() -> None:
@@ -77,6 +80,8 @@ def test_a_rule_cannot_need_what_is_not_measured() -> None:
         ("linear+cap", "cap lacks x"),
         ("linear+cap(0.5)", "cap: x is 0.5; expected at least 1"),
         ("linear+statewarmup(1.5)", "statewarmup: alpha is 1.5; expected 0"),
+        ("linear+statewarmup(0.05, by=noise)", "statewarmup: by is 'noise'; Known: gain, multiplier"),
+        ("lena(fraction=1.5)", "lena: fraction is 1.5; expected 0"),
         ("linear+warmup(2ep, start=1.5)", "warmup: start is 1.5; expected 0"),
         ("linear+ramp(0)", "ramp: steps is 0; expected a positive number"),
         ("adamsde(beta1=maybe)", "adamsde: beta1 is 'maybe'; expected true or false"),

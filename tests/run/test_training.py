@@ -117,6 +117,7 @@ def killed_at(step: int) -> Callbacks:
         ("adascale+warmup(2ep)", {}),
         ("adascale(progress=gain)+ramp", {"clip": 1.0}),
         ("lena+statewarmup(0.5)", {"ema": 0.99, "bn_follows_batch": True}),
+        ("linear+statewarmup(0.5)", {}),
         ("linear+ramp+inside", {"on_nonfinite": "skip"}),
         ("adamsde", {"optimizer": "adamw"}),
         ("adamsde(beta1=false)", {"optimizer": "adam(weight_decay=0.01)"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ebbflow.optim.optimizers import OPTIMIZERS
@@ -14,8 +15,10 @@ from ebbflow.rules.rule import make_rule
 from ebbflow.run.assemble import resolve
 from ebbflow.run.config import RunConfig
 from ebbflow.run.planning import check_measurable, make_plan
+from ebbflow.run.training import train
 from ebbflow.studies.grid import Arm, Study, check_arms, load_study, recipe_names
 from ebbflow.studies.scaling import scaled
+from ebbflow.workloads.image_files import decode_jpegs
 
 CIFAR = 50_000
 PAPERS = [name for name in recipe_names() if name.startswith(("lena", "andre", "dynamic", "holt"))]
@@ -78,7 +81,7 @@ def test_the_page_of_recipes_names_every_one(name: str) -> None:
 @pytest.mark.parametrize("name", IMAGES)
 def test_recipes_of_tables_hold_the_published_values(name: str) -> None:
     study = load_study(name)
-    if name == "andre-cifar10":  # a question, not a table
+    if name in ("andre-cifar10", "lena-figure4"):  # a question and a figure, not a table
         assert not study.paper
         return
     cells = {(arm.config.workload, arm.config.label, arm.config.rule) for arm in study.arms()}
@@ -93,12 +96,24 @@ def test_recipes_of_tables_hold_the_published_values(name: str) -> None:
 
 
 def test_lena_takes_the_paper_s_batches_and_warm_ups() -> None:
-    study = load_study("lena-table1")
-    batches = {arm.config.label: make_plan(resolve(arm.config), CIFAR)[0].at(0).samples for arm in arms(study).values()}
-    assert batches == {f"batch {size}": size for size in (1024, 2048, 4096, 8192, 16384)}
-    # 5.5 % of the run: 5.5 of 100 epochs, 8.25 of 150.
-    assert study.rules[0] == "linear+warmup(5.5ep)"
-    assert load_study("lena-table1-cifar100").rules[0] == "linear+warmup(8.25ep)"
+    for table, baseline in ((1, [128]), (2, []), (3, [])):
+        for half, warmup in (("", "warmup(5.5ep, start=0)"), ("-cifar100", "warmup(8.25ep, start=0)")):
+            study = load_study(f"lena-table{table}{half}")
+            found = arms(study).values()
+            batches = {arm.config.label: make_plan(resolve(arm.config), CIFAR)[0].at(0).samples for arm in found}
+            assert batches == {f"batch {size}": size for size in (*baseline, 1024, 2048, 4096, 8192, 16384)}
+            # 5.5 % of the run from zero: 5.5 of 100 epochs, 8.25 of 150.
+            fixed = {rule.partition("+")[2] for rule in study.rules if "+warmup" in rule}
+            assert fixed == ({warmup} if table < 3 else set())
+            assert [arm.config.rule for arm in found if arm.config.label == "batch 128"] == ["constant"] * len(baseline)
+
+
+def test_a_worker_s_batch_norm_sees_32_samples_in_andre_s_question_as_in_the_paper() -> None:
+    for arm in load_study("andre-cifar10").arms():
+        config = resolve(arm.config)
+        assert (config.local_batch, config.micro_batch) == (32, 32)
+        # 0.1 at 256 in the paper, by the linear rule
+        assert config.ref_batch is not None and config.lr == pytest.approx(0.1 * config.ref_batch / 256)
 
 
 def test_andre_s_static_multiplier_is_32_and_vgg_s_rates_meet_there() -> None:
@@ -207,3 +222,50 @@ def test_the_proportion_of_steps_holds_at_a_smaller_scale() -> None:
     # A tenth of the epochs: 6 x 391 + 6 x 79 + 6 x 16 + 2 x 4.
     found = arms(scaled(load_study("holt-table1"), 0.1))
     assert steps(found["16k", "constant"]) == 6 * 391 + 6 * 79 + 6 * 16 + 2 * 4
+
+
+# Trained on a few real images ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def few_images(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The first images of CIFAR-10, as an npz file of JPEGs and, with labels made up, in the layout of CIFAR-100."""
+    folder = tmp_path_factory.mktemp("images")
+    counts = {"train": 320, "test": 64}
+    with np.load(shared / "data" / "cifar10_jpeg.npz") as arrays:
+        kept = {"classes": arrays["classes"]}
+        for part, count in counts.items():
+            offsets = arrays[f"{part}_offsets"][: count + 1]
+            kept[f"{part}_jpeg"] = arrays[f"{part}_jpeg"][: offsets[-1]]
+            kept[f"{part}_offsets"], kept[f"{part}_labels"] = offsets, arrays[f"{part}_labels"][:count]
+    np.savez(folder / "few.npz", **kept)
+    for part, count in counts.items():
+        pixels = decode_jpegs(kept[f"{part}_jpeg"], kept[f"{part}_offsets"]).reshape(count, -1)
+        labels = np.arange(count, dtype=np.uint8) % 100
+        (folder / f"{part}.bin").write_bytes(np.column_stack([labels // 5, labels, pixels]).tobytes())
+    return {"cifar10": folder / "few.npz", "cifar100": folder}
+
+
+@pytest.mark.parametrize(
+    ("name", "trace", "rule"),
+    [
+        ("lena-table1", "batch 128", "constant"),
+        ("lena-table1", "batch 16384", "linear+warmup(5.5ep, start=0)"),
+        ("lena-table2", "batch 1024", "linear+statewarmup(0.05)"),
+        pytest.param("lena-table3-cifar100", "batch 4096", "lena+statewarmup(0.09)", marks=pytest.mark.slow),
+        ("lena-figure4", "batch 8192", "lena(fraction=0.5)"),
+        ("andre-cifar10", "gpu", "adascale+warmup(5ep)"),
+    ],
+)
+def test_a_scaled_arm_trains_on_a_few_real_images(
+    name: str, trace: str, rule: str, few_images: dict[str, Path], tmp_path: Path
+) -> None:
+    study = load_study(name)
+    place = [(arm.config.label, arm.config.rule) for arm in study.arms()].index((trace, rule))
+    config = scaled(study, 0.01).arms()[place].config
+    data = few_images[config.workload.partition("-")[0]]
+    run = train(config.model_copy(update={"data": str(data)}), tmp_path / "run")
+    assert run.status == "finished"
+    assert sum(row.batch for row in run.steps) == 320 * (config.epochs or 0)
+    if make_rule(rule).needs:
+        assert all("gain" in row.stats for row in run.steps)

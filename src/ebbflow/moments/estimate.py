@@ -10,9 +10,9 @@ covariance of one sample's gradient) and S the *signal* (the squared norm of the
 
     V = B (A - N)/(K - 1)        S = N - V/B
 
-are both unbiased. With equal micro-batches of the reference batch these are the estimators of AdaScale (Johnson et al.
-2020, B.3). Noise and signal are properties of the model, not of the fleet: they need no correction when the workers
-change.
+are both unbiased. With K = B/B0 equal micro-batches of the reference batch these are AdaScale's estimators (Johnson
+et al. 2020, B.3); with fewer and larger ones they are the same on average and scatter more. Noise and signal are
+properties of the model, not of the fleet: they need no correction when the workers change.
 
 A measurement reads the gradient of every micro-batch. Averages over many steps lose little if some of the steps are not
 measured; `Averages.due` decides which.

@@ -187,16 +187,16 @@ def _run(rule: Rule) -> list[Scaling]:
 
 def chart(curves: RuleCurves, *, width: int = 80, height: int = 13) -> str:
     """The lines as text of at most `width` columns, with a logarithmic vertical axis."""
-    margin = 5
-    columns = width - margin
     low, high = _bounds(curves)
+    labels = _labels(low, high, height)
+    margin = 2 + max(3, *(len(label) for label in labels.values()))
+    columns = width - margin
     cells = [[" "] * columns for _ in range(height)]
     for mark, y in zip(_MARKS, curves.lines.values(), strict=False):
         for column in range(columns):
             at = round(column / (columns - 1) * (len(curves.x) - 1))
             row = round((math.log2(y[at]) - low) / (high - low) * (height - 1))
             cells[height - 1 - min(max(row, 0), height - 1)][column] = mark
-    labels = _labels(low, high, height)
     lines = [curves.title]
     for row, cell in enumerate(cells):
         label = labels.get(height - 1 - row, "")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ebbflow.core.spec import param
 from ebbflow.core.units import Span
 from ebbflow.errors import ConfigError, SpecError
 from ebbflow.plan.batch_plan import cut_step
+from ebbflow.rules.noise_rules import noise_stats, whole_gain
 from ebbflow.rules.rule import Modifier, Scaling, State, StepContext, register_modifier, spread
 
 __all__ = ["Cap", "Inside", "KeepDecay", "Ramp", "StateWarmup", "Warmup"]
@@ -48,6 +51,7 @@ class Warmup(Modifier):
 @register_modifier(
     "statewarmup",
     cite="Ko et al. 2022, WWW, doi 10.1145/3485447.3511989",
+    needs={"moments"},
     exempt={
         "identity": "warms up from zero at the reference batch, too",
         "no less than the base rate": "warms up from zero",
@@ -55,27 +59,40 @@ class Warmup(Modifier):
 )
 @dataclass(frozen=True)
 class StateWarmup(Modifier):
-    """m_l is multiplied by p_l/theta until p_l, the sum of the multipliers so far, reaches theta.
+    """m_l is multiplied by p_l/theta until p_l, the sum of the measured gains so far, reaches theta.
 
     theta = alpha T1, with T1 = samples of the run/B0, the number of steps of the reference run. As in Algorithm 1 of
-    the paper, the multiplier of the step is added before the comparison. With a layer-wise rule every layer has a sum
-    of its own, so that layers with much noise end their warm-up sooner. With any other rule there is one sum for the
-    model, of whatever the rule returned: the gain for AdaScale, S for linear, sqrt(S) for sqrt. Sums only grow, so that
-    a warm-up that has ended does not start again. The record holds the number of layers that are still warming up
-    (warming; 1 for a rule of the whole model).
+    the paper, the gain of the step is added before the comparison. With any rule of the whole model there is one sum,
+    of the gain that AdaScale would have, whatever multiplier the rule returned: much noise ends the warm-up of linear
+    soon, too. With a layer-wise rule every layer has a sum of its own multipliers, which for lena are the gains of the
+    layer, so that layers with much noise end their warm-up sooner; where a layer's gain is the batch ratio itself, that
+    of the model is added, as in the authors' code (Algorithm 1 has no such exception). Sums only grow, so that a
+    warm-up that has ended does not start again. Before anything was measured the gain is 1, or the ratio below the
+    reference batch. The record holds the number of layers that are still warming up (warming; 1 for a rule of the whole
+    model), and the gain.
+
+    With by=multiplier the multipliers of the rule are added instead, S for linear and sqrt(S) for sqrt, and nothing is
+    measured. This is not the paper's method: the warm-up of linear then takes alpha of the run whatever the noise, and
+    that of sqrt takes alpha sqrt(S). It may suit optimizers that normalise the gradient, such as AdamW, which early in
+    training bear more than the gain says (seen in short runs of one small language model only).
 
     Suits: large batches from the first step on, instead of a warm-up whose length must be tuned. The run must have an
-    end. With rules far below linear the sum grows slowly, and the warm-up takes longer.
+    end. Where the gain is small it grows slowly, and the warm-up can take most of the run.
     """
 
     alpha: float = param(0.05, doc="length of the warm-up as a part of the reference run, 0 to 1")
+    by: Literal["gain", "multiplier"] = param(
+        "gain", doc="what is added up: the measured gain, or the multiplier of the rule, which needs no measurement"
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise SpecError(f"statewarmup: alpha is {self.alpha:g}; expected 0 (none) to 1; the paper advises 0.05")
+        if self.by == "multiplier":
+            object.__setattr__(self, "needs", frozenset())
 
     def init(self) -> State:
-        """The sum of the multipliers, of the model or of each layer."""
+        """The sum of the model, or of each layer."""
         return [0.0]
 
     def modify(self, context: StepContext, scaling: Scaling, state: State) -> tuple[Scaling, State]:
@@ -86,9 +103,15 @@ class StateWarmup(Modifier):
                 "give the optimizer its number of epochs, or use a warm-up of a given length: warmup(5ep)"
             )
         theta = self.alpha * context.total_samples / context.ref_batch
-        count = max(len(state), len(scaling.layers))
+        added: Sequence[float] = scaling.layers
+        if self.by == "gain":
+            whole = whole_gain(context)
+            layer_wise = isinstance(scaling.lr, tuple)
+            added = [whole if m == context.ratio else m for m in added] if layer_wise else [whole]
+            scaling = scaling.with_stats(gain=whole, **noise_stats(context.moments))
+        count = max(len(state), len(added))
         layers = spread(scaling.layers, count)
-        sums = [before + m for before, m in zip(spread(state, count), layers, strict=True)]
+        sums = [before + more for before, more in zip(spread(state, count), spread(added, count), strict=True)]
         warmed = [m * p / theta if p < theta else m for m, p in zip(layers, sums, strict=True)]
         return scaling.with_lr(warmed).with_stats(warming=float(sum(p < theta for p in sums))), sums
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import random
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,8 +33,8 @@ def gain(noise: float, signal: float, ratio: float) -> float:
     # Comparisons instead of min and max, since this runs once per layer in every step.
     noise = noise if noise > 0 else 0.0
     signal = signal if signal > 0 else 0.0
-    if noise + signal == 0:
-        return unmeasured(ratio)
+    if signal == 0:
+        return ratio if noise > 0 else unmeasured(ratio)
     value = (noise + signal) / (noise / ratio + signal)
     low, high = (1.0, ratio) if ratio > 1 else (ratio, 1.0)
     return low if value < low else high if value > high else value  # rounding may exceed the limits by the last digit
@@ -149,17 +151,25 @@ class Surge(Rule):
         return Scaling(lr=r / root, stats={"gain": r, "past_peak": past_peak, **noise_stats(context.moments)}), state
 
 
+@functools.cache
+def _chosen(layers: int, fraction: float, seed: int) -> frozenset[int]:
+    """`fraction` of the layers, rounded, chosen at random; the same ones for the same seed."""
+    return frozenset(random.Random(seed).sample(range(layers), round(fraction * layers)))
+
+
 @register_rule("lena", cite="Ko et al. 2022, WWW, doi 10.1145/3485447.3511989", needs={"moments", "layers"})
 @dataclass(frozen=True)
 class Lena(Rule):
     """m_l = (top_l + eps)/(bot_l + eps), at most B/B0: the gain of each layer, from its own gradients.
 
     A layer is a parameter tensor; top_l = mu2_l + V_l/B0 and bot_l = mu2_l + V_l/B are the expected squared norms of
-    its mean gradient over a reference batch and over the whole step. With K = B/B0 equal micro-batches of the reference
-    batch they are exactly the averages of the paper: in each step V = B(A - N)/(K - 1) and mu2 = N - V/B, with A = mean
-    |g_i|^2 and N = |mean g_i|^2, so that bot = N and top = N + V(1/B0 - 1/B) = N + V(K - 1)/B = A. A moving average is
-    a weighted sum, so that the same holds for the averages, and top_l/bot_l is the ratio of the paper (its eq. 4 and
-    8).
+    its mean gradient over a reference batch and over the whole step. In a step of K equal micro-batches V = B(A - N)/(K
+    - 1) and mu2 = N - V/B, with A = mean |g_i|^2 and N = |mean g_i|^2, so that bot = N, and top = N + V(1/B0 - 1/B). If
+    the micro-batches are reference batches, K = B/B0, then top = A, and since a moving average is a weighted sum,
+    top_l/bot_l is the ratio of the paper (its eq. 4 and 8). With another K the expected values are the same, but not
+    the numbers: the fewer micro-batches V is measured from, the more it scatters from step to step. The loop engine
+    measures one or more per worker; the fused engine measures its fused passes, two or more per step, of 2,048 samples
+    each on a GPU unless `fused_batch` says otherwise.
 
     When the batch changes, the paper's average of bot would have to be converted, since it is made of N of the old
     batch. Here V_l and mu2_l are averaged, which do not depend on the batch, and bot_l is computed for the batch of the
@@ -170,14 +180,21 @@ class Lena(Rule):
     measured, and for a model of a single tensor, there is one multiplier for the whole model. The method of the paper
     is this rule with its own warm-up: lena+statewarmup(0.05).
 
+    With a fraction below 1 only so many layers, chosen at random by the seed, have a gain of their own, and the others
+    that of the whole model: Figure 4 of the paper compares 1/2 of the layers with all of them and with none (AdaScale).
+
     Suits: SGD with momentum at very large batches, on deep networks whose layers differ in noise.
     """
 
     eps: float = param(1e-6, doc="added to both norms; small compared with the squared gradient norms of the layers")
+    fraction: float = param(1.0, doc="fraction of the layers with a gain of their own, 0 to 1")
+    seed: int = param(0, doc="which layers these are, where they are a fraction")
 
     def __post_init__(self) -> None:
         if self.eps < 0:
             raise SpecError(f"lena: eps is {self.eps:g}; expected 0 or a small positive number")
+        if not 0 <= self.fraction <= 1:
+            raise SpecError(f"lena: fraction is {self.fraction:g}; expected 0 (no layer) to 1 (all layers)")
 
     def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
         """The gain of each layer."""
@@ -191,5 +208,8 @@ class Lena(Rule):
                 moments.layer_noise or (moments.noise,), moments.layer_signal or (moments.signal,), strict=True
             )
         )
+        if self.fraction < 1:
+            own = _chosen(len(layers), self.fraction, self.seed)
+            layers = tuple(r if i in own else whole for i, r in enumerate(layers))
         stats = {"gain": whole, "gain_min": min(layers), "gain_max": max(layers), **noise_stats(moments)}
         return Scaling().with_lr(layers).with_stats(**stats), state
