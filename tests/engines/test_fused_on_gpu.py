@@ -18,11 +18,15 @@ from engines.test_fused_engine import (
     engine_on,
     images,
     no_norm,
+    over_two_classes,
     train,
     twins,
 )
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+    pytest.mark.process,  # the compiler has processes of its own
+]
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +69,20 @@ def test_compiled_and_replayed_too(make: Callable[[], nn.Module], needs: tuple[s
     theirs = train(engine_on(LoopEngine, loop, needs=needs))
     assert_same_state(fused.cpu(), loop)
     assert [g.loss for g in ours] == pytest.approx([g.loss for g in theirs], rel=1e-7)
+
+
+def test_a_loss_that_is_a_sum_with_its_count_is_compiled_and_replayed_too() -> None:
+    """Each replay computes the count anew."""
+    fused, loop = (model.double() for model in twins(images))
+    settings = {"loss": over_two_classes, "needs": ("moments",)}
+    engine = engine_on(FusedEngine, fused.cuda(), fused_batch=24, compile=True, **settings)
+    ours = train(engine)
+    assert len(engine._captured) > 1, "several shapes were captured"
+    theirs = train(engine_on(LoopEngine, loop, **settings))
+    assert_same_state(fused.cpu(), loop)
+    assert [g.loss for g in ours] == pytest.approx([g.loss for g in theirs], rel=1e-7)
+    measured, reference = ([g.measurement.sq_mean[0] for g in run] for run in (ours, theirs))
+    assert measured == pytest.approx(reference, rel=1e-6)
 
 
 def test_pieces_replayed_from_a_graph_are_measured_as_those_that_are_not() -> None:

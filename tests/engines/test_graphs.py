@@ -12,9 +12,19 @@ from torch import nn
 
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.emulated.compiled import CapturedPasses
+from ebbflow.engines.replica_step import Loss
 from ebbflow.moments.meters import FusedMeter
 from ebbflow.plan.batch_plan import BatchPlan
-from engines.test_fused_engine import assert_same_state, engine_on, images, no_norm, train, twins
+from ebbflow.workloads import cross_entropy
+from engines.test_fused_engine import (
+    assert_same_state,
+    engine_on,
+    images,
+    no_norm,
+    over_two_classes,
+    train,
+    twins,
+)
 
 MODES: list[str] = []
 """Of the captures so far."""
@@ -78,12 +88,13 @@ def with_graphs(
 
 @pytest.mark.parametrize("needs", [(), ("moments",)])
 @pytest.mark.parametrize("make", [images, no_norm])
+@pytest.mark.parametrize("loss", [cross_entropy, over_two_classes])
 def test_replayed_chunks_give_the_weights_of_the_reference(
-    make: Callable[[], nn.Module], needs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module], needs: tuple[str, ...], loss: Loss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, other = with_graphs(make, monkeypatch, needs, fused_batch=24)
+    engine, other = with_graphs(make, monkeypatch, needs, fused_batch=24, loss=loss)
     ours = train(engine)
-    theirs = train(engine_on(LoopEngine, other, needs=needs))
+    theirs = train(engine_on(LoopEngine, other, needs=needs, loss=loss))
     assert_same_state(engine.model, other)
     assert [g.loss for g in ours] == pytest.approx([g.loss for g in theirs], rel=1e-6)  # the sums of losses are floats
     for one, reference in zip(ours, theirs, strict=True):
