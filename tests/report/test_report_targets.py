@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from ebbflow.errors import ConfigError
 from ebbflow.record import End, Header, LayersRow, RecordWriter, StepRow, ValidationRow
 from ebbflow.report.clocks import make_clocks, read_clocks, simulated_seconds
 from ebbflow.report.conclusions import takeaways
-from ebbflow.report.export import csv_text, latex, markdown, target_caption, target_table, terminal
+from ebbflow.report.export import csv_text, effort_table, latex, markdown, target_caption, target_table, terminal
 from ebbflow.report.figures import all_figures
 from ebbflow.report.plotting import Drawing
 from ebbflow.report.results import ArmResult, Results, load_results
@@ -170,7 +171,7 @@ def test_markdown_and_latex_have_the_tables_of_the_targets(found: Summary) -> No
 
 
 def test_the_table_of_a_target_fits_eighty_columns(found: Summary) -> None:
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console = Console(width=80, record=True, file=io.StringIO())
     console.print(terminal(found, width=80))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80
@@ -264,6 +265,14 @@ def test_the_steps_of_a_record_are_priced_with_a_step_model_and_a_network(result
     assert body["simulated"]["fast"]["mean"] == pytest.approx(1.65)
     assert body["simulated"]["fast"]["speed_up"] == pytest.approx(6 / 1.65)
     assert "simulated" in target_caption(found, "w", 0)
+    # The whole run: 12 steps of 0.22 s, and of 0.8 s.
+    assert next(cell for cell in found.as_json()["cells"] if cell["rule"] == "linear")["simulated_s"] == {
+        "fast": pytest.approx(2.64), "slow": pytest.approx(9.6)}  # fmt: skip
+    assert effort_table(found, "w")[0] == ["trace", "rule", "accuracy (%)", "time", "worker-hours", "fast", "slow"]
+    assert effort_table(found, "w")[1][3:] == ["72.0 s", "0.02", "7.2 s", "7.2 s"]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal(found, width=80))
+    assert "updates" in (text := console.export_text()) and max(map(len, text.splitlines())) <= 80
 
 
 def test_a_whole_step_time_is_a_clock_without_a_network(results: Results) -> None:

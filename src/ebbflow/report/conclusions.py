@@ -125,7 +125,8 @@ def _first_there(row: Mapping[str, ToTarget], goal: str) -> str:
         least = min(whole.values())
         quickest = [rule for rule, time in whole.items() if math.isclose(time, least)]
         verb = "reaches" if len(quickest) == 1 else "reach"
-        parts.append(f"{_join(quickest)} {verb} {goal} first, after {format_seconds(least)}")
+        first = " first," if len(row) > 1 else ""
+        parts.append(f"{_join(quickest)} {verb} {goal}{first} after {format_seconds(least)}")
     if missed:
         parts.append(f"not every run reaches {'it' if whole else goal}: {_join(missed)}")
     return "; ".join(parts)

@@ -129,14 +129,15 @@ def terminal(summary: Summary, *, width: int = 80) -> Group:
         if rows := effort_table(summary, workload):
             table = Table(box=None, pad_edge=False, header_style="bold")
             for i, name in enumerate(rows[0]):
-                table.add_column(Text(name), justify="left" if i < 2 else "right")
+                short = name.replace("worker-hours", "worker-\nhours")
+                table.add_column(Text(short), justify="left" if i < 2 else "right", overflow="fold")
             for row in rows[1:]:
                 table.add_row(*map(Text, row))
             parts.append(Padding(table, (0, 0, 0, 1)))
             parts.append(Padding(Text(effort_caption(summary, workload), style="dim"), (0, 0, 1, 1)))
         for number in range(len(summary.targets_of(workload))):
             if target_table(summary, workload, number):
-                parts.append(Padding(_terminal_targets(summary, workload, number), (0, 0, 0, 1)))
+                parts += [Padding(found, (0, 0, 0, 1)) for found in _terminal_targets(summary, workload, number)]
                 parts.append(Padding(Text(target_caption(summary, workload, number), style="dim"), (0, 0, 1, 1)))
     return Group(*parts)
 
@@ -147,24 +148,25 @@ def terminal(summary: Summary, *, width: int = 80) -> Group:
 def effort_table(summary: Summary, workload: str) -> list[list[str]]:
     """Time, worker-hours, money and samples beside the score, the names of the columns first; empty without records.
 
-    Rules of a trace that took the same share a line.
+    Rules of a trace that took the same share a line. Simulated times replace the samples, and times that were fitted.
     """
     numbers = summary.number_format(workload)
     cells = [c for c in summary.cells_of(workload) if c.finished]
     if not any(cell.time_s for cell in cells):
         return []
-    priced = any(cell.usd_per_hour is not None for cell in cells)
+    clocks = list(dict.fromkeys(name for cell in cells for name in cell.simulated_s))
+    timed = not (clocks and workload in summary.fitted)
+    priced = timed and any(cell.usd_per_hour is not None for cell in cells)
     lines: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
         texts = (
-            _time(cell.time_s),
-            _hours(cell.worker_hours),
+            *([_time(cell.time_s), _hours(cell.worker_hours)] if timed else []),
             *([_money(cell.cost_usd(cell.worker_hours))] if priced else []),
-            _count(cell.samples),
+            *([_time(cell.simulated_s.get(name)) for name in clocks] or [_count(cell.samples)]),
         )
         lines.setdefault((cell.trace, *texts), []).append(cell)
-    rows = [["trace", "rule", numbers.heading(cells[0].metric), "time", "worker-hours", *(["USD"] if priced else []),
-             "samples"]]  # fmt: skip
+    rows = [["trace", "rule", numbers.heading(cells[0].metric), *(["time", "worker-hours"] if timed else []),
+             *(["USD"] if priced else []), *(clocks or ["samples"])]]  # fmt: skip
     for (trace, *line), same in lines.items():
         names = [cell.rule for cell in same]
         everyone = len(names) > 1 and len(names) == len([c for c in cells if c.trace == trace])
@@ -196,8 +198,13 @@ def _epochs(epochs: float | None) -> str:
 
 def effort_caption(summary: Summary, workload: str) -> str:
     """What the numbers of `effort_table` mean."""
+    clocks = dict.fromkeys(name for cell in summary.cells_of(workload) for name in cell.simulated_s)
+    simulated = f"{', '.join(clocks)}: simulated time, the steps of the record priced with a step model"
+    if clocks and workload in summary.fitted:
+        return f"{simulated}; means over seeds."
     text = "Time on the clock of the trace, and available workers x hours, which are paid for whether they take part "
-    return text + "or not; means over seeds." + _fitted(summary, workload)
+    text += f"or not; {f'{simulated}; ' if clocks else ''}means over seeds."
+    return text + _fitted(summary, workload)
 
 
 def _fitted(summary: Summary, workload: str) -> str:
@@ -268,25 +275,34 @@ def target_caption(summary: Summary, workload: str, number: int) -> str:
     text += " Wall-clock: the computing of the run itself, with its validations."
     simulated = any(name.startswith(CLOCK) for name in to.values)
     if simulated:
-        text += " The times behind it are simulated: the steps of the record, priced with a step model."
+        text += " All further times are simulated: the steps of the record, priced with a step model."
     if workload in summary.baselines and any(cell.targets[number].speed_ups for cell in cells):
         trace, rule = summary.baselines[workload]
         text += f" In parentheses: speed-up over {rule} on {trace}, the runs at the reference batch."
     return text if simulated else text + _fitted(summary, workload)
 
 
-def _terminal_targets(summary: Summary, workload: str, number: int) -> Table:
-    """The table of a target with one group of lines per trace."""
+def _terminal_targets(summary: Summary, workload: str, number: int) -> list[Table]:
+    """The table of a target with one group of lines per trace; simulated times are a table of their own."""
     head, *rows = target_table(summary, workload, number)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("rule", overflow="fold")
-    for (name,) in head[2:]:
-        table.add_column(Text(name.replace("worker-hours", "worker-\nhours")), justify="right", overflow="fold")
-    for i, (trace, rule, *cells) in enumerate(rows):
-        if i == 0 or trace != rows[i - 1][0]:
-            table.add_row(Text(trace[0], style="dim"))
-        table.add_row(Text(" " + rule[0].replace("+", "\n +")), *(Text("\n".join(cell)) for cell in cells))
-    return table
+    clocks = sum(name.startswith(CLOCK) for name in summary.cells_of(workload)[0].targets[number].values)
+    first = len(head) - clocks - any(name == ("USD",) for name in head)
+    blocks = [[*range(2, first), *range(first + clocks, len(head))]]
+    blocks += [[2, *range(first, first + clocks)]] if clocks else []
+    tables = []
+    for block in blocks:
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        table.add_column("rule", overflow="fold")
+        for i in block:
+            name = head[i][0].replace("worker-hours", "worker-\nhours")
+            table.add_column(Text(name), justify="right", overflow="fold")
+        for i, row in enumerate(rows):
+            if i == 0 or row[0] != rows[i - 1][0]:
+                table.add_row(Text(row[0][0], style="dim"))
+            rule = Text(" " + row[1][0].replace("+", "\n +"))
+            table.add_row(rule, *(Text("\n".join(row[i])) for i in block))
+        tables.append(table)
+    return tables
 
 
 def _header(rule: str) -> Text:
@@ -417,7 +433,7 @@ def csv_text(summary: Summary) -> str:
     out = io.StringIO()
     if rows:
         writer = csv.DictWriter(
-            out, [key for key in rows[0] if key not in ("values", "targets")], extrasaction="ignore"
+            out, [key for key in rows[0] if key not in ("values", "targets", "simulated_s")], extrasaction="ignore"
         )
         writer.writeheader()
         writer.writerows(rows)

@@ -73,6 +73,8 @@ class Cell:
     """Mean of the available workers times the hours, over the seeds that finished: what had to be paid for."""
     usd_per_hour: float | None = None
     """Price of one worker; None if it is not known."""
+    simulated_s: Mapping[str, float] = field(default_factory=dict)
+    """Mean simulated time of the whole run by each clock, over the seeds that finished."""
     targets: tuple[ToTarget, ...] = ()
     """What it took to each target that was asked for."""
     published: float | None = None
@@ -162,6 +164,7 @@ class Cell:
             "target_wall_s_std": to.std("wall_s") if to else None,
             "target_speed_up_updates": to.speed_ups.get("updates") if to else None,
             "targets": [each.as_json() for each in self.targets],
+            "simulated_s": dict(self.simulated_s),
         }
 
 
@@ -438,6 +441,10 @@ def _make_cell(key: tuple[str, str, str], arms: list[ArmResult], example: ArmRes
         samples=_mean(arm.samples for arm in good),
         time_s=_mean(arm.end_s for arm in good),
         worker_hours=_mean(arm.worker_hours(arm.end_s) for arm in good),
+        simulated_s={
+            name: statistics.fmean(float(arm.simulated[name][-1]) for arm in good)
+            for name in dict.fromkeys(name for arm in good for name in arm.simulated)
+        },
         finished=seeds("finished"),
         diverged=seeds("diverged"),
         failed=seeds("failed"),
