@@ -97,7 +97,7 @@ WITHOUT_JSON = {
 }  # fmt: skip
 """Verbs that print no results."""
 WITHOUT_PLUGIN = {
-    "demo": "a fixed study", "report": "reads records", "status": "asks a fleet", "lighthouse": "a server",
+    "demo": "a fixed study", "status": "asks a fleet", "lighthouse": "a server",
 }  # fmt: skip
 """Verbs that take no trace, rule, policy, price, workload or optimizer."""
 

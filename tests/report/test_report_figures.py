@@ -28,7 +28,8 @@ def drawn(study: Path) -> dict[str, Drawing]:
 
 
 def test_each_workload_has_its_figures_and_the_traces_one_of_their_own(drawn: dict[str, Drawing]) -> None:
-    kinds = ("validation", "scores", "loss", "batch", "rate", "multiplier")
+    kinds = ("validation", "validation-updates", "validation-wall", "scores", "loss", "schedules", "batch", "rate",
+             "multiplier")  # fmt: skip
     assert set(drawn) == {f"{kind}-{name}" for kind in kinds for name in ("digits-mlp", "tiny-gpt")} | {"traces"}
 
 

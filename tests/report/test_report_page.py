@@ -19,8 +19,9 @@ import pytest
 from ebbflow.errors import ConfigError, OutputError
 from ebbflow.report.report_page import ReportPaths, write_report
 
-FIGURES = {f"{kind}-{name}" for kind in ("validation", "scores", "loss", "batch", "rate", "multiplier")
-           for name in ("digits-mlp", "tiny-gpt")} | {"traces"}  # fmt: skip
+KINDS = ("validation", "validation-updates", "validation-wall", "scores", "loss", "schedules", "batch", "rate",
+         "multiplier")  # fmt: skip
+FIGURES = {f"{kind}-{name}" for kind in KINDS for name in ("digits-mlp", "tiny-gpt")} | {"traces"}
 
 
 class Page(HTMLParser):

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ebbflow.errors import ConfigError
 from ebbflow.record import Header
 from ebbflow.report.conclusions import takeaways
 from ebbflow.report.export import (
@@ -383,6 +382,7 @@ def timed(*values: float, rule: str = "linear", seed: int = 0, end_s: float = 72
     return arm(
         0.0, rule=rule, seed=seed, values=np.array(values), end_s=end_s, samples=100 * count,
         times=np.linspace(0, end_s, count + 1)[1:], counts=100.0 * np.arange(1, count + 1),
+        epochs=np.arange(1.0, count + 1), updates=10.0 * np.arange(1, count + 1), walls=3.0 * np.arange(1, count + 1),
         **{"header": Header(trace=HOURLY), **more},
     )  # fmt: skip
 
@@ -411,45 +411,10 @@ def test_time_and_cost_stand_beside_the_score() -> None:
     assert (cell["time_s"], cell["worker_hours"], cell["cost_usd"]) == (7200.0, pytest.approx(6), pytest.approx(3))
     assert cell["target"] is None
     assert effort_table(summarise(arms), "w")[0] == ["trace", "rule", "accuracy (%)", "time", "worker-hours", "samples"]
-    assert effort_table(summarise(arms), "w", to_target=True) == []
+    assert summarise(arms).targets_of("w") == []
 
 
 def test_a_fitted_step_time_is_said_where_times_are_shown() -> None:
     fitted = summarise([timed(0.9, header=Header(trace=HOURLY, config={"step_time": "fit"}))])
     assert "fitted to the trace" in effort_caption(fitted, "w")
     assert "fitted" not in effort_caption(summarise([timed(0.9)]), "w")
-
-
-def test_time_cost_and_samples_to_a_target_and_who_never_reaches_it() -> None:
-    arms = [
-        timed(0.5, 0.9), timed(0.85, 0.9, seed=1), timed(0.5, 0.9, rule="sqrt"), timed(0.5, 0.6, rule="sqrt", seed=1),
-        timed(0.5, 0.6, rule="slow"),
-    ]  # fmt: skip
-    found = summarise(arms, target=0.8)
-    assert effort_table(found, "w", to_target=True)[1:] == [
-        ["gpu", "linear", "2 of 2", "90.0", "90.0 min", "4", "150"],  # (60 + 120) / 2 min, (2 + 6) / 2 worker-hours
-        ["gpu", "sqrt", "1 of 2", "75.0", "120.0 min", "6", "200"],
-        ["gpu", "slow", "0 of 1", "60.0", "–", "–", "–"],  # noqa: RUF001
-    ]
-    assert "first validation with an accuracy of 80.0 %" in effort_caption(found, "w", to_target=True)
-    assert takeaways(found)[1] == (
-        "On w, gpu: linear reaches accuracy 80.0 % first, after 90.0 min; not every run reaches it: sqrt (1 of 2 runs) "
-        "and slow (never)."
-    )
-    cell = found.as_json()["cells"][2]
-    assert (cell["target"], cell["target_reached"], cell["target_time_s"]) == (0.8, 0, None)
-    lower = summarise([timed(0.5, 0.2, metric="loss", higher_is_better=False)], target=0.3).cells[0]
-    assert (lower.target_reached, lower.target_samples) == (1, 200)
-
-
-@pytest.mark.parametrize(
-    ("target", "message"), [(95.0, "95 % accuracy is 0.95"), (math.nan, "expected a finite score")]
-)
-def test_a_target_that_is_no_score_is_refused(target: float, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        summarise([timed(0.9)], target=target)
-
-
-def test_a_target_of_two_metrics_is_refused() -> None:
-    with pytest.raises(ConfigError, match="accuracy and loss alike"):
-        summarise([timed(0.9), timed(0.9, workload="other", metric="loss")], target=0.5)

@@ -18,6 +18,7 @@ from ebbflow.run.config import RunConfig
 from ebbflow.run.loop import Callbacks
 from ebbflow.run.training import train
 from ebbflow.workloads import Recipe, Task, TensorSource
+from ebbflow.workloads.sources import EvenSubset
 
 RECIPE = Recipe(
     ref_batch=8,
@@ -457,3 +458,30 @@ def test_a_run_whose_final_weights_cannot_be_written_has_not_ended(
     monkeypatch.setattr(training, "save_checkpoint", write)
     assert train(config, tmp_path).status == "finished"
     assert (tmp_path / training.WEIGHTS).is_file()
+
+
+def test_training_samples_are_scored_at_every_validation_and_change_nothing_else(tmp_path: Path) -> None:
+    config = RunConfig(workload="test-cliff", trace=TRACE)
+    plain = train(config, tmp_path / "plain")
+    scored = train(config.replace(train_scores=SAMPLES), tmp_path / "scored")
+    assert plain.end is not None and scored.end is not None
+    assert plain.end.weights_sha256 == scored.end.weights_sha256
+    for before, after in zip(plain.validations, scored.validations, strict=True):
+        assert after.metrics["loss"] == before.metrics["loss"]
+        # The validation samples of this task are its training samples.
+        assert after.metrics["train_loss"] == pytest.approx(before.metrics["loss"])
+        assert set(before.metrics) == {"loss"}
+
+
+def test_training_samples_to_score_are_spread_over_the_training_set_and_not_augmented() -> None:
+    x = torch.arange(10.0)[:, None]
+    source = EvenSubset(TensorSource(x, x, augment=lambda x: x + 100), 4)
+    # Sample i of four is number i x 10 // 4 of ten.
+    assert source.batch(torch.arange(4), train=False)[0].flatten().tolist() == [0, 2, 5, 7]
+    assert len(EvenSubset(TensorSource(x, x), 99)) == 10
+
+
+def test_training_scores_leave_the_arms_of_earlier_studies_as_they_were() -> None:
+    config = RunConfig(workload="test-cliff")
+    assert config.replace(train_scores=0).fingerprint() == config.fingerprint()
+    assert config.replace(train_scores=1).fingerprint() != config.fingerprint()

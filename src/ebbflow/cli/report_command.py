@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ebbflow.cli.common import AsJson, err, out, print_json
+from ebbflow.cli.common import AsJson, PluginFiles, err, out, print_json
+from ebbflow.cli.scenario_options import step_option
+from ebbflow.core.plugins import load_plugins
+from ebbflow.simulate.scenario import ScenarioSettings
+from ebbflow.simulate.step_models import NETWORKS
 
 __all__ = ["report", "show_report"]
 
@@ -19,38 +24,70 @@ def report(
         Path | None, typer.Option("--out", help="Folder of the report. Default: 'report' beside the records.")
     ] = None,
     target: Annotated[
-        float | None,
+        list[str] | None,
         typer.Option(
-            help="Also show the time, worker-hours and samples to this score, such as 0.95 for 95 % accuracy."
+            help="A score to reach, such as 0.95 for 95 % accuracy, or 0.99x for 99 % of the score at the reference "
+            "batch: shows epochs, updates and times to it. Repeat it for several."
         ),
     ] = None,
     spot_price: Annotated[
         float | None, typer.Option(help="USD per hour of one worker: shows the cost in USD, too.", min=0)
     ] = None,
+    step_time: Annotated[str | None, step_option("step_time")] = None,
+    profile: Annotated[Path | None, step_option("profile")] = None,
+    compute_step: Annotated[str | None, step_option("compute_step")] = None,
+    compute_sample: Annotated[str | None, step_option("compute_sample")] = None,
+    network: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"{', '.join(NETWORKS.names())}, with a name in front: fast=ring(megabytes=11, gbps=800). Repeat "
+            f"it to compare several.",
+            rich_help_panel="Simulated time",
+        ),
+    ] = None,
+    overlap: Annotated[float, step_option("overlap")] = 0.0,
+    micro_batch: Annotated[int | None, step_option("micro_batch")] = None,
+    plugin: PluginFiles = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     json: AsJson = False,
 ) -> None:
     """Make the report of a study or a run: the table, one self-contained HTML page, figures as SVG and PNG.
 
     It reads records only, so it can be made while a study is running, after a
-    crash, and again at any time.
+    crash, and again at any time. With a step model (--step-time, --profile or
+    --compute-sample, and --network) it also shows how long the steps of the
+    records would have taken with it.
     """
-    page = show_report(folder, out_folder=out_folder, as_json=json, target=target, usd_per_hour=spot_price)
+    load_plugins(plugin or [])
+    settings = ScenarioSettings(
+        samples=1, epochs=1, step_time=step_time, profile=profile, compute_step=compute_step,
+        compute_sample=compute_sample, overlap=overlap, micro_batch=micro_batch,
+    )  # fmt: skip
+    asked = any((step_time, profile, compute_step, compute_sample, network, overlap, micro_batch))
+    page = show_report(
+        folder, out_folder=out_folder, as_json=json, targets=target or (), usd_per_hour=spot_price,
+        step_model=(settings, network or ()) if asked else None,
+    )  # fmt: skip
     if open_page:
         webbrowser.open(page.resolve().as_uri())
 
 
 def show_report(
-    folder: Path, *, out_folder: Path | None = None, as_json: bool = False, target: float | None = None,
-    usd_per_hour: float | None = None,
+    folder: Path, *, out_folder: Path | None = None, as_json: bool = False, targets: Sequence[str] = (),
+    usd_per_hour: float | None = None, step_model: tuple[ScenarioSettings, Sequence[str]] | None = None,
 ) -> Path:  # fmt: skip
-    """Write the report and print its table and conclusions, or the cells as JSON; returns the path of the page."""
+    """Write the report and print its table and conclusions, or the cells as JSON; returns the path of the page.
+
+    `step_model`: what `make_clocks` takes, for simulated times.
+    """
     # Imported here, since only this needs matplotlib and jinja2, which take long to import.
+    from ebbflow.report.clocks import make_clocks
     from ebbflow.report.conclusions import takeaways
     from ebbflow.report.export import terminal
     from ebbflow.report.report_page import write_report
 
-    paths = write_report(folder, out=out_folder, target=target, usd_per_hour=usd_per_hour)
+    clocks = make_clocks(*step_model) if step_model else ()
+    paths = write_report(folder, out=out_folder, targets=targets, clocks=clocks, usd_per_hour=usd_per_hour)
     for problem in paths.results.problems:
         err.print(f"warning: {problem}", markup=False, soft_wrap=True)
     if as_json:

@@ -18,7 +18,7 @@ from ebbflow.errors import ConfigError
 from ebbflow.simulate.scenario import ScenarioSettings
 from ebbflow.simulate.simulation import Simulation
 
-__all__ = ["OutFolder", "numbers", "takes_scenario", "write_page"]
+__all__ = ["OutFolder", "numbers", "step_option", "takes_scenario", "write_page"]
 
 OutFolder = Annotated[Path | None, typer.Option("--out", help="Write a page with figures into this folder.")]
 _MOST_NUMBERS = 1_000_000
@@ -60,6 +60,12 @@ def _option(field: dataclasses.Field[Any], kind: Any) -> Any:
     names = [f"--{field.name.replace('_', '-')}"] if kind is bool else []  # without these there would be --no-repeat
     shown = field.metadata
     return typer.Option(*names, help=shown["doc"], rich_help_panel=shown["group"], min=shown["minimum"])
+
+
+def step_option(name: str) -> Any:
+    """The option of one setting of the step model, for a command that takes no whole scenario."""
+    (field,) = (field for field in dataclasses.fields(ScenarioSettings) if field.name == name)
+    return typer.Option(help=field.metadata["doc"], rich_help_panel="Simulated time")
 
 
 def numbers(text: str, *, what: str) -> list[int]:

@@ -38,7 +38,7 @@ from ebbflow.live.replica_files import Checkpoints, ReplicaRecord, StatusFile
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.policies import make_policy
 from ebbflow.record import StepRow
-from ebbflow.run.assemble import assemble, make_optimizer, resolve
+from ebbflow.run.assemble import assemble, make_evaluate, make_optimizer, resolve
 from ebbflow.run.checkpoint import save_checkpoint, weights_digest
 from ebbflow.run.config import RunConfig, shows_settings
 from ebbflow.run.flow import OpenStep
@@ -509,12 +509,13 @@ def join_workload(config: RunConfig, **settings: Any) -> LiveSession:
     config.check_engine("live")
     config = resolve(config).replace(label="")  # the label is that of a trace
     task = workloads.build(config.workload, data=config.data, seed=config.seed, device=config.device)
+    evaluate = make_evaluate(task, config.train_scores)
     session = LiveSession(
         task.model,
         make_optimizer(config, task),
         task.train,
         loss=task.loss,
-        on_epoch=lambda epoch: task.evaluate(task.model),
+        on_epoch=lambda epoch: evaluate(),
         config=config,
         **settings,
     )

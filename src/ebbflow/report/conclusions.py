@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ebbflow.core.units import format_seconds
 from ebbflow.report.intervals import CONFIDENCE, difference_interval
 from ebbflow.report.summary import Cell, NumberFormat, Summary, Verdict
+from ebbflow.report.targets import ToTarget
 
 __all__ = ["takeaways"]
 
@@ -87,35 +88,48 @@ def _far_behind(verdicts: list[Verdict], numbers: NumberFormat) -> str:
     return f" Far behind: {_join(warned)}." if warned else ""
 
 
-def _reached(cell: Cell) -> str:
-    """How many of the finished runs reach the target."""
-    if not cell.target_reached:
-        return "never" if len(cell.finished) == 1 else f"none of {len(cell.finished)} runs"
-    return f"{cell.target_reached} of {len(cell.finished)} run{'s' if len(cell.finished) > 1 else ''}"
+def _reached(to: ToTarget) -> str:
+    """How many of the runs reach the target."""
+    if not to.reached:
+        return "never" if to.runs == 1 else f"none of {to.runs} runs"
+    return f"{to.reached} of {to.runs} run{'s' if to.runs > 1 else ''}"
 
 
 def _targets(summary: Summary) -> list[str]:
-    """Which rule reaches the target first and most cheaply on each trace, and which never does."""
+    """Which rule reaches each target first on each trace, and which never does."""
     texts = []
     for workload in summary.workloads:
-        numbers = summary.number_format(workload)
-        cells = [cell for cell in summary.cells_of(workload) if cell.target is not None and cell.finished]
-        for trace, row in ((trace, [cell for cell in cells if cell.trace == trace]) for trace in summary.traces):
-            if not row or row[0].target is None:
-                continue
-            goal = f"{row[0].metric} {numbers.number(row[0].target)}{' %' if numbers.unit else ''}"
-            whole = {cell.rule: cell.target_time_s or 0.0 for cell in row if cell.target_reached == len(cell.finished)}
-            missed = [f"{cell.rule} ({_reached(cell)})" for cell in row if cell.rule not in whole]
-            parts = []
-            if whole:
-                least = min(whole.values())
-                quickest = [rule for rule, time in whole.items() if math.isclose(time, least)]
-                verb = "reaches" if len(quickest) == 1 else "reach"
-                parts.append(f"{_join(quickest)} {verb} {goal} first, after {format_seconds(least)}")
-            if missed:
-                parts.append(f"not every run reaches {'it' if whole else goal}: {_join(missed)}")
-            texts.append(f"On {workload}, {trace}: {'; '.join(parts)}.")
+        cells, numbers = summary.cells_of(workload), summary.number_format(workload)
+        for number, target in enumerate(summary.targets_of(workload)):
+            goal = f"{cells[0].metric} {numbers.number(target)}{' %' if numbers.unit else ''}"
+            none: list[str] = []
+            said = []
+            for trace in summary.traces_of(workload):
+                row = {c.rule: c.targets[number] for c in cells if c.trace == trace and c.targets[number].runs}
+                if row and not any(to.reached for to in row.values()):
+                    none.append(trace)
+                elif row:
+                    said.append(f"On {workload}, {trace}: {_first_there(row, goal)}.")
+            texts += said
+            if none:
+                texts.append(f"On {workload}, {_join(none)}: no run reaches {goal}.")
     return texts
+
+
+def _first_there(row: Mapping[str, ToTarget], goal: str) -> str:
+    """Which rules of a row reach a target first, and which runs do not."""
+    whole = {rule: to.mean("time_s") or 0.0 for rule, to in row.items() if to.reached == to.runs}
+    missed = [f"{rule} ({_reached(to)})" for rule, to in row.items() if rule not in whole]
+    parts = []
+    if whole:
+        least = min(whole.values())
+        quickest = [rule for rule, time in whole.items() if math.isclose(time, least)]
+        verb = "reaches" if len(quickest) == 1 else "reach"
+        first = " first," if len(row) > 1 else ""
+        parts.append(f"{_join(quickest)} {verb} {goal}{first} after {format_seconds(least)}")
+    if missed:
+        parts.append(f"not every run reaches {'it' if whole else goal}: {_join(missed)}")
+    return "; ".join(parts)
 
 
 def _losses(summary: Summary) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Group
 from rich.padding import Padding
@@ -19,6 +19,7 @@ from rich.text import Text
 from ebbflow.core.units import format_seconds, plural
 from ebbflow.report.intervals import CONFIDENCE
 from ebbflow.report.summary import Cell, NumberFormat, Summary
+from ebbflow.report.targets import CLOCK
 
 __all__ = [
     "caption",
@@ -32,6 +33,8 @@ __all__ = [
     "markdown",
     "published_text",
     "sources_text",
+    "target_caption",
+    "target_table",
     "terminal",
 ]
 
@@ -123,57 +126,53 @@ def terminal(summary: Summary, *, width: int = 80) -> Group:
                 table.add_row(Text(trace), *(_rich_cell(cell, numbers) for cell in cells))
             parts.append(table)
         parts.append(Padding(Text(caption(summary, workload), style="dim"), (0, 0, 1, 1)))
-        for to_target in (False, True):
-            if rows := effort_table(summary, workload, to_target=to_target):
-                table = Table(box=None, pad_edge=False, header_style="bold")
-                for i, name in enumerate(rows[0]):
-                    table.add_column(Text(name), justify="left" if i < 2 else "right")
-                for row in rows[1:]:
-                    table.add_row(*map(Text, row))
-                parts.append(Padding(table, (0, 0, 0, 1)))
-                parts.append(
-                    Padding(Text(effort_caption(summary, workload, to_target=to_target), style="dim"), (0, 0, 1, 1))
-                )
+        if rows := effort_table(summary, workload):
+            table = Table(box=None, pad_edge=False, header_style="bold")
+            for i, name in enumerate(rows[0]):
+                short = name.replace("worker-hours", "worker-\nhours")
+                table.add_column(Text(short), justify="left" if i < 2 else "right", overflow="fold")
+            for row in rows[1:]:
+                table.add_row(*map(Text, row))
+            parts.append(Padding(table, (0, 0, 0, 1)))
+            parts.append(Padding(Text(effort_caption(summary, workload), style="dim"), (0, 0, 1, 1)))
+        for number in range(len(summary.targets_of(workload))):
+            if target_table(summary, workload, number):
+                parts += [Padding(found, (0, 0, 0, 1)) for found in _terminal_targets(summary, workload, number)]
+                parts.append(Padding(Text(target_caption(summary, workload, number), style="dim"), (0, 0, 1, 1)))
     return Group(*parts)
 
 
 # -- time and cost -----------------------------------------------------------------------------------------------------
 
 
-def effort_table(summary: Summary, workload: str, *, to_target: bool = False) -> list[list[str]]:
+def effort_table(summary: Summary, workload: str) -> list[list[str]]:
     """Time, worker-hours, money and samples beside the score, the names of the columns first; empty without records.
 
-    Rules of a trace that took the same share a line. With `to_target`, what it took to the target: one line per rule.
+    Rules of a trace that took the same share a line. Simulated times replace the samples, and times that were fitted.
     """
     numbers = summary.number_format(workload)
-    cells = [c for c in summary.cells_of(workload) if c.finished and (c.target is not None or not to_target)]
+    cells = [c for c in summary.cells_of(workload) if c.finished]
     if not any(cell.time_s for cell in cells):
         return []
-    priced = any(cell.usd_per_hour is not None for cell in cells)
+    clocks = list(dict.fromkeys(name for cell in cells for name in cell.simulated_s))
+    timed = not (clocks and workload in summary.fitted)
+    priced = timed and any(cell.usd_per_hour is not None for cell in cells)
     lines: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
-        if to_target:
-            effort = (cell.target_time_s, cell.target_worker_hours, cell.target_samples)
-        else:
-            effort = (cell.time_s, cell.worker_hours, cell.samples)
-        time, hours, samples = effort
         texts = (
-            NOTHING if time is None else format_seconds(time),
-            NOTHING if hours is None else f"{hours:,.3g}" if hours < 1000 else f"{hours:,.0f}",
-            *([_money(cell.cost_usd(hours))] if priced else []),
-            NOTHING if samples is None else f"{samples:,.0f}",
+            *([_time(cell.time_s), _hours(cell.worker_hours)] if timed else []),
+            *([_money(cell.cost_usd(cell.worker_hours))] if priced else []),
+            *([_time(cell.simulated_s.get(name)) for name in clocks] or [_count(cell.samples)]),
         )
-        own = (cell.rule, f"{cell.target_reached} of {len(cell.finished)}") if to_target else ()
-        lines.setdefault((cell.trace, *own, *texts), []).append(cell)
-    rows = [["trace", "rule", *(["runs"] if to_target else []), numbers.heading(cells[0].metric), "time",
-             "worker-hours", *(["USD"] if priced else []), "samples"]]  # fmt: skip
+        lines.setdefault((cell.trace, *texts), []).append(cell)
+    rows = [["trace", "rule", numbers.heading(cells[0].metric), *(["time", "worker-hours"] if timed else []),
+             *(["USD"] if priced else []), *(clocks or ["samples"])]]  # fmt: skip
     for (trace, *line), same in lines.items():
         names = [cell.rule for cell in same]
         everyone = len(names) > 1 and len(names) == len([c for c in cells if c.trace == trace])
         means = sorted(cell.mean for cell in same if cell.mean is not None)
         score = " to ".join(dict.fromkeys(numbers.number(mean) for mean in (means[0], means[-1])))
-        shown = [*line[1:2], score, *line[2:]] if to_target else [score, *line]
-        rows.append([trace, "all rules" if everyone else ", ".join(names), *shown])
+        rows.append([trace, "all rules" if everyone else ", ".join(names), score, *line])
     return rows
 
 
@@ -181,19 +180,129 @@ def _money(usd: float | None) -> str:
     return NOTHING if usd is None else f"{usd:,.2f}"
 
 
-def effort_caption(summary: Summary, workload: str, *, to_target: bool = False) -> str:
+def _time(seconds: float | None) -> str:
+    return NOTHING if seconds is None else format_seconds(seconds)
+
+
+def _hours(hours: float | None) -> str:
+    return NOTHING if hours is None else f"{hours:,.3g}" if hours < 1000 else f"{hours:,.0f}"
+
+
+def _count(count: float | None) -> str:
+    return NOTHING if count is None else f"{count:,.0f}"
+
+
+def _epochs(epochs: float | None) -> str:
+    return NOTHING if epochs is None else f"{epochs:,.3g}" if epochs < 100 else f"{epochs:,.0f}"
+
+
+def effort_caption(summary: Summary, workload: str) -> str:
     """What the numbers of `effort_table` mean."""
-    cell = next(cell for cell in summary.cells_of(workload) if cell.finished)
+    clocks = dict.fromkeys(name for cell in summary.cells_of(workload) for name in cell.simulated_s)
+    simulated = f"{', '.join(clocks)}: simulated time, the steps of the record priced with a step model"
+    if clocks and workload in summary.fitted:
+        return f"{simulated}; means over seeds."
     text = "Time on the clock of the trace, and available workers x hours, which are paid for whether they take part "
-    text += "or not; means over seeds."
-    if to_target and cell.target is not None:
-        numbers = summary.number_format(workload)
-        goal = f"{cell.metric} of {numbers.number(cell.target)}{' %' if numbers.unit else ''}"
-        article = "an" if goal[0] in "aeiou" else "a"
-        text = f"Until the first validation with {article} {goal}; means over the runs that reach it."
-    if workload in summary.fitted:
-        text += " The step time was fitted to the trace: times compare rules, not machines."
-    return text
+    text += f"or not; {f'{simulated}; ' if clocks else ''}means over seeds."
+    return text + _fitted(summary, workload)
+
+
+def _fitted(summary: Summary, workload: str) -> str:
+    known = " The step time was fitted to the trace: times compare rules, not machines."
+    return known if workload in summary.fitted else ""
+
+
+# -- to a target -------------------------------------------------------------------------------------------------------
+
+TargetTable = list[list[tuple[str, ...]]]
+"""Rows of cells, the names of the columns first. A cell has up to three lines: a mean, "± 7" and "(3.1x)"."""
+
+
+def target_table(summary: Summary, workload: str, number: int) -> TargetTable:
+    """What each rule took to a target on each trace; empty if no run has ended or nobody asked for a target."""
+    cells = [cell for cell in summary.cells_of(workload) if cell.targets and cell.targets[number].runs]
+    if not cells:
+        return []
+    clocks = [name for name in cells[0].targets[number].values if name.startswith(CLOCK)]
+    fitted = workload in summary.fitted
+    # Times that were fitted to a trace mean nothing beside simulated ones.
+    columns: dict[str, tuple[str, Callable[[float | None], str]]] = {
+        "epochs": ("epochs", _epochs),
+        "updates": ("updates", _count),
+        **({} if fitted and clocks else {"time_s": ("time", _time), "worker_hours": ("worker-hours", _hours)}),
+        "wall_s": ("wall-clock", _time),
+        **{name: (name.removeprefix(CLOCK), _time) for name in clocks},
+    }
+    priced = any(cell.usd_per_hour is not None for cell in cells) and "worker_hours" in columns
+    faster = {"updates", *clocks, *(() if fitted else ("time_s",))}
+    heading: list[tuple[str, ...]] = [("trace",), ("rule",), ("reached",), *((title,) for title, _ in columns.values())]
+    rows: TargetTable = [heading + ([("USD",)] if priced else [])]
+    for cell in cells:
+        to = cell.targets[number]
+        row: list[tuple[str, ...]] = [(cell.trace,), (cell.rule,), (f"{to.reached} of {to.runs}",)]
+        for name, (_, write) in columns.items():
+            std, speed_up = to.std(name), to.speed_ups.get(name) if name in faster else None
+            row.append((
+                write(to.mean(name)),
+                *([f"± {_like(write(to.mean(name)), std) or write(std)}"] if std is not None else []),
+                *([f"({speed_up:.3g}x)"] if speed_up is not None else []),
+            ))  # fmt: skip
+        rows.append(row + ([(_money(cell.cost_usd(to.mean("worker_hours"))),)] if priced else []))
+    return rows
+
+
+def _like(mean: str, std: float) -> str:
+    """A time in the unit of its mean, so that the two can be compared; empty if the mean is no time.
+
+    >>> _like("1.5 h", 5400.0), _like("1,837", 173.0)
+    ('1.5 h', '')
+    """
+    unit = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}.get(mean.partition(" ")[2])
+    return "" if unit is None else f"{std / unit:.1f} {mean.partition(' ')[2]}"
+
+
+def target_caption(summary: Summary, workload: str, number: int) -> str:
+    """What the numbers of `target_table` mean."""
+    cells = summary.cells_of(workload)
+    to, numbers = cells[0].targets[number], summary.number_format(workload)
+    goal = f"{cells[0].metric} of {numbers.number(to.target)}{' %' if numbers.unit else ''}"
+    if to.asked.relative:
+        goal += f" ({to.asked} the score at the reference batch)"
+    text = f"Until the first validation with {'an' if goal[0] in 'aeiou' else 'a'} {goal}"
+    several = any(cell.targets[number].reached > 1 for cell in cells)
+    text += "; mean ± standard deviation over the runs that reach it." if several else "."
+    text += " Reached: of the runs that finished or diverged; a run that does not reach it is in no mean."
+    text += " Wall-clock: the computing of the run itself, with its validations."
+    simulated = any(name.startswith(CLOCK) for name in to.values)
+    if simulated:
+        text += " All further times are simulated: the steps of the record, priced with a step model."
+    if workload in summary.baselines and any(cell.targets[number].speed_ups for cell in cells):
+        trace, rule = summary.baselines[workload]
+        text += f" In parentheses: speed-up over {rule} on {trace}, the runs at the reference batch."
+    return text if simulated else text + _fitted(summary, workload)
+
+
+def _terminal_targets(summary: Summary, workload: str, number: int) -> list[Table]:
+    """The table of a target with one group of lines per trace; simulated times are a table of their own."""
+    head, *rows = target_table(summary, workload, number)
+    clocks = sum(name.startswith(CLOCK) for name in summary.cells_of(workload)[0].targets[number].values)
+    first = len(head) - clocks - any(name == ("USD",) for name in head)
+    blocks = [[*range(2, first), *range(first + clocks, len(head))]]
+    blocks += [[2, *range(first, first + clocks)]] if clocks else []
+    tables = []
+    for block in blocks:
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        table.add_column("rule", overflow="fold")
+        for i in block:
+            name = head[i][0].replace("worker-hours", "worker-\nhours")
+            table.add_column(Text(name), justify="right", overflow="fold")
+        for i, row in enumerate(rows):
+            if i == 0 or row[0] != rows[i - 1][0]:
+                table.add_row(Text(row[0][0], style="dim"))
+            rule = Text(" " + row[1][0].replace("+", "\n +"))
+            table.add_row(rule, *(Text("\n".join(row[i])) for i in block))
+        tables.append(table)
+    return tables
 
 
 def _header(rule: str) -> Text:
@@ -241,6 +350,11 @@ def markdown(summary: Summary) -> str:
             cells = [summary.cell(workload, trace, rule) for rule in rules]
             lines.append(f"| {_pipe(trace)} | " + " | ".join(_markdown_cell(cell, numbers) for cell in cells) + " |")
         texts.append(f"**{workload}**\n\n" + "\n".join(lines) + f"\n\n{caption(summary, workload)}\n")
+        for number in range(len(summary.targets_of(workload))):
+            if rows := target_table(summary, workload, number):
+                body = ["| " + " | ".join(_pipe(" ".join(cell)) for cell in row) + " |" for row in rows]
+                body.insert(1, "|:--|:--|" + "--:|" * (len(rows[0]) - 2))
+                texts.append("\n".join(body) + f"\n\n{target_caption(summary, workload, number)}\n")
     return "\n".join(texts)
 
 
@@ -263,21 +377,34 @@ def latex(summary: Summary) -> str:
         for trace in summary.traces_of(workload):
             cells = [summary.cell(workload, trace, rule) for rule in rules]
             rows.append(" & ".join([_tex(trace), *(_latex_cell(cell, numbers) for cell in cells)]) + r" \\")
-        lines = [
-            r"\begin{table}",
-            r"  \centering",
-            rf"  \caption{{{_tex(workload)}. {_tex(caption(summary, workload))}}}",
-            rf"  \begin{{tabular}}{{l{'r' * len(rules)}}}",
-            r"    \toprule",
-            "    " + " & ".join(["Trace", *map(_tex, rules)]) + r" \\",
-            r"    \midrule",
-            *(f"    {row}" for row in rows),
-            r"    \bottomrule",
-            r"  \end{tabular}",
-            r"\end{table}",
-        ]
-        texts.append("\n".join(lines) + "\n")
+        head = ["Trace", *map(_tex, rules)]
+        texts.append(_latex_table(head, rows, f"{workload}. {caption(summary, workload)}", left=1))
+        for number in range(len(summary.targets_of(workload))):
+            if found := target_table(summary, workload, number):
+                head, *body = ([_tex(" ".join(cell)) for cell in row] for row in found)
+                lines = [" & ".join(row) + r" \\" for row in body]
+                texts.append(
+                    _latex_table(head, lines, f"{workload}. {target_caption(summary, workload, number)}", left=2)
+                )
     return "\n".join(texts)
+
+
+def _latex_table(head: list[str], rows: list[str], text: str, *, left: int) -> str:
+    """A table whose first `left` columns are text."""
+    lines = [
+        r"\begin{table}",
+        r"  \centering",
+        rf"  \caption{{{_tex(text)}}}",
+        rf"  \begin{{tabular}}{{{'l' * left}{'r' * (len(head) - left)}}}",
+        r"    \toprule",
+        "    " + " & ".join(head) + r" \\",
+        r"    \midrule",
+        *(f"    {row}" for row in rows),
+        r"    \bottomrule",
+        r"  \end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 _TEX = {
@@ -298,11 +425,16 @@ def _latex_cell(cell: Cell | None, numbers: NumberFormat) -> str:
 
 
 def csv_text(summary: Summary) -> str:
-    """One line per cell, numbers as recorded (an accuracy is a fraction); an empty field if there is none."""
-    rows = [cell.as_json() for cell in summary.cells]
+    """One line per cell, numbers as recorded (an accuracy is a fraction); an empty field if there is none.
+
+    With several targets a cell has one line for each of them.
+    """
+    rows = [cell.as_json(target) for cell in summary.cells for target in range(max(len(cell.targets), 1))]
     out = io.StringIO()
     if rows:
-        writer = csv.DictWriter(out, [key for key in rows[0] if key != "values"], extrasaction="ignore")
+        writer = csv.DictWriter(
+            out, [key for key in rows[0] if key not in ("values", "targets", "simulated_s")], extrasaction="ignore"
+        )
         writer.writeheader()
         writer.writerows(rows)
     return out.getvalue()

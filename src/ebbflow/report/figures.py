@@ -1,13 +1,15 @@
 """The figures of a report, one function each; `all_figures` yields those that the records have data for.
 
-Every figure has one panel per trace, in the same order. Runs that did not finish are drawn as thin lines that end in a
-cross; as in the tables, they are not in the mean.
+Most figures have one panel per trace, in the same order, with one line per rule; those that compare batches, over
+updates, over times and of the schedules, have one panel per rule, with one line per trace. Runs that did not finish are
+drawn as thin lines that end in a cross; as in the tables, they are not in the mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from ebbflow.report.plotting import (
     plain_ticks,
     slugs,
     smooth,
+    time_unit,
 )
 from ebbflow.report.results import ArmResult, Results
 from ebbflow.report.step_figures import layer_figures, over_epochs, statistic_figures
@@ -56,12 +59,18 @@ def all_figures(results: Results, summary: Summary) -> Iterator[Drawing]:
         arms = [arm for arm in with_steps if arm.workload == workload]
         traces = [trace for trace in summary.traces_of(workload) if any(arm.trace == trace for arm in arms)]
         of = WorkloadArms(workload=workload, name=name, arms=arms, traces=traces, style=style)
-        for make in (_validation, _loss, _batch, _rate, _multiplier):
+        if not arms:
+            continue
+        targets = summary.targets_of(workload)
+        makers: list[Callable[[WorkloadArms], Drawing | None]] = [
+            partial(_validation, targets=targets),
+            partial(_scores, summary=summary),
+        ]
+        makers += [partial(_over, by=by, targets=targets) for by in _axes_of(of, fitted=workload in summary.fitted)]
+        for make in (*makers, _training, _loss, _schedules, _batch, _rate, _multiplier):
             with drawing_style():
-                drawing = make(of) if arms else None
+                drawing = make(of)
             if drawing is not None:
-                yield drawing
-            if make is _validation and (drawing := _scores(of, summary)) is not None:
                 yield drawing
         yield from statistic_figures(of)
         yield from layer_figures(of)
@@ -81,9 +90,12 @@ class _Drawn:
 
 
 def _draw_rules(axis: Axes, arms: Sequence[ArmResult], style: RuleStyle, curve: Curve, drawn: _Drawn) -> None:
-    """Draw the mean and band of each rule over its finished seeds, and a thin line with a cross for every other run."""
+    """Draw the mean and band of each rule over its finished seeds, and a thin line with a cross for every other run.
+
+    Of each trace if the style is that of traces.
+    """
     for rule in style.rules:
-        mine = [arm for arm in arms if arm.rule == rule]
+        mine = [arm for arm in arms if getattr(arm, style.kind) == rule]
         x, mean, low, high = over_seeds([curve(arm) for arm in mine if outcome(arm) == "finished"])
         if x.size:
             axis.plot(x, mean, **style.line(rule), marker="o" if x.size == 1 else None)
@@ -133,50 +145,216 @@ def _band_text(arms: Sequence[ArmResult]) -> str:
     return text + (" A thin line with a cross: a run that diverged, failed or is unfinished." if unfinished else "")
 
 
-def _validation(of: WorkloadArms) -> Drawing | None:
+def _validation(of: WorkloadArms, *, targets: Sequence[float]) -> Drawing | None:
     if not any(arm.values.size for arm in of.arms):
         return None
-    metric, percent = of.arms[0].metric, of.arms[0].metric == "accuracy"
-    factor = 100.0 if percent else 1.0
+    metric, factor, unit = _metric(of)
     figure, axes = panels(of.traces, height=2.7)
     drawn = _Drawn()
     for axis, trace in zip(axes, of.traces, strict=True):
         _draw_rules(axis, of.on_trace(trace), of.style, lambda arm: (arm.epochs, arm.values * factor), drawn)
     zoomed = _zoom(axes, drawn)
-    outer_labels(axes, "epoch", f"validation {metric}" + (" (%)" if percent else ""))
+    goal = _draw_targets(axes, [target * factor for target in targets])
+    outer_labels(axes, "epoch", f"validation {metric}{unit}")
     legend(figure, axes)
     note = " The vertical axis shows where the curves end; the first epochs lie outside." if zoomed else ""
-    caption = f"Validation {metric} over the epochs on each trace.{_band_text(of.arms)}{note}"
+    caption = f"Validation {metric} over the epochs on each trace.{goal}{_band_text(of.arms)}{note}"
     return of.drawing("validation", f"Validation {metric}", caption, figure)
 
 
-def _scores(of: WorkloadArms, summary: Summary) -> Drawing | None:
+def _metric(of: WorkloadArms) -> tuple[str, float, str]:
+    """The metric of a workload, the factor of its values in figures, and its unit on an axis."""
+    metric = of.arms[0].metric
+    return (metric, 100.0, " (%)") if metric == "accuracy" else (metric, 1.0, "")
+
+
+def _draw_targets(axes: Sequence[Axes], targets: Sequence[float]) -> str:
+    """Draw a dotted line at each target; returns what it is, in words."""
+    for axis in axes:
+        for target in targets:
+            axis.axhline(target, color=MUTED, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
+    return " Dotted: the target." if targets else ""
+
+
+# -- over updates and time ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ProgressAxis:
+    """A horizontal axis other than the epochs."""
+
+    kind: str
+    title: str
+    """Follows "Validation accuracy over"."""
+    caption: str
+    values: Callable[[ArmResult], Array]
+    """The position of each validation."""
+    seconds: bool = True
+
+
+def _axes_of(of: WorkloadArms, *, fitted: bool) -> list[_ProgressAxis]:
+    """Updates, wall-clock time, the time of the trace unless it was fitted to it, and each simulated clock."""
+    found = [
+        _ProgressAxis(
+            kind="updates", title="updates", values=lambda arm: arm.updates, seconds=False,
+            caption="over the updates of the weights, as in Figure 4 of Holt and Sievert (2021).",
+        ),
+        _ProgressAxis(
+            kind="wall", title="wall-clock time", values=lambda arm: arm.walls,
+            caption="over the time that the run itself took to compute, its validations included.",
+        ),
+    ]  # fmt: skip
+    if not fitted:
+        found.append(
+            _ProgressAxis(
+                kind="time", title="the time of the trace", values=lambda arm: arm.times,
+                caption="over the time on the clock of the trace.",
+            )
+        )  # fmt: skip
+    names = dict.fromkeys(name for arm in of.arms for name in arm.simulated)
+    return found + [
+        _ProgressAxis(
+            kind=f"simulated-{slug_}", title=f"simulated time ({name})", values=partial(_clock, name=name),
+            caption=f"over simulated time: the steps of the records, priced with the step model {name}, as in Figures "
+            f"4, 6 and 8 to 10 of Holt and Sievert (2021).",
+        )
+        for name, slug_ in slugs(names).items()
+    ]  # fmt: skip
+
+
+def _clock(arm: ArmResult, name: str) -> Array:
+    return arm.simulated[name]
+
+
+def _panels_by_rule(of: WorkloadArms) -> tuple[dict[str, list[ArmResult]], RuleStyle]:
+    """The arms of each rule, and the style of the traces, so that a panel compares batches; of one trace, its rules."""
+    if len(of.traces) == 1:
+        return {of.traces[0]: list(of.arms)}, of.style
+    rules = [rule for rule in of.style.rules if any(arm.rule == rule for arm in of.arms)]
+    return {rule: [arm for arm in of.arms if arm.rule == rule] for rule in rules}, RuleStyle(of.traces, "trace")
+
+
+def _over(of: WorkloadArms, *, by: _ProgressAxis, targets: Sequence[float]) -> Drawing | None:
+    """The metric over updates or over a time, with one panel per rule and one line per trace."""
+    scored = [arm for arm in of.arms if arm.values.size]
+    if not scored:
+        return None
+    metric, factor, unit = _metric(of)
+    end = max(float(by.values(arm)[-1]) for arm in scored)
+    name, length = time_unit(end) if by.seconds else (by.title, 1.0)
+    groups, style = _panels_by_rule(of)
+    figure, axes = panels(list(groups), height=2.7)
+    drawn = _Drawn()
+
+    def curve(arm: ArmResult) -> tuple[Array, Array]:
+        """Seeds with the same validations share their mean position: their wall-clock times differ."""
+        mine = [other for other in of.arms if (other.rule, other.trace) == (arm.rule, arm.trace)]
+        same = [o for o in mine if outcome(o) == "finished" and np.array_equal(o.epochs, arm.epochs)] or [arm]
+        return np.mean([by.values(other) for other in same], axis=0) / length, arm.values * factor
+
+    for axis, arms in zip(axes, groups.values(), strict=True):
+        _draw_rules(axis, [arm for arm in arms if arm.values.size], style, curve, drawn)
+    zoomed = _zoom(axes, drawn)
+    goal = _draw_targets(axes, [target * factor for target in targets])
+    for axis in axes:
+        axis.set_xlim(left=0)
+    outer_labels(axes, name, f"validation {metric}{unit}")
+    legend(figure, axes)
+    note = " The vertical axis shows where the curves end." if zoomed else ""
+    lines = "" if style is of.style else " One line per trace."
+    caption = f"Validation {metric} {by.caption}{lines}{goal}{_band_text(of.arms)}{note}"
+    return of.drawing(f"validation-{by.kind}", f"Validation {metric} over {by.title}", caption, figure)
+
+
+def _schedules(of: WorkloadArms) -> Drawing:
+    """Learning rate and batch over the epochs: a panel of the rate for each rule, and one of the batch."""
+    groups, style = _panels_by_rule(of)
+    one = len(groups) == 1
+    figure, axes = panels([*(["learning rate"] if one else groups), "batch"], height=2.4, sharey=False)
+    *rates, batches = axes
+    drawn = [over_epochs(axis, arms, style, "lr") for axis, arms in zip(rates, groups.values(), strict=True)]
+    log_if_wide(rates, [line for lines in drawn for line in lines], wide=50)
+    low, high = min(axis.get_ylim()[0] for axis in rates), max(axis.get_ylim()[1] for axis in rates)
+    for axis in rates:
+        axis.set_ylim(max(low, high / 2000) if axis.get_yscale() == "log" else low, high)
+        axis.set_ylabel("learning rate")
+    log_if_wide([batches], over_epochs(batches, of.arms, style, "batch"), wide=8)
+    batches.set_ylabel("samples per step")
+    for axis in axes:
+        outer_labels([axis], "epoch", axis.get_ylabel())
+    legend(figure, axes)
+    lines = "One line per rule" if style is of.style else "One line per trace, one panel of the rate per rule"
+    caption = f"Learning rate and batch over the epochs, as in Figure 2 of Holt and Sievert (2021). {lines}; one seed."
+    return of.drawing("schedules", "Schedules of rate and batch", caption, figure)
+
+
+def _training(of: WorkloadArms) -> Drawing | None:
+    """The metric on training samples, with that of the validation behind it."""
+    if not any(arm.train_values.size for arm in of.arms):
+        return None
+    metric, factor, unit = _metric(of)
+    figure, axes = panels(of.traces, height=2.7)
+    drawn = _Drawn()
+
+    def curve(arm: ArmResult) -> tuple[Array, Array]:
+        known = np.isfinite(arm.train_values)
+        return arm.epochs[known], arm.train_values[known] * factor
+
+    for axis, trace in zip(axes, of.traces, strict=True):
+        arms = [arm for arm in of.on_trace(trace) if arm.train_values.size]
+        _draw_rules(axis, arms, of.style, curve, drawn)
+        for rule in of.style.rules:
+            mine = [
+                (arm.epochs, arm.values * factor) for arm in arms if arm.rule == rule and outcome(arm) == "finished"
+            ]
+            x, mean, *_ = over_seeds(mine)
+            if x.size:
+                look = {
+                    **of.style.line(rule),
+                    "label": None,
+                    "linewidth": 1.0,
+                    "alpha": 0.55,
+                    "linestyle": (0, (1, 1.5)),
+                }
+                axis.plot(x, mean, **look)
+                drawn.means.append(mean)
+    zoomed = _zoom(axes, drawn)
+    outer_labels(axes, "epoch", f"{metric}{unit}")
+    legend(figure, axes)
+    note = " The vertical axis shows where the curves end." if zoomed else ""
+    caption = (
+        f"The {metric} on training samples without augmentation, as in Figure 5 of Andre et al. (2022); dotted: that "
+        f"of the validation.{_band_text(of.arms)}{note}"
+    )
+    return of.drawing("training", f"Training {metric}", caption, figure)
+
+
+def _scores(of: WorkloadArms, *, summary: Summary) -> Drawing | None:
     """The scores that the table has, with their intervals; nothing to show if every rule has one run."""
     cells = [cell for cell in summary.cells_of(of.workload) if cell.trace in of.traces]
     if not any(cell.margin is not None for cell in cells):
         return None
     numbers, rules = summary.number_format(of.workload), summary.rules_of(of.workload)
-    with drawing_style():
-        figure, axes = panels(of.traces, height=0.3 * len(rules) + 0.9)
-        for axis, trace in zip(axes, of.traces, strict=True):
-            row = [cell for cell in cells if cell.trace == trace and cell.values]
-            for cell in row:
-                y, scores = rules.index(cell.rule), np.array(cell.values) * numbers.factor
-                look = {key: value for key, value in of.style.line(cell.rule).items() if key in ("color", "gid")}
-                axis.plot(scores, np.full(len(scores), y), "|", markersize=9, alpha=0.7, **look)
-                axis.plot(scores.mean(), y, marker=_marker(of.style, cell.rule), markersize=6, **look)
-                if cell.margin is not None:  # the seeds decide what the axis shows: two give a very wide interval
-                    reach = cell.margin * numbers.factor
-                    axis.hlines(y, scores.mean() - reach, scores.mean() + reach, linewidth=1.4, **look)
-            if row:
-                seen = np.concatenate([np.array(cell.values) * numbers.factor for cell in row])
-                pad = max(0.3 * float(np.ptp(seen)), 1e-3 * abs(float(seen.mean())), 1e-9)
-                low, high = float(seen.min()) - pad, float(seen.max()) + pad
-                axis.set_xlim(max(low, 0.0), min(high, 100.5)) if numbers.unit else axis.set_xlim(low, high)
-            axis.set_yticks(range(len(rules)), rules)
-            axis.set_ylim(len(rules) - 0.4, -0.6)
-            axis.grid(visible=False, axis="y")
-        outer_labels(axes, numbers.heading(cells[0].metric), "")
+    figure, axes = panels(of.traces, height=0.3 * len(rules) + 0.9)
+    for axis, trace in zip(axes, of.traces, strict=True):
+        row = [cell for cell in cells if cell.trace == trace and cell.values]
+        for cell in row:
+            y, scores = rules.index(cell.rule), np.array(cell.values) * numbers.factor
+            look = {key: value for key, value in of.style.line(cell.rule).items() if key in ("color", "gid")}
+            axis.plot(scores, np.full(len(scores), y), "|", markersize=9, alpha=0.7, **look)
+            axis.plot(scores.mean(), y, marker=_marker(of.style, cell.rule), markersize=6, **look)
+            if cell.margin is not None:  # the seeds decide what the axis shows: two give a very wide interval
+                reach = cell.margin * numbers.factor
+                axis.hlines(y, scores.mean() - reach, scores.mean() + reach, linewidth=1.4, **look)
+        if row:
+            seen = np.concatenate([np.array(cell.values) * numbers.factor for cell in row])
+            pad = max(0.3 * float(np.ptp(seen)), 1e-3 * abs(float(seen.mean())), 1e-9)
+            low, high = float(seen.min()) - pad, float(seen.max()) + pad
+            axis.set_xlim(max(low, 0.0), min(high, 100.5)) if numbers.unit else axis.set_xlim(low, high)
+        axis.set_yticks(range(len(rules)), rules)
+        axis.set_ylim(len(rules) - 0.4, -0.6)
+        axis.grid(visible=False, axis="y")
+    outer_labels(axes, numbers.heading(cells[0].metric), "")
     caption = (
         f"The score of each seed (stroke), their mean (point) and its {CONFIDENCE} interval (line), which may be wider "
         f"than the panel; one run: no interval."

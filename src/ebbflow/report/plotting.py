@@ -52,6 +52,7 @@ __all__ = [
     "slug",
     "slugs",
     "smooth",
+    "time_unit",
 ]
 
 Array = npt.NDArray[np.float64]
@@ -122,21 +123,23 @@ class Drawing:
 
 @dataclass(frozen=True)
 class RuleStyle:
-    """The colour and dash pattern of each rule, by its position in the study."""
+    """The colour and dash pattern of each rule, by its position in the study; or of each trace."""
 
     rules: Sequence[str]
+    kind: str = "rule"
+    """rule or trace: what the lines stand for, by which the page tells them apart."""
 
     def line(self, rule: str) -> dict[str, Any]:
         """Keyword arguments for a line. By the gid the page finds all lines of a rule."""
         i = self.rules.index(rule)
         # The pattern is shifted by one each time the colours start again, so that pairs do not repeat soon.
         dash = _DASHES[(i + i // len(PALETTE)) % len(_DASHES)]
-        return {"color": PALETTE[i % len(PALETTE)], "linestyle": dash, "label": rule, "gid": f"rule-{i}"}
+        return {"color": PALETTE[i % len(PALETTE)], "linestyle": dash, "label": rule, "gid": f"{self.kind}-{i}"}
 
     def fill(self, rule: str) -> dict[str, Any]:
         """Keyword arguments for a band."""
         i = self.rules.index(rule)
-        return {"color": PALETTE[i % len(PALETTE)], "alpha": 0.16, "linewidth": 0, "gid": f"rule-{i}"}
+        return {"color": PALETTE[i % len(PALETTE)], "alpha": 0.16, "linewidth": 0, "gid": f"{self.kind}-{i}"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +232,8 @@ def _separate(axes: Sequence[Axes]) -> str:
     for axis in axes:
         rules: dict[str, Line2D] = {}
         for line in axis.lines:
-            if str(line.get_gid() or "").startswith("rule-") and line.get_linestyle() != "None":
+            named = not str(line.get_label()).startswith("_")  # matplotlib's own names are those of no label
+            if named and str(line.get_gid() or "").startswith(("rule-", "trace-")) and line.get_linestyle() != "None":
                 rules.setdefault(str(line.get_label()), line)
         groups: list[list[str]] = []
         for name, line in rules.items():
@@ -283,10 +287,26 @@ def log_if_wide(axes: Sequence[Axes], drawn: Sequence[Array], *, wide: float) ->
     positive = values[np.isfinite(values) & (values > 0)]
     if not positive.size or positive.max() <= wide * positive.min():
         return False
+    from matplotlib.ticker import LogLocator
+
+    narrow = positive.max() < 1000 * positive.min()
     for axis in axes:
         axis.set_yscale("log")
         plain_ticks(axis.yaxis)
+        if narrow:  # powers of ten alone would leave an axis with one number, or none
+            axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     return True
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """A unit for an axis that ends at so many seconds, and its length in seconds.
+
+    >>> time_unit(90.0), time_unit(5000.0), time_unit(1e5)
+    (('seconds', 1.0), ('minutes', 60.0), ('hours', 3600.0))
+    """
+    if seconds <= 300:
+        return "seconds", 1.0
+    return ("minutes", 60.0) if seconds <= 3 * 3600 else ("hours", 3600.0)
 
 
 def plain_ticks(axis: Axis) -> None:

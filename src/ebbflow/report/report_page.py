@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -27,6 +27,7 @@ from typing import Any
 
 from ebbflow.core.units import format_seconds, plural
 from ebbflow.errors import ConfigError, OutputError
+from ebbflow.report.clocks import Clock, read_clocks
 from ebbflow.report.conclusions import takeaways
 from ebbflow.report.export import (
     caption,
@@ -38,6 +39,8 @@ from ebbflow.report.export import (
     losses_text,
     markdown,
     published_text,
+    target_caption,
+    target_table,
 )
 from ebbflow.report.figures import all_figures
 from ebbflow.report.plotting import BAND, GRID, INK, MUTED, PALETTE, Drawing, save, slugs
@@ -77,16 +80,17 @@ def write_report(
     folder: Path | str,
     *,
     out: Path | str | None = None,
-    target: float | None = None,
+    targets: Sequence[float | str] = (),
+    clocks: Sequence[Clock] = (),
     usd_per_hour: float | None = None,
 ) -> ReportPaths:
     """Make the report of a study folder, a run folder or one record file; by default in `report` beside the records.
 
-    An earlier report there is replaced as a whole; a folder that holds anything else is refused. For `target` and
-    `usd_per_hour` see `summarise`.
+    An earlier report there is replaced as a whole; a folder that holds anything else is refused. For `targets` and
+    `usd_per_hour` see `summarise`; `clocks` add simulated times (`make_clocks`).
     """
-    results = load_results(folder)
-    summary = summarise(results.arms, results.config, target=target, usd_per_hour=usd_per_hour)
+    results = read_clocks(load_results(folder), clocks)
+    summary = summarise(results.arms, results.config, targets=targets, usd_per_hour=usd_per_hour)
     place = results.folder / "report" if out is None else Path(out)
     with replace_folder(place) as partial:
         figures = write_figures(all_figures(results, summary), partial)
@@ -174,7 +178,7 @@ def inline_svg(svg: str, *, stem: str) -> str:
     svg = re.sub(r' (xmlns|xmlns:xlink|width|height|version)="[^"]*"', "", opening) + ">" + rest
     # A hundredth of a point is finer than any screen, and a third of the bytes are digits beyond it.
     svg = re.sub(r' d="[^"]*"', lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
-    svg = re.sub(r'\bid="rule-(\d+)"', r'class="line rule-\1"', svg)
+    svg = re.sub(r'\bid="(rule|trace)-(\d+)"', r'class="line \1-\2"', svg)
     svg = re.sub(r'\bid="', f'id="{stem}-', svg)
     svg = svg.replace("url(#", f"url(#{stem}-").replace('xlink:href="#', f'href="#{stem}-')
     svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var({CSS_VARIABLES[m[0]]})" if m[0] in CSS_VARIABLES else m[0], svg)
@@ -291,16 +295,18 @@ def _table(summary: Summary, workload: str) -> dict[str, Any]:
         {"trace": trace, "cells": [_cell(summary.cell(workload, trace, rule), numbers) for rule in rules]}
         for trace in summary.traces_of(workload)
     ]
+    effort = effort_table(summary, workload)
     return {
         "workload": workload,
         "id": slugs(summary.workloads)[workload],
         "caption": caption(summary, workload),
         "rules": [summary.rules.index(rule) for rule in rules],
         "rows": rows,
-        "efforts": [
-            {"caption": effort_caption(summary, workload, to_target=to_target), "rows": found, "to_target": to_target}
-            for to_target in (False, True)
-            if (found := effort_table(summary, workload, to_target=to_target))
+        "effort": {"caption": effort_caption(summary, workload), "rows": effort},
+        "targets": [
+            {"caption": target_caption(summary, workload, number), "rows": found}
+            for number in range(len(summary.targets_of(workload)))
+            if (found := target_table(summary, workload, number))
         ],
     }
 

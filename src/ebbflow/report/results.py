@@ -8,7 +8,7 @@ cannot be read, an arm of the grid that has no record yet, several records of on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -42,6 +42,8 @@ class LayerCurves:
     noise: Array
     signal: Array
     multiplier: Array
+    warming: Array
+    """How many layers were in their warm-up in each of these steps; NaN for rules that do not say."""
 
     @classmethod
     def from_run(cls, run: Run) -> LayerCurves | None:
@@ -54,11 +56,13 @@ class LayerCurves:
         if not rows:
             return None
         count = len(rows[0].noise)
+        warming = {row.step: row.stats.get("warming") for row in run.steps}
         names = [str(name) for name in run.header.config.get("layers") or []]
         return cls(
             names=tuple(names if len(names) == count else map(str, range(count))),
             position=np.array([row.samples for row in rows]) / _epoch_samples(run),
             batch=np.array([row.batch for row in rows], dtype=np.float64),
+            warming=np.array([warming.get(row.step) for row in rows], dtype=np.float64),  # None becomes NaN
             **{
                 name: np.array([getattr(row, name) for row in rows], dtype=np.float64)  # None becomes NaN
                 for name in ("noise", "signal", "multiplier")
@@ -94,6 +98,14 @@ class ArmResult:
     """Seconds on the clock of the trace at each validation, from the start of training."""
     counts: Array = field(default_factory=lambda: _EMPTY)
     """Samples before each validation."""
+    updates: Array = field(default_factory=lambda: _EMPTY)
+    """Steps that were committed before each validation."""
+    walls: Array = field(default_factory=lambda: _EMPTY)
+    """Seconds of computing before each validation is done, that of earlier validations and this one included."""
+    simulated: Mapping[str, Array] = field(default_factory=dict)
+    """Seconds at each validation by the clock of each step model that was asked for; see `clocks.py`."""
+    train_values: Array = field(default_factory=lambda: _EMPTY)
+    """The metric on training samples at each validation; NaN where it was not measured, empty if it never was."""
     columns: Mapping[str, Array] = field(default_factory=dict)
     """One array per column of the steps: position (in epochs), time_s, epoch, workers, batch, lr, ..."""
     stats: tuple[str, ...] = ()
@@ -173,6 +185,9 @@ class ArmResult:
             values=values,
             times=np.array([row.time_s + step_s for row in scored], dtype=np.float64),
             counts=np.array([row.samples for row in scored], dtype=np.float64),
+            updates=np.array([row.step for row in scored], dtype=np.float64),
+            walls=np.array([row.wall_s for row in scored], dtype=np.float64),
+            train_values=_train_values([row.metrics for row in scored], f"train_{metric}"),
             columns=own | {name: run.column(name) for name in stats},
             stats=stats,
             code=_code(run),
@@ -216,6 +231,12 @@ def _metric_of(run: Run) -> tuple[str, bool]:
     if not measured or metric in measured:
         return metric, bool(config.get("higher_is_better", metric != "loss"))
     return measured[0], not any(word in measured[0] for word in ("loss", "error", "perplexity"))
+
+
+def _train_values(metrics: Sequence[Mapping[str, float | None]], name: str) -> Array:
+    """This metric of each validation, NaN where it is missing or None; empty if it always is."""
+    values = np.array([found.get(name) for found in metrics], dtype=np.float64)  # None becomes NaN
+    return values if np.isfinite(values).any() else _EMPTY
 
 
 def _note(run: Run) -> str:

@@ -2,7 +2,7 @@
 
 A further figure is one entry of `STATISTICS` or `LAYER_FIGURES`. A column of the records that is not listed there gets
 a plain figure, so everything that was recorded is shown. The gradient variance of each layer over the epochs is Figure
-3 of Ko et al. (2022); when layers end their warm-up, their Figure 7, is the statistic `warming`.
+3 of Ko et al. (2022); how many layers end their warm-up in each epoch is their Figure 7.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ __all__ = [
     "Statistic",
     "gradient_variance",
     "layer_figures",
+    "ends_by_epoch",
     "over_epochs",
     "statistic_figures",
+    "warmup_ends",
 ]
 
 Array = npt.NDArray[np.float64]
@@ -114,8 +116,8 @@ STATISTICS = (
     ),
     Statistic(
         column="warming", title="Layers in warm-up", label="layers",
-        caption="Layers that are still in their warm-up; a decrease by n means that n layers ended it there, as in "
-        "Figure 7 of Ko et al. (2022). A rule for the whole model has one warm-up.",
+        caption="Layers that are still in their warm-up; a decrease by n means that n layers ended it there. A rule "
+        "for the whole model has one warm-up.",
     ),
     Statistic(
         column="progress", title="Progress", label="reference steps",
@@ -157,10 +159,10 @@ def _draw_statistic(statistic: Statistic, of: WorkloadArms) -> Drawing:
 
 
 def over_epochs(axis: Axes, arms: Sequence[ArmResult], style: RuleStyle, column: str) -> list[Array]:
-    """Draw one line per rule, of its longest run, since rules hardly depend on the seed; returns all drawn values."""
+    """Draw one line per rule (or trace), of its longest run, since seeds hardly matter; returns all drawn values."""
     drawn = []
     for rule in style.rules:
-        mine = [arm for arm in arms if arm.rule == rule and column in arm.columns]
+        mine = [arm for arm in arms if getattr(arm, style.kind) == rule and column in arm.columns]
         if not mine:
             continue
         longest = max(mine, key=lambda arm: arm.steps)
@@ -223,7 +225,10 @@ LAYER_FIGURES = (
 
 
 def layer_figures(of: WorkloadArms) -> Iterator[Drawing]:
-    """The figures of `LAYER_FIGURES`, with one panel per rule and trace; none if no arm recorded its layers."""
+    """The figures of `LAYER_FIGURES` and of the ends of warm-ups, with one panel per rule and trace.
+
+    None if no arm recorded its layers; those of the ends only if layers have warm-ups of their own.
+    """
     shown: dict[str, ArmResult] = {}
     for rule in of.style.rules:
         for trace in of.traces:
@@ -236,6 +241,84 @@ def layer_figures(of: WorkloadArms) -> Iterator[Drawing]:
         with drawing_style():
             drawing = _draw_layers(what, shown, of)
         yield drawing
+    warmed = {name: arm for name, arm in shown.items() if _layers_in_warmup(arm) > 1}
+    if warmed:
+        for draw in (_draw_ends_by_epoch, _draw_ends_by_layer):
+            with drawing_style():
+                drawing = draw(warmed, of)
+            yield drawing
+
+
+def _layers_in_warmup(arm: ArmResult) -> float:
+    """The most layers that were in their warm-up at once; 0 if the rule has none."""
+    warming = arm.columns.get("warming", np.zeros(1))
+    return float(np.nanmax(warming)) if np.isfinite(warming).any() else 0.0
+
+
+def ends_by_epoch(arm: ArmResult) -> tuple[Array, int]:
+    """(how many layers ended their warm-up in each epoch, from the first on; how many never did).
+
+    Exact: from the number of layers in warm-up, which every step of the record has.
+    """
+    assert arm.layers is not None
+    known = np.isfinite(arm.columns["warming"])
+    warming, epoch = arm.columns["warming"][known], arm.columns["epoch"][known]
+    ended = -np.diff(warming, prepend=float(len(arm.layers.names)))
+    counts = np.zeros(int(epoch[-1]) + 1)
+    np.add.at(counts, epoch.astype(np.intp), np.maximum(ended, 0.0))
+    return counts, int(warming[-1])
+
+
+def warmup_ends(curves: LayerCurves, ref_batch: int) -> Array:
+    """The epoch in which each layer ended its warm-up; NaN for one that did not.
+
+    A record has the number of layers in warm-up, not which ones. They are those whose multiplier is the smallest part
+    of their gain, since a warm-up multiplies the gain by what it has done so far. So the result is as fine as the rows
+    of layers, about 200 per run.
+    """
+    part = curves.multiplier / gradient_variance(curves, ref_batch)
+    rank = np.argsort(np.argsort(np.where(np.isfinite(part), part, -np.inf), axis=1, kind="stable"), axis=1)
+    ended = rank >= curves.warming[:, None]  # NaN: not known, not ended
+    return np.where(ended.any(axis=0), curves.position[np.argmax(ended, axis=0)], np.nan)
+
+
+def _draw_ends_by_epoch(shown: dict[str, ArmResult], of: WorkloadArms) -> Drawing:
+    found = {name: ends_by_epoch(arm) for name, arm in shown.items()}
+    titles = [f"{name} ({left} left)" if left else name for name, (_, left) in found.items()]
+    figure, axes = panels(titles, height=2.1)
+    for axis, arm, (counts, _) in zip(axes, shown.values(), found.values(), strict=True):
+        look = of.style.line(arm.rule)
+        axis.bar(np.arange(counts.size) + 0.5, counts, width=0.9, color=look["color"], gid=look["gid"])
+    outer_labels(axes, "epoch", "layers")
+    caption = (
+        "How many layers ended their warm-up in each epoch, Figure 7 of Ko et al. (2022). In parentheses: layers that "
+        "are still in it when the run ends. One seed."
+    )
+    return of.drawing("warmup-ends", "Ends of warm-up", caption, figure)
+
+
+def _draw_ends_by_layer(shown: dict[str, ArmResult], of: WorkloadArms) -> Drawing:
+    most = max(len(arm.layers.names) for arm in shown.values() if arm.layers)
+    figure, axes = panels(list(shown), height=min(max(2.4, 0.05 * most), 6.0), sharey=True)
+    for axis, arm in zip(axes, shown.values(), strict=True):
+        assert arm.layers is not None and arm.ref_batch is not None  # layer_figures chose arms that have both
+        ends, look = warmup_ends(arm.layers, arm.ref_batch), of.style.line(arm.rule)
+        for ended, alpha in ((True, 0.9), (False, 0.25)):  # a layer that never ended it has a pale bar to the end
+            here = np.flatnonzero(np.isfinite(ends) == ended)
+            lengths = ends[here] if ended else np.full(here.size, arm.layers.position[-1])
+            if here.size:
+                axis.barh(here, lengths, height=0.8, color=look["color"], alpha=alpha, gid=look["gid"])
+        axis.set_title(f"{arm.rule}\n{arm.trace}")  # the names of the layers leave little room for one line
+        ticks = np.unique(np.linspace(0, most - 1, min(most, 9)).round().astype(int))
+        axis.set_yticks(ticks, [arm.layers.names[i] for i in ticks])
+        axis.set_ylim(most - 0.4, -0.6)
+        axis.grid(visible=False, axis="y")
+    outer_labels(axes, "epoch", "")
+    caption = (
+        "The epoch in which each layer ended its warm-up, one bar per parameter tensor with the input on top, to the "
+        "nearest recorded step; pale: not before the end of the run. One seed."
+    )
+    return of.drawing("layer-warmup", "Warm-up of the layers", caption, figure)
 
 
 def _draw_layers(what: LayerFigure, shown: dict[str, ArmResult], of: WorkloadArms) -> Drawing:

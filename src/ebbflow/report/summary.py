@@ -20,6 +20,7 @@ from typing import Any
 from ebbflow.errors import ConfigError
 from ebbflow.report.intervals import difference_interval, mean_margin
 from ebbflow.report.results import ArmResult
+from ebbflow.report.targets import Target, ToTarget, at_reference_batch, effort_to, parse_target, speed_ups
 
 __all__ = [
     "Cell",
@@ -72,14 +73,10 @@ class Cell:
     """Mean of the available workers times the hours, over the seeds that finished: what had to be paid for."""
     usd_per_hour: float | None = None
     """Price of one worker; None if it is not known."""
-    target: float | None = None
-    """The score to reach; None if nobody asked. The next four fields are about the finished runs that reach it."""
-    target_reached: int = 0
-    """How many reach it."""
-    target_time_s: float | None = None
-    """Mean time of the first validation that is at least as good, and so on."""
-    target_worker_hours: float | None = None
-    target_samples: float | None = None
+    simulated_s: Mapping[str, float] = field(default_factory=dict)
+    """Mean simulated time of the whole run by each clock, over the seeds that finished."""
+    targets: tuple[ToTarget, ...] = ()
+    """What it took to each target that was asked for."""
     published: float | None = None
     """The value in the paper that the study follows, in the units of `mean`."""
     published_steps: float | None = None
@@ -120,8 +117,13 @@ class Cell:
         }
         return [(name, seeds) for name, seeds in kinds.items() if seeds]
 
-    def as_json(self) -> dict[str, Any]:
-        """The cell as `ebbflow report --json` prints it; the first seven keys are fixed."""
+    def as_json(self, target: int = 0) -> dict[str, Any]:
+        """The cell as `ebbflow report --json` prints it; the first seven keys are fixed.
+
+        The keys that begin with target_ are about the first target, or that of this number; `targets` has all.
+        """
+        to = self.targets[target] if self.targets else None
+        hours = to.mean("worker_hours") if to else None
         return {
             "workload": self.workload,
             "trace": self.trace,
@@ -146,12 +148,23 @@ class Cell:
             "time_s": self.time_s,
             "worker_hours": self.worker_hours,
             "cost_usd": self.cost_usd(self.worker_hours),
-            "target": self.target,
-            "target_reached": None if self.target is None else self.target_reached,
-            "target_time_s": self.target_time_s,
-            "target_worker_hours": self.target_worker_hours,
-            "target_cost_usd": self.cost_usd(self.target_worker_hours),
-            "target_samples": self.target_samples,
+            "target": to.target if to else None,
+            "target_reached": to.reached if to else None,
+            "target_time_s": to.mean("time_s") if to else None,
+            "target_worker_hours": hours,
+            "target_cost_usd": self.cost_usd(hours),
+            "target_samples": to.mean("samples") if to else None,
+            "target_runs": to.runs if to else None,
+            "target_epochs": to.mean("epochs") if to else None,
+            "target_epochs_std": to.std("epochs") if to else None,
+            "target_updates": to.mean("updates") if to else None,
+            "target_updates_std": to.std("updates") if to else None,
+            "target_time_s_std": to.std("time_s") if to else None,
+            "target_wall_s": to.mean("wall_s") if to else None,
+            "target_wall_s_std": to.std("wall_s") if to else None,
+            "target_speed_up_updates": to.speed_ups.get("updates") if to else None,
+            "targets": [each.as_json() for each in self.targets],
+            "simulated_s": dict(self.simulated_s),
         }
 
 
@@ -203,6 +216,8 @@ class Summary:
     """The sources of published values."""
     scaled: float | None = None
     """The fraction of its epochs to which the study was scaled down; then published values are not comparable."""
+    baselines: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """(trace, rule) of the runs at the reference batch, for each workload that has some: what speed-ups are over."""
     fitted: frozenset[str] = frozenset()
     """Workloads whose step time was fitted to their trace, so that times are not those of any machine."""
     _index: Mapping[tuple[str, str, str], Cell] = field(init=False, repr=False, compare=False)
@@ -239,6 +254,10 @@ class Summary:
         """How the values of this workload are written."""
         return NumberFormat.for_cells(self.cells_of(workload))
 
+    def targets_of(self, workload: str) -> list[float]:
+        """The scores that were asked for."""
+        return [to.target for to in self.cells_of(workload)[0].targets]
+
     def as_json(self) -> dict[str, Any]:
         """What `ebbflow report --json` prints."""
         return {"cells": [cell.as_json() for cell in self.cells]}
@@ -270,14 +289,14 @@ def summarise(
     arms: Iterable[ArmResult],
     config: Mapping[str, Any] | None = None,
     *,
-    target: float | None = None,
+    targets: Sequence[float | str] = (),
     usd_per_hour: float | None = None,
 ) -> Summary:
     """The cells of these arms; workloads, traces and rules in the order of the configuration, then of appearance.
 
     The configuration of the study also has the published values: `paper`, a list of {workload, trace, rule, value,
-    source, what}, where `what` is metric or steps. `target` is a score, as recorded, whose time, worker-hours and
-    samples are wanted; `usd_per_hour` the price of one worker.
+    source, what}, where `what` is metric or steps. `targets` are scores to reach, as `parse_target` reads them;
+    `usd_per_hour` is the price of one worker.
     """
     config = config or {}
     paper = [entry for entry in config.get("paper") or () if isinstance(entry, Mapping)]
@@ -293,12 +312,11 @@ def summarise(
         _ordered_names(config.get(key), [found[axis] for found in groups]) for axis, key in enumerate(_AXES)
     )
     keys = [(w, t, r) for w in workloads for t in traces for r in rules if (w, t, r) in groups]
-    _check_target(target, examples.values())
-    more: dict[str, Any] = {"target": target, "usd_per_hour": usd_per_hour}
-    cells = [
-        replace(_make_cell(key, groups[key], examples[key[0]], target), **more, **_published(paper, key))
-        for key in keys
-    ]
+    more: dict[str, Any] = {"usd_per_hour": usd_per_hour}
+    cells = [replace(_make_cell(key, groups[key], examples[key[0]]), **more, **_published(paper, key)) for key in keys]
+    baselines = _baselines(keys, groups)
+    if asked := [parse_target(str(target)) for target in targets]:
+        cells = _with_targets(asked, cells, groups, baselines)
     return Summary(
         workloads=workloads,
         traces=traces,
@@ -306,6 +324,7 @@ def summarise(
         cells=tuple(_mark_best(cells)),
         sources=tuple(dict.fromkeys(str(entry["source"]) for entry in paper if entry.get("source"))),
         scaled=config.get("scale"),
+        baselines=baselines,
         fitted=frozenset(
             arm.workload
             for key in keys
@@ -331,19 +350,81 @@ def _published(paper: Iterable[Mapping[str, Any]], key: tuple[str, str, str]) ->
     }
 
 
-def _check_target(target: float | None, examples: Iterable[ArmResult]) -> None:
-    if target is None:
-        return
-    metrics = sorted({arm.metric for arm in examples})
-    if len(metrics) > 1:
-        raise ConfigError(f"a target of {target:g} cannot be one of {' and '.join(metrics)} alike; report one workload")
-    if not math.isfinite(target) or (metrics == ["accuracy"] and not 0 <= target <= 1):
-        raise ConfigError(f"the target is {target:g}; expected a finite score as recorded: 95 % accuracy is 0.95")
+def _baselines(
+    keys: Iterable[tuple[str, str, str]], groups: Mapping[tuple[str, str, str], list[ArmResult]]
+) -> dict[str, tuple[str, str]]:
+    """(trace, rule) of the runs at the reference batch for each workload, that of the rule constant before others."""
+    found: dict[str, tuple[str, str]] = {}
+    for key in sorted(keys, key=lambda key: key[2] != "constant"):  # stable
+        ran = [arm for arm in groups[key] if arm.steps]
+        if ran and all(map(at_reference_batch, ran)):
+            found.setdefault(key[0], key[1:])
+    return found
 
 
-def _make_cell(key: tuple[str, str, str], arms: list[ArmResult], example: ArmResult, target: float | None) -> Cell:
+def _with_targets(
+    asked: Sequence[Target],
+    cells: Sequence[Cell],
+    groups: Mapping[tuple[str, str, str], list[ArmResult]],
+    baselines: Mapping[str, tuple[str, str]],
+) -> list[Cell]:
+    """The cells with what their runs took to each target, and the speed-ups over the baseline of their workload."""
+    named = {(cell.workload, cell.trace, cell.rule): cell for cell in cells}
+    base = {workload: named[(workload, *where)] for workload, where in baselines.items()}
+
+    def efforts(cell: Cell) -> list[ToTarget]:
+        arms = groups[cell.workload, cell.trace, cell.rule]
+        ended = [arm for arm in arms if outcome(arm) in ("finished", "diverged")]
+        finished = [arm for arm in ended if outcome(arm) == "finished"]
+        return [effort_to(target, _score(target, cell, base.get(cell.workload)), ended, finished) for target in asked]
+
+    _check_targets(asked, cells)
+    found = {key: efforts(cell) for key, cell in named.items()}
+    return [
+        replace(
+            cell,
+            targets=tuple(
+                replace(own, speed_ups=speed_ups(own, before))
+                for own, before in zip(
+                    found[key],
+                    found[(key[0], *baselines[key[0]])] if key[0] in baselines else [None] * len(asked),
+                    strict=True,
+                )
+            ),
+        )
+        for key, cell in named.items()
+    ]
+
+
+def _check_targets(asked: Sequence[Target], cells: Iterable[Cell]) -> None:
+    metrics = sorted({cell.metric for cell in cells})
+    for target in asked:
+        if not target.relative and len(metrics) > 1:
+            raise ConfigError(
+                f"a target of {target} cannot be one of {' and '.join(metrics)} alike; report one workload"
+            )
+        if target.relative and not (math.isfinite(target.value) and target.value > 0):
+            raise ConfigError(f"the target is {target}; expected a finite multiple above 0, such as 0.99x")
+        if not math.isfinite(target.value) or (
+            not target.relative and metrics == ["accuracy"] and not 0 <= target.value <= 1
+        ):
+            raise ConfigError(f"the target is {target}; expected a finite score as recorded: 95 % accuracy is 0.95")
+
+
+def _score(target: Target, cell: Cell, baseline: Cell | None) -> float:
+    """The score that a target stands for."""
+    if not target.relative:
+        return target.value
+    if baseline is None or baseline.mean is None:
+        raise ConfigError(
+            f"the target {target} is a multiple of the score at the reference batch, but {cell.workload} has no "
+            f"finished runs whose every batch is the reference batch; give a score, such as 0.95"
+        )
+    return target.value * baseline.mean
+
+
+def _make_cell(key: tuple[str, str, str], arms: list[ArmResult], example: ArmResult) -> Cell:
     good = [arm for arm in arms if outcome(arm) == "finished"]
-    there = [(arm, i) for arm in good if target is not None and (i := arm.first_at(target)) is not None]
 
     def seeds(status: str) -> tuple[int, ...]:
         return tuple(arm.seed for arm in arms if outcome(arm) == status)
@@ -360,10 +441,10 @@ def _make_cell(key: tuple[str, str, str], arms: list[ArmResult], example: ArmRes
         samples=_mean(arm.samples for arm in good),
         time_s=_mean(arm.end_s for arm in good),
         worker_hours=_mean(arm.worker_hours(arm.end_s) for arm in good),
-        target_reached=len(there),
-        target_time_s=_mean(arm.times[i] for arm, i in there),
-        target_worker_hours=_mean(arm.worker_hours(arm.times[i]) for arm, i in there),
-        target_samples=_mean(arm.counts[i] for arm, i in there),
+        simulated_s={
+            name: statistics.fmean(float(arm.simulated[name][-1]) for arm in good)
+            for name in dict.fromkeys(name for arm in good for name in arm.simulated)
+        },
         finished=seeds("finished"),
         diverged=seeds("diverged"),
         failed=seeds("failed"),

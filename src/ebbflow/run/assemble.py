@@ -28,8 +28,9 @@ from ebbflow.run.config import RunConfig, recipe_settings
 from ebbflow.run.flow import Flow
 from ebbflow.run.planning import check_measurable
 from ebbflow.workloads import Task
+from ebbflow.workloads.sources import EvenSubset
 
-__all__ = ["assemble", "engine_maker", "loader_workers", "make_optimizer", "resolve"]
+__all__ = ["assemble", "engine_maker", "loader_workers", "make_evaluate", "make_optimizer", "resolve"]
 
 _ = emulated  # importing it registers the engines loop, fused and auto
 
@@ -152,3 +153,20 @@ def loader_workers(config: RunConfig) -> int:
     filled = config.with_loader_workers(cores=len(os.sched_getaffinity(0)), processes=ranks)
     assert filled.loader_workers is not None
     return filled.loader_workers
+
+
+def make_evaluate(task: Task, train_scores: int) -> Callable[[], dict[str, float]]:
+    """What a validation of a task measures: its scores, and those of so many training samples as train_accuracy, ...
+
+    The training samples are the same every time, spread evenly over the training set. They are not augmented by the
+    source; a data set that augments by itself still does.
+    """
+    source = EvenSubset(task.train, train_scores)
+
+    def evaluate() -> dict[str, float]:
+        found = task.evaluate(task.model)
+        if train_scores:
+            found |= {f"train_{name}": value for name, value in task.evaluate(task.model, source).items()}
+        return found
+
+    return evaluate

@@ -157,6 +157,10 @@ class RunConfig(BaseModel):
     """Whether the momentum of batch-norm statistics follows the batch: 1 - (1 - p)^(batch/ref_batch)."""
     validate_every: int = setting(1, ge=1, not_for={"estimator": "skorch validates after every epoch"})
     """Epochs between validations; the last epoch is always validated."""
+    train_scores: int = setting(
+        0, ge=0, not_for={"session": "its evaluation is yours", "estimator": "skorch scores the training samples"}
+    )
+    """Training samples, without augmentation, that every validation scores, too (train_accuracy, ...); 0: none."""
     data: str | None = setting(computes=False, not_for=_GIVEN)
     """Folder or file of the data set, for workloads that need one."""
     loader_workers: int | None = setting(

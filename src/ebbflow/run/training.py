@@ -26,7 +26,7 @@ from ebbflow.core.plugins import load_plugins
 from ebbflow.errors import CheckpointError, CodeChanged, ConfigError
 from ebbflow.plan import BatchPlan
 from ebbflow.record import Event, NoRecord, RecordWriter, Run, read_record
-from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer, resolve
+from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_evaluate, make_optimizer, resolve
 from ebbflow.run.checkpoint import load_checkpoint, save_checkpoint
 from ebbflow.run.config import RunConfig, recipe_settings
 from ebbflow.run.device import cpu_settings, enough_memory
@@ -224,7 +224,7 @@ def train(
                     loop = TrainingLoop(
                         flow,
                         record,
-                        evaluate=lambda: task.evaluate(task.model),
+                        evaluate=make_evaluate(task, config.train_scores),
                         validate_every=config.validate_every,
                         callbacks=callbacks,
                         save=lambda: files.save(flow),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ebbflow.errors import ConfigError
 
-__all__ = ["Indices", "Source", "TensorSource", "TokenSource", "crop_and_flip", "move_all", "standardise"]
+__all__ = ["EvenSubset", "Indices", "Source", "TensorSource", "TokenSource", "crop_and_flip", "move_all", "standardise"]
 
 Indices = NDArray[np.int64] | Tensor
 """Indices of samples, in the order of the batch."""
@@ -137,3 +137,25 @@ class TokenSource:
     def to(self, device: torch.device) -> Self:
         """Return a source of the same tokens on the device."""
         return replace(self, tokens=self.tokens.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class EvenSubset:
+    """`count` samples of a source at equal distances, so that samples sorted by class are all represented.
+
+    All of them if the source has no more.
+    """
+
+    source: Source
+    count: int
+
+    def __len__(self) -> int:
+        return min(self.count, len(self.source))
+
+    def batch(self, indices: Indices, *, train: bool) -> Any:
+        """Return the batch of the source."""
+        return self.source.batch(torch.as_tensor(indices) * len(self.source) // len(self), train=train)
+
+    def to(self, device: torch.device) -> Self:
+        """Return the subset on the device."""
+        return replace(self, source=self.source.to(device))

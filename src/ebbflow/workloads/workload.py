@@ -181,12 +181,12 @@ class Task:
         """Return the recipe; raise ConfigError if the task has none."""
         return _required(self.recipe, "recipe", "recipe")
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the scores of a model over all validation samples.
+    def evaluate(self, model: nn.Module, source: Source | None = None) -> dict[str, float]:
+        """Return the scores of a model over all validation samples, or over those of another source.
 
         The model is evaluated in `eval` mode; afterwards every module is in the mode in which it was before.
         """
-        valid = _required(self.valid, "valid", "source of validation samples")
+        valid = _required(source or self.valid, "valid", "source of validation samples")
         modes = [(module, module.training) for module in model.modules()]  # a frozen module keeps its own mode
         metric = self.validation() if self.validation is not None else None
         sums: dict[str, list[tuple[Tensor, Tensor | float]]] = {}
