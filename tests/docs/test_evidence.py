@@ -15,11 +15,14 @@ from typer.testing import CliRunner
 
 from ebbflow.cli.main import app
 from ebbflow.core.plugins import load_plugins
+from ebbflow.engines.emulated.fused import cut_into_passes
 from ebbflow.moments.estimate import Moments
 from ebbflow.record import read_record
 from ebbflow.report.results import load_results
 from ebbflow.report.summary import Cell, summarise
 from ebbflow.rules.rule import RULES, Rule, StepContext, make_rule
+from ebbflow.run.assemble import resolve
+from ebbflow.run.planning import make_plan
 from ebbflow.studies.grid import check_arms, load_study
 from ebbflow.studies.scaling import scaled
 
@@ -59,6 +62,19 @@ def test_a_study_that_is_still_to_be_run_can_be(
     study = load_study(str(with_traces(folder, tmp_path, request) / "study.toml"))
     check_arms(study.arms())
     assert scaled(study, 0.1).arms()
+
+
+def test_the_study_of_micro_batches_measures_2_8_and_32_of_them() -> None:
+    for arm in load_study(str(EVIDENCE / "pieces" / "study.toml")).arms():
+        passes = cut_into_passes([128] * 32, samples=arm.config.fused_batch or 0, at_least=2)
+        assert arm.config.label == f"{len(passes)} micro-batches"
+
+
+def test_batch_norm_s_study_has_steps_of_512_samples() -> None:
+    for arm in load_study(str(EVIDENCE / "batch-norm" / "study.toml")).arms():
+        config = resolve(arm.config)
+        step = make_plan(config, 50_000)[0].at(0)
+        assert (step.samples, f"{step.samples // step.workers} samples") == (512, config.label)
 
 
 def records(folder: str, to: Path) -> list[Path]:
