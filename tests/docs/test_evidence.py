@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import tarfile
 from decimal import Decimal
 from pathlib import Path
@@ -14,11 +15,14 @@ from typer.testing import CliRunner
 
 from ebbflow.cli.main import app
 from ebbflow.core.plugins import load_plugins
+from ebbflow.engines.emulated.fused import cut_into_passes
 from ebbflow.moments.estimate import Moments
 from ebbflow.record import read_record
 from ebbflow.report.results import load_results
 from ebbflow.report.summary import Cell, summarise
-from ebbflow.rules.rule import Rule, StepContext, make_rule
+from ebbflow.rules.rule import RULES, Rule, StepContext, make_rule
+from ebbflow.run.assemble import resolve
+from ebbflow.run.planning import make_plan
 from ebbflow.studies.grid import check_arms, load_study
 from ebbflow.studies.scaling import scaled
 
@@ -38,11 +42,39 @@ UPCOMING = sorted({path.parent.name for path in EVIDENCE.glob("*/study.toml")} -
 """Studies whose runs are still to be made; their pages say so."""
 
 
+def with_traces(folder: str, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """The folder of a study; for those on published traces, which are not part of the studies, a copy that has them."""
+    if not folder.startswith("andre"):
+        return EVIDENCE / folder
+    traces = request.getfixturevalue("shared") / "traces"
+    for name in {"andre", folder}:
+        shutil.copytree(EVIDENCE / name, tmp_path / name)
+    home = tmp_path / "andre"
+    convert(traces / "gcp_a100_2022-05.csv", home / "gpu.csv", "--stop", "13104s")
+    convert(traces / "gcp_tpuv2-8_cores_2022-04.csv", home / "tpu.csv", "--start", "212min", "--stop", "487min")
+    return tmp_path / folder
+
+
 @pytest.mark.parametrize("folder", UPCOMING)
-def test_a_study_that_is_still_to_be_run_can_be(folder: str, forget_plugins: None) -> None:
-    study = load_study(str(EVIDENCE / folder / "study.toml"))
+def test_a_study_that_is_still_to_be_run_can_be(
+    folder: str, tmp_path: Path, forget_plugins: None, request: pytest.FixtureRequest
+) -> None:
+    study = load_study(str(with_traces(folder, tmp_path, request) / "study.toml"))
     check_arms(study.arms())
     assert scaled(study, 0.1).arms()
+
+
+def test_the_study_of_micro_batches_measures_2_8_and_32_of_them() -> None:
+    for arm in load_study(str(EVIDENCE / "pieces" / "study.toml")).arms():
+        passes = cut_into_passes([128] * 32, samples=arm.config.fused_batch or 0, at_least=2)
+        assert arm.config.label == f"{len(passes)} micro-batches"
+
+
+def test_batch_norm_s_study_has_steps_of_512_samples() -> None:
+    for arm in load_study(str(EVIDENCE / "batch-norm" / "study.toml")).arms():
+        config = resolve(arm.config)
+        step = make_plan(config, 50_000)[0].at(0)
+        assert (step.samples, f"{step.samples // step.workers} samples") == (512, config.label)
 
 
 def records(folder: str, to: Path) -> list[Path]:
@@ -63,12 +95,7 @@ def test_the_records_can_be_read_and_name_no_machine(folder: str, tmp_path: Path
 @pytest.mark.parametrize("folder", STUDIES)
 def test_the_study_finds_its_runs_again(folder: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Runs are known by what they compute: these were made before settings that exist now, and on another machine."""
-    home = EVIDENCE / folder
-    if folder == "andre":  # its traces are not part of Ebbflow
-        traces = request.getfixturevalue("shared") / "traces"
-        home = shutil.copytree(home, tmp_path / "andre")
-        convert(traces / "gcp_a100_2022-05.csv", home / "gpu.csv", "--stop", "13104s")
-        convert(traces / "gcp_tpuv2-8_cores_2022-04.csv", home / "tpu.csv", "--start", "212min", "--stop", "487min")
+    home = with_traces(folder, tmp_path, request)
     arms = {arm.id: arm.config for arm in load_study(str(home / "study.toml")).arms()}
     found = records(folder, tmp_path / "out")
     assert {path.parent.name for path in found} == set(arms)
@@ -206,3 +233,79 @@ def test_the_gain_as_published(published: Rule) -> None:
     )
     noise = 0.504 * 111 / 7
     assert later.lr == pytest.approx((noise + 1 / 7) / (noise / 8 + 1 / 7))
+
+
+ON_CORES = EVIDENCE / "andre-cores" / "published_on_cores.py"
+
+
+def read_on_cores(pieces: int, cores: int, s2: float, mu2: float, *, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Re-enacted: means and standard errors of the variance and squared norm that the code reads, clipping aside."""
+    random = np.random.default_rng(0)
+    width = 60
+    deviation, mean = np.sqrt(s2 / width), np.sqrt(mu2 / width)
+    last = np.zeros((cores, width))
+    found = []
+    for _ in range(steps):
+        gradients = mean + deviation * random.standard_normal((pieces, width))
+        total = 0.0
+        for core in range(cores):
+            summed = np.zeros(width)
+            for gradient in gradients[core::cores]:
+                summed = summed + gradient
+                total += float(np.square(summed - last[core]).sum())
+                last[core] = summed
+        mean_sq = float(np.square(gradients.mean(axis=0)).sum())
+        noise = (total - pieces * mean_sq) / (pieces - 1)
+        found.append((noise, mean_sq - noise / pieces))
+    return np.mean(found[1:], axis=0), np.std(found[1:], axis=0) / np.sqrt(steps)
+
+
+@pytest.mark.parametrize(("pieces", "cores"), [(32, 1), (32, 8), (36, 8)])  # 36: four cores have five pieces
+def test_what_cores_read_that_keep_their_own_last_sum(pieces: int, cores: int, forget_plugins: None) -> None:
+    load_plugins([str(ON_CORES)])
+    misread = sys.modules[RULES.entry("adascale-on-cores").make.__module__].misread
+    found, errors = read_on_cores(pieces, cores, 10.0, 1.0, steps=2000)
+    each, more = divmod(pieces, cores)
+    added = (cores - more) * each * ((each - 2) + 10) + more * (each + 1) * ((each - 1) + 10)  # n((n - 2) mu2 + s2)
+    assert abs(found[0] - (10 + added / (pieces - 1))) < 4 * errors[0]
+    assert abs(found[1] - (1 - added / pieces / (pieces - 1))) < 4 * errors[1]
+    s2, mu2 = misread(10.0, 1.0, pieces=pieces, cores=cores)
+    assert s2 == pytest.approx(10 + added / (pieces - 1))
+    assert mu2 == pytest.approx(max(0.0, 1 - added / pieces / (pieces - 1)))
+
+
+def test_the_gain_as_published_on_one_core_and_on_eight(forget_plugins: None) -> None:
+    # 32 pieces of the reference batch of 8 from 32 workers, s2 = 10, mu2 = 1 (V = 80). True: 11/(10/32 + 1) = 8.38.
+    # Eight cores have n = 4 pieces each: D = 32 (2 + 10) = 384, read are 10 + 384/31 = 22.39 and 1 - 12/31 = 0.613,
+    # whose sum is 23; s2/K + mu2, the squared norm of the mean gradient, stays as it was, 1.3125: 23/1.3125 = 17.52.
+    # One core has 32: D = 32 (30 + 10), read is 10 + 1280/31, and mu2 = 1 - 40/31 < 0: all noise, the gain is 32.
+    load_plugins([str(ON_CORES)])
+    context = StepContext(
+        step=0, batch=256, ref_batch=8, samples=0, workers=32, moments=Moments(noise=80.0, signal=1.0)
+    )
+
+    def multiplier(text: str) -> float | tuple[float, ...]:
+        rule = make_rule(f"adascale-on-cores({text})")
+        return rule.scale(context, rule.init())[0].lr
+
+    assert multiplier("pieces=1, memory=false") == pytest.approx(11 / 1.3125)
+    assert multiplier("pieces=1, cores=8") == pytest.approx(23 / 1.3125)
+    assert multiplier("pieces=1, cores=1") == pytest.approx(32)
+    # Without defects and with pieces of the reference batch it is AdaScale.
+    assert multiplier("pieces=1, memory=false, rescaling=false") == pytest.approx(
+        make_rule("adascale").scale(context, make_rule("adascale").init())[0].lr
+    )
+    # Four pieces of 2 per worker: K = 128, s2 = 40, the gain of 128 pieces is 41/1.3125, times 2/8 for the rate.
+    assert multiplier("pieces=4, memory=false") == pytest.approx(41 / 1.3125 / 4)
+
+
+def test_a_change_of_the_scale_multiplies_the_variance_as_published(forget_plugins: None) -> None:
+    # As above, without memory, from 32 pieces to 64: the average 10 counts 0.936 x 1/2 + 0.064 = 0.532 times.
+    load_plugins([str(ON_CORES)])
+    rule = make_rule("adascale-on-cores(pieces=1, memory=false)")
+    moments = Moments(noise=80.0, signal=1.0)
+    _, state = rule.scale(
+        StepContext(step=0, batch=256, ref_batch=8, samples=0, workers=32, moments=moments), rule.init()
+    )
+    later, _ = rule.scale(StepContext(step=1, batch=512, ref_batch=8, samples=256, workers=64, moments=moments), state)
+    assert later.lr == pytest.approx((5.32 + 1) / (5.32 / 64 + 1))
