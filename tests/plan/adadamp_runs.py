@@ -36,7 +36,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], int]] = {
     "rada late": ("RadaDamp", {"initial_batch_size": 6, "dwell": 8, "wait": 0}, 41),
 }  # fmt: skip
 """Name: damper, its settings, updates. Settings that are missing are AdaDamp's own: dwell 20, wait 100, rho 0.2.
-AdaDamp's initial batch is a power of two, with which it computes B0 F/F without rounding, and does not request B0 + 1."""
+AdaDamp's initial batch is a power of two, with which it computes B0 F/F without rounding, and never requests B0 + 1."""
 LR = {"rada": 0.002}
 """Learning rate where it is not 0.02, so that the loss still falls after a hundred updates."""
 
