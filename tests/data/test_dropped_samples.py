@@ -35,6 +35,8 @@ def test_a_step_covers_all_parts_and_trains_on_those_that_are_there() -> None:
     assert [Drop(32, parts=4).split(n) for n in (1, 3, 4)] == [(32, 96), (96, 32), (128, 0)]
     with pytest.raises(PlanError, match="drop: parts is 0"):
         make_policy("drop(parts=0)", local_batch=32)
+    with pytest.raises(PlanError, match="local_batch times parts"):
+        make_policy(f"drop(parts={1 << 40})", local_batch=1 << 40)
 
 
 def test_the_last_step_of_an_epoch_drops_in_proportion() -> None:
@@ -161,6 +163,8 @@ def test_a_simulation_takes_the_steps_of_the_complete_fleet_and_computes_what_is
     )
     found = simulate(settings.scenario("constant(workers=2)"))
     assert (found.steps, found.time_s) == (10, pytest.approx(10 * 3.2))
+    with pytest.raises(ConfigError, match="leave the noise scale out"):
+        replace(settings, noise_scale="1000", ref_batch=32).scenario("constant(workers=2)")
 
 
 def test_a_sampler_that_would_drop_nothing_refuses_the_plan() -> None:

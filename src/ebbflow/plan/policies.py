@@ -278,6 +278,7 @@ class Drop(Policy):
 
     def __post_init__(self) -> None:
         _check_counts("drop", local_batch=self.local_batch, parts=self.parts)
+        _check_counts("drop", **{"local_batch times parts": self.local_batch * self.parts})
 
     def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
         """At most `parts` workers, and all samples that a step covers, including those that are dropped."""
