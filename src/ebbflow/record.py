@@ -75,7 +75,7 @@ class StepRow:
     """When the step was committed, in seconds of computing since the run began (all resumed parts added up)."""
     epoch: int
     samples: int
-    """Samples committed since the start of the run, this step included."""
+    """Samples committed since the start of the run, this step included, and those that were dropped."""
     workers: int
     batch: int
     micro_batches: int
@@ -89,7 +89,8 @@ class StepRow:
     loss: float | None
     """Mean over the step's samples; None if it was not a finite number."""
     stats: Mapping[str, float] = field(default_factory=dict)
-    """What else the rule or the engine has to say: gain, noise, signal, ..."""
+    """What else the rule or the engine has to say: gain, noise, signal, ...; with the policy `drop` also `dropped`, the
+    samples that the step dropped, and `dropped_in_epoch`, those of its epoch up to this step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +137,7 @@ def layers_due(row: StepRow, *, total_samples: int, rows: int = LAYER_ROWS) -> b
     """
     if total_samples <= 0:
         return False
-    before = row.samples - row.batch
+    before = row.samples - row.batch - row.stats.get("dropped", 0)
     return before == 0 or before * rows // total_samples < row.samples * rows // total_samples
 
 

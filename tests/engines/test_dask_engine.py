@@ -34,6 +34,7 @@ from ebbflow.errors import ConfigError, DataError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.plan.growing import Geo, Growth
+from ebbflow.plan.policies import Drop
 from ebbflow.rules.rule import StepContext
 from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
@@ -119,6 +120,34 @@ def test_weights_equal_those_of_one_process_at_every_step(two_workers: Client, t
             assert flow.run_step() is not None
             engine.sync()
             torch.testing.assert_close(weights_of(model), weights, rtol=1e-9, atol=1e-12, msg=f"step {step}")
+
+
+@BOTH
+def test_samples_of_absent_workers_are_dropped_as_in_one_process(two_workers: Client, transport: Any) -> None:
+    # Two of three parts are there: a step covers 24 samples and trains on 16 of them. Of the last 5 of 101, on 3.
+    policy = Drop(8, parts=3)
+    expected_model, model = make_model(3), make_model(3)
+    one = Flow(
+        LoopEngine(expected_model, Plain(), cross_entropy, BatchPlan.constant(2, 24), samples=SAMPLES, seed=3),
+        make_optimizer(expected_model),
+        Ledger(samples=SAMPLES),
+        drop=policy,
+    )
+    optimizer = make_optimizer(model)
+    with DaskEngine(
+        model, Plain(), cross_entropy, policy, client=two_workers, optimizer=optimizer, samples=SAMPLES, seed=3,
+        transport=transport, min_workers=2, parameters=optimizer.layers,
+    ) as engine:  # fmt: skip
+        flow = Flow(engine, optimizer, Ledger(samples=SAMPLES), drop=policy)
+        rows = [(one.run_step(), flow.run_step()) for _ in range(5)]
+        engine.sync()
+    for expected, row in rows:
+        assert expected is not None
+        assert row is not None
+        assert (row.batch, row.stats["dropped"]) == (expected.batch, expected.stats["dropped"])
+    assert [row.batch for _, row in rows if row is not None] == [16, 16, 16, 16, 3]
+    torch.testing.assert_close(weights_of(model), weights_of(expected_model), rtol=1e-9, atol=1e-12)
+    assert flow.ledger == Ledger(samples=SAMPLES, epoch=1)
 
 
 @BOTH

@@ -59,12 +59,14 @@ def test_pada_by_hand() -> None:
 
 
 def test_ada_by_hand() -> None:
-    # Windows of two steps; the first mean is (4 + 2)/2 = 3 = F0. The second, (2 + 1)/2 = 1.5, doubles the batch; the
-    # third, (1.5 + 0.5)/2 = 1, gives x3. With F* = 1: F0 - F* = 2 over 0.5 gives x4, and 2 over 0 is unknown.
+    # F0 is the loss of the first step, 4. Means of two steps: 3 gives 133.3; 1.5 gives 266.7; 1 gives 400. With F* = 1,
+    # F0 - F* = 3: over 2 it gives 150, over 0.5 it gives 600, and over 0 the batch is unknown.
     losses = [{"loss": x} for x in (4.0, 2.0, 2.0, 1.0, 1.5, 0.5)]
-    assert requested("ada(dwell=2, wait=0)", *losses) == [100, 100, 100, 100, 200, 200, 300]
-    assert requested("ada(dwell=2, wait=0, best=1)", *losses) == [100, 100, 100, 100, 400, 400, 400]
-    assert requested("ada(dwell=2, wait=5)", *losses) == [100] * 6 + [300]
+    assert requested("ada(dwell=2, wait=0)", *losses) == [100, 100, 134, 134, 267, 267, 400]
+    assert requested("ada(dwell=2, wait=0, best=1)", *losses) == [100, 100, 150, 150, 600, 600, 600]
+    assert requested("ada(dwell=2, wait=5)", *losses) == [100] * 6 + [400]
+    # A first loss that is not known, or not above F*, is no reference: 4 is the first that is.
+    assert requested("ada(dwell=1, wait=0, best=1)", {}, {"loss": 0.5}, {"loss": 4.0}, {"loss": 2.5})[3:] == [100, 200]
     # A loss above the first is no reason for a batch below the first.
     assert requested("ada(dwell=1, wait=0)", {"loss": 1.0}, {"loss": 2.0}) == [100, 100, 100]
 
@@ -80,6 +82,17 @@ def test_rada_by_hand() -> None:
     # Mean of 1.5/2 and 5/8 is 0.6875, so D = ceil(100/0.6875) = ceil(145.45) = 146.
     shown = [{"loss": a, "norm_sq": b} for a, b in ((4.0, 8.0), (2.0, 9.0), (1.0, 3.0), (3.0, 2.0))]
     assert requested("rada(dwell=2, wait=0, rho=0.5)", *shown) == [100, 100, 100, 100, 146]
+
+
+def test_rada_weighs_the_old_values_by_rho_and_its_second_window_contains_the_first() -> None:
+    # Reference in step 2: (2, 8). The second window is all four steps, so that nothing changes: (2, 8). The third is
+    # (1, 2), smoothed 0.25 (2, 8) + 0.75 (1, 2) = (1.25, 3.5). Mean of 1.25/2 and 3.5/8 is 0.53125: D = 188.2.
+    values = ((4.0, 8.0), (2.0, 9.0), (3.0, 10.0), (5.0, 12.0), (1.0, 3.0), (1.5, 2.0))
+    shown = [{"loss": a, "norm_sq": b} for a, b in values]
+    assert requested("rada(dwell=2, wait=0, rho=0.25)", *shown) == [100] * 6 + [189]
+    # With wait=4 the reference is the lowest of the first four steps, the same (2, 8); the window of step 6 is all six:
+    # (1, 2), as before.
+    assert requested("rada(dwell=2, wait=4, rho=0.25)", *shown) == [100] * 6 + [189]
 
 
 def test_the_noise_policy_by_hand() -> None:
@@ -363,8 +376,8 @@ def test_a_run_that_is_interrupted_grows_as_one_that_is_not(policy: str, tmp_pat
         ("geo(initial=64, max_batch=32)", PlanError, "max_batch=32 is less than the initial batch of 64"),
         ("pada(rate=-1)", PlanError, "rate is -1"),
         ("ada(dwell=0)", PlanError, "dwell is 0; expected at least 1"),
-        ("rada(rho=0)", PlanError, "rho is 0; expected a number above 0"),
-        ("rada(rho=2)", PlanError, "rho is 2"),
+        ("rada(rho=-0.1)", PlanError, "rho is -0.1; expected at least 0"),
+        ("rada(rho=1)", PlanError, "rho is 1; expected a weight of at least 0 and below 1"),
         ("noise(part=0)", PlanError, "part is 0; expected a number above 0"),
         ("ada(max_batch=0)", PlanError, "max_batch is 0"),
         ("gio(5ep)", SpecError, "did you mean 'geo'"),

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from ebbflow.errors import EbbflowError, PlanError, SpecError
 from ebbflow.plan.policies import POLICIES, Capped, FixedTotal, Follow, Policy, make_policy
 
-EXAMPLES = {"follow": "follow(32)", "fixed": "fixed(256)", "capped": "capped(32, max_batch=200)"}
+EXAMPLES = {
+    "follow": "follow(32)",
+    "fixed": "fixed(256)",
+    "capped": "capped(32, max_batch=200)",
+    "drop": "drop(32, parts=6)",
+}
 COUNTS = np.array([0, 1, 2, 5, 8, 300])
 
 

@@ -38,6 +38,7 @@ def test_the_simple_generators_give_what_they_say() -> None:
     assert load(EXAMPLES["constant"]) == Trace.parse("0s:8 1h")
     assert load(EXAMPLES["step"]) == Trace.parse("0s:2 10min:24 1h")
     assert load("step(8, factor=0.5, at=10min, duration=1h)") == Trace.parse("0s:8 10min:4 1h")
+    assert load("step(96, then=8, at=20h, duration=90h)") == Trace.parse("0s:96 20h:8 90h")  # Lin et al., Figure 4b
     assert load(EXAMPLES["square"]) == Trace.parse("0s:2 10min:8 20min:2 30min:8 40min:2 50min:8 1h")
 
 

@@ -143,3 +143,12 @@ def test_convolutions_start_with_variance_two_by_fan_out():
 def test_a_depth_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match=r"depth 17 does not exist; expected 6n \+ 4"):
         WideResNet(depth=17, width=8, classes=10)
+
+
+def test_dropout_of_a_wide_resnet_acts_in_training_and_not_in_evaluation() -> None:
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    plain, dropping = (WideResNet(depth=10, width=8, stem=2, classes=3, dropout=rate) for rate in (0.0, 0.3))
+    dropping.load_state_dict(plain.state_dict())
+    assert torch.equal(plain.eval()(images), dropping.eval()(images))
+    assert not torch.equal(plain.train()(images), dropping.train()(images))

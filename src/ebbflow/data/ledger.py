@@ -1,5 +1,7 @@
 """Every sample exactly once per epoch: the ledger of committed samples, and the micro-batches of a step.
 
+With the policy `drop` it is at most once: a step then also drops samples, which the ledger counts.
+
 An epoch is an order of samples; a `Ledger` says how much of it was trained on. A step *assigns* the next range of the
 order, trains on it, and *commits* it. An assignment changes nothing, so that a step that fails is simply not committed,
 and the next assignment covers the same samples again. This holds for any history of workers, kills and resumed runs,
@@ -15,7 +17,7 @@ since the ledger knows nothing about them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ebbflow.errors import CheckpointError, DataError, LedgerError
 from ebbflow.plan.batch_plan import StepSize, cut_step
@@ -32,6 +34,8 @@ class Assignment:
     epoch: int
     start: int
     stop: int
+    dropped: int = field(default=0, repr=False)
+    """Samples from `stop` on that no step trains on."""
 
     @property
     def batch(self) -> int:
@@ -51,7 +55,9 @@ class Ledger:
     epoch: int = 0
     """Number of completed epochs."""
     position: int = 0
-    """Committed samples of the current epoch; always below `samples`."""
+    """Committed samples of the current epoch, with those that were dropped; always below `samples`."""
+    dropped: int = 0
+    """Samples of the current epoch that were dropped."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -60,10 +66,12 @@ class Ledger:
             raise LedgerError(
                 f"epoch {self.epoch}, position {self.position} is not a position in epochs of {self.samples} samples"
             )
+        if not 0 <= self.dropped <= self.position:
+            raise LedgerError(f"{self.dropped} of the first {self.position} samples cannot have been dropped")
 
     @property
     def total(self) -> int:
-        """Samples committed since the start of training."""
+        """Samples committed since the start of training, with those that were dropped."""
         return self.epoch * self.samples + self.position
 
     @property
@@ -71,20 +79,28 @@ class Ledger:
         """Samples of the current epoch that are not yet committed; at least one."""
         return self.samples - self.position
 
-    def assign(self, requested: int) -> Assignment:
+    def assign(self, requested: int, dropped: int = 0) -> Assignment:
         """The next range of the epoch's order, with about `requested` samples. Changes nothing.
 
         A step does not extend beyond the end of its epoch. It may have one sample less or more than requested, if the
-        last step of the epoch would otherwise have a single sample (see `cut_step`).
+        last step of the epoch would otherwise have a single sample (see `cut_step`). The `dropped` samples that follow
+        are dropped; the end of the epoch makes both smaller in proportion, but every step has two samples if it can.
 
         >>> Ledger(samples=10, position=8).assign(4)
         Assignment(epoch=0, start=8, stop=10)
         >>> Ledger(samples=10, position=5).assign(4)        # 4 samples would leave a single one
         Assignment(epoch=0, start=5, stop=8)
+        >>> step = Ledger(samples=10, position=4).assign(6, dropped=2)
+        >>> step.batch, step.dropped                        # six samples are left: three of four are trained on
+        (4, 2)
         """
         if requested < 1:
             raise LedgerError(f"a step of {requested} samples was requested; expected at least one")
-        return Assignment(self.epoch, self.position, self.position + cut_step(requested, self.remaining))
+        if dropped < 0:
+            raise LedgerError(f"a step cannot drop {dropped} samples; expected none or more")
+        covered = cut_step(requested + dropped, self.remaining)
+        trained = max(covered * requested // (requested + dropped), min(covered, requested, 2))
+        return Assignment(self.epoch, self.position, self.position + trained, covered - trained)
 
     def commit(self, assignment: Assignment) -> Ledger:
         """The ledger after the step.
@@ -102,19 +118,21 @@ class Ledger:
         ebbflow.errors.LedgerError: samples 0 to 4 of epoch 0 cannot be committed at position 4 of epoch 0: a step \
 counts once, in order
         """
-        here = (self.epoch, self.position)
-        if (assignment.epoch, assignment.start) != here or not self.position < assignment.stop <= self.samples:
+        here, end = (self.epoch, self.position), assignment.stop + assignment.dropped
+        if (assignment.epoch, assignment.start) != here or not self.position < assignment.stop <= end <= self.samples:
             raise LedgerError(
                 f"samples {assignment.start} to {assignment.stop} of epoch {assignment.epoch} cannot be committed at "
                 f"position {self.position} of epoch {self.epoch}: a step counts once, in order"
             )
-        if assignment.stop == self.samples:
+        if end == self.samples:
             return Ledger(samples=self.samples, epoch=self.epoch + 1)
-        return Ledger(samples=self.samples, epoch=self.epoch, position=assignment.stop)
+        dropped = self.dropped + assignment.dropped
+        return Ledger(samples=self.samples, epoch=self.epoch, position=end, dropped=dropped)
 
     def state(self) -> dict[str, int]:
-        """The ledger as a dictionary of integers, for a checkpoint."""
-        return {"samples": self.samples, "epoch": self.epoch, "position": self.position}
+        """The ledger as a dictionary of integers, for a checkpoint; `dropped` is in it if it is not 0."""
+        state = {"samples": self.samples, "epoch": self.epoch, "position": self.position}
+        return {**state, "dropped": self.dropped} if self.dropped else state
 
     @classmethod
     def restore(cls, state: Mapping[str, object], *, samples: int | None = None) -> Ledger:
@@ -124,8 +142,8 @@ counts once, in order
         have no meaning in another order.
         """
         values = {}
-        for key in ("samples", "epoch", "position"):
-            value = state.get(key)
+        for key in ("samples", "epoch", "position", "dropped"):
+            value = state.get(key, 0 if key == "dropped" else None)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise CheckpointError(f"the saved position has {key} {value!r}; expected a whole number")
             values[key] = value

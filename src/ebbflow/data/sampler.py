@@ -203,6 +203,11 @@ class ElasticSampler(Sampler[list[int]]):
                 f"the plan is {plan!r}; expected a BatchPlan, such as BatchPlan.from_trace('spot.csv', 'follow(32)', "
                 f"'0.6s') or BatchPlan.read('batches.csv', local_batch=32), or a number of workers"
             )
+        if str(plan.source.get("policy", "")).startswith("drop("):
+            raise ConfigError(
+                f"the plan follows {plan.source['policy']}, whose steps drop samples, and an ElasticSampler gives out "
+                f"every sample; train with ebbflow.Session, which drops and counts them, or use follow or fixed"
+            )
         self.samples = _sample_count(samples)
         self.plan = plan
         self.local_batch = local_batch

@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Account:
-    """The surviving steps of a fleet, and whether every sample of an epoch is in them once."""
+    """The surviving steps of a fleet, and whether every sample of an epoch is in them once, or was dropped."""
 
     steps: tuple[StepRow, ...]
     """In order, each once."""
@@ -41,7 +41,7 @@ class Account:
     """Number of steps that a replica committed and the fleet did not keep."""
     epoch_samples: int
     epochs: int
-    """Epochs of which every sample was committed."""
+    """Epochs of which every sample was committed, or dropped by policy."""
     mistakes: tuple[str, ...]
     """Lost or repeated samples, one sentence each. If empty, every sample of these epochs counts exactly once."""
 
@@ -55,6 +55,11 @@ class Account:
         """Committed samples of all epochs."""
         return sum(row.batch for row in self.steps)
 
+    @property
+    def dropped(self) -> int:
+        """Samples that the policy `drop` dropped."""
+        return sum(int(row.stats.get("dropped", 0)) for row in self.steps)
+
 
 def account(rows: Iterable[StepRow], *, epoch_samples: int) -> Account:
     """Account for all rows of all replicas, in any order, each as often as it was written."""
@@ -63,8 +68,9 @@ def account(rows: Iterable[StepRow], *, epoch_samples: int) -> Account:
     mistakes = []
     expected = (0, 0)  # epoch and position at which the next step must begin
     for row in steps:
-        start = row.samples - row.batch - row.epoch * epoch_samples
-        stop = start + row.batch
+        covered = row.batch + int(row.stats.get("dropped", 0))
+        start = row.samples - covered - row.epoch * epoch_samples
+        stop = start + covered
         if (row.epoch, start) != expected:
             mistakes.append(
                 f"step {row.step} has samples {start} to {stop} of epoch {row.epoch}, but the step before ended at "
@@ -179,6 +185,8 @@ class JobAccount:
     changes: tuple[FleetChange, ...] = ()
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Metrics of the last validation."""
+    dropped: int = 0
+    """Samples that the policy `drop` dropped."""
 
     def to_json(self) -> dict[str, Any]:
         """Give the account for `--json`."""
@@ -213,6 +221,7 @@ def read_account(folder: Path) -> JobAccount:
         given_up_samples=sum(row.batch for row in given_up.values()),
         changes=tuple(fleet_changes(found.steps, runs)),
         metrics=dict(last.metrics) if last else {},
+        dropped=found.dropped,
     )
 
 
@@ -286,9 +295,10 @@ def account_lines(launcher: Mapping[str, Any], account: JobAccount | None) -> li
         f"{account.steps} steps, {account.samples} samples, {account.epochs} whole epochs of {account.epoch_samples}"
     )
     if account.epochs or not account.exactly_once:
-        lines.append(
-            "every sample was committed exactly once per epoch" if account.exactly_once else "NOT exactly once:"
-        )
+        once = "every sample was committed exactly once per epoch"
+        if account.dropped:
+            once = f"every sample was committed at most once per epoch; {account.dropped} were dropped by the policy"
+        lines.append(once if account.exactly_once else "NOT exactly once:")
     lines += [f"    {problem}" for problem in account.problems[:20]]
     if account.given_up_steps:
         lines.append(

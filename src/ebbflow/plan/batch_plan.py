@@ -71,6 +71,8 @@ class StepSize:
     """How long the step takes."""
     requested: int | None = field(default=None, repr=False)
     """The batch that a growing policy requested, where that was more than `samples`."""
+    dropped: int = field(default=0, repr=False)
+    """Samples that the step drops, in addition to those it has; set where a run follows `drop`."""
 
     @property
     def shortfall(self) -> float:

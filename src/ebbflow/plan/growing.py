@@ -1,8 +1,11 @@
 """Growing policies, and the state of one in a run.
 
 *Passive* policies (`geo`, `pada`) look at the position of training alone, so that their steps can be counted before
-training. *Adaptive* policies (`ada`, `ada-norm`, `rada`, `noise`) look at losses and gradients of the run. All of them
-follow Holt and Sievert (2021), except `noise`. `Growth` calls a policy once per committed step:
+training. *Adaptive* policies (`ada`, `ada-norm`, `rada`, `noise`) look at losses and gradients of the run. All but
+`noise` have a counterpart in AdaDamp, the software of Holt and Sievert (2021), and agree with its code; where they
+differ, their docstrings say so. The paper itself uses `geo` alone; `ada` and `pada` are those of Sievert and Shah
+(arXiv 1910.08222), and `ada-norm` and `rada` are published as code only. `Growth` calls a policy once per committed
+step:
 
     growth = Growth(policy, ref_batch=128, epoch_samples=50_000)
     size = growth.allow(size)         # what the workers can do -> what the step takes
@@ -27,7 +30,8 @@ from ebbflow.plan.policies import GrowingPolicy, Observation, PolicyState, regis
 
 __all__ = ["Ada", "AdaNorm", "Geo", "Growth", "NoiseScale", "Pada", "Rada", "allow", "workers_for"]
 
-_PAPER = "Holt and Sievert 2021"
+_SIEVERT = "Sievert and Shah 2019, arXiv 1910.08222"
+_CODE = "Sievert's code, github.com/stsievert/adadamp 0.2.0rc8"
 _MAX_REQUEST = 2**53
 """No policy requests more: beyond it a float no longer counts single samples."""
 _ALL_STEPS = 2**53
@@ -48,6 +52,8 @@ def _whole(batch: float, least: int) -> int:
 @dataclass(frozen=True)
 class Geo(GrowingPolicy):
     """b0 factor^floor(t/delay): the batch grows where a step schedule would cut the learning rate.
+
+    AdaDamp's GeoDamp, except that the batch may change in every step, not in every 20th, and is rounded up, not down.
 
     >>> seen = Observation(step=28_200, samples=6_000_000, epoch_samples=50_000, ref_batch=128)
     >>> Geo(Span(60, "ep"), 5).requested(seen, None)
@@ -85,10 +91,13 @@ class Geo(GrowingPolicy):
         return math.floor(seen.samples / delay * (1 + 1e-12)), delay
 
 
-@register_policy("pada", cite=_PAPER)
+@register_policy("pada", cite=_SIEVERT)
 @dataclass(frozen=True)
 class Pada(GrowingPolicy):
-    """b0 + rate k in step k: the batch grows by `rate` samples per step."""
+    """b0 + rate k in step k: the batch grows by `rate` samples per step.
+
+    AdaDamp's PadaDamp, except that the batch may change in every step, not from step 100 on in every 20th.
+    """
 
     rate: float = param(1e-3, doc="by how many samples a step is larger than the previous one")
 
@@ -162,10 +171,11 @@ def _mean(memory: Mapping[str, Any], name: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _RelativeToStart(_AdaptivePolicy):
-    """b0 x_0/x: how far a value has fallen since the first decision.
+    """b0 x_0/x, at least b0: how far a value has fallen since the start.
 
-    x is the mean over the steps since the last decision. The paper evaluates it over the whole training set or a tenth
-    of it; the mean over the steps costs nothing and lags by half of `dwell` steps.
+    x is the mean over the last `dwell` steps. AdaDamp evaluates it over the whole training set, or a tenth of it, each
+    time that it decides; the mean over the steps costs nothing and lags by half of `dwell` steps. AdaDamp also allows
+    batches below b0, where x is above x_0.
     """
 
     @abstractmethod
@@ -184,24 +194,37 @@ class _RelativeToStart(_AdaptivePolicy):
         return start / value, rest
 
 
-@register_policy("ada", cite=_PAPER)
+@register_policy("ada", cite=f"{_SIEVERT}: AdaDamp")
 @dataclass(frozen=True)
 class Ada(_RelativeToStart):
-    """b0 (F0 - F*)/(F - F*): the batch grows as the training loss F falls."""
+    """b0 (F0 - F*)/(F - F*), at least b0: the batch grows as the training loss F falls.
+
+    F0 is the loss of the initial model, over the samples of the first step whose loss is known and above F*; F is the
+    mean over the last `dwell` steps. AdaDamp evaluates both over the training set or a tenth of it.
+    """
 
     best: float = param(0.0, doc="F*, the lowest loss that can be reached")
 
     def _value(self, seen: Observation) -> float | None:
         return None if seen.loss is None else seen.loss - self.best
 
+    def _collect(self, seen: Observation, memory: Mapping[str, Any]) -> dict[str, Any]:
+        collected = super()._collect(seen, memory)
+        value = self._value(seen)
+        if value is not None and 0 < value < math.inf:
+            collected.setdefault("start", value)
+        return collected
 
-@register_policy("ada-norm", cite=_PAPER, needs={"moments"})
+
+@register_policy("ada-norm", cite=f"{_CODE}: AdaDampNN", needs={"moments"})
 @dataclass(frozen=True)
 class AdaNorm(_RelativeToStart):
-    """b0 |grad F0|^2/|grad F|^2: the batch grows as the gradient shrinks.
+    """b0 |grad F0|^2/|grad F|^2, at least b0: the batch grows as the gradient shrinks.
 
     The squared norm is the measured signal. The squared norm of a mini-batch gradient contains noise, which a larger
-    batch reduces, so that growth would cause more growth. Steps need at least two micro-batches.
+    batch reduces, so that growth would cause more growth. Steps need at least two micro-batches. The signal of a single
+    step is too uncertain to compare a whole run with, and may be negative: |grad F0|^2 is the mean over the first
+    `dwell` steps, where AdaDampNN evaluates the initial model over the training set.
     """
 
     needs_two_micro_batches: ClassVar[bool] = True
@@ -210,18 +233,23 @@ class AdaNorm(_RelativeToStart):
         return seen.signal
 
 
-@register_policy("rada", cite=_PAPER, needs={"moments"})
+@register_policy("rada", cite=f"{_CODE}: RadaDamp", needs={"moments"})
 @dataclass(frozen=True)
 class Rada(_AdaptivePolicy):
-    """b0/mean(F/F0, |g|^2/|g0|^2): loss and gradient norm, the lowest of each `dwell` steps, smoothed."""
+    """b0/mean(F/F0, |g|^2/|g0|^2), at least b0: loss and gradient norm, the lowest of each window, smoothed.
 
-    rho: float = param(0.2, doc="weight of the newest values in the moving averages, above 0 and at most 1")
+    F0 and |g0|^2 are the lowest values of the steps before the first decision, in step `wait` (or `dwell`, if that is
+    more). The window of the second decision still contains those steps; every later window is `dwell` steps. Each
+    decision sets F to rho F + (1 - rho) times the lowest loss of the window, and |g|^2 in the same way.
+    """
+
+    rho: float = param(0.2, doc="weight of the old values in the moving averages, at least 0 and below 1")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("rho", above=0.0)
-        if self.rho > 1:
-            raise PlanError(f"{self}: rho is {self.rho:g}; expected a weight above 0 and at most 1")
+        self._check("rho")
+        if self.rho >= 1:
+            raise PlanError(f"{self}: rho is {self.rho:g}; expected a weight of at least 0 and below 1")
 
     def _collect(self, seen: Observation, memory: Mapping[str, Any]) -> dict[str, Any]:
         if seen.loss is None or seen.norm_sq is None or not math.isfinite(seen.loss + seen.norm_sq):
@@ -230,17 +258,17 @@ class Rada(_AdaptivePolicy):
         return {**memory, "window": [min(loss, seen.loss), min(norm, seen.norm_sq)]}
 
     def _decide(self, seen: Observation, memory: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
-        rest = {key: kept for key, kept in memory.items() if key != "window"}
-        if "window" not in memory:
+        if seen.step < self.wait or "window" not in memory:
+            return None, dict(memory)
+        lowest = memory["window"]
+        if "start" not in memory:
+            return None, {**memory, "start": lowest, "smooth": lowest}
+        smooth = [self.rho * old + (1 - self.rho) * new for old, new in zip(memory["smooth"], lowest, strict=True)]
+        rest = {key: kept for key, kept in memory.items() if key != "window"} | {"smooth": smooth}
+        loss, norm = memory["start"]
+        if not (loss > 0 and norm > 0):
             return None, rest
-        window = memory["window"]
-        start = rest.setdefault("start", window)
-        before = rest.get("smooth", window)
-        smooth = [(1 - self.rho) * old + self.rho * new for old, new in zip(before, window, strict=True)]
-        rest["smooth"] = smooth
-        if not all(value > 0 for value in start):
-            return None, rest
-        part = 0.5 * (smooth[0] / start[0] + smooth[1] / start[1])
+        part = 0.5 * (smooth[0] / loss + smooth[1] / norm)
         return (1 / part if part > 0 else None), rest
 
 

@@ -1,8 +1,8 @@
 """Policies: how many of the available workers take part in a step, and how many samples the step has.
 
-Two kinds are in the registry. *Fleet* policies look at the available workers alone; `follow`, `fixed` and `capped` are
-below. *Growing* policies look at the progress of training; their base class is here, `growing.py` has the policies. A
-policy of your own is a frozen dataclass, registered by `register_policy`.
+Two kinds are in the registry. *Fleet* policies look at the available workers alone; `follow`, `fixed`, `capped` and
+`drop` are below. *Growing* policies look at the progress of training; their base class is here, `growing.py` has the
+policies. A policy of your own is a frozen dataclass, registered by `register_policy`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ebbflow.core.units import whole_number
 from ebbflow.errors import PlanError, SpecError
 
 __all__ = [
-    "POLICIES", "Capped", "FixedTotal", "Follow", "GrowingPolicy", "Observation", "Policy", "PolicyState",
-    "make_policy", "register_policy",
+    "POLICIES", "Capped", "Drop", "FixedTotal", "Follow", "GrowingPolicy", "Observation", "Policy", "PolicyState",
+    "computed_samples", "make_policy", "register_policy",
 ]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
@@ -258,3 +258,41 @@ class Capped(Policy):
         limits += [] if self.max_batch is None else [self.max_batch // self.local_batch]
         used = np.minimum(workers, min(limits))
         return used, used * self.local_batch
+
+
+@register_policy("drop", cite="Andre, Strati, Klimovic 2022, section 6; Thorpe et al. 2022, arXiv 2204.12013")
+@dataclass(frozen=True)
+class Drop(Policy):
+    """The data lie on the workers, in `parts` equal parts; what absent workers hold of a step is dropped.
+
+    A step covers `parts` times `local_batch` samples of the epoch, whatever the number of workers, and trains on
+    `local_batch` of them for each worker that is there: a sample counts at most once per epoch, and the record says how
+    many were dropped. The order of the samples is another one in each epoch, so that other samples are dropped, as if
+    the parts were distributed anew; with parts that stay, a worker that is absent for long would hide the same samples
+    in every epoch. Workers beyond `parts` hold nothing and are idle. Plans and simulations count the samples that a
+    step covers.
+    """
+
+    local_batch: int = param(doc="samples that a worker takes per step")
+    parts: int = param(doc="parts of the data, one on each worker of the complete fleet")
+
+    def __post_init__(self) -> None:
+        _check_counts("drop", local_batch=self.local_batch, parts=self.parts)
+        _check_counts("drop", **{"local_batch times parts": self.local_batch * self.parts})
+
+    def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
+        """At most `parts` workers, and all samples that a step covers, including those that are dropped."""
+        return np.minimum(workers, self.parts), np.where(workers > 0, self.parts * self.local_batch, 0)
+
+    def split(self, workers: int) -> tuple[int, int]:
+        """(samples that a step trains on, samples that it drops) if this many workers take part.
+
+        >>> Drop(32, parts=4).split(3)
+        (96, 32)
+        """
+        return workers * self.local_batch, (self.parts - workers) * self.local_batch
+
+
+def computed_samples(policy: Policy, workers: Ints, samples: Ints) -> Ints:
+    """Of what `policy.sizes` returned, the samples that the workers compute: all but those that are dropped."""
+    return workers * policy.local_batch if isinstance(policy, Drop) else samples

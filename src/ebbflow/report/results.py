@@ -247,6 +247,8 @@ def _note(run: Run) -> str:
         parts.append(run.end.text)
     if resumes := sum(event.what == "resumed" for event in run.events):
         parts.append(f"resumed {resumes} time{'s' if resumes > 1 else ''}")
+    if dropped := sum(row.stats.get("dropped", 0) for row in run.steps):
+        parts.append(f"{dropped:,.0f} of {run.steps[-1].samples:,} samples were dropped")
     if changes := [event.text for event in run.events if event.what == "code changed"]:
         parts.append(f"continued by other code: {'; '.join(changes)}")
     return "; ".join(parts)

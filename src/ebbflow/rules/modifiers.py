@@ -179,6 +179,8 @@ def _cut_by_epoch(context: StepContext, before: int) -> bool:
     if context.epoch_samples <= 0:
         return False
     remaining = context.epoch_samples - context.samples % context.epoch_samples
+    if context.dropped:  # a step that drops samples is cut in proportion; at most two samples follow it
+        return context.batch < before and remaining - context.batch - context.dropped <= 2
     return context.batch == cut_step(before, remaining)
 
 

@@ -46,7 +46,7 @@ class StepContext:
     ref_batch: int
     """The batch at which the base learning rate was tuned."""
     samples: int
-    """Samples committed before the step."""
+    """Samples committed before the step, with those that were dropped."""
     workers: int = 1
     """Workers that take part in the step."""
     epoch_samples: int = 0
@@ -55,6 +55,8 @@ class StepContext:
     """Samples in the whole run; 0 if the run has no end."""
     shortfall: float = 1.0
     """`batch` divided by the batch that a growing policy requested; rules need not look at it (see `damp`)."""
+    dropped: int = 0
+    """Samples that the step drops, in addition to those of `batch`."""
     moments: Moments | None = None
     """Averaged noise and signal, including this step; None if no rule needs them or nothing was measured yet."""
 

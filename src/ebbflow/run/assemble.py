@@ -22,7 +22,7 @@ from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.optim.optimizers import build_optimizer
 from ebbflow.optim.schedules import Schedule
 from ebbflow.plan import BatchPlan, GrowingPolicy, Growth, make_policy
-from ebbflow.plan.policies import Policy
+from ebbflow.plan.policies import Drop, Policy
 from ebbflow.rules.rule import Rule
 from ebbflow.run.config import RunConfig, recipe_settings
 from ebbflow.run.flow import Flow
@@ -144,6 +144,7 @@ def assemble(
         statistics=statistics,
         average=WeightAverage(task.model, config.ema) if config.ema is not None else None,
         growth=growth,
+        drop=policy if isinstance(policy, Drop) else None,
     )
 
 

@@ -118,7 +118,8 @@ class RunConfig(BaseModel):
     schedule: str | None = setting(recipe=True)
     """Text form of the schedule of the base rate, for example multistep(30ep, 60ep)."""
     policy: str = setting("follow", names={"estimator": "batch_size"})
-    """How the batch follows the workers: follow, fixed(TOTAL), capped(max_batch=N); or grows: geo(60ep, factor=5)."""
+    """How the batch follows the workers: follow, fixed(TOTAL), capped(max_batch=N), drop(parts=N); or grows:
+    geo(60ep, factor=5)."""
     step_time: str = setting("fit", not_for=_OF_A_TRACE)
     """Duration of a step, for example 0.6s; fit: such that the run spans the whole trace (of a plan file: 1 s)."""
     offset: str = setting("0s", not_for=_OF_A_TRACE)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.plan.batch_plan import StepSize
 from ebbflow.plan.growing import Growth
+from ebbflow.plan.policies import Drop
 from ebbflow.record import StepRow
 from ebbflow.rules.rule import StepContext
 from ebbflow.run.checkpoint import load_model
@@ -57,6 +58,8 @@ class Flow:
     average: WeightAverage | None = None
     growth: Growth | None = None
     """The growing policy and its state, if the batch grows."""
+    drop: Drop | None = None
+    """The policy by which steps drop the samples of absent workers, if they do."""
     max_steps: int = 0
     """The run ends after this many steps, if not before; 0 stands for no limit."""
     on_gradients: Callable[[], None] | None = None
@@ -95,7 +98,10 @@ class Flow:
         size = self.engine.participants(self.step)  #                    traces, plan: who, and how much
         if self.growth is not None:
             size = self.growth.allow(size)
-        assignment = self.ledger.assign(size.samples)  #                 data: which samples
+        if self.drop is not None:
+            trained, dropped = self.drop.split(size.workers)
+            size = replace(size, samples=trained, dropped=dropped)
+        assignment = self.ledger.assign(size.samples, size.dropped)  #   data: which samples
         batch = assignment.batch
         measured = self.growth is not None or self.optimizer.due(batch)
         self.engine.measure(measured)
@@ -121,6 +127,7 @@ class Flow:
             epoch_samples=self.ledger.samples,
             total_samples=self.total_samples,
             shortfall=size.shortfall,
+            dropped=assignment.dropped,
         )
         measurement = gradients.measurement if step.measured else None
         if measurement is None and step.measured and self.optimizer.rule.needs:
@@ -136,6 +143,8 @@ class Flow:
             self.average.update(context.ratio)
         if not update.applied and self.statistics is not None:
             self.statistics.undo()
+        in_epoch = self.ledger.dropped + assignment.dropped
+        drops = {"dropped": assignment.dropped, "dropped_in_epoch": in_epoch} if in_epoch else {}
         self.ledger = self.ledger.commit(assignment)
         self.step += 1
         if self.growth is not None:
@@ -154,7 +163,7 @@ class Flow:
             lr=update.lr,
             multiplier=update.multiplier,
             loss=gradients.loss,
-            stats=update.stats,
+            stats={**update.stats, **drops},
         )
 
     @property

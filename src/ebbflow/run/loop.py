@@ -133,6 +133,9 @@ class TrainingLoop:
         self.callbacks.on_step(row)
         if "skipped" in row.stats:
             self.event("skipped step", "its gradient was not finite", step=row.step)
+        if self.flow.ledger.position == 0 and (dropped := row.stats.get("dropped_in_epoch")):
+            text = f"{dropped:,.0f} of the {self.flow.ledger.samples:,} samples of epoch {row.epoch} were dropped"
+            self.event("dropped samples", text, step=row.step)
         check_loss(row)
         if self.flow.ledger.position == 0 or self.flow.finished:
             self.validate(row)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ebbflow.core.units import Seconds, parse_seconds
 from ebbflow.errors import ConfigError
-from ebbflow.plan.policies import POLICIES, GrowingPolicy, Policy, make_policy
+from ebbflow.plan.policies import POLICIES, Drop, GrowingPolicy, Policy, make_policy
 from ebbflow.simulate.prices import Price, make_price, read_prices
 from ebbflow.simulate.profiles import read_noise_scale, read_profile
 from ebbflow.simulate.recovery import RECOVERIES, Ideal, Recovery
@@ -104,6 +104,9 @@ class Scenario:
     def __post_init__(self) -> None:
         if isinstance(self.policy, GrowingPolicy):
             _check_growing(self.policy, self.ref_batch)
+        if isinstance(self.policy, Drop) and self.noise_scale < math.inf:
+            raise ConfigError(f"the policy {self.policy} counts the samples that a step covers, of which a noise scale "
+                              f"would take the dropped ones for trained; leave the noise scale out")  # fmt: skip
         if self.samples < 1 or self.epochs < 1:
             raise ConfigError(f"{self.epochs} epochs of {self.samples} samples are no training; expected at least one "
                               f"of each")  # fmt: skip

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ebbflow.core.units import Seconds, format_seconds
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.plan.policies import Policy, make_policy
+from ebbflow.plan.policies import Policy, computed_samples, make_policy
 from ebbflow.plan.steptime import ConstantStepTime
 from ebbflow.simulate.prices import ScaledPrice
 from ebbflow.simulate.scenario import LARGEST_EXACT, Scenario, ScenarioSettings
@@ -268,7 +268,8 @@ def check_step_time(scenarios: Sequence[tuple[str, Scenario]]) -> None:
         if isinstance(scenario.model, WholeStep) and isinstance(scenario.model.step_time, ConstantStepTime):
             levels = np.unique(np.minimum(scenario.trace.workers, scenario.max_workers or LARGEST_EXACT))
             workers, samples = scenario.policy.sizes(levels)
-            largest = int((-(-samples // np.maximum(workers, 1))).max())
+            computed = computed_samples(scenario.policy, workers, samples)
+            largest = int((-(-computed // np.maximum(workers, 1))).max())
             found.setdefault(largest, name)
     if len(found) > 1:
         (low, one), *_, (high, other) = sorted(found.items())

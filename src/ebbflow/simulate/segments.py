@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ebbflow.core.columns import Columns
 from ebbflow.core.units import Seconds
 from ebbflow.errors import ConfigError
+from ebbflow.plan.policies import computed_samples
 from ebbflow.plan.steptime import ConstantStepTime
 from ebbflow.simulate.recovery import Ideal, Reaction
 from ebbflow.simulate.scenario import LARGEST_EXACT, Scenario
@@ -126,7 +127,8 @@ def _segments(
     if int(samples.max()) > LARGEST_EXACT or int(samples.min()) < 0:  # above 2^63 a product of integers is negative
         raise ConfigError("a step has more than 2^53 samples; check the local batch and the number of workers")
     someone = np.maximum(workers, 1)
-    whole, empty = (scenario.model.breakdown(someone, sizes) for sizes in (samples, np.zeros_like(samples)))
+    computed = computed_samples(scenario.policy, workers, samples)
+    whole, empty = (scenario.model.breakdown(someone, sizes) for sizes in (computed, np.zeros_like(samples)))
     if not (np.isfinite(whole.total).all() and (whole.total[samples > 0] > 0).all()):
         raise ConfigError("the step model gives a time that is zero or not finite; check its times")
     if requested is None:

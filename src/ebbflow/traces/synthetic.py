@@ -86,9 +86,11 @@ def constant(workers: int, duration: Seconds = _DAY) -> Trace:
 
 
 @register_trace("step", cite="Lin et al. 2019")
-def step(workers: int, factor: float = 12.0, at: Seconds = _HOUR, duration: Seconds = _DAY) -> Trace:
-    """One change: `factor` times the workers from the time `at` on."""
-    after = workers * factor
+def step(
+    workers: int, factor: float = 12.0, at: Seconds = _HOUR, duration: Seconds = _DAY, then: int | None = None
+) -> Trace:
+    """One change: from the time `at` on `factor` times the workers, or `then` workers, as in a fleet that shrinks."""
+    after = workers * factor if then is None else then
     if not 0 < at < duration or after != int(after):
         raise TraceError(f"{factor:g} times {workers} workers at {at:g} of {duration:g} s is not possible; "
                          f"expected a whole number of workers, and a time inside the duration")  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ebbflow.errors import ConfigError
 from ebbflow.workloads.disk_cache import disk_cached
 from ebbflow.workloads.image_files import Images, read_cifar10, read_cifar100, read_mnist_folder
 from ebbflow.workloads.models import MLP, MobileNet, SmallCNN, WideResNet, resnet18, resnet50, vgg11, vgg16_bn
@@ -196,11 +197,12 @@ def cifar100_resnet50(data: Path | None, recipe: Recipe, width: int = 64) -> Tas
     ),
     cite="Holt and Sievert, SciPy 2021 (recipe)",
 )
-def cifar10_wrn16_4(data: Path | None, recipe: Recipe, width: int = 64) -> Task:
+def cifar10_wrn16_4(data: Path | None, recipe: Recipe, width: int = 64, dropout: float = 0.0) -> Task:
     """A wide ResNet, WRN-16-4, on CIFAR-10 (32x32); its stem has a quarter of the width."""
-    return _cifar10(
-        "cifar10-wrn16-4", WideResNet(depth=16, width=width, stem=max(1, width // 4), classes=10), data, recipe
-    )
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"cifar10-wrn16-4: dropout is {dropout:g}; expected at least 0 and less than 1")
+    model = WideResNet(depth=16, width=width, stem=max(1, width // 4), classes=10, dropout=dropout)
+    return _cifar10("cifar10-wrn16-4", model, data, recipe)
 
 
 # Test accuracy after 15 epochs by learning rate, one seed:  0.01 0.808   0.02 0.829   0.05 0.847   0.1 0.838;

@@ -184,10 +184,12 @@ class PreActBlock(nn.Module):
     """Two 3x3 convolutions, each after norm and ReLU, and a shortcut.
 
     If the number of channels changes, the shortcut is a 1x1 convolution that starts after the first norm and ReLU.
+    Dropout is between the two convolutions.
     """
 
-    def __init__(self, before: int, width: int, stride: int) -> None:
+    def __init__(self, before: int, width: int, stride: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.bn1 = nn.BatchNorm2d(before)
         self.conv1 = nn.Conv2d(before, width, 3, stride=stride, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
@@ -198,7 +200,8 @@ class PreActBlock(nn.Module):
         """Return features at 1/stride of the resolution."""
         out = F.relu(self.bn1(x))
         skipped = x if self.shortcut is None else self.shortcut(out)
-        added: Tensor = self.conv2(F.relu(self.bn2(self.conv1(out)))) + skipped
+        inner = F.dropout(self.conv1(out), self.dropout, self.training)
+        added: Tensor = self.conv2(F.relu(self.bn2(inner))) + skipped
         return added
 
 
@@ -208,7 +211,7 @@ class WideResNet(nn.Module):
     `width` is 16k, the channels of the first stage. The paper does not widen the stem.
     """
 
-    def __init__(self, *, depth: int, width: int, classes: int, stem: int = 16) -> None:
+    def __init__(self, *, depth: int, width: int, classes: int, stem: int = 16, dropout: float = 0.0) -> None:
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
             raise ConfigError(f"a wide ResNet of depth {depth} does not exist; expected 6n + 4: 10, 16, 22, 28, ...")
@@ -217,7 +220,8 @@ class WideResNet(nn.Module):
         before = stem
         for stage in range(3):
             for number in range((depth - 4) // 6):
-                stages.append(PreActBlock(before, width * 2**stage, stride=2 if stage and number == 0 else 1))
+                stride = 2 if stage and number == 0 else 1
+                stages.append(PreActBlock(before, width * 2**stage, stride=stride, dropout=dropout))
                 before = width * 2**stage
         self.stages = nn.Sequential(*stages)
         self.bn = nn.BatchNorm2d(before)

@@ -315,8 +315,9 @@ class EmulatedEngine(Engine):
             return None
         if step.size.samples < self.plan.at(step.number).samples:
             workers, samples = min(size.workers, step.size.workers), min(size.samples, step.size.samples)
-            size = replace(size, workers=workers, samples=samples)
-        return ledger.assign(size.samples), size
+            dropped = size.samples - samples if step.size.dropped else 0
+            size = replace(size, workers=workers, samples=samples, dropped=dropped)
+        return ledger.assign(size.samples, size.dropped), size
 
     @property
     def _as_expected(self) -> bool:
