@@ -74,7 +74,7 @@ def small(name: str) -> str:
     if name.startswith("cifar"):
         return f"{name}(width=4)"
     if name.startswith("folder"):
-        return f"{name}(width=4, size=32)"
+        return f"{name}(size=32)"
     return {"shakespeare-gpt": "shakespeare-gpt(width=32, layers=2)"}.get(name, name)
 
 
