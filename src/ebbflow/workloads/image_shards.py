@@ -4,7 +4,7 @@
     DIR/NAME-val-000000.tar, ...                                or NAME-validation-
 
 Each sample is two members of a shard with the same key: KEY.jpg (or another image) and KEY.cls, the number of its class
-as text. Keys are unique in a shard. Members with the key of a sample and another suffix, such as KEY.json, are not used.
+as text. Keys are unique in a shard. Other members with the key of a sample, such as KEY.json, are not used.
 
 The shards are read once to index their members, and the index is cached; afterwards, a sample is read by its position
 in the file. So samples can be read in any order, as a sampler that uses each of them exactly once per epoch needs it.

@@ -154,6 +154,7 @@ def _task(
         valid=DatasetSource(valid, mean=mean, std=std),
         recipe=recipe,
         loss=loss,
+        eval_batch=100,  # a forward pass of VGG-16 needs about 40 MB per image
     )
 
 
