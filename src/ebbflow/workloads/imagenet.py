@@ -98,6 +98,8 @@ def imagenet_mobilenet(data: Path | None, recipe: Recipe, size: int = 224) -> Ta
         for name, module in list(network.named_modules()):
             if isinstance(module, timm.layers.BatchNormAct2d):
                 network.set_submodule(name, nn.Sequential(nn.BatchNorm2d(module.num_features), module.act))
+        # timm's initial logits are the larger the fewer classes there are; torch's are as timm's for 1,000 classes.
+        network.get_submodule("classifier").reset_parameters()  # type: ignore[operator]
         return network
 
     return _task("imagenet-mobilenet", model, data, recipe, size)
