@@ -26,7 +26,7 @@ from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.plan.policies import Follow
 from ebbflow.traces.availability import Trace
 from ebbflow.workloads import DatasetSource, cross_entropy
-from ebbflow.workloads.image_folders import random_crop
+from ebbflow.workloads.torchvision_import import import_torchvision
 
 SAMPLES, SIDE, CROP = 4500, 256, 64
 TRACE = "0s:4 1s:2 2s:5 3s:3 4s:4 5s:1 6s"
@@ -37,6 +37,8 @@ class Jpegs(Dataset[tuple[torch.Tensor, int]]):
     """Images that are decoded whenever they are read; ten samples share each of them."""
 
     def __init__(self) -> None:
+        transforms = import_torchvision(needed_for="this benchmark").transforms
+        self.crop = transforms.Compose([transforms.RandomResizedCrop(CROP), transforms.PILToTensor()])
         rng = np.random.default_rng(0)
         self.files = []
         for _ in range(SAMPLES // 10):
@@ -50,9 +52,7 @@ class Jpegs(Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         with Image.open(io.BytesIO(self.files[index % len(self.files)])) as image:
-            box = random_crop(SIDE, SIDE)
-            crop = image.convert("RGB").resize((CROP, CROP), Image.Resampling.BILINEAR, box=box)
-        return torch.from_numpy(np.array(crop)).permute(2, 0, 1).float() / 255, index % 10
+            return self.crop(image.convert("RGB")).float() / 255, index % 10
 
 
 def make_engine(fetch: Fetch, width: int) -> FusedEngine:

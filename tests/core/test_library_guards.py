@@ -85,8 +85,7 @@ def test_only_the_guarded_modules_use_private_members() -> None:
 @pytest.mark.parametrize("library", ["torchft", "torchvision"])
 def test_only_the_guarded_module_imports_the_library_at_all(library: str) -> None:
     importing = {place for place, name in used() if name.partition(".")[0] == library}
-    allowed = {"workloads/image_folders.py", "workloads/images.py"} if library == "torchvision" else set()
-    assert importing - allowed <= {GUARDED[library]}
+    assert importing <= {GUARDED[library]}
 
 
 def requirement(library: str) -> str:

@@ -49,14 +49,6 @@ def test_resnet_50_has_23_5_million_parameters(classes, expected):
     assert size(resnet50(classes=classes)) == total
 
 
-@pytest.mark.parametrize(("make", "expected"), [(resnet18, 11_689_512), (resnet50, 25_557_032)])
-def test_the_networks_for_large_images_are_those_of_imagenet(make, expected):
-    # As published for 1,000 classes. Stem, pooling and three stages halve 224x224 five times, to 7x7.
-    model = make(classes=1000, large=True)
-    assert size(model) == expected
-    assert model.stages(model.pool(model.conv1(torch.zeros(1, 3, 224, 224)))).shape[2:] == (7, 7)
-
-
 def test_wrn_16_4_has_2_75_million_parameters():
     # Norms precede convolutions: 2 x input channels each; (16 - 4)/6 = 2 blocks per stage, 16 x 4 = 64 channels.
     total, before = conv(3, 16), 16

@@ -27,6 +27,7 @@ OWN = {
     "fashion-cnn": None,
     "folder-resnet18": None,
     "folder-resnet50": None,
+    "imagenet-mobilenet": None,  # the others are in test_imagenet.py
     "cifar10-mobilenet": None,
     "cifar10-resnet18": None,
     "cifar10-resnet50": None,
@@ -66,15 +67,15 @@ def data(tmp_path_factory) -> dict[str, Path | None]:
     text = folder / "text.txt"
     text.write_text("the tide comes in and the tide goes out. " * 200)
     images = {name: folder for name in OWN if name.startswith(("cifar", "fashion"))}
-    folders = {name: folder / "images" for name in OWN if name.startswith("folder")}
+    folders = {name: folder / "images" for name in OWN if name.startswith(("folder", "imagenet"))}
     return {**images, **folders, "shakespeare-gpt": text}
 
 
 def small(name: str) -> str:
     if name.startswith("cifar"):
         return f"{name}(width=4)"
-    if name.startswith("folder"):
-        return f"{name}(width=4, size=32)"
+    if name.startswith(("folder", "imagenet")):
+        return f"{name}(size=32)"
     return {"shakespeare-gpt": "shakespeare-gpt(width=32, layers=2)"}.get(name, name)
 
 

@@ -3,8 +3,8 @@
     with disk_cached_in(folder):
         pixels = disk_cached("jpeg", [blob, offsets], lambda: decode_jpegs(blob, offsets))
 
-Outside of `disk_cached_in`, nothing is cached. If several processes ask for the same array at the same time, one of
-them makes it and the others wait.
+Outside of `disk_cached_in`, only arrays with a folder of their own are cached. If several processes ask for the same
+array at the same time, one of them makes it and the others wait.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ def disk_cached_in(folder: Path) -> Iterator[None]:
         _FOLDER.reset(before)
 
 
-def disk_cached(name: str, sources: Sequence[NDArray[Any]], make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+def disk_cached(
+    name: str, sources: Sequence[NDArray[Any]], make: Callable[[], NDArray[Any]], *, folder: Path | None = None
+) -> NDArray[Any]:
     """Return the array that `make` makes from the sources, from the cache if it is there.
+
+    `folder` is where to cache it outside of `disk_cached_in`, if at all.
 
     The file is named after the content of the sources, so it is never out of date. The returned array may be changed:
     neither the file nor the arrays of other processes change with it. If the folder cannot be written, the array is
     made without the cache.
     """
-    folder = _FOLDER.get()
+    folder = _FOLDER.get() or folder
     if folder is None:
         return make()
     digest = hashlib.sha256()

@@ -1,4 +1,15 @@
-"""The models that workloads train: plain torch modules, independent of the rest of Ebbflow."""
+"""The models that no library has: plain torch modules, independent of the rest of Ebbflow.
+
+    MLP, SmallCNN          for images of 8x8 and 28x28
+    resnet18, resnet50     for 32x32, of any width. torchvision and timm have these networks for 224x224 only, with a
+                           7x7 stem of 64 channels; changing their stems afterwards would still leave one width.
+    WideResNet             torchvision's wide ResNets are wider bottleneck networks for 224x224, not WRN-16-4.
+    vgg11, vgg16_bn        for 32x32, with one linear layer instead of three with 124 million parameters
+    MobileNet              for 32x32, of any width; timm's first convolution has stride 2
+    GPT                    a few lines, of any size
+
+`imagenet.py` uses the networks of torchvision and timm for large images.
+"""
 
 from __future__ import annotations
 
@@ -128,28 +139,14 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A 3x3 stem and stages of blocks; each stage after the first halves the image and doubles the width.
-
-    With `large`, a 7x7 stem and pooling reduce the resolution to a quarter first.
-    """
+    """A 3x3 stem and stages of blocks; each stage after the first halves the image and doubles the width."""
 
     def __init__(
-        self,
-        *,
-        block: type[BasicBlock] | type[Bottleneck],
-        blocks: Sequence[int],
-        width: int,
-        classes: int,
-        large: bool = False,
+        self, *, block: type[BasicBlock] | type[Bottleneck], blocks: Sequence[int], width: int, classes: int
     ) -> None:
         super().__init__()
-        self.conv1 = (
-            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
-            if large
-            else nn.Conv2d(3, width, 3, padding=1, bias=False)
-        )
+        self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
         stages: list[nn.Module] = []
         before = width
         for stage, count in enumerate(blocks):
@@ -162,19 +159,19 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits `(samples, classes)`."""
-        out = self.stages(self.pool(F.relu(self.bn1(self.conv1(x)))))
+        out = self.stages(F.relu(self.bn1(self.conv1(x))))
         logits: Tensor = self.fc(out.mean(dim=(2, 3)))
         return logits
 
 
-def resnet18(*, classes: int, width: int = 64, large: bool = False) -> ResNet:
+def resnet18(*, classes: int, width: int = 64) -> ResNet:
     """Return a ResNet-18; it has 11.2 million parameters at the paper's width, plus those of the last layer."""
-    return ResNet(block=BasicBlock, blocks=(2, 2, 2, 2), width=width, classes=classes, large=large)
+    return ResNet(block=BasicBlock, blocks=(2, 2, 2, 2), width=width, classes=classes)
 
 
-def resnet50(*, classes: int, width: int = 64, large: bool = False) -> ResNet:
+def resnet50(*, classes: int, width: int = 64) -> ResNet:
     """Return a ResNet-50; it has 23.5 million parameters at the paper's width, plus those of the last layer."""
-    return ResNet(block=Bottleneck, blocks=(3, 4, 6, 3), width=width, classes=classes, large=large)
+    return ResNet(block=Bottleneck, blocks=(3, 4, 6, 3), width=width, classes=classes)
 
 
 # ---- wide residual networks (Zagoruyko and Komodakis, BMVC 2016) ----

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebbflow.core.extras import require
 from ebbflow.errors import ConfigError, MissingExtra
 
-__all__ = ["import_torchvision", "plain_nms"]
+__all__ = ["import_timm", "import_torchvision", "plain_nms"]
 
 
 def import_torchvision(*, needed_for: str) -> ModuleType:
@@ -50,6 +51,12 @@ def import_torchvision(*, needed_for: str) -> ModuleType:
             f"torchvision that belongs to this version of torch"
         ) from error
     return torchvision
+
+
+def import_timm(*, needed_for: str) -> ModuleType:
+    """Import timm, which imports torchvision; raise MissingExtra if one of them is not installed."""
+    import_torchvision(needed_for=needed_for)
+    return require("timm", extra="vision", needed_for=needed_for)
 
 
 def _load_operators(folder: Path) -> None:

@@ -1,0 +1,193 @@
+"""Workloads on ImageNet, and on any other images in one of its two layouts.
+
+    DIR/train/CLASS/*.jpg, DIR/val/CLASS/*.jpg                   (`image_folders.py`)
+    DIR/NAME-train-000000.tar, ..., DIR/NAME-val-000000.tar, ... (`image_shards.py`)
+
+The networks are those of torchvision, and timm's MobileNet. Training images are random crops of 8 to 100 % of the area,
+mirrored with probability 1/2; of a validation image, the shorter side is resized to 8/7 of the crop, which is taken
+from the centre (Goyal et al. 2017). The papers of the recipes do not describe their augmentation. Colours are not
+changed, and labels are not smoothed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ebbflow.engines.replica_step import Loss
+from ebbflow.errors import ConfigError, DataError
+from ebbflow.workloads.image_folders import ImageFolder, Transform
+from ebbflow.workloads.image_shards import ImageShards, find_shards
+from ebbflow.workloads.prefetch import DatasetSource
+from ebbflow.workloads.torchvision_import import import_timm, import_torchvision
+from ebbflow.workloads.workload import Recipe, Task, cross_entropy, missing_data, register_workload
+
+__all__ = [
+    "folder_resnet18", "folder_resnet50", "imagenet_inceptionv3", "imagenet_mobilenet", "imagenet_resnet50",
+    "imagenet_vgg16bn",
+]  # fmt: skip
+
+# Mean and standard deviation of ImageNet's pixels, as bytes, for red, green and blue.
+_MEAN, _STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+_LAYOUTS = "train/CLASS/*.jpg and val/CLASS/*.jpg, or shards NAME-train-000000.tar and NAME-val-000000.tar"
+
+# The warm-up of five epochs has no effect at the reference batch; at other batches it belongs to the rule:
+# linear+warmup(5ep).
+_GOYAL = Recipe(
+    ref_batch=256,
+    local_batch=32,
+    lr=0.1,
+    optimizer="sgd(momentum=0.9, weight_decay=1e-4)",
+    schedule="multistep(30ep, 60ep, 80ep, factor=0.1)",
+    epochs=90,
+    metric="accuracy",
+)
+_LIN = Recipe(
+    ref_batch=1024,
+    local_batch=128,
+    lr=0.4,
+    optimizer="sgd(momentum=0.9, weight_decay=1e-4, decay_norms=false)",
+    schedule="warmup(5ep)+cosine",
+    epochs=90,
+    metric="accuracy",
+)
+
+
+@register_workload("folder-resnet18", recipe=_GOYAL, cite="Goyal et al. 2017 (recipe)")
+def folder_resnet18(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
+    """ResNet-18 on images in folders, one per class, or in tar shards."""
+    return _task("folder-resnet18", lambda classes: _torchvision("resnet18", classes), data, recipe, size)
+
+
+@register_workload("folder-resnet50", recipe=_GOYAL, cite="Goyal et al. 2017 (recipe)")
+def folder_resnet50(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
+    """ResNet-50 on images in folders, one per class, or in tar shards."""
+    return _task("folder-resnet50", lambda classes: _torchvision("resnet50", classes), data, recipe, size)
+
+
+_ANDRE = "Andre, Strati, Klimovic 2022 (recipe, from Goyal et al. 2017)"
+
+
+@register_workload("imagenet-resnet50", recipe=_GOYAL, cite=_ANDRE)
+def imagenet_resnet50(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
+    """ResNet-50 on ImageNet, in folders or tar shards."""
+    return _task("imagenet-resnet50", lambda classes: _torchvision("resnet50", classes), data, recipe, size)
+
+
+@register_workload("imagenet-vgg16bn", recipe=_GOYAL, cite=_ANDRE)
+def imagenet_vgg16bn(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
+    """VGG-16 with batch norm and dropout on ImageNet, in folders or tar shards; `size` is at least 32.
+
+    Andre et al. use lr 0.1 with the square root rule, and 0.0177 with linear and AdaScale.
+    """
+    return _task("imagenet-vgg16bn", lambda classes: _torchvision("vgg16_bn", classes), data, recipe, size, least=32)
+
+
+@register_workload("imagenet-mobilenet", recipe=_LIN, cite="Lin et al. 2019 (recipe)")
+def imagenet_mobilenet(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
+    """MobileNet 1.0 (the first version) on ImageNet, in folders or tar shards."""
+
+    def model(classes: int) -> nn.Module:
+        timm = import_timm(needed_for="imagenet-mobilenet")
+        network: nn.Module = timm.create_model("mobilenetv1_100", num_classes=classes)
+        # timm computes norm and activation in one module, whose batch norm could not be fused over virtual workers.
+        for name, module in list(network.named_modules()):
+            if isinstance(module, timm.layers.BatchNormAct2d):
+                network.set_submodule(name, nn.Sequential(nn.BatchNorm2d(module.num_features), module.act))
+        # timm's initial logits are the larger the fewer classes there are; torch's are as timm's for 1,000 classes.
+        network.get_submodule("classifier").reset_parameters()  # type: ignore[operator]
+        return network
+
+    return _task("imagenet-mobilenet", model, data, recipe, size)
+
+
+@register_workload("imagenet-inceptionv3", recipe=_LIN, cite="Lin et al. 2019 (recipe)")
+def imagenet_inceptionv3(data: Path | None, recipe: Recipe, size: int = 299) -> Task:
+    """Inception V3 with its auxiliary classifier on ImageNet, in folders or tar shards; `size` is at least 299.
+
+    The loss is the cross-entropy plus 0.4 times that of the auxiliary classifier, as in the published training code of
+    this network. Lin et al. do not say whether they used it.
+    """
+
+    def model(classes: int) -> nn.Module:
+        # `init_weights` is the initialisation of the paper, a truncated normal distribution.
+        return _torchvision("inception_v3", classes, aux_logits=True, init_weights=True)
+
+    return _task("imagenet-inceptionv3", model, data, recipe, size, least=299, loss=_inception_loss)
+
+
+def _inception_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    outputs = model(x)
+    if isinstance(outputs, Tensor):  # in eval mode, the auxiliary classifier is not used
+        return F.cross_entropy(outputs, y)
+    return F.cross_entropy(outputs.logits, y) + 0.4 * F.cross_entropy(outputs.aux_logits, y)
+
+
+def _torchvision(model: str, classes: int, **settings: bool) -> nn.Module:
+    models = import_torchvision(needed_for=f"the model {model}").models
+    network: nn.Module = getattr(models, model)(num_classes=classes, **settings)
+    return network
+
+
+def _task(
+    name: str,
+    model: Callable[[int], nn.Module],
+    data: Path | None,
+    recipe: Recipe,
+    size: int,
+    *,
+    least: int = 1,
+    loss: Loss = cross_entropy,
+) -> Task:
+    """Return the task; `model` maps the number of classes to the network, which takes images of `least` or more."""
+    if data is None:
+        raise missing_data(name, f"the folder that holds {_LAYOUTS}")
+    if size < least:
+        raise ConfigError(f"{name}: size is {size}; expected {least} or more")
+    (train, valid), classes = _read_images(data, size)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (_MEAN, _STD))
+    return Task(
+        model=model(classes),
+        train=DatasetSource(train, mean=mean, std=std),
+        valid=DatasetSource(valid, mean=mean, std=std),
+        recipe=recipe,
+        loss=loss,
+        eval_batch=100,  # a forward pass of VGG-16 needs about 40 MB per image
+    )
+
+
+Images = tuple[ImageFolder, ImageFolder] | tuple[ImageShards, ImageShards]
+
+
+def _read_images(data: Path, size: int) -> tuple[Images, int]:
+    """Return the training and validation images and the number of classes."""
+    random, central = _transforms(size)
+    if (data / "train").is_dir():
+        train, valid = ImageFolder(data / "train", random), ImageFolder(data / "val", central)
+        for part, others in ((train, valid), (valid, train)):
+            for name in sorted({*part.classes} - {*others.classes}):
+                raise DataError(f"{part.folder / name}: {others.folder} lacks this class; expected it in both")
+        return (train, valid), len(train.classes)
+    shards = find_shards(data)
+    if not (shards["train"] and shards["val"]):
+        found = ", ".join(f"{len(paths)} {part} shards" for part, paths in shards.items())
+        raise DataError(f"{data}: no folder train, and {found}; expected {_LAYOUTS}")
+    training = ImageShards(shards["train"], random)
+    return (training, ImageShards(shards["val"], central, classes=training.classes)), training.classes
+
+
+def _transforms(size: int) -> tuple[Transform, Transform]:
+    """Return the transforms of training and validation images."""
+    transforms = import_torchvision(needed_for="cropping images").transforms
+    return (
+        transforms.Compose(
+            [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
+        ),
+        transforms.Compose(
+            [transforms.Resize(round(size * 256 / 224)), transforms.CenterCrop(size), transforms.PILToTensor()]
+        ),
+    )
