@@ -46,8 +46,8 @@ def imagenet(trace: object) -> Scenario:
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-def test_spot_gpus_cost_112_dollars(shared: Path) -> None:
-    found = simulate(imagenet(load(shared / "traces" / "gcp_a100_2022-05.csv")))
+def test_spot_gpus_cost_112_dollars() -> None:
+    found = simulate(imagenet(load("gcp-a100-2022-05")))
     hours = found.mean_workers * found.time_s / 3600
     assert_on_page("112 against 344", "spot, 0.6 s per step", f"{found.time_s / 60:.1f}", f"{hours:.1f}",
                    f"{found.cost_usd:.1f}", "112")  # fmt: skip
@@ -70,9 +70,9 @@ def test_sixty_four_gpus_on_demand_cost_344_dollars_at_a_shorter_step(step: str,
         ("checkpoint", True, "{usd:.0f} USD and {hours:.1f} h, since"),
     ],
 )
-def test_what_interruptions_add_to_the_112_dollars(shared: Path, recovery: str, repeat: bool, claim: str) -> None:
+def test_what_interruptions_add_to_the_112_dollars(recovery: str, repeat: bool, claim: str) -> None:
     """The command of the page with one option more; `--across-epochs` holds for it, too."""
-    plain = imagenet(load(shared / "traces" / "gcp_a100_2022-05.csv"))
+    plain = imagenet(load("gcp-a100-2022-05"))
     found = simulate(dataclasses.replace(plain, recovery=RECOVERIES.make(recovery), repeat=repeat))
     text = claim.format(usd=found.cost_usd, minutes=found.time_s / 60, hours=found.time_s / 3600)
     assert text in " ".join(PAGE.read_text(encoding="utf-8").split())

@@ -120,7 +120,8 @@ class RunConfig(BaseModel):
     policy: str = setting("follow", names={"estimator": "batch_size"})
     """How the batch follows the workers: follow, fixed(TOTAL), capped(max_batch=N); or grows: geo(60ep, factor=5)."""
     step_time: str = setting("fit", not_for=_OF_A_TRACE)
-    """Duration of a step, for example 0.6s; fit: such that the run spans the whole trace (of a plan file: 1 s)."""
+    """Duration of a step, for example 0.6s, or of an epoch, 1h/ep; fit: such that the run spans the whole trace (of a
+    plan file: 1 s)."""
     offset: str = setting("0s", not_for=_OF_A_TRACE)
     """Time of the trace at which the run starts, for example 30min."""
     on_change: Literal["finish", "lose"] = setting("finish", not_for=_OF_A_TRACE)

@@ -385,7 +385,7 @@ def check_arms(arms: Sequence[Arm]) -> None:
     for name, words in (("step_time", {"fit"}), ("offset", set())):
         for text in {getattr(arm.config, name) for arm in arms} - words:
             try:
-                parse_seconds(text)
+                parse_seconds(text.removesuffix("/ep") if name == "step_time" else text)
             except UnitError as error:
                 raise UnitError(f"{name}: {error}") from None
     for rule in {arm.config.rule for arm in arms}:

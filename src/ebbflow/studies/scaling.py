@@ -59,7 +59,8 @@ def scaled(study: Study, factor: float) -> Study:
             if name in result:
                 result[name] = _shorter(result[name], ratio, registry)
         if result.get("step_time", "fit") != "fit":
-            result["step_time"] = f"{parse_seconds(result['step_time']) / ratio:.12g}s"
+            time, slash, per = result["step_time"].partition("/")
+            result["step_time"] = f"{parse_seconds(time) / ratio:.12g}s{slash}{per}"
         return result
 
     # The epochs and the schedule of a workload's recipe shrink if the study does not set them.
