@@ -124,7 +124,7 @@ def test_every_recipe_keeps_its_structure_at_every_scale(name: str, factor: floa
 
 def test_a_scaled_run_sees_the_same_workers_in_the_same_order() -> None:
     whole, small = (s.arms()[2].config for s in (load_study("andre-table1"), scaled(load_study("andre-table1"), 0.1)))
-    before, after = (make_plan(resolve(config), 50_000)[0] for config in (whole, small))
+    before, after = (make_plan(resolve(config), 1_281_167)[0] for config in (whole, small))
     assert list(before.workers) == list(after.workers)
 
 
