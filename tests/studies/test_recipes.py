@@ -346,3 +346,17 @@ def test_a_scaled_arm_trains_on_a_few_real_images(
     assert sum(row.batch for row in run.steps) == 320 * (config.epochs or 0)
     if make_rule(rule).needs:
         assert all("gain" in row.stats for row in run.steps)
+
+
+# Trained on small real data ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, stand_in in RECIPES if stand_in == "digits"])
+def test_every_recipe_trains_on_digits_in_the_place_of_its_own_data(name: str, tmp_path: Path) -> None:
+    study = scaled(chosen(name, "digits"), 0.001)  # one epoch
+    arm = next(arm for arm in study.arms() if arm.config.rule == study.rules[-1] and arm.config.label != "static")
+    run = train(arm.config, tmp_path / "run", keep_weights=False)
+    assert run.status == "finished"
+    assert run.header.config["workload"].startswith("digits-")
+    assert len({row.workers for row in run.steps}) > 1
+    assert sum(row.batch for row in run.steps) == 1442

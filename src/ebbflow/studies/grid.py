@@ -390,6 +390,9 @@ def _stand_ins(values: Mapping[str, Any], study: Study, *, folder: Path | None) 
                     raise ConfigError(f"{where}: {old!r} is not in the {key} of the study; {nearest(old, list(known))}")
         if not isinstance(entry.get("divide", 1), int) or entry.get("divide", 1) < 1:
             raise ConfigError(f"{where}: divide is {entry['divide']!r}; expected a whole number above 0")
+        rate = entry.get("lr", 1)
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
+            raise ConfigError(f"{where}: lr is {rate!r}; expected a number above 0")
         traces = {label: _anchor(str(text), folder) for label, text in entry.get("traces", {}).items()}
         found[name] = {**entry, "traces": traces, "settings": _table(entry, "settings", where)}
         _anchor_paths(found[name]["settings"], folder)

@@ -49,6 +49,10 @@ def with_stand_in(study: Study, name: str) -> Study:
         )
     entry = study.stand_ins[name]
     divide, workloads = entry.get("divide", 1), entry.get("workloads") or {one: one for one in study.workloads}
+    if "lr" in entry and "lr" not in study.settings:
+        raise ConfigError(
+            f"{study.source}: stand_in.{name} has an lr, but lr is missing from the settings of the study"
+        )
     rate = entry["lr"] / study.settings["lr"] if "lr" in entry else 1 / divide
 
     def smaller(settings: Mapping[str, Any]) -> dict[str, Any]:
