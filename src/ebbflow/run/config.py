@@ -98,7 +98,7 @@ class RunConfig(BaseModel):
     rule: str = "linear"
     """Text form of the rule, for example linear+warmup(5ep)."""
     trace: str = setting("constant(workers=8)", not_for=_OF_A_TRACE)
-    """A trace file, or a generator such as gcp-a100-like(seed=1)."""
+    """A trace file, a generator such as gcp-a100-like(seed=1), or a published trace, gcp-a100-2022-05."""
     plan: str | None = setting(not_for=_OF_A_TRACE)
     """A step,batchsize file instead of a trace."""
     label: str = setting("", computes=False, not_for=_OF_A_TRACE)
