@@ -73,6 +73,7 @@ IDEAS = {
     "--finish": "whether a replay ends with the job",
     # Studies
     "--scale": "size of a study relative to the published one",
+    "--stand-in": "data in the place of the published one",
     "--set": "a setting for every run of a study",
     "--keep-weights": "whether final weights are kept",
     "--list": "list what there is",

@@ -26,6 +26,18 @@ def test_the_command_scales_sets_and_counts_seeds_and_the_folder_says_so(ebbflow
     assert len(list(Path("out").glob("arms/*/record.jsonl"))) == 1
 
 
+@pytest.mark.process
+def test_a_recipe_runs_to_its_report_on_data_that_stands_in_for_the_papers(ebbflow: Ebbflow) -> None:
+    options = ("--stand-in", "digits", "--scale", 0.001, "--set", "precision=bf16", "--out", "out", "--jobs", 1)
+    answer = ebbflow("study", "dynamic-figure4", *options)
+    assert answer.code == 0, answer.err
+    config = json.loads(Path("out/study.json").read_text())["config"]
+    assert (config["name"], config["stand_in"]) == ("dynamic-figure4-digits-x0.001", "digits")
+    assert (config["settings"]["ref_batch"], config["settings"]["precision"]) == (8, "bf16")
+    assert "which stands in for the paper's" in " ".join(answer.text.split())
+    assert len(list(Path("out").glob("arms/*/record.jsonl"))) == 4
+
+
 def test_the_command_lists_and_shows_recipes(ebbflow: Ebbflow) -> None:
     listed = ebbflow("study", "--list", "--json").json
     assert [entry["name"] for entry in listed] == recipe_names()

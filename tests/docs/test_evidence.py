@@ -42,24 +42,21 @@ UPCOMING = sorted({path.parent.name for path in EVIDENCE.glob("*/study.toml")} -
 """Studies whose runs are still to be made; their pages say so."""
 
 
-def with_traces(folder: str, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """The folder of a study; for those on published traces, which are not part of the studies, a copy that has them."""
+def with_traces(folder: str, tmp_path: Path) -> Path:
+    """The folder of a study; for those on files of published traces, a copy that has them."""
     if not folder.startswith("andre"):
         return EVIDENCE / folder
-    traces = request.getfixturevalue("shared") / "traces"
     for name in {"andre", folder}:
         shutil.copytree(EVIDENCE / name, tmp_path / name)
     home = tmp_path / "andre"
-    convert(traces / "gcp_a100_2022-05.csv", home / "gpu.csv", "--stop", "13104s")
-    convert(traces / "gcp_tpuv2-8_cores_2022-04.csv", home / "tpu.csv", "--start", "212min", "--stop", "487min")
+    convert("gcp-a100-2022-05", home / "gpu.csv")
+    convert("gcp-tpuv2-2022-04", home / "tpu.csv", "--start", "212min", "--stop", "487min")
     return tmp_path / folder
 
 
 @pytest.mark.parametrize("folder", UPCOMING)
-def test_a_study_that_is_still_to_be_run_can_be(
-    folder: str, tmp_path: Path, forget_plugins: None, request: pytest.FixtureRequest
-) -> None:
-    study = load_study(str(with_traces(folder, tmp_path, request) / "study.toml"))
+def test_a_study_that_is_still_to_be_run_can_be(folder: str, tmp_path: Path, forget_plugins: None) -> None:
+    study = load_study(str(with_traces(folder, tmp_path) / "study.toml"))
     check_arms(study.arms())
     assert scaled(study, 0.1).arms()
 
@@ -93,9 +90,9 @@ def test_the_records_can_be_read_and_name_no_machine(folder: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("folder", STUDIES)
-def test_the_study_finds_its_runs_again(folder: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_the_study_finds_its_runs_again(folder: str, tmp_path: Path) -> None:
     """Runs are known by what they compute: these were made before settings that exist now, and on another machine."""
-    home = with_traces(folder, tmp_path, request)
+    home = with_traces(folder, tmp_path)
     arms = {arm.id: arm.config for arm in load_study(str(home / "study.toml")).arms()}
     found = records(folder, tmp_path / "out")
     assert {path.parent.name for path in found} == set(arms)
@@ -185,8 +182,8 @@ def test_what_lenas_tables_have_in_common_is_the_same_in_both() -> None:
             assert second[rule][warmup] == f"{ours.quantize(tenth)} ({paper.quantize(tenth)})"
 
 
-def convert(source: Path, target: Path, *options: str) -> None:
-    assert CliRunner().invoke(app, ["trace", "convert", str(source), str(target), *options]).exit_code == 0
+def convert(source: str, target: Path, *options: str) -> None:
+    assert CliRunner().invoke(app, ["trace", "convert", source, str(target), *options]).exit_code == 0
 
 
 def test_the_defect_reads_noise_and_signal_as_code_that_keeps_the_last_sum_does() -> None:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from ebbflow.core.units import Seconds
 from ebbflow.errors import PlanError
 from ebbflow.plan.batch_plan import BatchPlan, fit_step_time
 from ebbflow.traces.availability import Trace
-from ebbflow.traces.formats import read
+from ebbflow.traces.synthetic import load
 
 IMAGENET = (1_281_167, 90)
 COCO = (118_287, 65)
 
 
 @pytest.fixture(scope="module")
-def a100(shared: Path) -> Trace:
-    return read(shared / "traces" / "gcp_a100_2022-05.csv")
+def a100() -> Trace:
+    return load("gcp-a100-2022-05(stop=13545s)")
 
 
 @pytest.fixture(scope="module")
-def tpu(shared: Path) -> Trace:
-    return read(shared / "traces" / "gcp_tpuv2-8_cores_2022-04.csv")
+def tpu() -> Trace:
+    return load("gcp-tpuv2-2022-04")
 
 
 def minutes(trace: Trace, local_batch: int, step_time: str, task: tuple[int, int], start_min: int = 0) -> float | None:

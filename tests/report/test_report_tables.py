@@ -371,6 +371,11 @@ def test_a_scaled_study_says_that_published_values_cannot_be_compared() -> None:
     assert "Published" not in caption(summarise([arm(0.97)], {"scale": 0.1}), "w")
 
 
+def test_a_study_on_other_data_says_that_published_values_cannot_be_compared() -> None:
+    text = caption(summarise([arm(0.97)], {**PAPER, "stand_in": "digits"}), "w")
+    assert "The data here is digits, which stands in for the paper's: not comparable with it." in text
+
+
 # Time and cost --------------------------------------------------------------------------------------------------------
 
 HOURLY = {"name": "t", "times": [0.0, 3600.0], "workers": [2, 4], "end": 7200.0}
@@ -417,4 +422,6 @@ def test_time_and_cost_stand_beside_the_score() -> None:
 def test_a_fitted_step_time_is_said_where_times_are_shown() -> None:
     fitted = summarise([timed(0.9, header=Header(trace=HOURLY, config={"step_time": "fit"}))])
     assert "fitted to the trace" in effort_caption(fitted, "w")
+    by_epochs = summarise([timed(0.9, header=Header(trace=HOURLY, config={"step_time": "1h/ep"}))])
+    assert "fitted to the trace or the epoch" in effort_caption(by_epochs, "w")
     assert "fitted" not in effort_caption(summarise([timed(0.9)]), "w")

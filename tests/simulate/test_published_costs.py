@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ebbflow.core.units import Seconds
-from ebbflow.plan import make_policy
+from ebbflow.plan import BatchPlan, make_policy
 from ebbflow.simulate import (
     RECOVERIES,
     ComputeAndNetwork,
@@ -46,8 +46,8 @@ def imagenet(trace: object) -> Scenario:
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-def test_spot_gpus_cost_112_dollars(shared: Path) -> None:
-    found = simulate(imagenet(load(shared / "traces" / "gcp_a100_2022-05.csv")))
+def test_spot_gpus_cost_112_dollars() -> None:
+    found = simulate(imagenet(load("gcp-a100-2022-05")))
     hours = found.mean_workers * found.time_s / 3600
     assert_on_page("112 against 344", "spot, 0.6 s per step", f"{found.time_s / 60:.1f}", f"{hours:.1f}",
                    f"{found.cost_usd:.1f}", "112")  # fmt: skip
@@ -70,12 +70,45 @@ def test_sixty_four_gpus_on_demand_cost_344_dollars_at_a_shorter_step(step: str,
         ("checkpoint", True, "{usd:.0f} USD and {hours:.1f} h, since"),
     ],
 )
-def test_what_interruptions_add_to_the_112_dollars(shared: Path, recovery: str, repeat: bool, claim: str) -> None:
+def test_what_interruptions_add_to_the_112_dollars(recovery: str, repeat: bool, claim: str) -> None:
     """The command of the page with one option more; `--across-epochs` holds for it, too."""
-    plain = imagenet(load(shared / "traces" / "gcp_a100_2022-05.csv"))
+    plain = imagenet(load("gcp-a100-2022-05"))
     found = simulate(dataclasses.replace(plain, recovery=RECOVERIES.make(recovery), repeat=repeat))
     text = claim.format(usd=found.cost_usd, minutes=found.time_s / 60, hours=found.time_s / 3600)
     assert text in " ".join(PAGE.read_text(encoding="utf-8").split())
+
+
+TASKS = ((128, "0.6s", 1_281_167, 90), (32, "0.3s", 118_287, 65))
+"""(samples per accelerator, step, samples, epochs) of ImageNet and of COCO."""
+
+
+def whole_minutes(trace: str, begins: range, task: tuple[int, str, int, int]) -> list[float]:
+    """The length of a run for each beginning, in minutes, as far as the trace is long enough."""
+    local_batch, step, samples, epochs = task
+    found = []
+    for begin in begins:
+        plan = BatchPlan.from_trace(load(trace), f"follow({local_batch})", step, offset=Seconds(60.0 * begin))
+        if plan.samples_before(plan.steps or 0) >= samples * epochs:
+            found.append(plan.for_epochs(samples, epochs, cut=False).time_s / 60)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("row", "trace", "begins"),
+    [
+        ("A100, minute 0", "gcp-a100-2022-05", range(1)),
+        ("A100, every minute from which it is long enough", "gcp-a100-2022-05", range(218)),
+        ("TPU cores, minute 0", "gcp-tpuv2-2022-04", range(1)),
+        ("TPU cores, minute 212", "gcp-tpuv2-2022-04", range(212, 213)),
+        ("TPU cores, every minute of the first ten hours", "gcp-tpuv2-2022-04", range(601)),
+    ],
+)
+def test_two_hundred_to_275_minutes_are_what_the_traces_allow_or_not(row: str, trace: str, begins: range) -> None:
+    cells = []
+    for task in TASKS:
+        found = whole_minutes(trace, begins, task)
+        cells.append(" to ".join(f"{length:.1f}" for length in sorted({min(found), max(found)})))
+    assert_on_page('"200 to 275 minutes"', row, *cells)
 
 
 # -- Lin et al. 2019, Table 2 ------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -298,8 +297,8 @@ def test_a_hundred_thousand_workers_for_a_month() -> None:
     assert sum(found.breakdown.values()) == pytest.approx(found.time_s)
 
 
-def test_the_published_training_takes_188_minutes_and_112_dollars(shared: Path) -> None:
-    trace = load(shared / "traces" / "gcp_a100_2022-05.csv")
+def test_the_published_training_takes_188_minutes_and_112_dollars() -> None:
+    trace = load("gcp-a100-2022-05(stop=13545s)")
     one = replace(scenario("constant(1)", batch=128, step="0.6s", samples=1_281_167, epochs=90), trace=trace)
     found = simulate(replace(one, price=FlatPrice(0.744)))
     assert (found.steps, round(found.time_s / 60, 1)) == (18_837, 188.4)

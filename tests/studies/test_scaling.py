@@ -13,7 +13,7 @@ from ebbflow.errors import ConfigError
 from ebbflow.run.planning import make_plan
 from ebbflow.run.training import resolve
 from ebbflow.studies.grid import Study, load_study, parse_study, recipe_names
-from ebbflow.studies.scaling import scaled
+from ebbflow.studies.scaling import scaled, with_stand_in
 
 VALUES: dict[str, Any] = {
     "name": "mine",
@@ -124,10 +124,107 @@ def test_every_recipe_keeps_its_structure_at_every_scale(name: str, factor: floa
 
 def test_a_scaled_run_sees_the_same_workers_in_the_same_order() -> None:
     whole, small = (s.arms()[2].config for s in (load_study("andre-table1"), scaled(load_study("andre-table1"), 0.1)))
-    before, after = (make_plan(resolve(config), 50_000)[0] for config in (whole, small))
+    before, after = (make_plan(resolve(config), 1_281_167)[0] for config in (whole, small))
     assert list(before.workers) == list(after.workers)
 
 
 def test_a_scaled_rule_has_a_name_that_can_be_read() -> None:
     # 90 epochs at 0.05 are 4.5, rounded to 4: 5 x 4/90 = 0.2222...
     assert scaled(load_study("andre-table1"), 0.05).rules[0] == "linear+warmup(0.222222ep)"
+
+
+# Stand-ins ------------------------------------------------------------------------------------------------------------
+
+BIG: dict[str, Any] = {
+    "name": "big",
+    "workloads": ["cifar10-resnet18", "cifar10-vgg16"],
+    "rules": ["constant", "linear"],
+    "traces": {"static": "constant(workers=8)", "step": "step(2, factor=4)"},
+    "settings": {"epochs": 40, "local_batch": 64, "ref_batch": 128, "micro_batch": 16, "lr": 0.4, "repeat": True},
+    "override": [
+        {"rule": "linear", "set": {"lr": 0.1}},
+        {"workload": "cifar10-vgg16", "set": {"policy": "fixed(256)"}},
+        {"workload": ["cifar10-resnet18", "cifar10-vgg16"], "trace": "step", "set": {"clip": 1.0}},
+    ],
+    "skip": [{"workload": "cifar10-vgg16", "trace": "static"}],
+    "paper": [
+        {"source": "x", "workload": name, "rule": "linear", "values": {"step": 0.9}}
+        for name in ("cifar10-resnet18", "cifar10-vgg16")
+    ],
+    "stand_in": {
+        "both": {
+            "workloads": {"cifar10-resnet18": "digits-cnn", "cifar10-vgg16": "digits-mlp"},
+            "divide": 32,
+            "traces": {"step": "step(1, factor=4)"},
+            "settings": {"step_time": "2s"},
+        },
+        "one": {"workloads": {"cifar10-resnet18": "digits-mlp"}, "divide": 16, "lr": 0.1},
+        "same": {"divide": 2},
+    },
+}
+
+
+def big(**changes: Any) -> Study:
+    return parse_study({**BIG, **changes}, source="big.toml", folder=None)
+
+
+def test_a_stand_in_divides_every_batch_and_all_rates_alike() -> None:
+    small = with_stand_in(big(), "both")
+    assert small.workloads == ("digits-cnn", "digits-mlp")
+    assert (small.name, small.as_dict()["stand_in"]) == ("big-both", "both")
+    # 64, 128, 16 over 32 are 2, 4 and 0.5, at least 1; 0.4 / 32 = 0.0125 and, in the override, 0.1 / 32 = 0.003125.
+    for arm in small.arms():
+        config = arm.config
+        assert (config.local_batch, config.ref_batch, config.micro_batch, config.step_time) == (2, 4, 1, "2s")
+        assert config.lr == (0.003125 if config.rule == "linear" else 0.0125)
+        assert config.policy == ("fixed(8)" if config.workload == "digits-mlp" else "follow")
+        assert config.trace == {"static": "constant(workers=8)", "step": "step(1, factor=4)"}[config.label]
+        assert config.clip == (1.0 if config.label == "step" else None)
+    assert len(small.arms()) == len(big().arms()) == 6
+    assert [value.workload for value in small.paper] == ["digits-cnn", "digits-mlp"]
+
+
+def test_a_stand_in_has_a_rate_of_its_own_and_leaves_out_what_it_does_not_name() -> None:
+    small = with_stand_in(big(), "one")
+    assert small.workloads == ("digits-mlp",)
+    # 0.1 for 0.4: every rate is a quarter, that of the override as well.
+    assert {(arm.config.rule, arm.config.lr) for arm in small.arms()} == {("constant", 0.1), ("linear", 0.025)}
+    assert len(small.arms()) == 4
+    assert [value.workload for value in small.paper] == ["digits-mlp"]
+    assert {arm.config.clip for arm in small.arms() if arm.config.label == "step"} == {1.0}
+    assert with_stand_in(big(), "same").workloads == big().workloads
+    assert scaled(small, 0.5).stand_in == "one"
+    assert "stand_in" not in big().as_dict()
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"workload": {}}, "unknown key 'workload'; did you mean 'workloads'"),
+        ({"workloads": {"cifar10-resnet": "digits-mlp"}}, "'cifar10-resnet' is not in the workloads of the study"),
+        ({"traces": {"steps": "constant(1)"}}, "'steps' is not in the traces of the study; did you mean 'step'"),
+        ({"divide": 0}, "divide is 0; expected a whole number above 0"),
+        ({"lr": "0.1"}, "lr is '0.1'; expected a number above 0"),
+        (3, "stand_in.x is 3; expected a table with the keys"),
+    ],
+)
+def test_a_wrong_stand_in_is_refused_when_the_study_is_read(table: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        big(stand_in={"x": table})
+
+
+def test_a_stand_in_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"big.toml has no stand-in 'tow'; .*both, one, same"):
+        with_stand_in(big(), "tow")
+    with pytest.raises(ConfigError, match="it has none: give data with --set data=PATH"):
+        with_stand_in(study(), "digits")
+    twice = {"workloads": dict.fromkeys(BIG["workloads"], "digits-mlp")}
+    with pytest.raises(ConfigError, match="two workloads the same name: digits-mlp, digits-mlp"):
+        with_stand_in(big(stand_in={"x": twice}), "x")
+    with pytest.raises(ConfigError, match="lr is missing from the settings"):
+        with_stand_in(big(settings={}, stand_in={"x": {"lr": 0.1}}), "x")
+
+
+def test_a_time_per_epoch_is_scaled_so_that_the_run_covers_the_same_part_of_its_trace() -> None:
+    small = scaled(study(settings={"epochs": 40, "step_time": "1h/ep"}, override=[]), 0.25)
+    assert (small.settings["epochs"], small.settings["step_time"]) == (10, "14400s/ep")

@@ -19,6 +19,8 @@ EXAMPLES = {
     "poisson": "poisson(8, preempt_every=20min, provision=2min, duration=2h, seed=3)",
     "gcp-a100-like": "gcp-a100-like(seed=3)",
     "gcp-tpu-like": "gcp-tpu-like(seed=3, duration=40h)",
+    "gcp-a100-2022-05": "gcp-a100-2022-05(stop=2h, max_workers=14)",
+    "gcp-tpuv2-2022-04": "gcp-tpuv2-2022-04(start=212min, stop=487min)",
 }
 
 

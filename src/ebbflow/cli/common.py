@@ -29,7 +29,9 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 """Progress, notes and errors: never mixed into an answer that a script reads."""
 
-TRACE = typer.Argument(metavar="TRACE", help="A trace file, or a generator such as 'gcp-a100-like(seed=3)'.")
+TRACE = typer.Argument(
+    metavar="TRACE", help="A trace file, a generator such as 'gcp-a100-like(seed=3)', or gcp-a100-2022-05."
+)
 TraceText = Annotated[str, TRACE]
 FormatName = Annotated[
     str | None,

@@ -17,7 +17,7 @@ from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import ConfigError
 from ebbflow.studies.grid import Study, load_study, recipe_names, recipe_text, with_plugins, with_settings
 from ebbflow.studies.runner import ArmProgress, run_study
-from ebbflow.studies.scaling import scaled
+from ebbflow.studies.scaling import scaled, with_stand_in
 
 __all__ = ["run_with_progress", "study"]
 
@@ -30,6 +30,9 @@ def study(
     scale: Annotated[
         float, typer.Option(help="Shrink the study: this fraction of the epochs, narrower models, same structure.")
     ] = 1.0,
+    stand_in: Annotated[
+        str | None, typer.Option(help="Run on data that stands in for the paper's, such as digits or cifar10.")
+    ] = None,
     seeds: Annotated[int | None, typer.Option(help="Number of seeds. Default: as in the study.")] = None,
     setting: Annotated[
         list[str] | None,
@@ -59,7 +62,10 @@ def study(
     if shown:
         print(recipe_text(config), end="")
         return
-    chosen = with_plugins(with_settings(load_study(config), setting or []), plugin or [])
+    chosen = load_study(config)
+    if stand_in is not None:
+        chosen = with_stand_in(chosen, stand_in)
+    chosen = with_plugins(with_settings(chosen, setting or []), plugin or [])
     if seeds is not None:
         if seeds < 1:
             raise ConfigError(f"seeds is {seeds}; expected how many, 1 or more")

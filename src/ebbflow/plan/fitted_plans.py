@@ -1,11 +1,12 @@
 """Plans that are long enough for the epochs of a training.
 
-`plan_for` is for fleet policies; `plan_growing` and `fit_growing` are for growing ones, whose steps `foresee` computes
-before training.
+`plan_for` is for fleet policies, and `plan_by_epochs` for those on fleets that change after so many epochs.
+`plan_growing` and `fit_growing` are for growing policies, whose steps `foresee` computes before training.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -13,13 +14,22 @@ from typing import TypeVar
 import numpy as np
 
 from ebbflow.core.units import Seconds
-from ebbflow.plan.batch_plan import BatchPlan, StepSize, cut_step, longest_step_time
+from ebbflow.errors import PlanError
+from ebbflow.plan.batch_plan import (
+    BatchPlan,
+    StepRuns,
+    StepSize,
+    cut_step,
+    fleet_segments,
+    longest_step_time,
+    trace_from,
+)
 from ebbflow.plan.growing import Geo, allow
-from ebbflow.plan.policies import GrowingPolicy, Observation, Policy
-from ebbflow.plan.steptime import StepTimeLike
+from ebbflow.plan.policies import GrowingPolicy, Observation, Policy, make_policy
+from ebbflow.plan.steptime import ConstantStepTime, StepTimeLike
 from ebbflow.traces import Trace
 
-__all__ = ["GrowingPlan", "fit_growing", "foresee", "plan_for", "plan_growing"]
+__all__ = ["GrowingPlan", "fit_growing", "foresee", "plan_by_epochs", "plan_for", "plan_growing"]
 
 Made = TypeVar("Made")
 _BEGINNING = Seconds(0.0)
@@ -47,6 +57,62 @@ def plan_for(
         return plan, plan
 
     return _long_enough(trace, make, samples=samples, epochs=epochs, offset=offset, repeat=repeat)
+
+
+def plan_by_epochs(
+    trace: Trace,
+    policy: Policy | str,
+    epoch_time: Seconds,
+    *,
+    samples: int,
+    epochs: int,
+    offset: Seconds = _BEGINNING,
+    repeat: bool = False,
+) -> BatchPlan:
+    """A plan in which every epoch takes `epoch_time`, whatever the workers: the clock of the trace counts epochs.
+
+    So a trace says after how many epochs the workers change, for any number of samples and any batch, and a change at
+    the end of an epoch takes effect exactly there. A step takes the part of the epoch that its samples are. As in
+    `plan_for`, a step begins with the workers that there are, and a trace that is too short is a PlanError unless it is
+    repeated. Time without workers is a PlanError: it would never pass.
+
+    >>> plan = plan_by_epochs(Trace.parse("0h:1 2h:3 4h"), "follow(8)", Seconds(3600.0), samples=20, epochs=4)
+    >>> plan.batches().tolist()  # an epoch takes 3 steps of 8, 8 and 4 samples, or one of 20 where 24 are planned
+    [8, 8, 8, 8, 8, 8, 24, 24]
+    """
+    part = trace_from(trace.repeat(int(offset // trace.end) + 1) if repeat else trace, offset)
+    needed = epochs * epoch_time
+    if repeat and part.end < needed:
+        part = trace_from(trace.repeat(math.ceil((offset + needed) / trace.end)), offset)
+    if part.end < needed * (1 - 1e-9):
+        raise PlanError(
+            f"the trace {trace.name} is too short: at {epoch_time:g} s per epoch it covers {part.end / epoch_time:.4g} "
+            f"of {epochs} epochs; use a longer trace, or repeat it"
+        )
+    segments = fleet_segments(part, make_policy(policy), ConstantStepTime(epoch_time))
+    # The number of samples before each segment; 1e-6 of a sample is rounding in the times.
+    begins = np.ceil(segments.times / epoch_time * samples - 1e-6).astype(np.int64)
+    at, position, rows = 0, 0, []
+    while position < epochs * samples:
+        while at + 1 < len(begins) and begins[at + 1] <= position:
+            at += 1
+        workers, batch = int(segments.workers[at]), int(segments.samples[at])
+        if not batch:
+            raise PlanError(
+                f"the trace {trace.name} has no workers at {position / samples:.4g} epochs, and with a time per epoch "
+                f"none passes without them; use a trace that always has workers, or a time per step"
+            )
+        remaining = samples - position % samples
+        until_change = int(begins[at + 1]) - position if at + 1 < len(begins) else remaining
+        # Steps that leave two samples or more of the epoch take what was planned; see `cut_step`.
+        equal = max(1, min((remaining - 2) // batch, math.ceil(until_change / batch)))
+        taken = cut_step(batch, remaining) if equal == 1 else batch
+        rows.append((equal, workers, batch, position / samples * epoch_time, taken / samples * epoch_time))
+        position += equal * taken
+    counts, fleet, batches, starts, seconds = (np.array(column) for column in zip(*rows, strict=True))
+    runs = StepRuns(counts=counts, workers=fleet, samples=batches, start_s=starts, seconds=seconds)
+    source = {"trace": trace.name, "policy": str(policy), "epoch_time_s": float(epoch_time), "offset_s": float(offset)}
+    return BatchPlan.from_runs(runs, source=source)
 
 
 def _long_enough(

@@ -72,6 +72,8 @@ def sources_text(summary: Summary, workload: str) -> str:
     if not any(cell.published is not None or cell.published_steps is not None for cell in summary.cells_of(workload)):
         return ""
     text = f" Published: {'; '.join(summary.sources)}."
+    if summary.stand_in is not None:
+        text += f" The data here is {summary.stand_in}, which stands in for the paper's: not comparable with it."
     if summary.scaled is not None:
         text += f" This study is scaled to {summary.scaled:g} of its epochs: not comparable with what was published."
     return text
@@ -208,7 +210,7 @@ def effort_caption(summary: Summary, workload: str) -> str:
 
 
 def _fitted(summary: Summary, workload: str) -> str:
-    known = " The step time was fitted to the trace: times compare rules, not machines."
+    known = " The step time was fitted to the trace or the epoch: times compare rules, not machines."
     return known if workload in summary.fitted else ""
 
 

@@ -218,8 +218,10 @@ class Summary:
     """The fraction of its epochs to which the study was scaled down; then published values are not comparable."""
     baselines: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """(trace, rule) of the runs at the reference batch, for each workload that has some: what speed-ups are over."""
+    stand_in: str | None = None
+    """The data that stands in for the paper's; then published values are not comparable."""
     fitted: frozenset[str] = frozenset()
-    """Workloads whose step time was fitted to their trace, so that times are not those of any machine."""
+    """Workloads whose step time was fitted to their trace or epoch, so that times are not those of any machine."""
     _index: Mapping[tuple[str, str, str], Cell] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -325,11 +327,12 @@ def summarise(
         sources=tuple(dict.fromkeys(str(entry["source"]) for entry in paper if entry.get("source"))),
         scaled=config.get("scale"),
         baselines=baselines,
+        stand_in=config.get("stand_in"),
         fitted=frozenset(
             arm.workload
             for key in keys
             for arm in groups[key]
-            if arm.header is not None and arm.header.config.get("step_time") == "fit"
+            if arm.header is not None and str(arm.header.config.get("step_time")).endswith(("fit", "/ep"))
         ),
     )
 

@@ -98,7 +98,7 @@ class RunConfig(BaseModel):
     rule: str = "linear"
     """Text form of the rule, for example linear+warmup(5ep)."""
     trace: str = setting("constant(workers=8)", not_for=_OF_A_TRACE)
-    """A trace file, or a generator such as gcp-a100-like(seed=1)."""
+    """A trace file, a generator such as gcp-a100-like(seed=1), or a published trace, gcp-a100-2022-05."""
     plan: str | None = setting(not_for=_OF_A_TRACE)
     """A step,batchsize file instead of a trace."""
     label: str = setting("", computes=False, not_for=_OF_A_TRACE)
@@ -121,7 +121,8 @@ class RunConfig(BaseModel):
     """How the batch follows the workers: follow, fixed(TOTAL), capped(max_batch=N), drop(parts=N); or grows:
     geo(60ep, factor=5)."""
     step_time: str = setting("fit", not_for=_OF_A_TRACE)
-    """Duration of a step, for example 0.6s; fit: such that the run spans the whole trace (of a plan file: 1 s)."""
+    """Duration of a step, for example 0.6s, or of an epoch, 1h/ep; fit: such that the run spans the whole trace (of a
+    plan file: 1 s)."""
     offset: str = setting("0s", not_for=_OF_A_TRACE)
     """Time of the trace at which the run starts, for example 30min."""
     on_change: Literal["finish", "lose"] = setting("finish", not_for=_OF_A_TRACE)

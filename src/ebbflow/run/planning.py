@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ebbflow.core.units import parse_seconds
+from ebbflow.core.units import Seconds, parse_seconds
 from ebbflow.data.ledger import largest_micro_batch, micro_batch_sizes
 from ebbflow.errors import ConfigError
 from ebbflow.plan import (
@@ -15,6 +15,7 @@ from ebbflow.plan import (
     foresee,
     make_policy,
     make_step_time,
+    plan_by_epochs,
     plan_for,
     plan_growing,
 )
@@ -23,10 +24,20 @@ from ebbflow.run.config import RunConfig
 from ebbflow.traces import Trace
 from ebbflow.traces import load as load_trace
 
-__all__ = ["MAX_EPOCHS", "check_measurable", "make_plan"]
+__all__ = ["MAX_EPOCHS", "check_measurable", "epoch_time", "make_plan"]
 
 MAX_EPOCHS = 10
 """A run that counts gain may take this many times its epochs; one that takes more has too little gain ever to end."""
+
+
+def epoch_time(step_time: str) -> Seconds | None:
+    """The time that an epoch takes, of a step time that is given per epoch; None if it is given otherwise.
+
+    >>> epoch_time("1h/ep"), epoch_time("0.6s"), epoch_time("fit")
+    (3600.0, None, None)
+    """
+    time, slash, unit = step_time.partition("/")
+    return parse_seconds(time) if slash and unit.strip() == "ep" else None
 
 
 def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tuple[BatchPlan, Trace | None]:
@@ -34,7 +45,8 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
 
     For a growing policy it is the plan of what the workers can do; how much of it a step takes is decided during
     training. A run that counts gain takes more samples than its epochs, and how many is not known: a trace whose step
-    time is fitted to the epochs is then repeated as with `repeat`; any other plan may turn out to be too short.
+    time is fitted to the epochs, or given per epoch, is then repeated as with `repeat`; any other plan may turn out to
+    be too short.
     """
     assert config.epochs  # resolve() filled it in
     if config.plan is not None:
@@ -44,6 +56,23 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
         return plan, None
     trace = load_trace(config.trace)
     policy = make_policy(config.policy, config.local_batch)
+    by_epochs = epoch_time(config.step_time)
+    if by_epochs is not None:
+        if isinstance(policy, GrowingPolicy) or config.on_change != "finish":
+            raise ConfigError(
+                f"step_time is {config.step_time}, a time per epoch, which is for policies that follow the workers and "
+                f"steps that finish; found policy {config.policy} and on_change {config.on_change}; give a step time"
+            )
+        plan = plan_by_epochs(
+            trace,
+            policy,
+            by_epochs,
+            samples=samples,
+            epochs=config.epochs * (MAX_EPOCHS if by_gain else 1),
+            offset=parse_seconds(config.offset),
+            repeat=config.repeat or by_gain,
+        )
+        return plan, trace
     if isinstance(policy, GrowingPolicy):
         return _growing_plan(config, trace, policy, samples, by_gain=by_gain), trace
     offset = parse_seconds(config.offset)

@@ -26,6 +26,13 @@ source = "Somebody 2022, Table 1"
 workload = "digits-mlp"                     # may be left out if there is only one
 rule = "sqrt"
 values = { mine = 0.9488 }                  # by trace; in units of the metric, or with what = "steps"
+
+[stand_in.small]                            # what --stand-in small replaces, where the data is not at hand
+workloads = { digits-mlp = "digits-mlp(width=16)" }
+divide = 4                                  # batches: local_batch, ref_batch, micro_batch, fixed(N)
+lr = 0.01                                   # at the divided ref_batch; by default the study's, divided as well
+traces = { mine = "constant(workers=2)" }
+settings = { step_time = "fit" }
 """
 
 from __future__ import annotations
@@ -55,12 +62,25 @@ __all__ = [
     "with_plugins", "with_settings",
 ]  # fmt: skip
 
-_KEYS = ["name", "summary", "workloads", "rules", "traces", "seeds", "settings", "override", "skip", "paper"]
+_KEYS = [
+    "name",
+    "summary",
+    "workloads",
+    "rules",
+    "traces",
+    "seeds",
+    "settings",
+    "override",
+    "skip",
+    "paper",
+    "stand_in",
+]
 _SELECTORS = ["workload", "trace", "rule", "seed"]
 _AXES = {"workload": "workloads", "trace": "[traces]", "rule": "rules", "seed": "seeds", "label": "[traces]"}
 """What the grid itself determines for each run, and the key that does so: these are not settings."""
 _PAPER_KEYS = ["source", "workload", "rule", "values", "what"]
 _MEASURED = ["metric", "steps"]
+_STAND_IN_KEYS = ["workloads", "divide", "lr", "traces", "settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +120,10 @@ class Study:
     skip: tuple[Mapping[str, Any], ...] = ()
     paper: tuple[PaperValue, ...] = ()
     summary: str = ""
+    stand_ins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By name, what is replaced where the data is not at hand (`scaling.with_stand_in`)."""
+    stand_in: str | None = None
+    """The stand-in that has been put into the study."""
     scale: float = 1.0
     """Fraction of the epochs of the study as it was written (`scaling.scaled`)."""
     source: str = "study"
@@ -119,6 +143,7 @@ class Study:
         sometimes = {
             "skip": [dict(entry) for entry in self.skip],
             "paper": [asdict(value) for value in self.paper],
+            "stand_in": self.stand_in,
             "scale": None if self.scale == 1.0 else self.scale,
         }
         return always | {key: value for key, value in sometimes.items() if value}
@@ -221,7 +246,9 @@ def parse_study(values: Any, *, source: str, folder: Path | None) -> Study:
         source=source,
     )
     _check_selections(study)
-    study = replace(study, paper=_paper(values.get("paper", []), study))
+    study = replace(
+        study, paper=_paper(values.get("paper", []), study), stand_ins=_stand_ins(values, study, folder=folder)
+    )
     if not study.arms():  # this also finds wrong settings, before anything is started
         raise ConfigError(f"{source}: skip leaves nothing to run")
     return study
@@ -347,6 +374,31 @@ def _paper(found: Any, study: Study) -> tuple[PaperValue, ...]:
     return tuple(result)
 
 
+def _stand_ins(values: Mapping[str, Any], study: Study, *, folder: Path | None) -> dict[str, dict[str, Any]]:
+    """The [stand_in.NAME] tables: what each replaces is in the study, and its batches can be divided."""
+    found = _table(values, "stand_in", study.source)
+    for name, entry in found.items():
+        where = f"{study.source}: stand_in.{name}"
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"{where} is {entry!r}; expected a table with the keys {', '.join(_STAND_IN_KEYS)}")
+        for key in entry:
+            if key not in _STAND_IN_KEYS:
+                raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, _STAND_IN_KEYS)}")
+        for key, known in (("workloads", study.workloads), ("traces", study.traces)):
+            for old in _table(entry, key, where):
+                if old not in known:
+                    raise ConfigError(f"{where}: {old!r} is not in the {key} of the study; {nearest(old, list(known))}")
+        if not isinstance(entry.get("divide", 1), int) or entry.get("divide", 1) < 1:
+            raise ConfigError(f"{where}: divide is {entry['divide']!r}; expected a whole number above 0")
+        rate = entry.get("lr", 1)
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
+            raise ConfigError(f"{where}: lr is {rate!r}; expected a number above 0")
+        traces = {label: _anchor(str(text), folder) for label, text in entry.get("traces", {}).items()}
+        found[name] = {**entry, "traces": traces, "settings": _table(entry, "settings", where)}
+        _anchor_paths(found[name]["settings"], folder)
+    return found
+
+
 def _anchor(text: str, folder: Path | None) -> str:
     """A path in a study file, which is relative to that file; a text that is not a path is unchanged."""
     try:
@@ -385,7 +437,7 @@ def check_arms(arms: Sequence[Arm]) -> None:
     for name, words in (("step_time", {"fit"}), ("offset", set())):
         for text in {getattr(arm.config, name) for arm in arms} - words:
             try:
-                parse_seconds(text)
+                parse_seconds(text.removesuffix("/ep") if name == "step_time" else text)
             except UnitError as error:
                 raise UnitError(f"{name}: {error}") from None
     for rule in {arm.config.rule for arm in arms}:

@@ -1,4 +1,6 @@
-"""A smaller study with the same structure: fewer epochs and narrower models, everything else in proportion.
+"""A smaller study with the same structure: on other data (`with_stand_in`), or shorter and narrower (`scaled`).
+
+`scaled` has fewer epochs and narrower models, and everything else in proportion:
 
     epochs                       times the factor, rounded, at least 1; the resulting ratio is used for the rest
     spans in rules, schedules    warmup(5ep), multistep(30ep, 60ep): times the ratio, also for defaults in epochs
@@ -14,20 +16,82 @@ of an average) is a larger part of a smaller study.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ebbflow.core.plugins import load_plugins
-from ebbflow.core.spec import Call, Registry, parse_call, parse_calls
+from ebbflow.core.spec import Call, Registry, nearest, parse_call, parse_calls
 from ebbflow.core.units import Span, parse_seconds, parse_span
 from ebbflow.errors import ConfigError, UnitError
 from ebbflow.plan.policies import POLICIES
 from ebbflow.studies.grid import Study
 
-__all__ = ["scaled"]
+__all__ = ["scaled", "with_stand_in"]
 
 _WIDTH_STEP = 8
+
+
+def with_stand_in(study: Study, name: str) -> Study:
+    """The study on the data that its [stand_in.NAME] table names: other workloads, and batches divided by a number.
+
+    If the table has `workloads`, those that are not in it are left out of the study.
+    Every batch that the study sets (local, reference, micro-batch and fixed ones) is divided by `divide`, rounded, at
+    least 1. All rates are multiplied by the same factor: 1 / divide, as by the linear rule, or what makes the rate of
+    the study the `lr` of the stand-in. `traces` and `settings` replace those of the same name; overrides of the study
+    take precedence over `settings`. The published values stay: they are those of the data that the paper used.
+    """
+    if name not in study.stand_ins:
+        known = list(study.stand_ins)
+        raise ConfigError(
+            f"{study.source} has no stand-in {name!r}; "
+            + (nearest(name, known) if known else "it has none: give data with --set data=PATH")
+        )
+    entry = study.stand_ins[name]
+    divide, workloads = entry.get("divide", 1), entry.get("workloads") or {one: one for one in study.workloads}
+    if "lr" in entry and "lr" not in study.settings:
+        raise ConfigError(
+            f"{study.source}: stand_in.{name} has an lr, but lr is missing from the settings of the study"
+        )
+    rate = entry["lr"] / study.settings["lr"] if "lr" in entry else 1 / divide
+
+    def smaller(settings: Mapping[str, Any]) -> dict[str, Any]:
+        result = dict(settings)
+        for key in ("local_batch", "ref_batch", "micro_batch"):
+            if key in result:
+                result[key] = max(1, round(result[key] / divide))
+        if "lr" in result:
+            result["lr"] = float(f"{result['lr'] * rate:.6g}")
+        if "policy" in result and (call := parse_call(result["policy"])).name == "fixed":
+            result["policy"] = f"fixed({max(1, round(int(call.args[0]) / divide))})"
+        return result
+
+    def renamed(entries: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The entries with the new names of workloads, without those that hold for none."""
+        for found in entries:
+            old = found.get("workload", list(workloads))
+            new = [workloads[one] for one in (old if isinstance(old, list) else [old]) if one in workloads]
+            if new:
+                yield {**found, "workload": new} if "workload" in found else dict(found)
+
+    chosen = tuple(workloads[workload] for workload in study.workloads if workload in workloads)
+    if len(set(chosen)) < len(chosen):
+        raise ConfigError(f"{study.source}: stand_in.{name} gives two workloads the same name: {', '.join(chosen)}")
+    changed = replace(
+        study,
+        name=f"{study.name}-{name}",
+        stand_in=name,
+        workloads=chosen,
+        traces={**study.traces, **entry["traces"]},
+        settings={**smaller(study.settings), **entry["settings"]},
+        override=tuple({**found, "set": smaller(found["set"])} for found in renamed(study.override)),
+        skip=tuple(renamed(study.skip)),
+        paper=tuple(
+            replace(value, workload=workloads[value.workload]) for value in study.paper if value.workload in workloads
+        ),
+    )
+    changed.arms()  # finds wrong settings now
+    return changed
 
 
 def scaled(study: Study, factor: float) -> Study:
@@ -59,7 +123,8 @@ def scaled(study: Study, factor: float) -> Study:
             if name in result:
                 result[name] = _shorter(result[name], ratio, registry)
         if result.get("step_time", "fit") != "fit":
-            result["step_time"] = f"{parse_seconds(result['step_time']) / ratio:.12g}s"
+            time, slash, per = result["step_time"].partition("/")
+            result["step_time"] = f"{parse_seconds(time) / ratio:.12g}s{slash}{per}"
         return result
 
     # The epochs and the schedule of a workload's recipe shrink if the study does not set them.

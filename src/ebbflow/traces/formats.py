@@ -29,7 +29,7 @@ from ebbflow.core.units import Seconds
 from ebbflow.errors import InputError, SpecError, TraceError
 from ebbflow.traces.availability import Trace
 
-__all__ = ["FORMATS", "TextFile", "TraceFormat", "read", "register_trace_format", "write"]
+__all__ = ["FORMATS", "TextFile", "TraceFormat", "canonical", "read", "register_trace_format", "write"]
 
 _HEADER = "time_s,accelerators"
 
@@ -170,7 +170,8 @@ def write(trace: Trace, path: Path | str) -> None:
 
 
 @register_trace_format("canonical", matches=lambda file: file.first_line == _HEADER)
-def _canonical(file: TextFile) -> Trace:
+def canonical(file: TextFile) -> Trace:
+    """The trace of a file in the canonical format."""
     points: list[tuple[float, int]] = []
     for line, (time_text, count_text) in file.rows(columns=_HEADER, header=True):
         time = file.number(time_text, "time", line=line)

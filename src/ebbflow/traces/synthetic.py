@@ -2,8 +2,8 @@
 
 Every generator is a function of its arguments alone, so that the same text gives the same trace. (NumPy may change its
 random streams between releases; the record of a run contains the trace itself.) Two generators imitate published traces
-(Andre, Strati, Klimovic 2022) by their statistics; no published data is contained here. A generator of your own is a
-function that is registered by `register_trace`.
+(Andre, Strati, Klimovic 2022) by their statistics; `published_traces` has the traces themselves. A generator of your
+own is a function that is registered by `register_trace`.
 """
 
 from __future__ import annotations
