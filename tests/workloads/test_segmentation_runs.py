@@ -1,0 +1,126 @@
+"""Complete runs of segmentation on real street scenes: engines agree, micro-batches add up, a run can be continued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ebbflow import workloads
+from ebbflow.record import Run
+from ebbflow.run.config import RunConfig
+from ebbflow.run.loop import Callbacks
+from ebbflow.run.training import train
+from ebbflow.workloads.segmentation import VOID
+
+PLUGIN = str(Path(__file__).with_name("segmentation_runs.py"))
+TRACE = "0s:3 3s:2 7s:4 40s"
+
+
+def link(scenes: Path, folder: Path, **every: int) -> Path:
+    """Make a folder with every nth of the real training images as its part `train`, and likewise as `val`."""
+    for part, n in every.items():
+        for kind in ("images", "masks"):
+            (folder / part / kind).mkdir(parents=True)
+            for file in sorted((scenes / "train" / kind).iterdir())[::n]:
+                (folder / part / kind / file.name).symlink_to(file)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def all_scenes(shared) -> Path:
+    return shared / "data" / "camvid_tiny"
+
+
+@pytest.fixture(scope="module")
+def scenes(all_scenes, tmp_path_factory) -> Path:
+    """16 images for training, two for validation."""
+    return link(all_scenes, tmp_path_factory.mktemp("scenes"), train=2, val=16)
+
+
+def trained(scenes: Path, out: Path, workload: str, *, stop_after: int | None = None, **settings: Any) -> Run:
+    config = RunConfig(
+        workload=workload, data=str(scenes), plugins=(PLUGIN,), loader_workers=0, **({"trace": TRACE} | settings)
+    )
+    steps = 0
+
+    def stop() -> bool:
+        nonlocal steps
+        steps += 1
+        return steps == stop_after
+
+    return train(config, out, callbacks=Callbacks(should_stop=stop), keep_weights="fcn" not in workload)
+
+
+def weights(out: Path) -> torch.Tensor:
+    saved = torch.load(out / "weights.pt", weights_only=True)
+    saved = saved.get("model", saved)
+    return torch.cat([tensor.double().flatten() for tensor in saved.values()])
+
+
+def test_loop_and_fused_end_with_the_same_weights_and_metrics(scenes, tmp_path):
+    runs = [
+        trained(scenes, tmp_path / engine, "test-segmentation(crops=false)", engine=engine, rule="sqrt")
+        for engine in ("loop", "fused")
+    ]
+    torch.testing.assert_close(weights(tmp_path / "loop"), weights(tmp_path / "fused"), rtol=1e-9, atol=1e-12)
+    assert [row.loss for row in runs[0].steps] == pytest.approx([row.loss for row in runs[1].steps], rel=1e-9)
+    assert set(runs[0].validations[-1].metrics) == {"miou", "pixel_accuracy"}
+    assert runs[0].validations[-1].metrics == pytest.approx(runs[1].validations[-1].metrics, rel=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["loop", "fused"])
+def test_a_step_does_not_depend_on_how_its_images_are_shared(scenes, tmp_path, engine):
+    """One worker of eight images, eight of one image, and micro-batches of three: the same mean over all pixels."""
+    task = workloads.build("test-segmentation(crops=false)", data=scenes)
+    masks = task.train.batch(np.arange(16), train=False)[1]
+    assert (masks == VOID).flatten(1).float().mean(1).std() > 0.2, "otherwise a mean of the images' means would do"
+    shares: list[dict[str, Any]] = [
+        {"trace": "0s:1 40s", "local_batch": 8},
+        {"trace": "0s:8 40s", "local_batch": 1},
+        {"trace": "0s:1 40s", "local_batch": 8, "micro_batch": 3},
+    ]
+    for i, share in enumerate(shares):
+        trained(scenes, tmp_path / str(i), "test-segmentation(crops=false, norm=false)", engine=engine, **share)
+    for i in (1, 2):
+        torch.testing.assert_close(weights(tmp_path / "0"), weights(tmp_path / str(i)), rtol=1e-9, atol=1e-12)
+
+
+def test_an_interrupted_run_ends_with_the_same_weights_bit_for_bit(scenes, tmp_path):
+    whole = trained(scenes, tmp_path / "whole", "test-segmentation")
+    for stop_after in (2, 1):
+        with pytest.raises(KeyboardInterrupt):
+            trained(scenes, tmp_path / "parts", "test-segmentation", stop_after=stop_after)
+    parts = trained(scenes, tmp_path / "parts", "test-segmentation")
+    assert whole.end is not None
+    assert parts.end is not None
+    assert parts.end.weights_sha256 == whole.end.weights_sha256
+    assert parts.validations[-1].metrics == whole.validations[-1].metrics
+
+
+def test_the_network_of_the_workload_trains_on_either_engine_with_every_batch_norm(all_scenes, tmp_path):
+    scenes = link(all_scenes, tmp_path / "scenes", train=8, val=16)
+    text = "ade20k-fcn(classes=11, void=11, size=32)"
+    settings: dict[str, Any] = {"trace": "0s:2 40s", "local_batch": 2, "epochs": 1, "lr": 0.02}
+    for name, more in {"loop": {}, "fused": {}, "sync": {"engine": "fused", "batch_norm": "sync"}}.items():
+        run = trained(scenes, tmp_path / name, text, **({"engine": name} | settings | more))
+        assert [row.batch for row in run.steps] == [4]
+        # Two heads, the second with weight 0.5: 1.5 ln 11 = 3.6 if nothing is known.
+        assert 2.5 < run.steps[0].loss < 6
+        assert set(run.validations[-1].metrics) == {"miou", "pixel_accuracy"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_network_of_the_workload_learns_four_street_scenes_by_heart(all_scenes, tmp_path):
+    scenes = link(all_scenes, tmp_path / "scenes", train=8, val=8)  # the same images in both
+    run = trained(
+        scenes, tmp_path / "run", "ade20k-fcn(classes=11, void=11, size=64)", trace="0s:1 40s", epochs=80,
+        ref_batch=4, local_batch=4, optimizer="adamw(weight_decay=1e-4)", lr=1e-3, validate_every=80,
+    )  # fmt: skip
+    metrics = run.validations[-1].metrics
+    assert metrics["miou"] > 0.5, metrics
+    assert metrics["pixel_accuracy"] > 0.85, metrics
