@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from ebbflow import workloads
-from ebbflow.workloads import DatasetSource, Recipe, Task
+from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.workloads import DatasetSource, Recipe, Task, TensorSource
 from ebbflow.workloads.segmentation import (
     VOID,
     MaskClasses,
@@ -78,6 +81,33 @@ def segmentation(data: Path, recipe: Recipe, crops: bool = True, norm: bool = Tr
         validation=functools.partial(SegmentationMetric, CLASSES),
         eval_batch=1,
     )
+
+
+def parts(folder: Path) -> tuple[TensorSource, nn.Module, ElasticOptimizer]:
+    """Return corners of all training images, and a network with its optimizer: the same in every process."""
+    task = workloads.build("test-segmentation(crops=false)", data=folder, seed=3)
+    samples = TensorSource(*task.train.batch(torch.arange(len(task.train)), train=False))
+    optimizer = ElasticOptimizer(
+        torch.optim.SGD(task.model.parameters(), lr=0.05, momentum=0.9), "linear", base_batch=8,
+        epoch_samples=len(samples),
+    )  # fmt: skip
+    return samples, task.model, optimizer
+
+
+def replica(environment: dict[str, str], arguments: dict[str, Any]) -> None:
+    """One replica of a live fleet, in its own process; none begins without all others."""
+    from ebbflow.live.live_session import join
+    from live.replicas import together
+
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    samples, model, optimizer = parts(Path(arguments["scenes"]))
+    with join(
+        model, optimizer, samples, epochs=2, policy=arguments["policy"], local_batch=3, seed=7, loss=pixel_cross_entropy
+    ) as fleet:
+        folder, own = Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"]
+        together(folder, environment["EBBFLOW_LIGHTHOUSE"], own, arguments["all"])
+        fleet.run()
 
 
 if "test-segmentation" not in workloads.WORKLOADS.names():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from ebbflow.workloads.segmentation import (
     random_scale_crop,
     resize_image,
 )
+from ebbflow.workloads.torchvision_import import import_torchvision
 
 CAMVID = MaskClasses(classes=11, void=11)
 
@@ -241,6 +243,28 @@ def test_a_folder_of_another_layout_is_told_which_are_read(tmp_path):
         workloads.build("ade20k-fcn", data=tmp_path)
     with pytest.raises(DataError, match=r"ade20k-fcn needs its data: .*ADEChallengeData2016"):
         workloads.build("ade20k-fcn")
+
+
+def test_pretrained_weights_of_the_backbone_are_torchvision_s_and_a_failed_download_is_explained(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    text = "ade20k-fcn(classes=11, void=11, size=32, pretrained=true)"
+
+    def no_network(*_: object, **__: object) -> None:
+        raise URLError("no route to host")
+
+    monkeypatch.setattr("torch.hub.download_url_to_file", no_network)
+    with pytest.raises(DataError, match=r"no route to host.*IMAGENET1K_V1 into .*checkpoints, or leave"):
+        workloads.build(text, data=folder)
+
+    # torchvision takes a file of this name as it is, without a download.
+    checkpoints = tmp_path / "torch" / "hub" / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    weights = import_torchvision(needed_for="this test").models.resnet50(weights=None).state_dict()
+    torch.save(weights, checkpoints / "resnet50-0676ba61.pth")
+    model = workloads.build(text, data=folder).model
+    assert torch.equal(model.backbone.conv1.weight, weights["conv1.weight"])
 
 
 # ---- crops ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,19 @@ import pytest
 import torch
 
 from ebbflow import workloads
+from ebbflow.data.ledger import Ledger
+from ebbflow.engines.base import Faults
+from ebbflow.engines.emulated import FusedEngine, LoopEngine
+from ebbflow.plan.batch_plan import BatchPlan
+from ebbflow.plan.policies import Follow
 from ebbflow.record import Run
 from ebbflow.run.config import RunConfig
+from ebbflow.run.flow import Flow
 from ebbflow.run.loop import Callbacks
 from ebbflow.run.training import train
-from ebbflow.workloads.segmentation import VOID
+from ebbflow.traces.availability import Trace
+from ebbflow.workloads.segmentation import VOID, pixel_cross_entropy
+from workloads.segmentation_runs import parts, replica
 
 PLUGIN = str(Path(__file__).with_name("segmentation_runs.py"))
 TRACE = "0s:3 3s:2 7s:4 40s"
@@ -87,6 +96,44 @@ def test_a_step_does_not_depend_on_how_its_images_are_shared(scenes, tmp_path, e
         trained(scenes, tmp_path / str(i), "test-segmentation(crops=false, norm=false)", engine=engine, **share)
     for i in (1, 2):
         torch.testing.assert_close(weights(tmp_path / "0"), weights(tmp_path / str(i)), rtol=1e-9, atol=1e-12)
+
+
+def in_this_process(scenes: Path, plan: BatchPlan, kind: Any, **settings: Any) -> torch.Tensor:
+    samples, model, optimizer = parts(scenes)
+    fetch = functools.partial(samples.batch, train=True)
+    if "client" in settings:
+        settings |= {"optimizer": optimizer}
+    with kind(
+        model, fetch, pixel_cross_entropy, plan, samples=len(samples), seed=7, parameters=optimizer.layers, **settings
+    ) as engine:
+        flow = Flow(engine, optimizer, Ledger(samples=len(samples)))
+        while flow.ledger.epoch < 2:
+            flow.run_step()
+    return torch.cat([tensor.double().flatten() for tensor in model.state_dict().values()])
+
+
+@pytest.mark.process
+def test_emulated_live_and_dask_engines_end_with_the_same_weights(scenes, tmp_path):
+    pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
+    pytest.importorskip("distributed", reason="the Dask engine needs distributed: pip install 'ebbflow[dask]'")
+    from ebbflow.engines.dask import DaskEngine
+    from engines.dask_helpers import local_client
+    from live.harness import TestFleet, final_state
+    from live.replicas import PlanSizes
+
+    plan = BatchPlan.from_trace(Trace.parse("0s:3 1s:2 2s:1 3s:4 40s"), Follow(3), "1s")
+    expected = in_this_process(scenes, plan, LoopEngine)
+    torch.testing.assert_close(in_this_process(scenes, plan, FusedEngine), expected, rtol=1e-9, atol=1e-12)
+    with local_client(2) as client:
+        dask = in_this_process(scenes, plan, DaskEngine, client=client, min_workers=2)
+    torch.testing.assert_close(dask, expected, rtol=1e-9, atol=1e-12)
+    arguments = {"scenes": str(scenes), "policy": PlanSizes(plan, Faults(), 2), "all": ["a", "b"]}
+    with TestFleet(tmp_path, replica, arguments) as fleet:
+        fleet.start("a", "b")
+        assert fleet.wait(within_s=150) == {"a": 0, "b": 0}
+    state = final_state(tmp_path)["model"]
+    live = torch.cat([tensor.double().flatten() for tensor in state.values()])
+    torch.testing.assert_close(live, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_an_interrupted_run_ends_with_the_same_weights_bit_for_bit(scenes, tmp_path):
