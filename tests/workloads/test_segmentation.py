@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
-from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -17,11 +19,11 @@ from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads.segmentation import (
     VOID,
     MaskClasses,
+    RandomScaleCrop,
+    ResizeImage,
     SegmentationFolder,
     SegmentationMetric,
     pixel_cross_entropy,
-    random_scale_crop,
-    resize_image,
 )
 from ebbflow.workloads.torchvision_import import import_torchvision
 
@@ -53,7 +55,7 @@ def folder(tmp_path) -> Path:
 
 def opened(folder: Path, values: MaskClasses = CAMVID, size: int = 32) -> SegmentationFolder:
     part = folder / "train"
-    return SegmentationFolder(part / "images", part / "masks", values=values, transform=resize_image(size))
+    return SegmentationFolder(part / "images", part / "masks", values=values, transform=ResizeImage(size))
 
 
 # ---- reading ----
@@ -111,7 +113,7 @@ def test_the_published_layout_of_ade20k_is_found_with_its_150_classes(tmp_path):
 
 def test_real_street_scenes_are_read(shared):
     part = shared / "data" / "camvid_tiny" / "val"
-    samples = SegmentationFolder(part / "images", part / "masks", values=CAMVID, transform=resize_image(96))
+    samples = SegmentationFolder(part / "images", part / "masks", values=CAMVID, transform=ResizeImage(96))
     assert len(samples) == 12
     counts = sum(torch.bincount(samples[i][1].flatten(), minlength=256) for i in range(12))
     # The numbers of pixels of each class, counted with numpy in the files.
@@ -245,26 +247,49 @@ def test_a_folder_of_another_layout_is_told_which_are_read(tmp_path):
         workloads.build("ade20k-fcn")
 
 
-def test_pretrained_weights_of_the_backbone_are_torchvision_s_and_a_failed_download_is_explained(
-    folder, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    text = "ade20k-fcn(classes=11, void=11, size=32, pretrained=true)"
-
-    def no_network(*_: object, **__: object) -> None:
-        raise URLError("no route to host")
-
-    monkeypatch.setattr("torch.hub.download_url_to_file", no_network)
-    with pytest.raises(DataError, match=r"no route to host.*IMAGENET1K_V1 into .*checkpoints, or leave"):
-        workloads.build(text, data=folder)
-
-    # torchvision takes a file of this name as it is, without a download.
-    checkpoints = tmp_path / "torch" / "hub" / "checkpoints"
-    checkpoints.mkdir(parents=True, exist_ok=True)
+def test_the_backbone_begins_with_the_weights_of_a_file(folder, tmp_path):
     weights = import_torchvision(needed_for="this test").models.resnet50(weights=None).state_dict()
-    torch.save(weights, checkpoints / "resnet50-0676ba61.pth")
-    model = workloads.build(text, data=folder).model
+    torch.save(weights, tmp_path / "resnet50.pth")
+    text = f"ade20k-fcn(classes=11, void=11, size=32, backbone={tmp_path}/"
+    model = workloads.build(f"{text}resnet50.pth)", data=folder).model
     assert torch.equal(model.backbone.conv1.weight, weights["conv1.weight"])
+    assert torch.equal(model.backbone.layer4[2].conv3.weight, weights["layer4.2.conv3.weight"])
+
+    del weights["layer4.2.conv3.weight"]
+    torch.save(weights, tmp_path / "incomplete.pth")
+    torch.save([1, 2], tmp_path / "list.pth")
+    (tmp_path / "text.pth").write_text("no weights")
+    for name, says in (
+        ("missing", "No such file"),
+        ("incomplete", r"Missing key.*layer4\.2\.conv3\.weight"),
+        ("list", "list"),
+        ("text", ""),
+    ):
+        with pytest.raises(DataError, match=rf"{name}\.pth, which cannot be used \(.*{says}.*; expected the file of"):
+            workloads.build(f"{text}{name}.pth)", data=folder)
+
+
+@pytest.mark.process
+def test_samples_and_model_can_be_sent_to_a_process_that_has_not_imported_torchvision(folder, tmp_path):
+    task = workloads.build("ade20k-fcn(classes=11, void=11, size=32)", data=folder)
+    (tmp_path / "sent").write_bytes(pickle.dumps((task.train.dataset, task.valid.dataset, task.model)))
+    code = """
+import pickle, sys, torch
+train, valid, model = pickle.load(open(sys.argv[1], "rb"))
+print(*train[0][0].shape, *model.eval()(valid[0][0][None].float())["out"].shape)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "sent")], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert result.stdout.split() == ["3", "32", "32", "1", "11", "35", "46"], result.stderr
+
+
+def test_the_recipe_is_the_paper_s():
+    recipe = workloads.recipe("ade20k-fcn")
+    # Lin et al. 2019, section 5.3: batch 16 of eight GPUs, batch norm over 16, rate 0.1, cosine.
+    assert (recipe.ref_batch, recipe.local_batch, recipe.lr, recipe.schedule) == (16, 16, 0.1, "cosine")
+    assert recipe.metric == "miou"
+    assert recipe.higher_is_better
 
 
 # ---- crops ----
@@ -272,7 +297,7 @@ def test_pretrained_weights_of_the_backbone_are_torchvision_s_and_a_failed_downl
 
 def test_training_crops_have_one_size_and_image_and_mask_stay_together(folder):
     samples = SegmentationFolder(
-        folder / "train" / "images", folder / "train" / "masks", values=CAMVID, transform=random_scale_crop(32)
+        folder / "train" / "images", folder / "train" / "masks", values=CAMVID, transform=RandomScaleCrop(32)
     )
     # Class 1 where the image is bright, so that a mask that was moved against its image is noticed. The image is grey.
     bright = np.zeros((60, 80), np.uint8)
@@ -299,7 +324,7 @@ def test_training_crops_have_one_size_and_image_and_mask_stay_together(folder):
 
 def test_half_of_the_crops_are_mirrored_and_draws_depend_on_the_seed_only(folder):
     samples = SegmentationFolder(
-        folder / "train" / "images", folder / "train" / "masks", values=CAMVID, transform=random_scale_crop(32)
+        folder / "train" / "images", folder / "train" / "masks", values=CAMVID, transform=RandomScaleCrop(32)
     )
     torch.manual_seed(0)
     lit = [image[0].float().sum(0) for image, _ in (samples[1] for _ in range(60))]

@@ -12,11 +12,14 @@ metrics; the others are the classes.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import importlib
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +38,8 @@ from ebbflow.workloads.torchvision_import import import_torchvision
 from ebbflow.workloads.workload import Recipe, Task, missing_data, register_workload
 
 __all__ = [
-    "VOID", "MaskClasses", "SegmentationFolder", "SegmentationMetric", "ade20k_fcn", "pixel_cross_entropy",
-    "random_scale_crop", "resize_image",
+    "VOID", "MaskClasses", "RandomScaleCrop", "ResizeImage", "SegmentationFolder", "SegmentationMetric", "ade20k_fcn",
+    "pixel_cross_entropy",
 ]  # fmt: skip
 
 VOID = 255
@@ -105,7 +108,7 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, images: Path, masks: Path, *, values: MaskClasses, transform: Transform) -> None:
         require("PIL.Image", extra="vision", needed_for="a folder of images", package="pillow")
-        self._tv_tensors = _torchvision("tv_tensors")
+        _torchvision("tv_tensors")
         self.images, self.masks = images, masks
         self.values = values
         self.transform = transform
@@ -130,8 +133,9 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
         pixels, numbers = _decode(image_path, "RGB"), _decode(mask_path)
         if pixels.shape[:2] != numbers.shape:
             raise DataError(_size_problem(image_path, pixels.shape[1::-1], mask_path, numbers.shape[1::-1]))
-        image = self._tv_tensors.Image(torch.from_numpy(pixels).permute(2, 0, 1))
-        mask = self._tv_tensors.Mask(torch.from_numpy(self.values.indices(numbers, mask_path)))
+        tv_tensors = _torchvision("tv_tensors")
+        image = tv_tensors.Image(torch.from_numpy(pixels).permute(2, 0, 1))
+        mask = tv_tensors.Mask(torch.from_numpy(self.values.indices(numbers, mask_path)))
         return self.transform(image, mask)
 
     def _paths(self, index: int) -> tuple[Path, Path]:
@@ -205,21 +209,49 @@ def _size_problem(image: Path, image_size: tuple[int, ...], mask: Path, mask_siz
     return f"{sizes}; expected a mask of the image's own size: make it again from the original image"
 
 
+@dataclass(frozen=True)
+class RandomScaleCrop:
+    """The training transform: resize, mirror with probability 1/2, and crop to a square of this size.
+
+    The shorter side becomes a random number from half to twice 520/480 of the size. An image smaller than the crop is
+    placed at random on a black one, where the mask is void. All draws are from torch's global generator.
+    """
+
+    size: int
+
+    def __call__(self, image: Any, mask: Any) -> tuple[Tensor, Tensor]:
+        """Return bytes `(3, size, size)` and class indices `(size, size)`."""
+        changed: tuple[Tensor, Tensor] = _scale_crop(self.size)(image, mask)
+        return changed
+
+
+@dataclass(frozen=True)
+class ResizeImage:
+    """The validation transform: the image's shorter side becomes 520/480 of the size, the mask stays as it is."""
+
+    size: int
+
+    def __call__(self, image: Any, mask: Any) -> tuple[Tensor, Tensor]:
+        """Return the resized image and the mask."""
+        resized: Tensor = _torchvision("transforms.v2.functional").resize(image, [round(self.size * _BASE)])
+        return resized.as_subclass(Tensor), mask.as_subclass(Tensor)
+
+
+# Torchvision is looked up when it is needed: samples and model may be sent to a process that has not imported it.
+
+
+@functools.cache
 def _torchvision(module: str) -> Any:
     """Import a module of torchvision, such as `transforms.v2`."""
     import_torchvision(needed_for="segmentation")
     return importlib.import_module(f"torchvision.{module}")
 
 
-def random_scale_crop(size: int) -> Transform:
-    """Return the training transform: resize, mirror with probability 1/2, and crop to a square of this size.
-
-    The shorter side becomes a random number from half to twice 520/480 of the size. An image smaller than the crop is
-    placed at random on a black one, where the mask is void. All draws are from torch's global generator.
-    """
+@functools.cache
+def _scale_crop(size: int) -> Any:
     v2, tv = _torchvision("transforms.v2"), _torchvision("tv_tensors")
     base = size * _BASE
-    transform: Transform = v2.Compose(
+    return v2.Compose(
         [
             v2.RandomResize(round(base / 2), round(2 * base) + 1),
             v2.RandomHorizontalFlip(),
@@ -227,18 +259,6 @@ def random_scale_crop(size: int) -> Transform:
             v2.ToPureTensor(),
         ]
     )
-    return transform
-
-
-def resize_image(size: int) -> Transform:
-    """Return the validation transform: the image's shorter side becomes 520/480 of the size, the mask stays."""
-    v2 = _torchvision("transforms.v2")
-    resize = v2.Compose([v2.Resize(round(size * _BASE)), v2.ToPureTensor()])
-    return functools.partial(_resize_image, resize)
-
-
-def _resize_image(resize: Callable[[Any], Tensor], image: Any, mask: Any) -> tuple[Tensor, Tensor]:
-    return resize(image), mask.as_subclass(Tensor)
 
 
 # ---- loss and metric ----
@@ -346,9 +366,9 @@ def ade20k_fcn(
     classes: int | None = None,
     void: int | None = None,
     size: int = 480,
-    pretrained: bool = False,
+    backbone: str = "",
 ) -> Task:
-    """FCN-ResNet50 on ADE20K, or on other folders of images and masks with classes= and void=."""
+    """FCN-ResNet50 on ADE20K, or on other folders with classes= and void=; `backbone`: a file of ResNet-50's weights."""
     if data is None:
         raise missing_data("ade20k-fcn", _EXPECTED)
     if size < 32:
@@ -364,10 +384,10 @@ def ade20k_fcn(
     mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (_MEAN, _STD))
     train, valid = (
         DatasetSource(SegmentationFolder(*folders, values=values, transform=transform), mean=mean, std=std)
-        for folders, transform in ((layout.train, random_scale_crop(size)), (layout.valid, resize_image(size)))
+        for folders, transform in ((layout.train, RandomScaleCrop(size)), (layout.valid, ResizeImage(size)))
     )
     return Task(
-        model=_fcn_resnet50(classes, pretrained=pretrained),
+        model=_fcn_resnet50(classes, backbone),
         train=train,
         valid=valid,
         recipe=recipe,
@@ -377,16 +397,37 @@ def ade20k_fcn(
     )
 
 
-def _fcn_resnet50(classes: int, *, pretrained: bool) -> nn.Module:
-    """Return torchvision's network; with `pretrained`, its ResNet-50 has the weights IMAGENET1K_V1."""
-    segmentation, weights = _torchvision("models.segmentation"), "IMAGENET1K_V1" if pretrained else None
-    try:
-        model: nn.Module = segmentation.fcn_resnet50(
-            weights=None, weights_backbone=weights, num_classes=classes, aux_loss=True
-        )
-    except OSError as error:  # also those of urllib
-        raise DataError(
-            f"the weights of ResNet-50 cannot be downloaded or read ({error}); put torchvision's file of "
-            f"ResNet50_Weights.IMAGENET1K_V1 into {torch.hub.get_dir()}/checkpoints, or leave pretrained=true out"
-        ) from error
+def _fcn_resnet50(classes: int, backbone: str) -> nn.Module:
+    """Return torchvision's network; `backbone` is the file of a state dict of its ResNet-50, or empty."""
+    models = _torchvision("models.segmentation")
+    model: nn.Module = models.fcn_resnet50(weights=None, weights_backbone=None, num_classes=classes, aux_loss=True)
+    copyreg.pickle(type(model), _reduce_fcn)
+    if backbone:
+        path = Path(backbone).expanduser()
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            weights = {name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
+            model.get_submodule("backbone").load_state_dict(weights)
+        except (
+            OSError,
+            EOFError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            AttributeError,
+            pickle.UnpicklingError,
+        ) as error:
+            raise DataError(
+                f"backbone is {path}, which cannot be used ({' '.join(str(error).split())[:200]}); expected the file of "
+                f"a state dict of torchvision's resnet50"
+            ) from error
     return model
+
+
+def _reduce_fcn(model: nn.Module) -> Any:
+    return _empty_fcn, (), model.__dict__
+
+
+def _empty_fcn() -> Any:
+    network = _torchvision("models.segmentation.fcn").FCN
+    return network.__new__(network)
