@@ -368,7 +368,7 @@ def ade20k_fcn(
     size: int = 480,
     backbone: str = "",
 ) -> Task:
-    """FCN-ResNet50 on ADE20K, or on other folders with classes= and void=; `backbone`: a file of ResNet-50's weights."""
+    """FCN-ResNet50 on ADE20K, or on other folders with classes= and void=; `backbone` is a file of weights."""
     if data is None:
         raise missing_data("ade20k-fcn", _EXPECTED)
     if size < 32:
@@ -418,8 +418,8 @@ def _fcn_resnet50(classes: int, backbone: str) -> nn.Module:
             pickle.UnpicklingError,
         ) as error:
             raise DataError(
-                f"backbone is {path}, which cannot be used ({' '.join(str(error).split())[:200]}); expected the file of "
-                f"a state dict of torchvision's resnet50"
+                f"backbone is {path}, which cannot be used ({' '.join(str(error).split())[:200]}); expected the file "
+                f"of a state dict of torchvision's resnet50"
             ) from error
     return model
 
