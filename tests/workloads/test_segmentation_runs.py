@@ -165,8 +165,8 @@ def test_the_network_of_the_workload_trains_on_either_engine_with_every_batch_no
 def test_the_network_of_the_workload_learns_two_street_scenes_by_heart(all_scenes, tmp_path):
     scenes = link(all_scenes, tmp_path / "scenes", train=16, val=16)  # the same images in both
     run = trained(
-        scenes, tmp_path / "run", "ade20k-fcn(classes=11, void=11, size=64)", trace="0s:1 40s", epochs=240,
-        ref_batch=2, local_batch=2, optimizer="adamw(weight_decay=1e-4)", lr=1e-3, validate_every=40,
+        scenes, tmp_path / "run", "ade20k-fcn(classes=11, void=11, size=64)", trace="0s:1 40s", epochs=500,
+        ref_batch=2, local_batch=2, optimizer="adamw(weight_decay=1e-4)", lr=1e-3, validate_every=100,
     )  # fmt: skip
-    assert run.validations[-1].metrics["miou"] > 0.35
-    assert run.validations[-1].metrics["pixel_accuracy"] > 0.75
+    assert run.validations[-1].metrics["miou"] > 0.45
+    assert run.validations[-1].metrics["pixel_accuracy"] > 0.8
