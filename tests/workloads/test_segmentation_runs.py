@@ -168,5 +168,6 @@ def test_the_network_of_the_workload_learns_two_street_scenes_by_heart(all_scene
         scenes, tmp_path / "run", "ade20k-fcn(classes=11, void=11, size=64)", trace="0s:1 40s", epochs=500,
         ref_batch=2, local_batch=2, optimizer="adamw(weight_decay=1e-4)", lr=1e-3, validate_every=100,
     )  # fmt: skip
-    assert run.validations[-1].metrics["miou"] > 0.45
+    # 0.494 and 0.863 with seed 0 and one thread, in six minutes; a network that has learned nothing has below 0.1.
+    assert run.validations[-1].metrics["miou"] > 0.42
     assert run.validations[-1].metrics["pixel_accuracy"] > 0.8
