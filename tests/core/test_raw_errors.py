@@ -148,7 +148,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     [
         ("", "TypeError: empty", 18),
         ("class", "the model is <class '.*Linear'>; expected an instance of torch.nn.Module", 10),
-        ("loss", r"loss or scores is 0\.5; expected a function of \(model, x, y\)", 10),
+        ("loss", r"loss, scores or validation is 0\.5; expected a function", 10),
     ],
 )
 def test_an_error_in_the_builder_of_a_plugin_names_the_users_own_line(
