@@ -75,8 +75,8 @@ def test_micro_batches_add_up_to_the_loss_and_gradient_of_the_whole_batch():
     torch.testing.assert_close(whole, cut, rtol=1e-4, atol=1e-6)
     # A mean of the micro-batches' own means is another number: they do not match equally many anchors.
     with torch.no_grad():
-        halves = [detection_loss(model, images[part], TARGETS[part]) for part in (slice(0, 2), slice(2, 4))]
-    mean = sum(half.total / half.count for half in halves) / 2
+        parts = [detection_loss(model, images[part], TARGETS[part]) for part in (slice(0, 1), slice(1, 4))]
+    mean = sum(part.total / part.count for part in parts) / 2
     assert float(mean) != pytest.approx(float(whole[0]), rel=1e-3)
 
 

@@ -352,4 +352,5 @@ def _task(
         loss=detection_loss,
         validation=lambda: CocoMetric(valid, size=size),
         eval_batch=32,
+        left_out={name: dict(part.left_out) for name, part in (("train", train), ("val", valid)) if part.left_out},
     )
