@@ -13,6 +13,7 @@ error then.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -266,33 +267,19 @@ class CocoImages(Dataset[tuple[Tensor, Target]]):
         import_torchvision(needed_for="COCO's images")
         self.split = split
         self.size = size
-        self._tensors: Any = importlib.import_module("torchvision.tv_tensors")
-        v2: Any = importlib.import_module("torchvision.transforms.v2")
-        augmentation = [
-            v2.RandomPhotometricDistort(),
-            v2.RandomZoomOut(fill=[round(value) for value in MEAN]),
-            v2.RandomIoUCrop(),
-            v2.RandomHorizontalFlip(),
-            v2.ClampBoundingBoxes(),
-            v2.SanitizeBoundingBoxes(),
-        ]
-        self._transform: Callable[..., Any] = v2.Compose(
-            [*(augmentation if augment else []), v2.Resize((size, size), antialias=True)]
-        )
+        self.augment = augment
 
     def __len__(self) -> int:
         return len(self.split.ids)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
-        split = self.split
+        split, tensors = self.split, _tv_tensors()
         height, width = (int(side) for side in split.sizes[index])
         pixels = self._decode(split.folder / os.fsdecode(split.names[index]), int(split.ids[index]), width, height)
         part = slice(split.first[index], split.first[index + 1])
-        boxes = self._tensors.BoundingBoxes(
-            torch.from_numpy(split.boxes[part]), format="XYXY", canvas_size=(height, width)
-        )
-        image, target = self._transform(
-            self._tensors.Image(pixels), {"boxes": boxes, "labels": torch.from_numpy(split.labels[part])}
+        boxes = tensors.BoundingBoxes(torch.from_numpy(split.boxes[part]), format="XYXY", canvas_size=(height, width))
+        image, target = _transform(self.size, self.augment)(
+            tensors.Image(pixels), {"boxes": boxes, "labels": torch.from_numpy(split.labels[part])}
         )
         return image.as_subclass(Tensor), {
             "boxes": target["boxes"].as_subclass(Tensor),
@@ -316,6 +303,30 @@ class CocoImages(Dataset[tuple[Tensor, Target]]):
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{path} (image {identity}): not a readable image ({error}); get it again") from None
+
+
+# Looked up when they are needed, so that a data set can be sent to a process that has not imported torchvision.
+
+
+@functools.cache
+def _tv_tensors() -> Any:
+    import_torchvision(needed_for="COCO's images")
+    return importlib.import_module("torchvision.tv_tensors")
+
+
+@functools.cache
+def _transform(size: int, augment: bool) -> Callable[..., Any]:
+    import_torchvision(needed_for="COCO's images")
+    v2: Any = importlib.import_module("torchvision.transforms.v2")
+    augmentation = [
+        v2.RandomPhotometricDistort(),
+        v2.RandomZoomOut(fill=[round(value) for value in MEAN]),
+        v2.RandomIoUCrop(),
+        v2.RandomHorizontalFlip(),
+        v2.ClampBoundingBoxes(),
+        v2.SanitizeBoundingBoxes(),
+    ]
+    return v2.Compose([*(augmentation if augment else []), v2.Resize((size, size), antialias=True)])  # type: ignore[no-any-return]
 
 
 def collate_detection(samples: Sequence[tuple[Tensor, Target]]) -> tuple[Tensor, list[Target]]:

@@ -42,8 +42,10 @@ class Detector(nn.Module):
     def __init__(self, ssd: nn.Module) -> None:
         super().__init__()
         self.ssd: Any = ssd
-        self._image_list: Any = importlib.import_module("torchvision.models.detection.image_list").ImageList
-        self._box_iou: Any = importlib.import_module("torchvision.ops").box_iou
+
+    def __reduce__(self) -> Any:
+        # A process that gets the model must have imported torchvision before it reads the parts.
+        return _empty_detector, (), self.__dict__
 
     def forward(self, images: Tensor, targets: Sequence[Target] | None = None) -> Any:
         """Return the loss as a LossSum, or without targets the detections: boxes, scores and labels per image."""
@@ -63,15 +65,21 @@ class Detector(nn.Module):
     def _anchors(self, images: Tensor, features: Sequence[Tensor]) -> Tensor:
         """Return the anchors of one image; they are the same for all."""
         shapes = [torch.empty(1, 1, *feature.shape[-2:], device=images.device) for feature in features]
-        anchors: Tensor = self.ssd.anchor_generator(self._image_list(images[:1], [tuple(images.shape[-2:])]), shapes)[0]
+        one_image = _detection_models().image_list.ImageList(images[:1], [tuple(images.shape[-2:])])
+        anchors: Tensor = self.ssd.anchor_generator(one_image, shapes)[0]
         return anchors
 
     def _match(self, anchors: Tensor, boxes: Tensor) -> Tensor:
         """Return the index of the box of each anchor, -1 where there is none."""
         if not len(boxes):
             return torch.full((len(anchors),), -1, device=anchors.device)
-        matches: Tensor = self.ssd.proposal_matcher(self._box_iou(boxes, anchors))
+        matches: Tensor = self.ssd.proposal_matcher(_torchvision().ops.box_iou(boxes, anchors))
         return matches
+
+
+def _empty_detector() -> Detector:
+    _torchvision()
+    return Detector.__new__(Detector)
 
 
 def detection_loss(model: nn.Module, images: Tensor, targets: Sequence[Target]) -> LossSum:
@@ -150,13 +158,17 @@ class _FeatureMaps(nn.Module):
         return maps
 
 
+def _torchvision() -> Any:
+    return import_torchvision(needed_for="object detection")
+
+
 def _detection_models() -> Any:
-    import_torchvision(needed_for="object detection")
+    _torchvision()
     return importlib.import_module("torchvision.models.detection")
 
 
 def _resnet(network: str, backbone: str) -> Any:
-    models = import_torchvision(needed_for="object detection").models
+    models = _torchvision().models
     if network not in ("resnet18", "resnet34", "resnet50"):
         raise ConfigError(f"network is {network!r}; expected resnet18, resnet34 or resnet50 (for SSD300 also vgg16)")
     resnet = getattr(models, network)(weights=None)
