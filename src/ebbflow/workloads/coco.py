@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import io
 import json
 import logging
@@ -273,7 +272,7 @@ class CocoImages(Dataset[tuple[Tensor, Target]]):
         return len(self.split.ids)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
-        split, tensors = self.split, _tv_tensors()
+        split, tensors = self.split, import_torchvision("tv_tensors", needed_for="COCO's images")
         height, width = (int(side) for side in split.sizes[index])
         pixels = self._decode(split.folder / os.fsdecode(split.names[index]), int(split.ids[index]), width, height)
         part = slice(split.first[index], split.first[index + 1])
@@ -305,19 +304,10 @@ class CocoImages(Dataset[tuple[Tensor, Target]]):
             raise DataError(f"{path} (image {identity}): not a readable image ({error}); get it again") from None
 
 
-# Looked up when they are needed, so that a data set can be sent to a process that has not imported torchvision.
-
-
-@functools.cache
-def _tv_tensors() -> Any:
-    import_torchvision(needed_for="COCO's images")
-    return importlib.import_module("torchvision.tv_tensors")
-
-
+# Made where it is used, so that a data set can be sent to a process that has not imported torchvision.
 @functools.cache
 def _transform(size: int, augment: bool) -> Callable[..., Any]:
-    import_torchvision(needed_for="COCO's images")
-    v2: Any = importlib.import_module("torchvision.transforms.v2")
+    v2: Any = import_torchvision("transforms.v2", needed_for="COCO's images")
     augmentation = [
         v2.RandomPhotometricDistort(),
         v2.RandomZoomOut(fill=[round(value) for value in MEAN]),

@@ -7,7 +7,6 @@ gradient of a step does not depend on how its images are shared by workers.
 from __future__ import annotations
 
 import functools
-import importlib
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,7 +64,7 @@ class Detector(nn.Module):
     def _anchors(self, images: Tensor, features: Sequence[Tensor]) -> Tensor:
         """Return the anchors of one image; they are the same for all."""
         shapes = [torch.empty(1, 1, *feature.shape[-2:], device=images.device) for feature in features]
-        one_image = _detection_models().image_list.ImageList(images[:1], [tuple(images.shape[-2:])])
+        one_image = _torchvision().models.detection.image_list.ImageList(images[:1], [tuple(images.shape[-2:])])
         anchors: Tensor = self.ssd.anchor_generator(one_image, shapes)[0]
         return anchors
 
@@ -100,7 +99,7 @@ def ssd300(*, classes: int, network: str = "vgg16", size: int = 300, backbone: s
     if network == "vgg16":
         if size != 300:
             raise ConfigError(f"size is {size}, but SSD300 with VGG-16 has 300 only; use network=resnet18 or resnet50")
-        models = _detection_models()
+        models = _torchvision().models.detection
         ssd = models.ssd300_vgg16(weights=None, weights_backbone=None, num_classes=classes)
         if backbone:
             _load_vgg(ssd.backbone, Path(backbone).expanduser())
@@ -160,11 +159,6 @@ class _FeatureMaps(nn.Module):
 
 def _torchvision() -> Any:
     return import_torchvision(needed_for="object detection")
-
-
-def _detection_models() -> Any:
-    _torchvision()
-    return importlib.import_module("torchvision.models.detection")
 
 
 def _resnet(network: str, backbone: str) -> Any:
@@ -230,7 +224,7 @@ def _resnet_detector(
     size: int,
     classes: int,
 ) -> Detector:
-    models = _detection_models()
+    models = _torchvision().models.detection
     anchors = models.anchor_utils.DefaultBoxGenerator(_RATIOS, scales=scales, steps=steps)
     return Detector(models.ssd.SSD(_FeatureMaps(stages, out_channels), anchors, (size, size), classes))
 
