@@ -102,7 +102,6 @@ def test_an_interrupted_run_with_augmentation_ends_with_the_same_weights_bit_for
     assert parts.validations[-1].metrics == whole.validations[-1].metrics
 
 
-@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("transport", ["allreduce", "centralized"])
 def test_the_workers_of_a_dask_cluster_train_alike(coco, transport):
@@ -133,7 +132,6 @@ def test_the_workers_of_a_dask_cluster_train_alike(coco, transport):
         torch.testing.assert_close(result(on_dask), result("loop"), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.process
 def test_the_replicas_of_a_live_fleet_train_alike(coco, tmp_path):
     pytest.importorskip("torchft", reason="torchft is not installed (the extra 'live')")
@@ -154,14 +152,14 @@ def test_the_replicas_of_a_live_fleet_train_alike(coco, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twelve_images_are_learned_by_heart(shared, tmp_path):
-    """From random weights, at 128x128 pixels; it reached 0.64, and 0.85 at an overlap of 0.5, in minutes."""
-    data = first_images(shared / "data" / "coco_tiny", tmp_path / "data", train=12, val=12)
+def test_eight_images_are_learned_by_heart(shared, tmp_path):
+    """From random weights, at 96x96 pixels; it reached 0.86, and 0.93 at an overlap of 0.5."""
+    data = first_images(shared / "data" / "coco_tiny", tmp_path / "data", train=8, val=8)
     run = trained(
-        data, tmp_path / "run", "coco-ssd300(network=resnet18, size=128, augment=false)", trace="0s:2 40s", epochs=60,
+        data, tmp_path / "run", "coco-ssd300(network=resnet18, size=96, augment=false)", trace="0s:2 40s", epochs=60,
         ref_batch=4, local_batch=2, lr=0.01, schedule="warmup(4ep)+cosine", engine="fused", batch_norm="sync",
         validate_every=60,
     )  # fmt: skip
     metrics = run.validations[-1].metrics
-    assert metrics["map"] > 0.5, metrics
-    assert metrics["map50"] > 0.75, metrics
+    assert metrics["map"] > 0.7, metrics
+    assert metrics["map50"] > 0.85, metrics
