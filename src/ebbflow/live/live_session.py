@@ -236,6 +236,8 @@ class LiveSession(Session):
         }
         if self.task.recipe is not None:
             described |= {"metric": self.task.recipe.metric, "higher_is_better": self.task.recipe.higher_is_better}
+        if self.task.left_out:
+            described["task"] = {"left_out": dict(self.task.left_out)}
         device = str(next(self.model.parameters()).device)
         return make_header(described, device=device, command=" ".join(sys.argv))
 
@@ -519,5 +521,11 @@ def join_workload(config: RunConfig, **settings: Any) -> LiveSession:
         config=config,
         **settings,
     )
-    session.task = dataclasses.replace(session.task, recipe=task.recipe)
+    session.task = dataclasses.replace(
+        session.task,
+        recipe=task.recipe,
+        scores=task.scores,  # with `validation`: without them, the recipe's metric would be refused
+        validation=task.validation,
+        left_out=task.left_out,
+    )
     return session

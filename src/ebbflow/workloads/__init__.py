@@ -8,7 +8,7 @@ from __future__ import annotations
 from ebbflow.engines.loss_sum import LossSum
 
 # Importing a module registers its workloads.
-from ebbflow.workloads import imagenet, images, quadratic, segmentation, shakespeare  # noqa: F401
+from ebbflow.workloads import detection, imagenet, images, quadratic, segmentation, shakespeare  # noqa: F401
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.sources import Indices, Source, TensorSource, TokenSource, crop_and_flip
 from ebbflow.workloads.workload import (

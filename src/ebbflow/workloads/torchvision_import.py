@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,13 +23,18 @@ from ebbflow.errors import ConfigError, MissingExtra
 
 __all__ = ["import_timm", "import_torchvision", "plain_nms"]
 
+_NMS_ROWS = 256  # boxes that are compared with all others at once, which bounds the memory
 
-def import_torchvision(*, needed_for: str) -> ModuleType:
-    """Import torchvision; raise MissingExtra if it is not installed.
+
+def import_torchvision(module: str = "", *, needed_for: str) -> ModuleType:
+    """Import torchvision, or a module of it such as `transforms.v2`; raise MissingExtra if it is not installed.
 
     Where torchvision cannot load its own operators, `torchvision.ops.nms` is computed by `plain_nms`, and the other
     compiled operators (such as `roi_pool`) are missing: torchvision raises an error when they are called.
     """
+    if module:
+        import_torchvision(needed_for=needed_for)
+        return importlib.import_module(f"torchvision.{module}")
     spec = importlib.util.find_spec("torchvision")
     if spec is None:
         raise MissingExtra("torchvision", extra="vision", needed_for=needed_for)
@@ -88,15 +94,19 @@ def plain_nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     >>> plain_nms(boxes, torch.tensor([0.3, 0.9, 0.5]), 0.4).tolist()
     [1, 2]
     """
-    boxes = boxes.to(torch.promote_types(boxes.dtype, torch.float32))  # an area may be too large for 16 bits
+    order = scores.argsort(descending=True, stable=True)
+    boxes = boxes[order].to(torch.promote_types(boxes.dtype, torch.float32))  # an area may be too large for 16 bits
     area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    dropped = np.zeros(len(boxes), dtype=bool)
     kept = []
-    left = scores.argsort(descending=True, stable=True)
-    while len(left):
-        best, left = left[0], left[1:]
-        kept.append(best)
-        upper = torch.maximum(boxes[best, :2], boxes[left, :2])
-        lower = torch.minimum(boxes[best, 2:], boxes[left, 2:])
-        overlap = (lower - upper).clamp(min=0).prod(dim=1)
-        left = left[~(overlap / (area[best] + area[left] - overlap) > iou_threshold)]
-    return torch.stack(kept) if kept else left
+    for first in range(0, len(boxes), _NMS_ROWS):
+        rows = slice(first, first + _NMS_ROWS)
+        upper = torch.maximum(boxes[rows, None, :2], boxes[:, :2])
+        lower = torch.minimum(boxes[rows, None, 2:], boxes[:, 2:])
+        overlap = (lower - upper).clamp(min=0).prod(dim=2)
+        above = (overlap / (area[rows, None] + area - overlap) > iou_threshold).cpu().numpy()
+        for number, overlaps in enumerate(above, start=first):
+            if not dropped[number]:
+                kept.append(number)
+                dropped |= overlaps
+    return order[torch.tensor(kept, dtype=torch.int64, device=order.device)]

@@ -150,6 +150,8 @@ class Task:
     """
     eval_batch: int = 500
     """Samples per forward pass of `evaluate`."""
+    left_out: Mapping[str, Any] = field(default_factory=dict)
+    """What the data hold and training does not use, by kind, such as images without boxes: for the record's header."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -234,6 +236,7 @@ class Task:
             "train_samples": len(self.train),
             "valid_samples": 0 if self.valid is None else len(self.valid),
             "recipe": None if self.recipe is None else asdict(self.recipe),
+            **({"left_out": dict(self.left_out)} if self.left_out else {}),
         }
 
 

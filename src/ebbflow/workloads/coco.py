@@ -1,0 +1,396 @@
+"""COCO's annotations and images (Lin et al., ECCV 2014), and mean average precision.
+
+    DIR/annotations/instances_train2017.json      DIR/train2017/*.jpg
+    DIR/annotations/instances_val2017.json        DIR/val2017/*.jpg
+
+`read_coco` checks the whole annotation file before training begins. What cannot be used is an error that names the file
+and the id. Three things are left out and counted (`CocoSplit.left_out`), so that COCO can be used as it is: crowd
+boxes and images without other boxes, both in training only, and a few bad boxes, such as the zero-area boxes of
+train2017. Images are decoded while training; one that is damaged, or has another size than its annotations say, is an
+error then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ebbflow.core.extras import require
+from ebbflow.errors import DataError
+from ebbflow.workloads.torchvision_import import import_torchvision
+
+__all__ = ["CocoImages", "CocoMetric", "CocoSplit", "collate_detection", "read_coco"]
+
+Target = dict[str, Tensor]
+"""Boxes `(n, 4)` as x1, y1, x2, y2 in pixels of the network's input, labels `(n,)` from 1 on, the id of the image, and
+its original size (height, width)."""
+
+MEAN = (123.675, 116.28, 103.53)
+"""Mean of ImageNet's pixels, as bytes, for red, green and blue: what surrounds an image that was zoomed out."""
+
+_LOG = logging.getLogger(__name__)
+_ROUNDING = 1.0  # pixels by which a box may leave its image
+_MOST_BAD = 0.01  # part of a file's boxes that may be bad; more of them mean another format, such as x1, y1, x2, y2
+
+
+@dataclass(frozen=True, kw_only=True)
+class CocoSplit:
+    """The checked annotations of one split, as arrays: objects would be copied into every loader process."""
+
+    folder: Path
+    """The folder of the images."""
+    names: NDArray[np.bytes_]
+    """File name of each image."""
+    ids: NDArray[np.int64]
+    """Id of each image."""
+    sizes: NDArray[np.int64]
+    """Height and width of each image."""
+    first: NDArray[np.int64]
+    """The boxes of image i are those from `first[i]` to `first[i + 1]`."""
+    boxes: NDArray[np.float32]
+    """x1, y1, x2, y2 of each box, in pixels of its image."""
+    labels: NDArray[np.int64]
+    """1 for the category with the lowest id, and so on; 0 is the background."""
+    crowd: NDArray[np.bool_]
+    """Whether a box surrounds a crowd: not trained on, and neither right nor wrong in validation."""
+    areas: NDArray[np.float64]
+    """Area of each object, by which validation tells small ones from large ones."""
+    categories: Mapping[int, str]
+    """Names by id, in the order of the labels."""
+    left_out: Mapping[str, int]
+    """What is not used or was changed, by kind."""
+
+    def without_empty_images(self) -> CocoSplit:
+        """Return the split for training: images with a box that is not a crowd's, and only such boxes."""
+        kept = ~self.crowd
+        counts = np.add.reduceat(np.append(kept, False), self.first[:-1]) * (np.diff(self.first) > 0)
+        used = counts > 0
+        left_out = {"images without boxes": int((~used).sum()), "crowd boxes": int(self.crowd.sum())}
+        return CocoSplit(
+            folder=self.folder, names=self.names[used], ids=self.ids[used], sizes=self.sizes[used],
+            first=np.concatenate([[0], np.cumsum(counts[used])]), boxes=self.boxes[kept], labels=self.labels[kept],
+            crowd=self.crowd[kept], areas=self.areas[kept], categories=self.categories,
+            left_out={**self.left_out, **{name: count for name, count in left_out.items() if count}},
+        )  # fmt: skip
+
+
+def read_coco(data: Path, split: str) -> CocoSplit:
+    """Read and check the annotations of a split, such as train2017.
+
+    A box that leaves its image by at most a pixel is clipped. A box that leaves it by more, or that is empty, is left
+    out; this is reported as a warning that names the first ones, and is an error if more than 1 % of the boxes (and
+    more than one) are bad. Everything else that is wrong is an error.
+    """
+    path = data / "annotations" / f"instances_{split}.json"
+    content = _read_json(path)
+    categories = _categories(path, content["categories"])
+    images = _images(path, content["images"])
+    _check_files(data / split, path, images)
+    index = {image["id"]: number for number, image in enumerate(images)}
+    sizes = np.array([(image["height"], image["width"]) for image in images], dtype=np.int64)
+    label = {category: number for number, category in enumerate(categories, start=1)}
+    if not content["annotations"]:
+        raise DataError(f"{path}: it has no annotations; expected boxes, so get the file with them")
+
+    rows: list[tuple[int, int, bool, float, int]] = []
+    boxes: list[tuple[float, float, float, float]] = []
+    seen: set[int] = set()
+    for number, annotation in enumerate(content["annotations"]):
+        where, identity = _identity(path, "annotation", annotation, number, seen)
+        image, category = annotation.get("image_id"), annotation.get("category_id")
+        if image not in index:
+            raise DataError(f"{where}: image_id is {image!r}, which no image has; correct or remove the annotation")
+        if category not in label:
+            raise DataError(
+                f"{where}: category_id is {category!r}; expected one of the {len(label)} categories of the file"
+            )
+        box = annotation.get("bbox")
+        if not (isinstance(box, list) and len(box) == 4 and all(_is_number(value) for value in box)):
+            raise DataError(
+                f"{where} (image {image}): bbox is {box!r}; expected four finite numbers: x, y, width, height"
+            )
+        area = annotation.get("area", box[2] * box[3])
+        if not _is_number(area):
+            raise DataError(f"{where} (image {image}): area is {area!r}; expected a finite number")
+        rows.append((index[image], label[category], bool(annotation.get("iscrowd", 0)), area, identity))
+        boxes.append((box[0], box[1], box[0] + box[2], box[1] + box[3]))
+
+    numbers = np.array([row[:2] for row in rows], dtype=np.int64)
+    clipped, bad, left_out = _clip(path, np.array(boxes, dtype=np.float64), sizes[numbers[:, 0]], rows)
+    order = np.argsort(numbers[:, 0], kind="stable")
+    order = order[~bad[order]]
+    counts = np.bincount(numbers[order, 0], minlength=len(images))
+    return CocoSplit(
+        folder=data / split,
+        names=np.array([os.fsencode(image["file_name"]) for image in images]),
+        ids=np.array([image["id"] for image in images], dtype=np.int64),
+        sizes=sizes,
+        first=np.concatenate([[0], np.cumsum(counts)]),
+        boxes=clipped[order].astype(np.float32),
+        labels=numbers[order, 1],
+        crowd=np.array([row[2] for row in rows])[order],
+        areas=np.array([row[3] for row in rows], dtype=np.float64)[order],
+        categories=categories,
+        left_out=left_out,
+    )
+
+
+def _read_json(path: Path) -> dict[str, list[dict[str, Any]]]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        found = sorted(file.name for file in path.parent.glob("instances_*.json"))
+        raise DataError(
+            f"{path}: there is no such file; expected COCO's layout, annotations/{path.name} and the folder "
+            f"{path.stem.removeprefix('instances_')} beside annotations"
+            + (f" (there are {', '.join(found)}: give their year)" if found else "")
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except ValueError as error:  # JSON that is cut short, or bytes that are no text
+        raise DataError(f"{path}: not a readable JSON file ({error}); get the file again") from None
+    for key in ("images", "annotations", "categories"):
+        entries = content.get(key) if isinstance(content, dict) else None
+        if not (isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)):
+            raise DataError(f"{path}: it has no list {key!r} of objects; expected COCO's instances file")
+    return content  # type: ignore[no-any-return]
+
+
+def _identity(path: Path, kind: str, entry: dict[str, Any], number: int, seen: set[int]) -> tuple[str, int]:
+    """Return how messages name an entry, and its id, which must be a whole number that no entry before it has."""
+    identity = entry.get("id")
+    if type(identity) is not int:
+        raise DataError(f"{path}: {kind} number {number + 1} has the id {identity!r}; expected a whole number")
+    if identity in seen:
+        raise DataError(f"{path}: two entries have the {kind} id {identity}; expected each id once, so remove one")
+    seen.add(identity)
+    return f"{path}: {kind} {identity}", identity
+
+
+def _categories(path: Path, entries: Sequence[dict[str, Any]]) -> dict[int, str]:
+    seen: set[int] = set()
+    names = {_identity(path, "category", entry, i, seen)[1]: str(entry.get("name")) for i, entry in enumerate(entries)}
+    if not names:
+        raise DataError(f"{path}: it has no categories; expected those of its annotations")
+    return dict(sorted(names.items()))
+
+
+def _images(path: Path, entries: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    seen: set[int] = set()
+    for number, entry in enumerate(entries):
+        where, _ = _identity(path, "image", entry, number, seen)
+        if not (isinstance(entry.get("file_name"), str) and entry["file_name"]):
+            raise DataError(f"{where}: file_name is {entry.get('file_name')!r}; expected the name of its file")
+        for side in ("width", "height"):
+            if type(entry.get(side)) is not int or entry[side] < 1:
+                raise DataError(f"{where}: {side} is {entry.get(side)!r}; expected a whole number of pixels above 0")
+    if not entries:
+        raise DataError(f"{path}: it has no images; expected at least one")
+    return entries
+
+
+def _check_files(folder: Path, path: Path, images: Sequence[dict[str, Any]]) -> None:
+    try:
+        names = {entry.name for entry in os.scandir(folder)}  # one call instead of one for each of 118,287 images
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot be read ({error.strerror or error}); expected the folder of the images of {path.name}"
+        ) from None
+    missing = [i for i in images if i["file_name"] not in names and not (folder / i["file_name"]).is_file()]
+    if missing:
+        raise DataError(
+            f"{folder}: {len(missing)} of the {len(images)} images of {path.name} are not there; the first is "
+            f"{missing[0]['file_name']} (image {missing[0]['id']}); get the missing images, or remove their entries"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _clip(
+    path: Path,
+    boxes: NDArray[np.float64],
+    sizes: NDArray[np.int64],
+    rows: Sequence[tuple[int, int, bool, float, int]],
+) -> tuple[NDArray[np.float64], NDArray[np.bool_], dict[str, int]]:
+    """Return the boxes clipped to their images, which of them are bad, and how many of each there are."""
+    limits = np.concatenate([sizes[:, ::-1], sizes[:, ::-1]], axis=1)
+    clipped = np.clip(boxes, 0, limits)
+    moved = np.abs(clipped - boxes).max(axis=1)
+    empty = (clipped[:, 2:] <= clipped[:, :2]).any(axis=1)
+    bad = (moved > _ROUNDING) | empty
+    left_out = {}
+    if (~bad & (moved > 0)).any():
+        left_out["boxes clipped to the image"] = int((~bad & (moved > 0)).sum())
+    if bad.any():
+        left_out["bad boxes"] = int(bad.sum())
+        named = "; ".join(
+            f"annotation {rows[i][4]}: x {boxes[i, 0]:g} to {boxes[i, 2]:g} and y {boxes[i, 1]:g} to {boxes[i, 3]:g} "
+            f"in an image of {sizes[i, 1]}x{sizes[i, 0]} pixels"
+            for i in np.flatnonzero(bad)[:3]
+        )
+        found = f"{path}: {bad.sum()} of {len(bad)} boxes are empty or outside of their images ({named}"
+        found += "; ...)" if bad.sum() > 3 else ")"
+        if bad.sum() > max(1, _MOST_BAD * len(bad)):
+            raise DataError(f"{found}; expected bbox = x, y, width, height in pixels: correct the file")
+        _LOG.warning("%s; they are left out", found)
+    return clipped, bad, left_out
+
+
+class CocoImages(Dataset[tuple[Tensor, Target]]):
+    """The images of a split as bytes `(3, size, size)`, with their boxes.
+
+    With `augment`, SSD's augmentation (Liu et al., ECCV 2016) by torchvision: photometric distortion, zooming out, a
+    crop that overlaps a box, mirroring. It draws from torch's global generator only. Boxes whose centre is outside of
+    the crop are left out, and so are boxes of which less than a pixel is left.
+    """
+
+    def __init__(self, split: CocoSplit, *, size: int, augment: bool) -> None:
+        require("PIL.Image", extra="vision", needed_for="COCO's images", package="pillow")
+        import_torchvision(needed_for="COCO's images")
+        self.split = split
+        self.size = size
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.split.ids)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Target]:
+        split, tensors = self.split, import_torchvision("tv_tensors", needed_for="COCO's images")
+        height, width = (int(side) for side in split.sizes[index])
+        pixels = self._decode(split.folder / os.fsdecode(split.names[index]), int(split.ids[index]), width, height)
+        part = slice(split.first[index], split.first[index + 1])
+        boxes = tensors.BoundingBoxes(torch.from_numpy(split.boxes[part]), format="XYXY", canvas_size=(height, width))
+        image, target = _transform(self.size, self.augment)(
+            tensors.Image(pixels), {"boxes": boxes, "labels": torch.from_numpy(split.labels[part])}
+        )
+        return image.as_subclass(Tensor), {
+            "boxes": target["boxes"].as_subclass(Tensor),
+            "labels": target["labels"],
+            "image_id": torch.tensor(int(split.ids[index])),
+            "size": torch.from_numpy(split.sizes[index]),
+        }
+
+    def _decode(self, path: Path, identity: int, width: int, height: int) -> Tensor:
+        from PIL import Image
+
+        try:
+            with Image.open(path) as image:
+                if image.size != (width, height):
+                    raise DataError(
+                        f"{path} (image {identity}): {image.width}x{image.height} pixels, but its annotations are for "
+                        f"{width}x{height}; get the image that belongs to them"
+                    )
+                return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        except (OSError, SyntaxError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{path} (image {identity}): not a readable image ({error}); get it again") from None
+
+
+# Made where it is used, so that a data set can be sent to a process that has not imported torchvision.
+@functools.cache
+def _transform(size: int, augment: bool) -> Callable[..., Any]:
+    v2: Any = import_torchvision("transforms.v2", needed_for="COCO's images")
+    augmentation = [
+        v2.RandomPhotometricDistort(),
+        v2.RandomZoomOut(fill=[round(value) for value in MEAN]),
+        v2.RandomIoUCrop(),
+        v2.RandomHorizontalFlip(),
+        v2.ClampBoundingBoxes(),
+        v2.SanitizeBoundingBoxes(),
+    ]
+    return v2.Compose([*(augmentation if augment else []), v2.Resize((size, size), antialias=True)])  # type: ignore[no-any-return]
+
+
+def collate_detection(samples: Sequence[tuple[Tensor, Target]]) -> tuple[Tensor, list[Target]]:
+    """Return the images as one tensor, and a list with one target per image."""
+    return torch.stack([image for image, _ in samples]), [target for _, target in samples]
+
+
+_STATISTICS = ("map", "map50", "map75", "map_small", "map_medium", "map_large")
+
+
+class CocoMetric:
+    """Mean average precision by pycocotools over the whole validation set.
+
+    `map` is the mean over categories and over the overlaps 0.50, 0.55, ... 0.95; `map50` and `map75` are at one
+    overlap; `map_small`, `map_medium` and `map_large` count objects below 32x32, up to 96x96 and above, and are left
+    out where the split has no such objects. Boxes are compared in pixels of the original images.
+    """
+
+    def __init__(self, split: CocoSplit, *, size: int) -> None:
+        """`size`: of the network's input, to which all images were resized."""
+        coco = require("pycocotools.coco", extra="vision", needed_for="mean average precision", package="pycocotools")
+        self._eval: Any = require("pycocotools.cocoeval", extra="vision", needed_for="mean average precision").COCOeval
+        self._size = size
+        self._categories = [*split.categories]
+        image_of = np.repeat(split.ids, np.diff(split.first))
+        self._truth = coco.COCO()
+        self._truth.dataset = {
+            "images": [{"id": int(identity)} for identity in split.ids],
+            "categories": [{"id": identity, "name": name} for identity, name in split.categories.items()],
+            # Numbered anew from 1: pycocotools takes a box with the id 0 for one that was never found.
+            "annotations": [
+                {
+                    "id": number, "image_id": int(image), "category_id": self._categories[label - 1],
+                    "bbox": [x1, y1, x2 - x1, y2 - y1], "area": area, "iscrowd": int(crowd),
+                }
+                for number, (image, label, (x1, y1, x2, y2), area, crowd) in enumerate(
+                    zip(image_of, split.labels, split.boxes.tolist(), split.areas.tolist(), split.crowd, strict=True),
+                    start=1,
+                )
+            ],
+        }  # fmt: skip
+        with _quiet():
+            self._truth.createIndex()
+        self._found: list[NDArray[np.float64]] = []
+
+    def update(self, model: nn.Module, inputs: Tensor, targets: Sequence[Target]) -> None:
+        """Add the model's detections on a batch."""
+        for found, target in zip(model(inputs), targets, strict=True):
+            height, width = (float(side) / self._size for side in target["size"])
+            boxes = found["boxes"].double().cpu().numpy() * [width, height, width, height]
+            boxes[:, 2:] -= boxes[:, :2]
+            image = np.full((len(boxes), 1), int(target["image_id"]), dtype=np.float64)
+            category = np.array([self._categories[label - 1] for label in found["labels"].tolist()], dtype=np.float64)
+            scores = found["scores"].double().cpu().numpy()
+            self._found.append(np.hstack([image, boxes, scores[:, None], category[:, None]]))
+
+    def compute(self) -> dict[str, float]:
+        """Return the statistics; all are 0 if nothing was detected."""
+        rows = np.concatenate(self._found) if self._found else np.empty((0, 7))
+        with _quiet():
+            # Without any detection pycocotools fails; one with the score 0 that covers nothing changes no precision.
+            detected = self._truth.loadRes(rows if len(rows) else self._nothing())
+            evaluation = self._eval(self._truth, detected, "bbox")
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()
+        values = zip(_STATISTICS, evaluation.stats, strict=False)
+        return {name: float(value) for name, value in values if value >= 0}  # -1 where there are no such objects
+
+    def _nothing(self) -> NDArray[np.float64]:
+        first = self._truth.dataset["annotations"][0]
+        return np.array([[first["image_id"], 0, 0, 0, 0, 0, first["category_id"]]], dtype=np.float64)
+
+
+def _quiet() -> contextlib.redirect_stdout[io.StringIO]:
+    """Keep pycocotools from printing."""
+    return contextlib.redirect_stdout(io.StringIO())
