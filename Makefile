@@ -17,7 +17,7 @@ test: $(VENV)/.dev           ## all tests, doctests and examples included
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 quick: $(VENV)/.dev          ## the tests that start no processes, servers or clusters
-	$(BIN)/python -m pytest $(PARALLEL) -m "not process and not slow" --hypothesis-profile quick $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not process and not slow and not long" --hypothesis-profile quick $(ARGS)
 
 check: $(VENV)/.dev          ## style, types, and who may import whom
 	$(BIN)/ruff check

@@ -38,12 +38,16 @@ may_start_processes = True
 """Whether the present test carries the marker `process`; between tests, everything is allowed."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the documentation.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of the documentation, and skip those that take minutes, unless they are asked for.
 
     The commands of the pages and the examples are run as a user runs them, each in a process of its own; the evidence
     is unpacked and read as a whole.
     """
+    asked_for = config.option.markexpr or config.option.keyword or any("::" in argument for argument in config.args)
+    for item in items:
+        if not asked_for and item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes; run it by name, or all of them with -m long"))
     markers = {"test_examples.py": "process", "test_guide.py": "process", "test_evidence.py": "slow"}
     for item in items:
         if item.path.parent == ROOT / "tests" / "docs" and item.path.name in markers:

@@ -105,13 +105,10 @@ def test_a_script_that_breaks_is_incomplete_then_finished_and_then_there_is_noth
     assert ends == [(4, "incomplete", 3), (0, "finished", 8), (0, "finished", 8)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.process
 @pytest.mark.timeout(400)
-def test_a_published_trace_of_half_a_day_in_three_minutes_loses_nothing(
-    shell: Shell, shared: Path, request: pytest.FixtureRequest
-) -> None:
-    if "slow" not in request.config.getoption("-m"):
-        pytest.skip("three minutes: run it with -m slow")
+def test_a_published_trace_of_half_a_day_in_three_minutes_loses_nothing(shell: Shell, shared: Path) -> None:
     played = ("--speed", 228, "--duration", "3min", "--signal", "mixed", "--out", "job", "--json")
     trace = shared / "traces" / "aws_p3_bamboo.csv"
     endless = (*TRAINING, "--epochs", 1_000_000, "--max-workers", 4)

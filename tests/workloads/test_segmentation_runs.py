@@ -160,7 +160,7 @@ def test_the_network_of_the_workload_trains_on_either_engine_with_every_batch_no
         assert set(run.validations[-1].metrics) == {"miou", "pixel_accuracy"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_network_of_the_workload_learns_two_street_scenes_by_heart(all_scenes, tmp_path):
     scenes = link(all_scenes, tmp_path / "scenes", train=16, val=16)  # the same images in both
