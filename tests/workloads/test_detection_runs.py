@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ebbflow import workloads
+from ebbflow.errors import ConfigError
 from ebbflow.record import Run, read_record
 from ebbflow.run.config import RunConfig
 from ebbflow.run.loop import Callbacks
@@ -99,6 +100,12 @@ def test_an_interrupted_run_with_augmentation_ends_with_the_same_weights_bit_for
     assert parts.end is not None
     assert parts.end.weights_sha256 == whole.end.weights_sha256
     assert parts.validations[-1].metrics == whole.validations[-1].metrics
+
+
+def test_scores_on_training_samples_are_refused_before_training(coco, tmp_path):
+    with pytest.raises(ConfigError, match=r"train_scores is 2, but 'map' is computed on the whole validation set"):
+        trained(coco, tmp_path / "run", SMALL, train_scores=2)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.process

@@ -244,7 +244,10 @@ def coco_ssd300(
     augment: bool = True,
     year: int = 2017,
 ) -> Task:
-    """SSD300 on COCO, with VGG-16 or (Andre et al.) network=resnet50; `backbone` is a file of its weights."""
+    """SSD300 on COCO, with VGG-16 or a ResNet.
+
+    Andre et al. have `network=resnet50`. `backbone` is the file of a state dict, with which the network begins.
+    """
     return _task("coco-ssd300", ssd300, data, recipe, network, backbone, size, augment, year)
 
 
@@ -272,7 +275,7 @@ def coco_ssd512(
     augment: bool = True,
     year: int = 2017,
 ) -> Task:
-    """SSD512 with a ResNet-50 on COCO; `backbone` is a file of the ResNet's weights."""
+    """SSD512 on COCO, with a ResNet; `backbone` as for `coco-ssd300`."""
     return _task("coco-ssd512", ssd512, data, recipe, network, backbone, size, augment, year)
 
 

@@ -78,9 +78,9 @@ def imagenet_resnet50(data: Path | None, recipe: Recipe, size: int = 224) -> Tas
 
 @register_workload("imagenet-vgg16bn", recipe=_GOYAL, cite=_ANDRE)
 def imagenet_vgg16bn(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
-    """VGG-16 with batch norm and dropout on ImageNet, in folders or tar shards; `size` is at least 32.
+    """VGG-16 with batch norm and dropout on ImageNet, in folders or tar shards.
 
-    Andre et al. use lr 0.1 with the square root rule, and 0.0177 with linear and AdaScale.
+    `size` is at least 32. Andre et al. use lr 0.1 with the square root rule, and 0.0177 with linear and AdaScale.
     """
     return _task("imagenet-vgg16bn", lambda classes: _torchvision("vgg16_bn", classes), data, recipe, size, least=32)
 
@@ -105,10 +105,10 @@ def imagenet_mobilenet(data: Path | None, recipe: Recipe, size: int = 224) -> Ta
 
 @register_workload("imagenet-inceptionv3", recipe=_LIN, cite="Lin et al. 2019 (recipe)")
 def imagenet_inceptionv3(data: Path | None, recipe: Recipe, size: int = 299) -> Task:
-    """Inception V3 with its auxiliary classifier on ImageNet, in folders or tar shards; `size` is at least 299.
+    """Inception V3 with its auxiliary classifier on ImageNet, in folders or tar shards.
 
-    The loss is the cross-entropy plus 0.4 times that of the auxiliary classifier, as in the published training code of
-    this network. Lin et al. do not say whether they used it.
+    `size` is at least 299. The loss is the cross-entropy plus 0.4 times that of the auxiliary classifier, as in the
+    published training code of this network. Lin et al. do not say whether they used it.
     """
 
     def model(classes: int) -> nn.Module:

@@ -325,7 +325,10 @@ def ade20k_fcn(
     size: int = 480,
     backbone: str = "",
 ) -> Task:
-    """FCN-ResNet50 on ADE20K, or on other folders with classes= and void=; `backbone` is a file of weights."""
+    """FCN-ResNet50 on ADE20K, or on other folders of images and masks.
+
+    Other folders need `classes` and `void`. `backbone` is the file of a state dict, with which the ResNet begins.
+    """
     if data is None:
         raise missing_data("ade20k-fcn", _EXPECTED)
     if size < 32:
