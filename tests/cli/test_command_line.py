@@ -107,6 +107,19 @@ def test_version_and_help(ebbflow: Ebbflow) -> None:
         assert ebbflow(verb, "--help").code == 0
 
 
+def test_the_table_of_workloads_fits_eighty_columns_and_says_what_data_each_needs(ebbflow: Ebbflow) -> None:
+    from ebbflow.workloads import WORKLOADS
+
+    text = ebbflow("workloads", width=80).text
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "digits-cnn, digits-mlp" in text
+    assert "The others read the data that they name from --data" in " ".join(text.split())
+    data = ("CIFAR-10", "ImageNet", "COCO", "ADE20K", "Fashion-MNIST", "text file", "folders", "digits", "quadratic")
+    for entry in WORKLOADS:
+        if entry.make.__module__.startswith("ebbflow."):
+            assert any(word in entry.summary for word in data), entry.summary
+
+
 @pytest.mark.process
 def test_a_preempted_run_writes_a_checkpoint_and_continues(tmp_path: Path) -> None:
     """SIGTERM is what a cloud sends before it takes the machine."""

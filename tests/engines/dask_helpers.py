@@ -13,6 +13,11 @@ import numpy as np
 import torch
 from distributed import Client, LocalCluster
 
+import ebbflow
+from ebbflow.engines.base import EngineParts
+from ebbflow.engines.dask import DaskEngine
+from ebbflow.workloads import Task
+
 
 @contextmanager
 def local_client(workers: int, *, threads: int = 1, **options: Any) -> Iterator[Client]:
@@ -31,6 +36,25 @@ def local_client(workers: int, *, threads: int = 1, **options: Any) -> Iterator[
         Client(cluster) as client,
     ):
         yield client
+
+
+def trained_weights(task: Task, client: Client | None, **options: Any) -> torch.Tensor:
+    """Return all weights after an epoch with two workers of two samples: of a Dask cluster, or in this process."""
+
+    def on_dask(parts: EngineParts) -> DaskEngine:
+        return DaskEngine(
+            parts.model, parts.fetch, parts.loss, parts.plan, client=client, samples=parts.samples, seed=parts.seed,
+            optimizer=parts.optimizer, needs=parts.needs, parameters=parts.parameters, **options,
+        )  # fmt: skip
+
+    with ebbflow.Session(
+        task.model, torch.optim.SGD(task.model.parameters(), lr=1e-3, momentum=0.9), task.train, loss=task.loss,
+        trace="0s:2 40s", rule="linear", base_batch=4, local_batch=2, epochs=1,
+        engine="loop" if client is None else on_dask,
+    ) as session:  # fmt: skip
+        session.run()
+        assert session.step == len(task.train) // 4
+    return torch.cat([tensor.double().flatten() for tensor in task.model.state_dict().values()])
 
 
 @dataclass

@@ -19,6 +19,7 @@ from ebbflow.run.training import train
 from ebbflow.studies.grid import Arm, Study, check_arms, load_study, recipe_names
 from ebbflow.studies.scaling import scaled, with_stand_in
 from ebbflow.traces import load
+from ebbflow.workloads import recipe
 from ebbflow.workloads.image_files import decode_jpegs
 
 CIFAR, IMAGENET, COCO, ADE20K = 50_000, 1_281_167, 118_287, 20_210
@@ -94,7 +95,7 @@ def test_the_page_of_recipes_names_every_one(name: str) -> None:
 @pytest.mark.parametrize("name", IMAGES)
 def test_recipes_of_tables_hold_the_published_values(name: str) -> None:
     study = load_study(name)
-    if name in ("andre-cifar10", "lena-figure4"):  # a question and a figure, not a table
+    if name in ("andre-cifar10", "andre-dropping", "lena-figure4"):  # two questions and a figure, not tables
         assert not study.paper
         return
     cells = {(arm.config.workload, arm.config.label, arm.config.rule) for arm in study.arms()}
@@ -178,6 +179,27 @@ def test_a_thousand_steps_of_ssd_are_the_epochs_that_the_warm_up_has() -> None:
         config = resolve(arms(study)[trace, "linear"].config)
         assert make_plan(config, COCO)[0].batches(0, 1000).sum() == samples
         assert f"warmup({samples / COCO:.2f}ep)" in (config.schedule or "")
+
+
+def test_ssd_has_the_network_and_the_weight_decay_of_nvidia_s() -> None:
+    # Section 4.3: "As a backbone the network internally uses ResNet50"; [45] is NVIDIA's, which decays neither biases
+    # nor norms. The recipe of the workload says the same.
+    for arm in load_study("andre-table3").arms():
+        config = resolve(arm.config)
+        assert config.workload == "coco-ssd300(network=resnet50)"
+        assert config.optimizer == recipe("coco-ssd300").optimizer
+        assert OPTIMIZERS.make(config.optimizer).norms
+
+
+def test_dropping_and_following_have_the_same_fleet_and_batches_and_other_steps() -> None:
+    study = load_study("andre-dropping")
+    follow, drop = (resolve(arms(study)[trace, study.rules[0]].config) for trace in ("follow", "drop"))
+    assert follow.model_copy(update={"policy": drop.policy, "label": drop.label}) == drop
+    # A step covers 56 x 32 = 1,792 samples: ceil(50000/1792) = 28 steps per epoch with any number of workers.
+    plan = make_plan(drop, CIFAR)[0]
+    assert plan.for_epochs(CIFAR, 90).steps == 90 * 28
+    assert steps(arms(study)["follow", study.rules[0]]) > 90 * 28
+    assert (load(study.traces["drop"]).stats().max, plan.at(0).samples) == (56, 1792)
 
 
 def test_the_cifar_stand_in_of_andre_keeps_batch_norm_and_proportions() -> None:
@@ -371,3 +393,16 @@ def test_every_recipe_trains_on_digits_in_the_place_of_its_own_data(name: str, t
     assert run.header.config["workload"].startswith("digits-")
     assert len({row.workers for row in run.steps}) > 1
     assert sum(row.batch for row in run.steps) == 1442
+
+
+def test_a_run_that_drops_trains_on_what_the_workers_hold_and_counts_the_rest(tmp_path: Path) -> None:
+    study = scaled(chosen("andre-dropping", "digits"), 0.001)
+    arm = next(arm for arm in study.arms() if arm.config.label == "drop")
+    run = train(arm.config, tmp_path / "run", keep_weights=False)
+    # A worker takes 32/32 = 1 sample. The 26th step covers what is left of the 1,442 samples, 1442 - 25 x 56 = 42.
+    assert len(run.steps) == 26
+    assert all(row.batch == row.workers for row in run.steps[:-1])
+    trained = sum(row.batch for row in run.steps)
+    dropped = [event.text for event in run.events if "dropped" in event.text]
+    assert trained < 1442
+    assert dropped and str(1442 - trained) in dropped[0]

@@ -17,11 +17,11 @@ from ebbflow.workloads import DatasetSource, Recipe, Task, TensorSource
 from ebbflow.workloads.segmentation import (
     VOID,
     MaskClasses,
-    RandomScaleCrop,
     ResizeImage,
     SegmentationFolder,
     SegmentationMetric,
     pixel_cross_entropy,
+    random_scale_crop,
 )
 
 RECIPE = Recipe(
@@ -68,7 +68,7 @@ def segmentation(data: Path, recipe: Recipe, crops: bool = True, norm: bool = Tr
     values = MaskClasses(classes=CLASSES, void=11)
 
     def part(name: str, *, crop: bool) -> SegmentationFolder:
-        transform = RandomScaleCrop(32) if crop else ResizeImage(166)  # whose images keep their size of 240x180
+        transform = random_scale_crop(32) if crop else ResizeImage(166)  # whose images keep their size of 240x180
         return SegmentationFolder(data / name / "images", data / name / "masks", values=values, transform=transform)
 
     scale = {"mean": torch.tensor(128.0), "std": torch.tensor(64.0)}

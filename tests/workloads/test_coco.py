@@ -179,10 +179,10 @@ def test_a_damaged_image_or_one_of_another_size_is_named_when_it_is_decoded(tmp_
     images = CocoImages(read_coco(write(tmp_path, content()), "train2017"), size=64, augment=False)
     path = tmp_path / "train2017" / "3.jpg"
     path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(DataError, match=r"3\.jpg \(image 3\): not a readable image"):
+    with pytest.raises(DataError, match=r"3\.jpg \(image 3 of the annotations\): not a readable image"):
         images[1]
     Image.new("RGB", (41, 30)).save(path)
-    with pytest.raises(DataError, match=r"3\.jpg \(image 3\): 41x30 pixels, but its annotations are for 40x30"):
+    with pytest.raises(DataError, match=r"3\.jpg \(image 3 of the annotations\): 41x30 pixels; expected 40x30"):
         images[1]
 
 

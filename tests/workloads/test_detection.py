@@ -13,6 +13,7 @@ from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads.coco import Target
 from ebbflow.workloads.detection import Detector, detection_loss, ssd300, ssd512
 from ebbflow.workloads.torchvision_import import import_torchvision
+from workloads.fresh_process import unpickled_in_a_fresh_process
 
 for package in ("torchvision", "pycocotools"):
     if importlib.util.find_spec(package) is None:  # torchvision itself is imported by import_torchvision only
@@ -137,6 +138,14 @@ def test_weights_of_a_resnet_are_loaded_and_wrong_files_are_named(tmp_path):
         ssd512(classes=4, network="resnet18", backbone=str(path))
     with pytest.raises(DataError, match=r"backbone is nowhere.pth, which is not there"):
         ssd512(classes=4, backbone="nowhere.pth")
+
+
+@pytest.mark.process
+def test_samples_and_model_can_be_sent_to_a_process_that_has_not_imported_torchvision(shared, tmp_path):
+    task = workloads.build("coco-ssd300(network=resnet18, size=64)", data=shared / "data" / "coco_tiny")
+    assert (
+        unpickled_in_a_fresh_process(task, tmp_path, "model(sample)[0]") == "[3, 64, 64] ['boxes', 'scores', 'labels']"
+    )
 
 
 def test_settings_that_cannot_be_used_are_refused(shared):

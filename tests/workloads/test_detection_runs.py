@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-import ebbflow
 from ebbflow import workloads
+from ebbflow.errors import ConfigError
 from ebbflow.record import Run, read_record
 from ebbflow.run.config import RunConfig
 from ebbflow.run.loop import Callbacks
@@ -102,34 +102,22 @@ def test_an_interrupted_run_with_augmentation_ends_with_the_same_weights_bit_for
     assert parts.validations[-1].metrics == whole.validations[-1].metrics
 
 
+def test_scores_on_training_samples_are_refused_before_training(coco, tmp_path):
+    with pytest.raises(ConfigError, match=r"train_scores is 2, but 'map' is computed on the whole validation set"):
+        trained(coco, tmp_path / "run", SMALL, train_scores=2)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("transport", ["allreduce", "centralized"])
 def test_the_workers_of_a_dask_cluster_train_alike(coco, transport):
     pytest.importorskip("distributed", reason="dask.distributed is not installed (the extra 'dask')")
-    from ebbflow.engines.dask import DaskEngine
-    from engines.dask_helpers import local_client
-
-    def result(engine: Any) -> torch.Tensor:
-        task = workloads.build(SMALL, data=coco)
-        optimizer = torch.optim.SGD(task.model.parameters(), lr=1e-3, momentum=0.9)
-        settings: dict[str, Any] = {"rule": "linear", "base_batch": 4, "local_batch": 2, "epochs": 1}
-        with ebbflow.Session(
-            task.model, optimizer, task.train, loss=task.loss, trace="0s:2 40s", engine=engine, **settings
-        ) as session:
-            session.run()
-            assert session.step == 3
-        return torch.cat([tensor.double().flatten() for tensor in task.model.state_dict().values()])
+    from engines.dask_helpers import local_client, trained_weights
 
     with local_client(2) as client:
-
-        def on_dask(parts: Any) -> Any:
-            return DaskEngine(
-                parts.model, parts.fetch, parts.loss, parts.plan, client=client, samples=parts.samples,
-                seed=parts.seed, optimizer=parts.optimizer, needs=parts.needs, parameters=parts.parameters,
-                transport=transport,
-            )  # fmt: skip
-
-        torch.testing.assert_close(result(on_dask), result("loop"), rtol=1e-3, atol=1e-4)
+        found = trained_weights(workloads.build(SMALL, data=coco), client, transport=transport)
+    expected = trained_weights(workloads.build(SMALL, data=coco), None)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.process

@@ -340,7 +340,7 @@ def test_an_npz_of_jpegs_is_decoded_in_order(tmp_path):
         ({"train_labels": np.array([0, 99], np.uint8)}, "label 99 of image 1"),
         ({"train_offsets": np.array([0, 100, 10**9])}, "offsets do not increase"),
         ({"train_offsets": np.array([0.0, 1.0])}, "vector of integers"),
-        ({"train_jpeg": np.zeros(2000, np.uint8)}, "image 0 is not a readable JPEG"),
+        ({"train_jpeg": np.zeros(2000, np.uint8)}, "image 0: not a readable image"),
     ],
 )
 def test_a_damaged_npz_says_what_is_wrong(tmp_path, change, says):
@@ -365,7 +365,7 @@ def test_a_truncated_npz_is_refused(tmp_path):
 
 def test_a_jpeg_of_another_size_is_refused():
     image = jpeg((0, 0, 0), side=48)
-    with pytest.raises(DataError, match="image 0 is 48x48; expected 32x32"):
+    with pytest.raises(DataError, match="image 0: 48x48 pixels; expected 32x32"):
         decode_jpegs(np.frombuffer(image, np.uint8), np.array([0, len(image)]))
 
 

@@ -11,7 +11,8 @@ from PIL import Image
 
 from ebbflow.errors import DataError
 from ebbflow.workloads import DatasetSource
-from ebbflow.workloads.image_folders import ImageFolder, decode_image
+from ebbflow.workloads.image_files import decode_image
+from ebbflow.workloads.image_folders import ImageFolder
 
 
 def as_bytes(image: Image.Image) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ebbflow.run.loop import Callbacks
 from ebbflow.run.training import train
 from ebbflow.workloads import DatasetSource, Recipe, Task
 from ebbflow.workloads.imagenet import _inception_loss
+from workloads.fresh_process import unpickled_in_a_fresh_process
 
 IMAGENET = ["imagenet-resnet50", "imagenet-vgg16bn", "imagenet-mobilenet", "imagenet-inceptionv3"]
 SIZES = {"imagenet-inceptionv3": 299}
@@ -256,6 +257,28 @@ def test_a_run_is_the_same_with_and_without_loader_processes(shards, tmp_path):
     ends = [run(shards, tmp_path / str(workers), loader_workers=workers, epochs=1).end for workers in (0, 2)]
     assert ends[0] is not None and ends[1] is not None
     assert ends[0].weights_sha256 == ends[1].weights_sha256
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["folder-resnet18", "imagenet-mobilenet"])
+def test_samples_and_model_can_be_sent_to_a_process_that_has_not_imported_torchvision(name, shards, tmp_path):
+    """The first network is one of torchvision, as most are, the other one of timm."""
+    assert unpickled_in_a_fresh_process(build(name, shards), tmp_path, "model(sample).shape") == "[3, 32, 32] [1, 2]"
+
+
+@pytest.mark.process
+def test_the_workers_of_a_dask_cluster_train_like_those_of_one_process(folder):
+    pytest.importorskip("distributed", reason="dask.distributed is not installed (the extra 'dask')")
+    from engines.dask_helpers import local_client, trained_weights
+
+    def task() -> Task:
+        # Validation images are not augmented: on a cluster, augmentation draws other numbers.
+        made = build("imagenet-resnet50", folder)
+        return dataclasses.replace(made, train=made.valid)
+
+    with local_client(2) as client:
+        found = trained_weights(task(), client)
+    torch.testing.assert_close(found, trained_weights(task(), None), rtol=1e-3, atol=1e-4)
 
 
 def test_photographs_of_coco_are_read_from_shards(shared, tmp_path):

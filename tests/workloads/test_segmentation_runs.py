@@ -14,6 +14,7 @@ from ebbflow import workloads
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.base import Faults
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
+from ebbflow.errors import ConfigError
 from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.plan.policies import Follow
 from ebbflow.record import Run
@@ -134,6 +135,12 @@ def test_emulated_live_and_dask_engines_end_with_the_same_weights(scenes, tmp_pa
     state = final_state(tmp_path)["model"]
     live = torch.cat([tensor.double().flatten() for tensor in state.values()])
     torch.testing.assert_close(live, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_scores_on_training_samples_are_refused_before_training(scenes, tmp_path):
+    with pytest.raises(ConfigError, match=r"train_scores is 2, but 'miou' is computed on the whole validation set"):
+        trained(scenes, tmp_path / "run", "test-segmentation", train_scores=2)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_interrupted_run_ends_with_the_same_weights_bit_for_bit(scenes, tmp_path):

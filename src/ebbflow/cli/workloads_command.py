@@ -27,3 +27,8 @@ def workloads(plugin: PluginFiles = None, json: AsJson = False) -> None:
     for e, r in listed:
         table.add_row(e.name, e.summary, str(r.ref_batch), f"{r.lr:g}", str(r.epochs), r.metric)
     out.print(table)
+    without = [e.name for e, _ in listed if not WORKLOADS.make(e.name).takes_data]
+    out.print(
+        f"\n{', '.join(without)}: without --data. The others read the data that they name from --data PATH; a run "
+        f"without it ends with an error that says in which files they expect them."
+    )

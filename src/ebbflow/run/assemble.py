@@ -160,8 +160,14 @@ def make_evaluate(task: Task, train_scores: int) -> Callable[[], dict[str, float
     """What a validation of a task measures: its scores, and those of so many training samples as train_accuracy, ...
 
     The training samples are the same every time, spread evenly over the training set. They are not augmented by the
-    source; a data set that augments by itself still does.
+    source; a data set that augments by itself still does. ConfigError if a score is no mean over samples: a validation
+    metric, such as mAP, belongs to the validation samples as they are, with all their annotations.
     """
+    if train_scores and task.validation is not None:
+        raise ConfigError(
+            f"train_scores is {train_scores}, but {task.require_recipe().metric!r} is computed on the whole validation "
+            f"set and not on training samples; leave train_scores out"
+        )
     source = EvenSubset(task.train, train_scores)
 
     def evaluate() -> dict[str, float]:

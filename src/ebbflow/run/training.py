@@ -218,13 +218,14 @@ def train(
                     files.check_code(done.header.config, task.model)
                     return done
                 flow, plan, trace = _assemble(config, task, files)
+                evaluate = make_evaluate(task, config.train_scores)
                 # The folder is made here: what is refused before leaves none behind.
                 header = partial(_header, config, task, flow, plan, trace, command)
                 with files.lock(), files.open(flow, header) as record:
                     loop = TrainingLoop(
                         flow,
                         record,
-                        evaluate=make_evaluate(task, config.train_scores),
+                        evaluate=evaluate,
                         validate_every=config.validate_every,
                         callbacks=callbacks,
                         save=lambda: files.save(flow),

@@ -13,13 +13,12 @@ error then.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,14 @@ from torch.utils.data import Dataset
 
 from ebbflow.core.extras import require
 from ebbflow.errors import DataError
-from ebbflow.workloads.torchvision_import import import_torchvision
+from ebbflow.workloads.image_files import IMAGENET_MEAN, decode_image
+from ebbflow.workloads.torchvision_import import import_torchvision, pickle_with_torchvision
 
 __all__ = ["CocoImages", "CocoMetric", "CocoSplit", "collate_detection", "read_coco"]
 
 Target = dict[str, Tensor]
 """Boxes `(n, 4)` as x1, y1, x2, y2 in pixels of the network's input, labels `(n,)` from 1 on, the id of the image, and
 its original size (height, width)."""
-
-MEAN = (123.675, 116.28, 103.53)
-"""Mean of ImageNet's pixels, as bytes, for red, green and blue: what surrounds an image that was zoomed out."""
 
 _LOG = logging.getLogger(__name__)
 _ROUNDING = 1.0  # pixels by which a box may leave its image
@@ -262,11 +259,18 @@ class CocoImages(Dataset[tuple[Tensor, Target]]):
     """
 
     def __init__(self, split: CocoSplit, *, size: int, augment: bool) -> None:
-        require("PIL.Image", extra="vision", needed_for="COCO's images", package="pillow")
-        import_torchvision(needed_for="COCO's images")
+        v2 = import_torchvision("transforms.v2", needed_for="COCO's images")
+        augmentation = [
+            v2.RandomPhotometricDistort(),
+            v2.RandomZoomOut(fill=IMAGENET_MEAN.flatten().round().int().tolist()),
+            v2.RandomIoUCrop(),
+            v2.RandomHorizontalFlip(),
+            v2.ClampBoundingBoxes(),
+            v2.SanitizeBoundingBoxes(),
+        ]
+        resize = v2.Resize((size, size), antialias=True)
         self.split = split
-        self.size = size
-        self.augment = augment
+        self.transform = pickle_with_torchvision(v2.Compose([*(augmentation if augment else []), resize]))
 
     def __len__(self) -> int:
         return len(self.split.ids)
@@ -274,10 +278,12 @@ class CocoImages(Dataset[tuple[Tensor, Target]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
         split, tensors = self.split, import_torchvision("tv_tensors", needed_for="COCO's images")
         height, width = (int(side) for side in split.sizes[index])
-        pixels = self._decode(split.folder / os.fsdecode(split.names[index]), int(split.ids[index]), width, height)
+        path = split.folder / os.fsdecode(split.names[index])
+        where = f"{path} (image {split.ids[index]} of the annotations)"
+        pixels = torch.from_numpy(np.array(decode_image(path, where, size=(width, height)))).permute(2, 0, 1)
         part = slice(split.first[index], split.first[index + 1])
         boxes = tensors.BoundingBoxes(torch.from_numpy(split.boxes[part]), format="XYXY", canvas_size=(height, width))
-        image, target = _transform(self.size, self.augment)(
+        image, target = self.transform(
             tensors.Image(pixels), {"boxes": boxes, "labels": torch.from_numpy(split.labels[part])}
         )
         return image.as_subclass(Tensor), {
@@ -286,37 +292,6 @@ class CocoImages(Dataset[tuple[Tensor, Target]]):
             "image_id": torch.tensor(int(split.ids[index])),
             "size": torch.from_numpy(split.sizes[index]),
         }
-
-    def _decode(self, path: Path, identity: int, width: int, height: int) -> Tensor:
-        from PIL import Image
-
-        try:
-            with Image.open(path) as image:
-                if image.size != (width, height):
-                    raise DataError(
-                        f"{path} (image {identity}): {image.width}x{image.height} pixels, but its annotations are for "
-                        f"{width}x{height}; get the image that belongs to them"
-                    )
-                return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-        except (OSError, SyntaxError, ValueError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{path} (image {identity}): not a readable image ({error}); get it again") from None
-
-
-# Made where it is used, so that a data set can be sent to a process that has not imported torchvision.
-@functools.cache
-def _transform(size: int, augment: bool) -> Callable[..., Any]:
-    v2: Any = import_torchvision("transforms.v2", needed_for="COCO's images")
-    augmentation = [
-        v2.RandomPhotometricDistort(),
-        v2.RandomZoomOut(fill=[round(value) for value in MEAN]),
-        v2.RandomIoUCrop(),
-        v2.RandomHorizontalFlip(),
-        v2.ClampBoundingBoxes(),
-        v2.SanitizeBoundingBoxes(),
-    ]
-    return v2.Compose([*(augmentation if augment else []), v2.Resize((size, size), antialias=True)])  # type: ignore[no-any-return]
 
 
 def collate_detection(samples: Sequence[tuple[Tensor, Target]]) -> tuple[Tensor, list[Target]]:

@@ -7,7 +7,6 @@ gradient of a step does not depend on how its images are shared by workers.
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,17 @@ from torch import Tensor, nn
 
 from ebbflow.engines.loss_sum import LossSum
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.workloads.coco import MEAN, CocoImages, CocoMetric, Target, collate_detection, read_coco
+from ebbflow.workloads.coco import CocoImages, CocoMetric, Target, collate_detection, read_coco
+from ebbflow.workloads.image_files import IMAGENET_MEAN, IMAGENET_STD
 from ebbflow.workloads.prefetch import DatasetSource
-from ebbflow.workloads.torchvision_import import import_torchvision
+from ebbflow.workloads.torchvision_import import import_torchvision, load_backbone, pickle_with_torchvision
 from ebbflow.workloads.workload import Recipe, Task, missing_data, register_workload
 
 __all__ = ["Detector", "coco_ssd300", "coco_ssd512", "detection_loss", "ssd300", "ssd512"]
 
-_IMAGENET = (MEAN, (58.395, 57.12, 57.375))
-_CAFFE = ((123.0, 117.0, 104.0), (1.0, 1.0, 1.0))
-"""Mean and standard deviation of inputs, as bytes: of torchvision's weights, and of VGG-16's original ones."""
+_CAFFE = (torch.tensor((123.0, 117.0, 104.0))[:, None, None], torch.ones(3, 1, 1))
+"""Mean and standard deviation of inputs, as bytes, of VGG-16's original weights."""
+_torchvision = functools.partial(import_torchvision, needed_for="object detection")
 _RATIOS = [[2], [2, 3], [2, 3], [2, 3], [2], [2]]
 
 
@@ -41,10 +41,6 @@ class Detector(nn.Module):
     def __init__(self, ssd: nn.Module) -> None:
         super().__init__()
         self.ssd: Any = ssd
-
-    def __reduce__(self) -> Any:
-        # A process that gets the model must have imported torchvision before it reads the parts.
-        return _empty_detector, (), self.__dict__
 
     def forward(self, images: Tensor, targets: Sequence[Target] | None = None) -> Any:
         """Return the loss as a LossSum, or without targets the detections: boxes, scores and labels per image."""
@@ -64,7 +60,7 @@ class Detector(nn.Module):
     def _anchors(self, images: Tensor, features: Sequence[Tensor]) -> Tensor:
         """Return the anchors of one image; they are the same for all."""
         shapes = [torch.empty(1, 1, *feature.shape[-2:], device=images.device) for feature in features]
-        one_image = _torchvision().models.detection.image_list.ImageList(images[:1], [tuple(images.shape[-2:])])
+        one_image = _torchvision("models.detection").image_list.ImageList(images[:1], [tuple(images.shape[-2:])])
         anchors: Tensor = self.ssd.anchor_generator(one_image, shapes)[0]
         return anchors
 
@@ -72,13 +68,8 @@ class Detector(nn.Module):
         """Return the index of the box of each anchor, -1 where there is none."""
         if not len(boxes):
             return torch.full((len(anchors),), -1, device=anchors.device)
-        matches: Tensor = self.ssd.proposal_matcher(_torchvision().ops.box_iou(boxes, anchors))
+        matches: Tensor = self.ssd.proposal_matcher(_torchvision("ops").box_iou(boxes, anchors))
         return matches
-
-
-def _empty_detector() -> Detector:
-    _torchvision()
-    return Detector.__new__(Detector)
 
 
 def detection_loss(model: nn.Module, images: Tensor, targets: Sequence[Target]) -> LossSum:
@@ -99,10 +90,12 @@ def ssd300(*, classes: int, network: str = "vgg16", size: int = 300, backbone: s
     if network == "vgg16":
         if size != 300:
             raise ConfigError(f"size is {size}, but SSD300 with VGG-16 has 300 only; use network=resnet18 or resnet50")
-        models = _torchvision().models.detection
+        models = _torchvision("models.detection")
         ssd = models.ssd300_vgg16(weights=None, weights_backbone=None, num_classes=classes)
         if backbone:
-            _load_vgg(ssd.backbone, Path(backbone).expanduser())
+            # The convolutions of VGG-16 from the fourth pooling on are in `extra`.
+            features = nn.ModuleList([*ssd.backbone.features, *ssd.backbone.extra[0][:-1]])
+            load_backbone(nn.ModuleDict({"features": features}), backbone)
         return Detector(ssd)
     resnet = _resnet(network, backbone)
     for module in resnet.layer3[0].modules():
@@ -157,18 +150,13 @@ class _FeatureMaps(nn.Module):
         return maps
 
 
-def _torchvision() -> Any:
-    return import_torchvision(needed_for="object detection")
-
-
 def _resnet(network: str, backbone: str) -> Any:
-    models = _torchvision().models
+    models = _torchvision("models")
     if network not in ("resnet18", "resnet34", "resnet50"):
         raise ConfigError(f"network is {network!r}; expected resnet18, resnet34 or resnet50 (for SSD300 also vgg16)")
     resnet = getattr(models, network)(weights=None)
     if backbone:
-        path = Path(backbone).expanduser()
-        _load(resnet, {k: v for k, v in _read_state(path).items() if not k.startswith("fc.")}, path, ignore="fc.")
+        load_backbone(resnet, backbone)
     return resnet
 
 
@@ -224,44 +212,9 @@ def _resnet_detector(
     size: int,
     classes: int,
 ) -> Detector:
-    models = _torchvision().models.detection
+    models = _torchvision("models.detection")
     anchors = models.anchor_utils.DefaultBoxGenerator(_RATIOS, scales=scales, steps=steps)
     return Detector(models.ssd.SSD(_FeatureMaps(stages, out_channels), anchors, (size, size), classes))
-
-
-# ---- weights of a backbone that was trained on ImageNet ----
-
-
-def _read_state(path: Path) -> dict[str, Tensor]:
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise DataError(f"backbone is {path}, which is not there; expected the file of a state dict") from None
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DataError(f"{path}: not a readable state dict ({reason}); expected torch.save(state_dict, ...)") from None
-    if not (isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())):
-        raise DataError(f"{path}: holds a {type(state).__name__}; expected a state dict, tensors by name")
-    return state
-
-
-def _load(module: nn.Module, state: dict[str, Tensor], path: Path, *, ignore: str = "") -> None:
-    expected = {name: value.shape for name, value in module.state_dict().items()}
-    expected = {name: shape for name, shape in expected.items() if not (ignore and name.startswith(ignore))}
-    wrong = [name for name, shape in expected.items() if name not in state or state[name].shape != shape]
-    wrong += [name for name in state if name not in expected]
-    if wrong:
-        raise DataError(
-            f"{path}: {wrong[0]!r} is missing, not known, or of another shape than in {type(module).__name__} "
-            f"({len(wrong)} such tensors); expected the state dict of torchvision's model of this network"
-        )
-    module.load_state_dict(state, strict=False)
-
-
-def _load_vgg(extractor: nn.Module, path: Path) -> None:
-    """Load the convolutions of torchvision's VGG-16; its layers from the fourth pooling on are in `extra`."""
-    body = nn.ModuleDict({"features": nn.ModuleList([*extractor.features, *extractor.extra[0][:-1]])})  # type: ignore[index, misc]
-    _load(body, {k: v for k, v in _read_state(path).items() if k.startswith("features.")}, path)
 
 
 # ---- workloads ----
@@ -291,7 +244,10 @@ def coco_ssd300(
     augment: bool = True,
     year: int = 2017,
 ) -> Task:
-    """SSD300 on COCO, with VGG-16 or (Andre et al.) network=resnet50; `backbone` is a file of its weights."""
+    """SSD300 on COCO, with VGG-16 or a ResNet.
+
+    Andre et al. have `network=resnet50`. `backbone` is the file of a state dict, with which the network begins.
+    """
     return _task("coco-ssd300", ssd300, data, recipe, network, backbone, size, augment, year)
 
 
@@ -319,7 +275,7 @@ def coco_ssd512(
     augment: bool = True,
     year: int = 2017,
 ) -> Task:
-    """SSD512 with a ResNet-50 on COCO; `backbone` is a file of the ResNet's weights."""
+    """SSD512 on COCO, with a ResNet; `backbone` as for `coco-ssd300`."""
     return _task("coco-ssd512", ssd512, data, recipe, network, backbone, size, augment, year)
 
 
@@ -346,12 +302,12 @@ def _task(
     if not len(train.ids) or not (~valid.crowd).any():
         raise DataError(f"{data}: {'no training' if not len(train.ids) else 'no validation'} image has a usable box")
     # SSD's weights of VGG-16 (torchvision's VGG16_Weights.IMAGENET1K_FEATURES) are for bytes minus their mean.
-    mean, std = (
-        torch.tensor(values)[:, None, None] for values in (_CAFFE if network == "vgg16" and backbone else _IMAGENET)
-    )
+    mean, std = _CAFFE if network == "vgg16" and backbone else (IMAGENET_MEAN, IMAGENET_STD)
     source = functools.partial(DatasetSource, mean=mean, std=std, collate_fn=collate_detection)
     return Task(
-        model=model(classes=len(train.categories) + 1, network=network, size=size, backbone=backbone),
+        model=pickle_with_torchvision(
+            model(classes=len(train.categories) + 1, network=network, size=size, backbone=backbone)
+        ),
         train=source(CocoImages(train, size=size, augment=augment)),
         valid=source(CocoImages(valid, size=size, augment=False)),
         recipe=recipe,

@@ -1,5 +1,6 @@
-"""Readers of published image files; each checks what it reads, and its errors name the file.
+"""Readers of image files, single ones and published sets; each checks what it reads, and its errors name the file.
 
+    decode_image        one image of any of the usual formats, in RGB
     read_mnist_folder   MNIST and data sets in its format: idx files, plain or gzip
     read_cifar10        the original batches, python or binary, or one npz file of JPEGs, whichever is found
     read_cifar100       the same for CIFAR-100, with its 100 fine labels
@@ -15,20 +16,33 @@ import io
 import pickle
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ebbflow.core.extras import require
 from ebbflow.errors import DataError
 from ebbflow.workloads.disk_cache import disk_cached
 
-__all__ = ["Images", "decode_jpegs", "read_cifar10", "read_cifar100", "read_idx", "read_mnist_folder"]
+__all__ = [
+    "IMAGENET_MEAN", "IMAGENET_STD", "IMAGE_SUFFIXES", "Images", "decode_image", "decode_jpegs", "open_image",
+    "read_cifar10", "read_cifar100", "read_idx", "read_mnist_folder",
+]  # fmt: skip
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+"""How the name of an image ends, in lower or upper case."""
+
+IMAGENET_MEAN = torch.tensor((123.675, 116.28, 103.53))[:, None, None]
+"""Mean of ImageNet's pixels, as bytes, for red, green and blue; the shape `(3, 1, 1)` is what DatasetSource takes."""
+IMAGENET_STD = torch.tensor((58.395, 57.12, 57.375))[:, None, None]
+"""Their standard deviation."""
 
 _IDX_BYTES = 0x08  # the idx code of unsigned bytes, the only type that the image sets use
 _CIFAR_SIDE = 32
@@ -70,6 +84,39 @@ def _read_bytes(path: Path) -> bytes:
         raise DataError(f"{path}: damaged gzip file ({error}); get it again") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+# ---- single images ----
+
+
+@contextmanager
+def open_image(file: Path | BinaryIO, where: Path | str) -> Iterator[Any]:
+    """Open an image with Pillow, which reads its header; the pixels are decoded when they are asked for.
+
+    A file that is no image, or a damaged one, raises DataError, which names it as `where`.
+    """
+    image_module = require("PIL.Image", extra="vision", needed_for="reading images", package="pillow")
+    try:
+        with image_module.open(file) as image:
+            yield image
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # Pillow raises nearly anything for a damaged file, and its own error for a huge one
+        raise DataError(f"{where}: not a readable image ({error}); get it again") from None
+
+
+def decode_image(file: Path | BinaryIO, where: Path | str, *, size: tuple[int, int] | None = None) -> Any:
+    """Return an image of Pillow in RGB; greyscale, palette and CMYK images are converted, transparency is dropped.
+
+    An image that cannot be read, or whose width and height are not `size`, raises DataError, which names it as `where`.
+    """
+    with open_image(file, where) as image:
+        if size is not None and image.size != size:  # known from the header, so that nothing huge is decoded
+            found, expected = ("{}x{}".format(*sides) for sides in (image.size, size))
+            raise DataError(f"{where}: {found} pixels; expected {expected}: get the original image")
+        if image.mode.startswith(("I", "F")):  # Pillow would cut every value above 255
+            raise DataError(f"{where}: pixels of type {image.mode}; expected 8 bits per channel, convert the image")
+        return image.convert("RGB")
 
 
 # ---- idx: MNIST, Fashion-MNIST ----
@@ -254,7 +301,6 @@ def _cifar_npz(path: Path, split: str, kind: _CifarFormat) -> Images:
 
 def decode_jpegs(blob: NDArray[Any], offsets: NDArray[Any], *, side: int = _CIFAR_SIDE) -> NDArray[np.uint8]:
     """Decode square RGB images on all cores; the JPEG of image i is `blob[offsets[i]:offsets[i + 1]]`."""
-    Image = require("PIL.Image", extra="vision", needed_for="an npz file of JPEGs", package="pillow")  # noqa: N806
     if blob.ndim != 1 or blob.dtype != np.uint8:
         raise DataError(f"the JPEGs are of type {blob.dtype} and shape {blob.shape}; expected a vector of bytes")
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or len(offsets) < 1:
@@ -268,14 +314,9 @@ def decode_jpegs(blob: NDArray[Any], offsets: NDArray[Any], *, side: int = _CIFA
 
     def decode(numbers: range) -> None:
         for number in numbers:
-            jpeg = blob[bounds[number] : bounds[number + 1]].tobytes()
-            try:
-                with Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
-                    if image.size != (side, side):  # known from the header, so that nothing huge is ever decoded
-                        raise DataError(f"image {number} is {image.width}x{image.height}; expected {side}x{side}")
-                    result[number] = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
-            except (OSError, SyntaxError) as error:
-                raise DataError(f"image {number} is not a readable JPEG ({error})") from None
+            jpeg = io.BytesIO(blob[bounds[number] : bounds[number + 1]].tobytes())
+            image = decode_image(jpeg, f"image {number}", size=(side, side))
+            result[number] = np.asarray(image).transpose(2, 0, 1)
 
     numbers = range(len(result))
     with ThreadPoolExecutor() as pool:

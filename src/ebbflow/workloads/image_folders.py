@@ -11,39 +11,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ebbflow.core.extras import require
 from ebbflow.errors import DataError
+from ebbflow.workloads.image_files import IMAGE_SUFFIXES, decode_image
 
-__all__ = ["IMAGE_SUFFIXES", "ImageFolder", "Transform", "decode_image"]
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-"""How the name of an image ends, in lower or upper case."""
+__all__ = ["ImageFolder", "Transform"]
 
 Transform = Callable[[Any], Tensor]
 """Makes a tensor of an RGB image of Pillow. It may draw from the global generators of torch, numpy and Python."""
-
-
-def decode_image(file: Path | BinaryIO, where: Path | str) -> Any:
-    """Return an image of Pillow in RGB; greyscale, palette and CMYK images are converted, transparency is dropped.
-
-    A file that is no image, or a damaged one, raises DataError, which names it as `where`.
-    """
-    image_module = require("PIL.Image", extra="vision", needed_for="reading images", package="pillow")
-    try:
-        with image_module.open(file) as image:
-            if image.mode.startswith(("I", "F")):  # Pillow would cut every value above 255
-                raise DataError(f"{where}: pixels of type {image.mode}; expected 8 bits per channel, convert the image")
-            return image.convert("RGB")
-    except (DataError, MemoryError):
-        raise
-    except Exception as error:  # Pillow raises nearly anything for a damaged file, and its own error for a huge one
-        raise DataError(f"{where}: not a readable image ({error})") from None
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):

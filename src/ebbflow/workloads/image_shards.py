@@ -26,7 +26,8 @@ from torch.utils.data import Dataset
 
 from ebbflow.errors import DataError
 from ebbflow.workloads.disk_cache import disk_cached
-from ebbflow.workloads.image_folders import IMAGE_SUFFIXES, Transform, decode_image
+from ebbflow.workloads.image_files import IMAGE_SUFFIXES, decode_image
+from ebbflow.workloads.image_folders import Transform
 
 __all__ = ["ImageShards", "ShardSample", "find_shards", "index_shard"]
 

@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ebbflow.engines.replica_step import Loss
 from ebbflow.errors import ConfigError, DataError
+from ebbflow.workloads.image_files import IMAGENET_MEAN, IMAGENET_STD
 from ebbflow.workloads.image_folders import ImageFolder, Transform
 from ebbflow.workloads.image_shards import ImageShards, find_shards
 from ebbflow.workloads.prefetch import DatasetSource
-from ebbflow.workloads.torchvision_import import import_timm, import_torchvision
+from ebbflow.workloads.torchvision_import import import_timm, import_torchvision, pickle_with_torchvision
 from ebbflow.workloads.workload import Recipe, Task, cross_entropy, missing_data, register_workload
 
 __all__ = [
@@ -31,8 +31,6 @@ __all__ = [
     "imagenet_vgg16bn",
 ]  # fmt: skip
 
-# Mean and standard deviation of ImageNet's pixels, as bytes, for red, green and blue.
-_MEAN, _STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 _LAYOUTS = "train/CLASS/*.jpg and val/CLASS/*.jpg, or shards NAME-train-000000.tar and NAME-val-000000.tar"
 
 # The warm-up of five epochs has no effect at the reference batch; at other batches it belongs to the rule:
@@ -80,9 +78,9 @@ def imagenet_resnet50(data: Path | None, recipe: Recipe, size: int = 224) -> Tas
 
 @register_workload("imagenet-vgg16bn", recipe=_GOYAL, cite=_ANDRE)
 def imagenet_vgg16bn(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
-    """VGG-16 with batch norm and dropout on ImageNet, in folders or tar shards; `size` is at least 32.
+    """VGG-16 with batch norm and dropout on ImageNet, in folders or tar shards.
 
-    Andre et al. use lr 0.1 with the square root rule, and 0.0177 with linear and AdaScale.
+    `size` is at least 32. Andre et al. use lr 0.1 with the square root rule, and 0.0177 with linear and AdaScale.
     """
     return _task("imagenet-vgg16bn", lambda classes: _torchvision("vgg16_bn", classes), data, recipe, size, least=32)
 
@@ -107,10 +105,10 @@ def imagenet_mobilenet(data: Path | None, recipe: Recipe, size: int = 224) -> Ta
 
 @register_workload("imagenet-inceptionv3", recipe=_LIN, cite="Lin et al. 2019 (recipe)")
 def imagenet_inceptionv3(data: Path | None, recipe: Recipe, size: int = 299) -> Task:
-    """Inception V3 with its auxiliary classifier on ImageNet, in folders or tar shards; `size` is at least 299.
+    """Inception V3 with its auxiliary classifier on ImageNet, in folders or tar shards.
 
-    The loss is the cross-entropy plus 0.4 times that of the auxiliary classifier, as in the published training code of
-    this network. Lin et al. do not say whether they used it.
+    `size` is at least 299. The loss is the cross-entropy plus 0.4 times that of the auxiliary classifier, as in the
+    published training code of this network. Lin et al. do not say whether they used it.
     """
 
     def model(classes: int) -> nn.Module:
@@ -128,7 +126,7 @@ def _inception_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _torchvision(model: str, classes: int, **settings: bool) -> nn.Module:
-    models = import_torchvision(needed_for=f"the model {model}").models
+    models = import_torchvision("models", needed_for=f"the model {model}")
     network: nn.Module = getattr(models, model)(num_classes=classes, **settings)
     return network
 
@@ -149,11 +147,10 @@ def _task(
     if size < least:
         raise ConfigError(f"{name}: size is {size}; expected {least} or more")
     (train, valid), classes = _read_images(data, size)
-    mean, std = (torch.tensor(values)[:, None, None] for values in (_MEAN, _STD))
     return Task(
-        model=model(classes),
-        train=DatasetSource(train, mean=mean, std=std),
-        valid=DatasetSource(valid, mean=mean, std=std),
+        model=pickle_with_torchvision(model(classes)),
+        train=DatasetSource(train, mean=IMAGENET_MEAN, std=IMAGENET_STD),
+        valid=DatasetSource(valid, mean=IMAGENET_MEAN, std=IMAGENET_STD),
         recipe=recipe,
         loss=loss,
         eval_batch=100,  # a forward pass of VGG-16 needs about 40 MB per image
@@ -182,12 +179,10 @@ def _read_images(data: Path, size: int) -> tuple[Images, int]:
 
 def _transforms(size: int) -> tuple[Transform, Transform]:
     """Return the transforms of training and validation images."""
-    transforms = import_torchvision(needed_for="cropping images").transforms
-    return (
-        transforms.Compose(
-            [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
-        ),
-        transforms.Compose(
-            [transforms.Resize(round(size * 256 / 224)), transforms.CenterCrop(size), transforms.PILToTensor()]
-        ),
+    transforms = import_torchvision("transforms", needed_for="cropping images")
+    random = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+    central = [transforms.Resize(round(size * 256 / 224)), transforms.CenterCrop(size)]
+    random, central = (
+        pickle_with_torchvision(transforms.Compose([*parts, transforms.PILToTensor()])) for parts in (random, central)
     )
+    return random, central

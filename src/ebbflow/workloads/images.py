@@ -66,7 +66,7 @@ _FOLDS = 5
     ),
 )
 def digits_mlp(recipe: Recipe, width: int = 64) -> Task:
-    """A perceptron with two hidden layers on digits (8x8)."""
+    """A perceptron with two hidden layers on scikit-learn's digits (8x8)."""
     return _digits_task(MLP(inputs=64, width=width, classes=10), recipe)
 
 
@@ -88,7 +88,7 @@ def digits_mlp(recipe: Recipe, width: int = 64) -> Task:
     ),
 )
 def digits_cnn(recipe: Recipe, width: int = 16) -> Task:
-    """A convolutional network with batch norm on digits (8x8)."""
+    """A convolutional network with batch norm on scikit-learn's digits (8x8)."""
     return _digits_task(SmallCNN(channels=1, widths=(width, 2 * width, 4 * width), classes=10), recipe)
 
 

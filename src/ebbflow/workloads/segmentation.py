@@ -12,11 +12,8 @@ metrics; the others are the classes.
 
 from __future__ import annotations
 
-import copyreg
 import functools
-import importlib
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,29 +27,27 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ebbflow.core.extras import require
 from ebbflow.engines.loss_sum import LossSum
 from ebbflow.errors import ConfigError, DataError
+from ebbflow.workloads.image_files import IMAGE_SUFFIXES, IMAGENET_MEAN, IMAGENET_STD, decode_image, open_image
 from ebbflow.workloads.prefetch import DatasetSource
-from ebbflow.workloads.torchvision_import import import_torchvision
+from ebbflow.workloads.torchvision_import import import_torchvision, load_backbone, pickle_with_torchvision
 from ebbflow.workloads.workload import Recipe, Task, missing_data, register_workload
 
 __all__ = [
-    "VOID", "MaskClasses", "RandomScaleCrop", "ResizeImage", "SegmentationFolder", "SegmentationMetric", "ade20k_fcn",
-    "pixel_cross_entropy",
+    "VOID", "MaskClasses", "ResizeImage", "SegmentationFolder", "SegmentationMetric", "ade20k_fcn",
+    "pixel_cross_entropy", "random_scale_crop",
 ]  # fmt: skip
 
 VOID = 255
 """The value of void pixels in the masks of samples, whatever it is in the files."""
 _UNKNOWN = 254
-_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 _MASK_SUFFIXES = (".png",)
 _NUMBER_MODES = ("L", "P", "1", "I", "I;16", "I;16B")
 """Pillow's modes with one number per pixel. The numbers of a palette image (P) are its indices, as in Pascal VOC."""
 _AUXILIARY = 0.5  # weight of the auxiliary head's loss, in GluonCV's and torchvision's training scripts alike
 _BASE = 520 / 480  # shorter side of an image divided by the side of a crop, in both scripts
-# Mean and standard deviation of ImageNet's pixels, as bytes, for red, green and blue.
-_MEAN, _STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+_torchvision = functools.partial(import_torchvision, needed_for="segmentation")
 
 Transform = Callable[[Any, Any], tuple[Tensor, Tensor]]
 """Changes an image and its mask, both torchvision's TVTensors of bytes, and returns plain tensors."""
@@ -107,12 +102,10 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, images: Path, masks: Path, *, values: MaskClasses, transform: Transform) -> None:
-        require("PIL.Image", extra="vision", needed_for="a folder of images", package="pillow")
-        _torchvision("tv_tensors")
         self.images, self.masks = images, masks
         self.values = values
         self.transform = transform
-        names, mask_names = _files(images, _IMAGE_SUFFIXES), _files(masks, _MASK_SUFFIXES)
+        names, mask_names = _files(images, IMAGE_SUFFIXES), _files(masks, _MASK_SUFFIXES)
         _refuse(images, [names[stem] for stem in names.keys() - mask_names.keys()], f"without a mask in {masks}")
         _refuse(masks, [mask_names[stem] for stem in mask_names.keys() - names.keys()], f"without an image in {images}")
         # Arrays instead of lists of objects: reading an object writes its reference count, so that every loader process
@@ -130,30 +123,30 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image_path, mask_path = self._paths(index)
-        pixels, numbers = _decode(image_path, "RGB"), _decode(mask_path)
+        pixels = np.array(decode_image(image_path, image_path))
+        with open_image(mask_path, mask_path) as mask:
+            numbers = np.array(mask)
         if pixels.shape[:2] != numbers.shape:
             raise DataError(_size_problem(image_path, pixels.shape[1::-1], mask_path, numbers.shape[1::-1]))
         tv_tensors = _torchvision("tv_tensors")
         image = tv_tensors.Image(torch.from_numpy(pixels).permute(2, 0, 1))
-        mask = tv_tensors.Mask(torch.from_numpy(self.values.indices(numbers, mask_path)))
-        return self.transform(image, mask)
+        indices = tv_tensors.Mask(torch.from_numpy(self.values.indices(numbers, mask_path)))
+        return self.transform(image, indices)
 
     def _paths(self, index: int) -> tuple[Path, Path]:
         return self.images / os.fsdecode(self._images[index]), self.masks / os.fsdecode(self._masks[index])
 
     def _header_problem(self, index: int) -> str | None:
         """Return what the headers of an image and its mask say that is wrong."""
-        from PIL import Image
-
         image_path, mask_path = self._paths(index)
         sizes = []
         for path in (image_path, mask_path):
             try:
-                with Image.open(path) as opened:
+                with open_image(path, path) as opened:
                     sizes.append(opened.size)
                     mode = opened.mode
-            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-                return _unreadable(path, error)
+            except DataError as error:
+                return str(error)
         if mode not in _NUMBER_MODES:
             return (
                 f"{mask_path}: an image in colours (Pillow's mode {mode}); expected one number per pixel, that is "
@@ -187,21 +180,6 @@ def _refuse(folder: Path, names: list[str], why: str) -> None:
         raise DataError(f"{folder}: {len(names)} file(s) {why}: {shown}; add what is missing, or move them elsewhere")
 
 
-def _decode(path: Path, mode: str | None = None) -> NDArray[Any]:
-    """Return the pixels of an image, converted to a mode of Pillow, or its numbers as they are."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return np.array(image if mode is None else image.convert(mode))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(_unreadable(path, error)) from None
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    return f"{path}: not a readable image ({error}); get it again"
-
-
 def _size_problem(image: Path, image_size: tuple[int, ...], mask: Path, mask_size: tuple[int, ...]) -> str:
     sizes = " pixels, but ".join(
         f"{path} has {width}x{height}" for path, (width, height) in ((image, image_size), (mask, mask_size))
@@ -209,20 +187,23 @@ def _size_problem(image: Path, image_size: tuple[int, ...], mask: Path, mask_siz
     return f"{sizes}; expected a mask of the image's own size: make it again from the original image"
 
 
-@dataclass(frozen=True)
-class RandomScaleCrop:
-    """The training transform: resize, mirror with probability 1/2, and crop to a square of this size.
+def random_scale_crop(size: int) -> Transform:
+    """Return the training transform: resize, mirror with probability 1/2, and crop to a square of this size.
 
     The shorter side becomes a random number from half to twice 520/480 of the size. An image smaller than the crop is
     placed at random on a black one, where the mask is void. All draws are from torch's global generator.
     """
-
-    size: int
-
-    def __call__(self, image: Any, mask: Any) -> tuple[Tensor, Tensor]:
-        """Return bytes `(3, size, size)` and class indices `(size, size)`."""
-        changed: tuple[Tensor, Tensor] = _scale_crop(self.size)(image, mask)
-        return changed
+    v2, tv_tensors = _torchvision("transforms.v2"), _torchvision("tv_tensors")
+    base = size * _BASE
+    transform: Transform = v2.Compose(
+        [
+            v2.RandomResize(round(base / 2), round(2 * base) + 1),
+            v2.RandomHorizontalFlip(),
+            v2.RandomCrop(size, pad_if_needed=True, fill={tv_tensors.Image: 0, tv_tensors.Mask: VOID}),
+            v2.ToPureTensor(),
+        ]
+    )
+    return pickle_with_torchvision(transform)
 
 
 @dataclass(frozen=True)
@@ -235,30 +216,6 @@ class ResizeImage:
         """Return the resized image and the mask."""
         resized: Tensor = _torchvision("transforms.v2.functional").resize(image, [round(self.size * _BASE)])
         return resized.as_subclass(Tensor), mask.as_subclass(Tensor)
-
-
-# Torchvision is looked up when it is needed: samples and model may be sent to a process that has not imported it.
-
-
-@functools.cache
-def _torchvision(module: str) -> Any:
-    """Import a module of torchvision, such as `transforms.v2`."""
-    import_torchvision(needed_for="segmentation")
-    return importlib.import_module(f"torchvision.{module}")
-
-
-@functools.cache
-def _scale_crop(size: int) -> Any:
-    v2, tv = _torchvision("transforms.v2"), _torchvision("tv_tensors")
-    base = size * _BASE
-    return v2.Compose(
-        [
-            v2.RandomResize(round(base / 2), round(2 * base) + 1),
-            v2.RandomHorizontalFlip(),
-            v2.RandomCrop(size, pad_if_needed=True, fill={tv.Image: 0, tv.Mask: VOID}),
-            v2.ToPureTensor(),
-        ]
-    )
 
 
 # ---- loss and metric ----
@@ -368,7 +325,10 @@ def ade20k_fcn(
     size: int = 480,
     backbone: str = "",
 ) -> Task:
-    """FCN-ResNet50 on ADE20K, or on other folders with classes= and void=; `backbone` is a file of weights."""
+    """FCN-ResNet50 on ADE20K, or on other folders of images and masks.
+
+    Other folders need `classes` and `void`. `backbone` is the file of a state dict, with which the ResNet begins.
+    """
     if data is None:
         raise missing_data("ade20k-fcn", _EXPECTED)
     if size < 32:
@@ -381,53 +341,19 @@ def ade20k_fcn(
             f"number of void pixels, such as ade20k-fcn(classes=11, void=11) for classes 0 to 10 and 11 for void"
         )
     values = MaskClasses(classes=classes, void=void)
-    mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (_MEAN, _STD))
-    train, valid = (
-        DatasetSource(SegmentationFolder(*folders, values=values, transform=transform), mean=mean, std=std)
-        for folders, transform in ((layout.train, RandomScaleCrop(size)), (layout.valid, ResizeImage(size)))
-    )
+    source = functools.partial(DatasetSource, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    train = SegmentationFolder(*layout.train, values=values, transform=random_scale_crop(size))
+    valid = SegmentationFolder(*layout.valid, values=values, transform=ResizeImage(size))
+    models = _torchvision("models.segmentation")
+    model: nn.Module = models.fcn_resnet50(weights=None, weights_backbone=None, num_classes=classes, aux_loss=True)
+    if backbone:
+        load_backbone(model.get_submodule("backbone"), backbone)
     return Task(
-        model=_fcn_resnet50(classes, backbone),
-        train=train,
-        valid=valid,
+        model=pickle_with_torchvision(model),
+        train=source(train),
+        valid=source(valid),
         recipe=recipe,
         loss=pixel_cross_entropy,
         validation=functools.partial(SegmentationMetric, classes),
         eval_batch=1,  # images have different sizes, and padding would change what the convolutions see
     )
-
-
-def _fcn_resnet50(classes: int, backbone: str) -> nn.Module:
-    """Return torchvision's network; `backbone` is the file of a state dict of its ResNet-50, or empty."""
-    models = _torchvision("models.segmentation")
-    model: nn.Module = models.fcn_resnet50(weights=None, weights_backbone=None, num_classes=classes, aux_loss=True)
-    copyreg.pickle(type(model), _reduce_fcn)
-    if backbone:
-        path = Path(backbone).expanduser()
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            weights = {name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
-            model.get_submodule("backbone").load_state_dict(weights)
-        except (
-            OSError,
-            EOFError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            AttributeError,
-            pickle.UnpicklingError,
-        ) as error:
-            raise DataError(
-                f"backbone is {path}, which cannot be used ({' '.join(str(error).split())[:200]}); expected the file "
-                f"of a state dict of torchvision's resnet50"
-            ) from error
-    return model
-
-
-def _reduce_fcn(model: nn.Module) -> Any:
-    return _empty_fcn, (), model.__dict__
-
-
-def _empty_fcn() -> Any:
-    network = _torchvision("models.segmentation.fcn").FCN
-    return network.__new__(network)

@@ -3,25 +3,30 @@
 A torchvision that was compiled for CUDA cannot load its operators beside a CPU build of torch. Its import then ends
 with "RuntimeError: operator torchvision::nms does not exist", although data sets, transforms and most models need no
 operator. So the operators that the import asks for are defined here first, with non-maximum suppression in plain torch.
+A process that unpickles something of torchvision would import it as usual; `pickle_with_torchvision` sees to that.
 """
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import importlib.util
+import pickle
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ebbflow.core.extras import require
-from ebbflow.errors import ConfigError, MissingExtra
+from ebbflow.errors import ConfigError, DataError, MissingExtra
 
-__all__ = ["import_timm", "import_torchvision", "plain_nms"]
+__all__ = ["import_timm", "import_torchvision", "load_backbone", "pickle_with_torchvision", "plain_nms"]
+
+T = TypeVar("T")
 
 _NMS_ROWS = 256  # boxes that are compared with all others at once, which bounds the memory
 
@@ -63,6 +68,56 @@ def import_timm(*, needed_for: str) -> ModuleType:
     """Import timm, which imports torchvision; raise MissingExtra if one of them is not installed."""
     import_torchvision(needed_for=needed_for)
     return require("timm", extra="vision", needed_for=needed_for)
+
+
+def pickle_with_torchvision(made: T) -> T:
+    """Return a model or transform that consists of parts of torchvision or timm, and can be sent to other processes.
+
+    A process that unpickles an object of the same class calls `import_torchvision` before anything else of it is read.
+    """
+    copyreg.pickle(type(made), _reduce)
+    return made
+
+
+def _reduce(made: Any) -> tuple[Any, ...]:
+    # The class is given by its name: a reference to it would be imported before _empty is called.
+    return _empty, (type(made).__module__, type(made).__qualname__), made.__dict__
+
+
+def _empty(module: str, name: str) -> Any:
+    needed_for = "a model or data set from another process"
+    import_torchvision(needed_for=needed_for)
+    kind = getattr(require(module, extra="vision", needed_for=needed_for), name)
+    return pickle_with_torchvision(kind.__new__(kind))
+
+
+def load_backbone(network: nn.Module, file: str) -> None:
+    """Load the weights of a model of torchvision, except those of its classifier, from the file of a state dict.
+
+    DataError if the file cannot be read, or if its tensors are not those of the network.
+    """
+    path = Path(file).expanduser()
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise DataError(f"backbone is {path}, which is not there; expected the file of a state dict") from None
+    except (OSError, RuntimeError, EOFError, LookupError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{path}: not a readable state dict ({reason}); expected torch.save(state_dict, ...)") from None
+    if not (isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())):
+        raise DataError(f"{path}: holds a {type(state).__name__}; expected a state dict, tensors by name")
+    given, expected = (
+        {name: value for name, value in tensors.items() if not name.startswith(("fc.", "classifier."))}
+        for tensors in (state, network.state_dict())
+    )
+    wrong = [name for name, value in expected.items() if name not in given or given[name].shape != value.shape]
+    wrong += [name for name in given if name not in expected]
+    if wrong:
+        raise DataError(
+            f"{path}: {wrong[0]!r} is missing, not known, or of another shape than in the network ({len(wrong)} such "
+            f"tensors); expected the state dict of torchvision's model of the network that is trained"
+        )
+    network.load_state_dict(given, strict=False)
 
 
 def _load_operators(folder: Path) -> None:

@@ -186,6 +186,7 @@ class Task:
     def evaluate(self, model: nn.Module, source: Source | None = None) -> dict[str, float]:
         """Return the scores of a model over all validation samples, or over those of another source.
 
+        A validation metric that holds annotations of the validation samples is right for those only.
         The model is evaluated in `eval` mode; afterwards every module is in the mode in which it was before.
         """
         valid = _required(source or self.valid, "valid", "source of validation samples")
