@@ -15,6 +15,7 @@ from ebbflow.engines.base import Engine, EngineMaker, EngineParts, Faults
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.plan.policies import Follow
+from ebbflow.rules.rule import Rule, Scaling, StepContext, Verdict
 from ebbflow.run.config import RunConfig
 from ebbflow.run.flow import Flow
 from ebbflow.traces.availability import Trace
@@ -88,6 +89,31 @@ class Nested:
         return nested(self.fetch(indices))
 
 
+@dataclass(frozen=True)
+class BackAndForth(Rule):
+    """Keeps a snapshot after step 2, and goes back to it after step 6 and after step 9; the rates are linear."""
+
+    @property
+    def guards(self) -> bool:
+        return True
+
+    def init(self) -> Any:
+        return 0
+
+    def scale(self, context: StepContext, state: Any) -> tuple[Scaling, Any]:
+        return Scaling(lr=context.ratio), state
+
+    def review(self, context: StepContext, loss: float, state: Any) -> tuple[Verdict, Any]:
+        if context.step in (6, 9):
+            return "restore", state + 1
+        if context.step == 11:
+            return "release", state
+        return "snapshot" if context.step == 2 else "continue", state
+
+    def after_restore(self, snapshot: Any, state: Any) -> Any:
+        return state
+
+
 def weights_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([tensor.double().flatten() for tensor in model.state_dict().values()])
 
@@ -111,7 +137,7 @@ class Fetched:
 
 def make_engine(
     maker: EngineMaker, plan: BatchPlan, data: Any, *, faults: Faults | None = None, batch_norm: bool = False,
-    needs: frozenset[str] = frozenset(), rule: str = "linear", counted: bool = False,
+    needs: frozenset[str] = frozenset(), rule: str | Rule = "linear", counted: bool = False,
 ) -> Engine:  # fmt: skip
     """An engine over the suite's model, data and optimizer."""
     model = make_model(batch_norm=batch_norm)

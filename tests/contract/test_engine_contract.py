@@ -15,6 +15,7 @@ from contract.suite import (
     EPOCHS,
     SAMPLES,
     VOID,
+    BackAndForth,
     Fetched,
     Outcome,
     changing_plan,
@@ -25,7 +26,10 @@ from contract.suite import (
 )
 from ebbflow.data.ledger import Ledger
 from ebbflow.data.permutation import Permutation
-from ebbflow.engines.base import Engine, Faults
+from ebbflow.engines.base import Engine, EngineParts, Faults
+from ebbflow.plan.batch_plan import BatchPlan
+from ebbflow.record import StepRow
+from ebbflow.run.flow import Flow
 
 every_engine = pytest.mark.parametrize("case", [case.param() for case in CASES], indirect=True)
 driven_here = pytest.mark.parametrize("case", [case.param() for case in CASES if case.maker is not None], indirect=True)
@@ -195,6 +199,40 @@ def test_loss_and_statistics_of_a_counted_loss_are_those_of_the_gradient_that_is
     assert gradients.loss == pytest.approx(loss.item(), rel=1e-9)
     assert gradients.measurement is not None
     assert sum(gradients.measurement.sq_mean) == pytest.approx(norm_sq, rel=1e-9)
+
+
+@driven_here
+def test_a_run_that_goes_back_to_a_snapshot_ends_as_if_nothing_had_happened(case: EngineCase) -> None:
+    """Steps 3 to 6 are given back, then 7 to 9; the ledger goes back with the weights, and no sample counts twice.
+
+    An epoch of 97 samples is five steps of 16, one of 15 and one of 2: 16 + 16 + 15 + 2 and 16 + 16 + 15 go back.
+    """
+
+    def run(rule: str | BackAndForth, steps: int) -> tuple[Flow, list[StepRow]]:
+        optimizers = []
+
+        def noting(parts: EngineParts) -> Engine:
+            optimizers.append(parts.optimizer)
+            assert case.maker is not None
+            return case.maker(parts)
+
+        plan = BatchPlan.constant(4, 16)
+        with make_engine(noting, plan, Fetched(), batch_norm=True, rule=rule) as engine:
+            flow = Flow(engine, optimizers[0], Ledger(samples=SAMPLES), total_samples=3 * SAMPLES)
+            rows = [row for _ in range(steps) if (row := flow.run_step()) is not None]
+        return flow, rows
+
+    flow, rows = run(BackAndForth(), 16)
+    plain, undisturbed = run("linear", 9)
+    assert [row.step for row in rows] == list(range(16)), "steps go on counting"
+    assert {row.step: row.stats["given_back"] for row in rows if "given_back" in row.stats} == {6: 49.0, 9: 47.0}
+    kept = [row for row in rows if row.step < 3 or row.step > 9]
+    assert [(row.epoch, row.samples) for row in kept] == [(row.epoch, row.samples) for row in undisturbed]
+    assert [row.loss for row in kept] == pytest.approx([row.loss for row in undisturbed], rel=1e-9)
+    assert flow.ledger == plain.ledger
+    assert flow.snapshot is None, "released after step 11"
+    assert flow.optimizer.state_dict()["rule_state"] == 2
+    torch.testing.assert_close(weights_of(flow.engine.model), weights_of(plain.engine.model), rtol=1e-9, atol=1e-12)
 
 
 @driven_here

@@ -20,7 +20,7 @@ from live.harness import CONTEXT, HEARTBEAT_MS, TestFleet, final_state
 
 pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
 
-from contract.suite import EPOCHS, SAMPLES, make_data, make_model
+from contract.suite import EPOCHS, SAMPLES, BackAndForth, make_data, make_model
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.live.accounting import Account, read_fleet
@@ -161,6 +161,25 @@ def test_all_are_killed_and_the_lighthouse_too(fleet: Any, tmp_path: Path) -> No
     (restored,) = what(runs["r0"], "restored")
     assert what(runs["r1"], "restored") == [restored]
     assert account.given_up == 12 - int(restored.split("-")[1]), "only the steps since the last checkpoint"
+
+
+def test_a_fleet_that_goes_back_to_a_snapshot_with_a_replica_that_joined_after_it(fleet: Any, tmp_path: Path) -> None:
+    """The snapshot is kept after step 2; r1 is killed at step 4 and is back before step 9, when all go back again."""
+    group = fleet(all=ALL, rule=BackAndForth(), hold=7)
+    group.start("r1", fault="kill:sum@4")
+    group.start("r0", "r2")
+    assert group.wait("r1") == {"r1": KILLED}
+    group.start("r1")
+    group.trains(*ALL, step=8, members=3)
+    group.stop_holding()
+    assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
+    account, runs = check(tmp_path, *ALL)
+    assert what(runs["r1"], "received"), "with the state it received the snapshot"
+    by_step = {row.step: row for row in runs["r0"].steps if "given_back" in row.stats}
+    assert sorted(by_step) == [6, 9]
+    assert not {row.step for row in account.steps} & {*range(3, 10)}, "what was given back is not part of the run"
+    assert account.given_up >= 7
+    assert what(runs["r1"], "went back")
 
 
 @pytest.mark.parametrize("losers", [["r1"], ["r0", "r2"]])

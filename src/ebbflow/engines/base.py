@@ -151,6 +151,16 @@ class Engine(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Go on where `state_dict` was taken."""
 
+    def snapshot_taken(self) -> Any:
+        """Called when the present state is kept as a snapshot: what `snapshot_loaded` has to know about it, as JSON."""
+        return None
+
+    def snapshot_loaded(self, known: Any) -> None:  # noqa: B027
+        """Called when model and optimizer of this process were put back to a snapshot: replicas elsewhere follow.
+
+        `known` is what `snapshot_taken` returned. The steps since then are given up.
+        """
+
     def close(self) -> None:  # noqa: B027
         """Release what the engine holds outside of the model: hooks, connections, replicas."""
 

@@ -94,8 +94,11 @@ def surviving_steps(rows: Iterable[StepRow]) -> list[StepRow]:
     if not nodes:
         return []
     parents = {_parent(row) for row in nodes.values()}
-    ends = [row for lineage, row in nodes.items() if lineage not in parents]
-    row: StepRow | None = max(reversed(ends), key=lambda end: end.samples)  # of equals the one written last
+    leaves = [row for lineage, row in nodes.items() if lineage not in parents]
+    # A step after which the run went back to a snapshot leads nowhere: what counts ends at the snapshot, until then.
+    ends = [nodes.get(int(_stat(row, "fork"))) if "given_back" in row.stats else row for row in leaves]
+    known = [row for row in ends if row is not None]
+    row: StepRow | None = max(reversed(known), key=lambda end: end.samples, default=None)  # of equals the last written
     path: list[StepRow] = []
     while row is not None:
         path.append(row)

@@ -27,6 +27,7 @@ from ebbflow.engines.loss_sum import LossSum
 from ebbflow.engines.process_group import Fault, PeerLost, no_fault
 from ebbflow.engines.replica_step import Fetch, LoadedMicroBatch, Loss, Precision, ReplicaStep
 from ebbflow.live.connection import FleetConnection
+from ebbflow.live.membership import fork_lineage
 from ebbflow.live.membership_events import ComputeStep
 from ebbflow.plan.batch_plan import StepSize
 from ebbflow.plan.policies import Policy
@@ -103,6 +104,8 @@ class LiveEngine(Engine):
             flags=("leaving", "lighthouse"),
             all_reduce=connection.all_reduce,
         )
+        self.fork: int | None = None
+        """The lineage of the snapshot from which the next step goes on, if the run has just gone back to one."""
         self._leaving = leaving
         self._fault = fault
         self._began = time.monotonic()
@@ -148,7 +151,8 @@ class LiveEngine(Engine):
         self._batch_norm.commit()
         wanted = self._combine.flags["lighthouse"] > 0
         last = self.connection.committed(self._assignment, leaving=self._leavers, lighthouse_wanted=wanted)
-        self.parent, self.lineage = self.lineage, self.connection.membership.state.lineage
+        self.parent = self.lineage if self.fork is None else self.fork
+        self.lineage, self.fork = self.connection.membership.state.lineage, None
         self._fault("commit")
         if last is not None:
             self.left, self.last_of_all = True, last.save_state
@@ -216,6 +220,18 @@ class LiveEngine(Engine):
         return frozenset(rank for rank, leaves in enumerate(said.tolist()) if leaves)
 
     # The run around the steps -------------------------------------------------------------------------------------
+
+    def snapshot_taken(self) -> int:
+        """The lineage of the snapshot."""
+        return self.lineage
+
+    def snapshot_loaded(self, known: int) -> None:
+        """Begin another branch of the lineage at the snapshot.
+
+        All replicas of the step do so, since all saw the same loss. The same samples in the same group must not give
+        the lineage that the given-up steps had, so it depends on the state that was given up.
+        """
+        self.fork, self.lineage = known, fork_lineage(known, self.lineage)
 
     def autocast(self) -> AbstractContextManager[object]:
         """The model computes in the engine's precision inside."""

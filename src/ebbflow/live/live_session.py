@@ -343,6 +343,8 @@ class LiveSession(Session):
         if row is not None:
             self._fault("step")
             lineage = {"lineage": float(self.engine.lineage), "parent": float(self.engine.parent)}
+            if self.engine.fork is not None:
+                lineage["fork"] = float(self.engine.fork)
             row = dataclasses.replace(row, stats={**row.stats, **lineage})
         super()._after(row)
         self._check_rates()

@@ -71,7 +71,7 @@ from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 
 __all__ = [
     "Agreement", "Membership", "MembershipPhase", "QuorumGroup", "agree", "describe_difference",
-    "extend_lineage", "initial_lineage", "without_heartbeat",
+    "extend_lineage", "fork_lineage", "initial_lineage", "without_heartbeat",
 ]  # fmt: skip
 
 _RETRY_PAUSE_S = 0.2  # before an unreachable lighthouse is tried again
@@ -145,6 +145,11 @@ def describe_difference(own: Mapping[str, str], fleet: Mapping[str, str]) -> str
 def initial_lineage(weights: str) -> int:
     """Give the lineage of a state in which no step was committed, from a digest of its weights."""
     return _hash("root", weights)
+
+
+def fork_lineage(snapshot: int, given_up: int) -> int:
+    """Give the lineage of a state that is that of a snapshot again, after the steps up to another one were given up."""
+    return _hash("snapshot", snapshot, given_up)
 
 
 def extend_lineage(lineage: int, assignment: Assignment, group: str) -> int:

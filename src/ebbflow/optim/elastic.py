@@ -19,7 +19,7 @@ from ebbflow.moments.estimate import Averages, Measurement, Moments
 from ebbflow.moments.meters import HookMeter
 from ebbflow.optim.apply import Applier, gradient_norm, scale_gradients
 from ebbflow.optim.schedules import Schedule, TrainingProgress, make_schedule
-from ebbflow.rules.rule import Rule, Scaling, StepContext, damp, make_rule
+from ebbflow.rules.rule import Rule, Scaling, State, StepContext, Verdict, damp, make_rule
 from ebbflow.torch_api import foreach_add_
 
 __all__ = ["ElasticOptimizer", "OnNonfinite", "Update"]
@@ -196,6 +196,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             samples=0,
             epoch_samples=self.epoch_samples or self.base_batch,
             total_samples=self.total_samples or self.base_batch,
+            adaptive=self._adaptive,
             moments=Moments(noise=1.0, signal=1.0, layer_noise=(1.0,) * layers, layer_signal=(1.0,) * layers),
         )
         scaling, _ = self.rule.scale(context, self.rule.init())
@@ -439,6 +440,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 if norm > self.clip:
                     scale_gradients(self._applier.parameters, self.clip / norm)
         averages, moments = self._averages, None
+        context = replace(context, adaptive=self._adaptive)
         if self.rule.needs:
             if measurement is None:
                 averages = averages.passed(context.batch)
@@ -468,6 +470,22 @@ class ElasticOptimizer(torch.optim.Optimizer):
             moments=moments,
         )
         return self._advance(context, update)
+
+    @property
+    def _adaptive(self) -> bool:
+        return self._applier.noise_exponent < 1
+
+    def review(self, context: StepContext, loss: float) -> Verdict:
+        """Ask a rule that guards what follows from the loss of the latest step; engines do, your own loops do not."""
+        verdict, self._rule_state = self.rule.review(replace(context, adaptive=self._adaptive), loss, self._rule_state)
+        return verdict
+
+    def rule_restored(self, reviewed: State) -> None:
+        """Called when a snapshot was loaded because `review` asked for it; the rule keeps what it has learned.
+
+        `reviewed`: the state of the rule before it was loaded.
+        """
+        self._rule_state = self.rule.after_restore(self._rule_state, reviewed)
 
     def _skip(self, context: StepContext) -> Update:
         self._set_base_rates(context)

@@ -18,19 +18,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ebbflow.core.spec import Entry, Registry, bind, parse_calls
 from ebbflow.errors import ConfigError, SpecError
 from ebbflow.moments.estimate import Moments
 
 __all__ = [
-    "RULES", "Modifier", "Rule", "RuleChain", "Scaling", "State", "StepContext", "damp", "make_rule",
-    "register_modifier", "register_rule", "rule_entries", "spread",
+    "RULES", "Modifier", "Rule", "RuleChain", "Scaling", "State", "StepContext", "Verdict", "damp",
+    "make_rule", "register_modifier", "register_rule", "rule_entries", "spread",
 ]  # fmt: skip
 
 State = Any
 """What a rule remembers: None, or a value that JSON can hold."""
+Verdict = Literal["continue", "snapshot", "restore", "release"]
+"""What a rule asks for after a step: to go on; to keep the present state as the snapshot; to go back to the snapshot;
+to go on without a snapshot."""
 MEASURABLE = frozenset({"moments", "layers"})
 """What a rule may need: noise and signal of the whole model, and of each layer."""
 
@@ -57,6 +60,8 @@ class StepContext:
     """`batch` divided by the batch that a growing policy requested; rules need not look at it (see `damp`)."""
     dropped: int = 0
     """Samples that the step drops, in addition to those of `batch`."""
+    adaptive: bool = False
+    """Whether the optimizer normalises the gradient, as Adam and similar ones do."""
     moments: Moments | None = None
     """Averaged noise and signal, including this step; None if no rule needs them or nothing was measured yet."""
 
@@ -152,9 +157,22 @@ class _Part:
 class Rule(_Part, ABC):
     """A learning-rate rule. Subclasses are frozen dataclasses, registered by `register_rule`."""
 
+    @property
+    def guards(self) -> bool:
+        """Whether `review` may ask to go back to a snapshot, so that snapshots are kept."""
+        return False
+
     @abstractmethod
     def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
         """The scaling of one step, and the state for the next one."""
+
+    def review(self, context: StepContext, loss: float, state: State) -> tuple[Verdict, State]:
+        """What follows from the loss of a step that this rule has scaled; only a rule that `guards` is asked."""
+        return "continue", state
+
+    def after_restore(self, snapshot: State, state: State) -> State:
+        """The state with which the run goes on from a snapshot; `state` is that of `review`, which asked for it."""
+        return snapshot
 
 
 class Modifier(_Part, ABC):
@@ -180,6 +198,11 @@ class RuleChain(Rule):
         needs = self.rule.needs.union(*(modifier.needs for modifier in self.modifiers))
         object.__setattr__(self, "needs", needs)
 
+    @property
+    def guards(self) -> bool:
+        """Whether the rule guards; modifiers do not."""
+        return self.rule.guards
+
     def init(self) -> State:
         """The states of all parts, in order."""
         return [self.rule.init(), *(modifier.init() for modifier in self.modifiers)]
@@ -192,6 +215,15 @@ class RuleChain(Rule):
             scaling, new = modifier.modify(context, scaling, old)
             states.append(new)
         return scaling, states
+
+    def review(self, context: StepContext, loss: float, state: State) -> tuple[Verdict, State]:
+        """The verdict of the rule; modifiers have none."""
+        verdict, first = self.rule.review(context, loss, state[0])
+        return verdict, [first, *state[1:]]
+
+    def after_restore(self, snapshot: State, state: State) -> State:
+        """What the rule keeps; modifiers are as they were at the snapshot."""
+        return [self.rule.after_restore(snapshot[0], state[0]), *snapshot[1:]]
 
     def __str__(self) -> str:
         return self.text

@@ -13,6 +13,7 @@ import torch
 
 from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.base import Engine, Gradients
+from ebbflow.engines.batches import map_batch
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
@@ -62,6 +63,8 @@ class Flow:
     """The policy by which steps drop the samples of absent workers, if they do."""
     max_steps: int = 0
     """The run ends after this many steps, if not before; 0 stands for no limit."""
+    snapshot: Mapping[str, Any] | None = None
+    """The state to which the run goes back if the rule asks for it; tensors are in the memory of the host."""
     on_gradients: Callable[[], None] | None = None
     """Called when the mean gradient of a committed step is in `.grad`, before the rule and the optimizer."""
 
@@ -96,6 +99,8 @@ class Flow:
         if self.growth is not None:
             self.engine.request(self.growth.useful)
         size = self.engine.participants(self.step)  #                    traces, plan: who, and how much
+        if self.optimizer.rule.guards and self.step == 0 and self.snapshot is None:
+            self._take_snapshot()
         if self.growth is not None:
             size = self.growth.allow(size)
         if self.drop is not None:
@@ -146,16 +151,18 @@ class Flow:
         in_epoch = self.ledger.dropped + assignment.dropped
         drops = {"dropped": assignment.dropped, "dropped_in_epoch": in_epoch} if in_epoch else {}
         self.ledger = self.ledger.commit(assignment)
+        done = self.ledger.total
         self.step += 1
         if self.growth is not None:
             self.growth.observe(batch=batch, **_observations(gradients))
+        given_back = self._review(context, gradients.loss) if update.applied and self.snapshot is not None else {}
         self.wall_s += time.perf_counter() - step.began
         return StepRow(  #                                               record: what happened
             step=context.step,
             time_s=size.time_s,
             wall_s=round(self.wall_s, 6),
             epoch=assignment.epoch,
-            samples=self.ledger.total,
+            samples=done,
             workers=size.workers,
             batch=context.batch,
             micro_batches=gradients.micro_batches,
@@ -163,8 +170,36 @@ class Flow:
             lr=update.lr,
             multiplier=update.multiplier,
             loss=gradients.loss,
-            stats={**update.stats, **drops},
+            stats={**update.stats, **drops, **given_back},
         )
+
+    def _take_snapshot(self) -> None:
+        """Keep the present state."""
+        self.engine.sync()
+        state = _in_host_memory({**self.state_dict(), "snapshot": None})
+        self.snapshot = {**state, "known": self.engine.snapshot_taken()}
+
+    def _review(self, context: StepContext, loss: float) -> dict[str, float]:
+        """Do what the rule asks for after a step: keep the state, forget the snapshot, or go back to it.
+
+        Returns the samples that were given back, under the name that they have in the record. The steps go on counting,
+        and so does the time: going back costs what was computed since the snapshot.
+        """
+        verdict = self.optimizer.review(context, loss)
+        if verdict == "snapshot":
+            self._take_snapshot()
+        elif verdict == "release":
+            self.snapshot = None
+        if verdict != "restore" or self.snapshot is None:
+            return {}
+        snapshot, step, wall_s, done = self.snapshot, self.step, self.wall_s, self.ledger.total
+        reviewed = self.optimizer.state_dict()["rule_state"]
+        # A copy: torch's optimizers go on with the tensors that they load.
+        self.load_state_dict(_in_host_memory(snapshot), origin="the snapshot")
+        self.optimizer.rule_restored(reviewed)
+        self.snapshot, self.step, self.wall_s = snapshot, step, wall_s
+        self.engine.snapshot_loaded(snapshot["known"])
+        return {"given_back": float(done - self.ledger.total)}
 
     @property
     def finished(self) -> bool:
@@ -184,7 +219,7 @@ class Flow:
         Without `weights`, what the caller keeps itself is left out: the model and the state of the inner optimizer.
         """
         optimizer = self.optimizer.state_dict()
-        state = {
+        state: dict[str, Any] = {
             "optimizer": optimizer,
             "average": self.average.state_dict() if self.average is not None else None,
             "growth": self.growth.state_dict() if self.growth is not None else None,
@@ -193,6 +228,8 @@ class Flow:
             "step": self.step,
             "wall_s": self.wall_s,
         }
+        if self.snapshot is not None and weights:
+            state["snapshot"] = self.snapshot
         if not weights:
             del optimizer["inner"]
             return state
@@ -225,7 +262,13 @@ class Flow:
             self.ledger = Ledger(samples=self.ledger.samples, epoch=int(state["ledger"]["epoch"]))
         self.step = int(state["step"])
         self.wall_s = float(state["wall_s"])
+        self.snapshot = state.get("snapshot")
         self.engine.load_state_dict(state.get("engine") or {})
+
+
+def _in_host_memory(state: Any) -> Any:
+    """A copy of a state in plain containers, whose tensors no step changes."""
+    return map_batch(state, lambda value: value.detach().to("cpu", copy=True) if hasattr(value, "detach") else value)
 
 
 def _observations(gradients: Gradients) -> dict[str, float]:
@@ -241,7 +284,7 @@ def _observations(gradients: Gradients) -> dict[str, float]:
 
 
 def check_loss(row: StepRow) -> None:
-    """Raise Diverged if the loss of a step is not a finite number; a skipped step does not count."""
-    if "skipped" in row.stats or (row.loss is not None and math.isfinite(row.loss)):
+    """Raise Diverged if the loss of a step is not a finite number; a skipped step and one taken back do not count."""
+    if "skipped" in row.stats or "given_back" in row.stats or (row.loss is not None and math.isfinite(row.loss)):
         return
     raise Diverged(f"the training loss is {row.loss} at step {row.step} (epoch {row.epoch}, rate {row.lr:g})")

@@ -136,8 +136,11 @@ class TrainingLoop:
         if self.flow.ledger.position == 0 and (dropped := row.stats.get("dropped_in_epoch")):
             text = f"{dropped:,.0f} of the {self.flow.ledger.samples:,} samples of epoch {row.epoch} were dropped"
             self.event("dropped samples", text, step=row.step)
+        if "given_back" in row.stats:
+            back = f"{row.stats['given_back']:.0f} samples are given back and trained on again"
+            self.event("went back", f"the loss was {row.loss:.4g}: back to the last snapshot, {back}", step=row.step)
         check_loss(row)
-        if self.flow.ledger.position == 0 or self.flow.finished:
+        if "given_back" not in row.stats and (self.flow.ledger.position == 0 or self.flow.finished):
             self.validate(row)
         stop = self._should_stop()
         if stop or time.monotonic() - self._saved_at >= self.checkpoint_every_s:

@@ -19,7 +19,7 @@ from ebbflow.plan import (
     plan_for,
     plan_growing,
 )
-from ebbflow.rules.rule import Rule
+from ebbflow.rules.rule import Rule, make_rule
 from ebbflow.run.config import RunConfig
 from ebbflow.traces import Trace
 from ebbflow.traces import load as load_trace
@@ -42,6 +42,9 @@ def epoch_time(step_time: str) -> Seconds | None:
 
 def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tuple[BatchPlan, Trace | None]:
     """The batch plan of a complete configuration over a data set of `samples` samples, and the trace it comes from.
+
+    A run whose rule may go back to a snapshot may need a few steps more, and so may one whose lost steps are repeated:
+    where the step time was fitted to the trace, the trace is then repeated.
 
     For a growing policy it is the plan of what the workers can do; how much of it a step takes is decided during
     training. A run that counts gain takes more samples than its epochs, and how many is not known: a trace whose step
@@ -85,14 +88,15 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
     if by_gain and not (config.repeat or config.step_time == "fit"):
         model = make_step_time(step_time)
         return BatchPlan.from_trace(trace, policy, model, offset=offset, on_change=config.on_change), trace
+    longer = config.step_time == "fit" and make_rule(config.rule).guards
     plan = plan_for(
         trace,
         policy,
         make_step_time(step_time),
         samples=samples,
-        epochs=config.epochs * (MAX_EPOCHS if by_gain else 1),
+        epochs=config.epochs * (MAX_EPOCHS if by_gain else 1) + (1 + config.epochs // 5 if longer else 0),
         offset=offset,
-        repeat=config.repeat or by_gain,
+        repeat=config.repeat or by_gain or longer,
         on_change=config.on_change,
     )
     return plan, trace

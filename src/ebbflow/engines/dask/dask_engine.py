@@ -238,6 +238,10 @@ class DaskEngine(Engine):
         while not self.transport.sync():
             self.transport.regroup(self._present())
 
+    def snapshot_loaded(self, known: Any) -> None:
+        """Have the replicas take the model and optimizer of this process before the next step."""
+        self.transport.reload()
+
     def autocast(self) -> AbstractContextManager[object]:
         """The model computes in the engine's precision inside."""
         return autocast(self.precision, torch.device(self.device).type)

@@ -42,6 +42,9 @@ class GradientTransport(Protocol):
     def sync(self) -> bool:
         """Bring the model of this process up to date; False: all workers that had it were lost."""
 
+    def reload(self) -> None:
+        """Model and optimizer of this process were replaced: the workers take them before the next step."""
+
     def regroup(self, workers: Sequence[str]) -> bool:
         """Let these workers compute the next steps; False: one was lost meanwhile."""
 
@@ -119,6 +122,9 @@ class CentralizedTransport(_Caller):
         """Do nothing: the model is here."""
         return True
 
+    def reload(self) -> None:
+        """Do nothing: the weights are sent before every step."""
+
     def regroup(self, workers: Sequence[str]) -> bool:
         """Do nothing: workers know nothing of each other."""
         return True
@@ -179,6 +185,14 @@ class AllReduceTransport(_Caller):
         settings = tuple({key: value for key, value in group.items() if key != "params"} for group in groups)
         self._apply = ApplyStep(attempt=self._attempt, context=context, groups=settings, momenta=self._momenta)
         self._since_saved.append((self._tasks, self._apply))
+
+    def reload(self) -> None:
+        """Let no worker hold the state any more, so that the next group begins with that of this process."""
+        buffer = io.BytesIO()
+        state = {"model": self.blueprint.model.state_dict(), "optimizer": self.blueprint.optimizer.state_dict()}
+        torch.save(state, buffer)
+        self._saved, self._since_saved, self._apply = buffer.getvalue(), [], None
+        self._connected, self._holders = (), {}
 
     def regroup(self, workers: Sequence[str]) -> bool:
         """Connect these workers in a new group; False if one was lost meanwhile."""
