@@ -148,7 +148,8 @@ class Flow:
         self.ledger = self.ledger.commit(assignment)
         self.step += 1
         if self.growth is not None:
-            self.growth.observe(batch=batch, **_observations(gradients))
+            seconds = gradients.seconds if gradients.seconds is not None else size.duration_s or None
+            self.growth.observe(batch=batch, workers=size.workers, seconds=seconds, **_observations(gradients))
         self.wall_s += time.perf_counter() - step.began
         return StepRow(  #                                               record: what happened
             step=context.step,
@@ -163,7 +164,7 @@ class Flow:
             lr=update.lr,
             multiplier=update.multiplier,
             loss=gradients.loss,
-            stats={**update.stats, **drops},
+            stats={**(self.growth.stats if self.growth is not None else {}), **update.stats, **drops},
         )
 
     @property
