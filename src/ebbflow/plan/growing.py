@@ -384,9 +384,11 @@ class Goodput(_AdaptivePolicy):
         return progress if self.per == "hour" else progress / ((self.price or 0.0) * workers + self.fixed)
 
     def stats(self, state: PolicyState) -> dict[str, float]:
-        """The noise scale that the policy uses, if it is known and finite."""
-        phi = _noise_scale(state or {})
-        return {} if phi is None or math.isinf(phi) else {"noise_scale": phi}
+        """The noise scale, if it is known and finite, and the mean duration of the latest kind of step (`step_s`)."""
+        memory: Mapping[str, Any] = state or {}
+        phi, kinds = _noise_scale(memory), memory.get("kinds")
+        known = {} if phi is None or math.isinf(phi) else {"noise_scale": phi}
+        return {**known, "step_s": kinds[-1][2]} if kinds else known
 
     def _collect(self, seen: Observation, memory: Mapping[str, Any]) -> dict[str, Any]:
         collected = _averaged(seen, memory, self.memory)
