@@ -73,7 +73,7 @@ def whatif(
 
 def _worth_table(worth: list[FurtherWorker]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("workers", "batch", "efficiency", "progress/s", "USD/million", "1 more", "as good as"):
+    for column in ("workers", "batch", "efficiency", "progress/s", "USD/million", "1 more", "of a present one"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in worth:
         now = one.now
