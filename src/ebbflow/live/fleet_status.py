@@ -193,10 +193,7 @@ def members_table(status: FleetStatus) -> RenderableType:
     alive = sum(member.heard_s is not None for member in status.members)
     quorum = f"quorum {status.quorum}" if status.quorum else "no quorum yet"
     head = f"lighthouse {status.lighthouse}  {quorum}  {alive} alive"
-    worth = [] if status.worth is None else [Text(worth_line(status.worth))]
-    if not status.members:
-        return Text(f"{head}: nobody has joined")
-    return Group(Text(head), table, Text(summary(status)), *worth)
+    return Group(Text(head), table, *_footer(status)) if status.members else Text(f"{head}: nobody has joined")
 
 
 def launcher_table(fleet: Supervisor, status: FleetStatus, *, title: str) -> RenderableType:
@@ -215,7 +212,12 @@ def launcher_table(fleet: Supervisor, status: FleetStatus, *, title: str) -> Ren
             str(replica.deaths),
             str(replica.child.pid) if replica.child else "",
         )
-    return Group(Text(title), table, Text(summary(status)))
+    return Group(Text(title), table, *_footer(status))
+
+
+def _footer(status: FleetStatus) -> list[Text]:
+    """The summary, and what a further worker is worth where that is known."""
+    return [Text(summary(status)), *([] if status.worth is None else [Text(worth_line(status.worth))])]
 
 
 def _table(*columns: str) -> Table:
