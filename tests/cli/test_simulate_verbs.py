@@ -217,6 +217,27 @@ def test_whatif_finds_the_fastest_within_a_budget(ebbflow: Ebbflow) -> None:
     assert found["settings"]["tried"] == 8
 
 
+def test_whatif_says_what_a_further_worker_is_worth(ebbflow: Ebbflow) -> None:
+    # Workers of 10 samples, steps of 1 s, a price of 1 USD per second and worker; noise scale 30, reference batch 10.
+    # One worker: 10 samples per second, 100,000 USD per million. Two: 20 x 40/50 = 16, six tenths more. Four: 40 x
+    # 40/70 = 160/7 for 4 USD; a fifth makes it 50 x 40/80 = 25.
+    text = f"{WHATIF} --deadline 1h --max-workers 4 --local-batch 10 --noise-scale 30 --ref-batch 10"
+    worth = json.loads(ebbflow(f"{text} --json", "0s:8 10h").out)["worth"]
+    assert [one["now"]["workers"] for one in worth] == [1, 2, 4]
+    assert worth[0]["now"] == {
+        "workers": 1, "batch": 10, "efficiency": 1.0, "samples_per_progress": 1.0, "goodput": 10.0,
+        "usd_per_million": pytest.approx(1e5),
+    }  # fmt: skip
+    assert (worth[0]["gain"], worth[0]["share"]) == pytest.approx((0.6, 0.6))
+    assert worth[2]["now"]["efficiency"] == pytest.approx(4 / 7)
+    assert worth[2]["now"]["usd_per_million"] == pytest.approx(4 / (160 / 7) * 1e6)
+    assert worth[2]["more"]["goodput"] == pytest.approx(25)
+    shown = ebbflow(text, "0s:8 10h").out
+    assert "what a worker is worth" in shown and max(map(len, shown.splitlines())) <= 80
+    without = ebbflow(f"{WHATIF} --deadline 1h --max-workers 4 --local-batch 10", "0s:8 10h").out
+    assert "give --noise-scale and --ref-batch" in " ".join(without.split())
+
+
 def test_whatif_says_the_best_that_can_be_had(ebbflow: Ebbflow) -> None:
     refused = ebbflow(f"{WHATIF} --deadline 10s --max-workers 1,3,7 --local-batch 10 --json", "0s:8 10h")
     assert refused.code == 2
@@ -478,6 +499,7 @@ def test_growing_policies_are_simulated_compared_and_searched(ebbflow: Ebbflow) 
     ("policy", "message"),
     [
         ("noise", "grows by what training shows (losses, gradients), which a simulation does not have"),
+        ("goodput", "follows the noise scale, which a simulation does not measure"),
         ("geo(1ep)", "begins with the reference batch; give it (--ref-batch), or initial="),
     ],
 )

@@ -81,6 +81,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "fused-frozen": {"engine": "fused", "rule": "sqrt", "batch_norm": "frozen", "clip": 0.5},
     "fewer-workers-than-ranks": {"engine": "loop", "rule": "adascale", "trace": FEW},
     "growing": {"engine": "fused", "rule": "sqrt", "policy": "noise(initial=8)", "fused_batch": 8},
+    "goodput": {
+        "engine": "fused",
+        "rule": "sqrt",
+        "fused_batch": 8,
+        "policy": "goodput(step=1s, exchange=10ms, initial=8, dwell=2, wait=2)",
+    },
     "weights-apart": {"engine": "fused", "rule": "adascale", "workload": "test-ranks(apart=true)"},
     "by-gain": {"engine": "loop", "rule": "adascale(progress=gain)"},
     "skipped-steps": {"engine": "loop", "rule": "linear", "workload": "test-ranks(bad=2)", "on_nonfinite": "skip"},

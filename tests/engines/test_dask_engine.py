@@ -34,7 +34,7 @@ from ebbflow.errors import ConfigError, DataError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.plan.growing import Geo, Growth
-from ebbflow.plan.policies import Drop
+from ebbflow.plan.policies import Drop, GrowingPolicy, make_policy
 from ebbflow.rules.rule import StepContext
 from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
@@ -404,6 +404,23 @@ def test_the_batch_and_the_cluster_grow_together(growing_cluster: Client) -> Non
     assert [row.batch for row in last] == [16] * 6 + [5]
     # 32 were requested, and max_batch is 16: the rate pays, as it does in the last step, which the epoch's end has cut.
     assert {row.lr for row in last} == {0.05}
+
+
+def test_the_driver_measures_how_long_steps_take(two_workers: Client) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model, rule="linear")
+    policy = make_policy("goodput(initial=8, local_batch=8, dwell=2, wait=2)")
+    assert isinstance(policy, GrowingPolicy)
+    growth = Growth(policy, ref_batch=8, epoch_samples=SAMPLES)
+    with DaskEngine(
+        model, Plain(), cross_entropy, policy, client=two_workers, optimizer=optimizer, samples=SAMPLES, micro_batch=4,
+        needs=policy.needs, transport="centralized",
+    ) as engine:  # fmt: skip
+        flow = Flow(engine, optimizer, Ledger(samples=SAMPLES), growth=growth)
+        while flow.ledger.epoch < 2:
+            flow.run_step()
+    kinds = json.loads(growth.state_dict()["state"])["kinds"]
+    assert kinds and all(seconds > 0 and samples in (8, 16) for _, samples, seconds, _ in kinds)
 
 
 def test_a_run_of_replicas_keeps_no_average_here(two_workers: Client) -> None:

@@ -22,9 +22,13 @@ FAST = "dwell=3, wait=5"
 
 numbers = st.one_of(st.none(), st.just(0.0), st.floats(1e-12, 1e12), st.floats(-1e6, -1e-12))
 steps = st.fixed_dictionaries(
-    {"batch": st.integers(1, 5000), "loss": numbers, "norm_sq": numbers, "noise": numbers, "signal": numbers}
-)
-histories = st.lists(steps, max_size=25)
+    {
+        "batch": st.integers(1, 5000), "loss": numbers, "norm_sq": numbers, "noise": numbers, "signal": numbers,
+        "workers": st.integers(0, 50), "seconds": numbers,
+    }
+)  # fmt: skip
+histories = st.lists(st.one_of(steps, steps.map(lambda shown: {**shown, "batch": 64, "workers": 2})), max_size=25)
+"""Half of the steps are of one kind, since durations are compared among equal steps."""
 
 
 def policy_of(name: str, **limits: int) -> GrowingPolicy:
@@ -107,7 +111,7 @@ def test_no_step_exceeds_the_limit_or_the_workers(
         assert 1 <= size.samples <= min(limit, there.samples, growth.requested)
         assert 1 <= size.workers <= workers
         assert size.samples <= 8 * size.workers, "no worker takes more than a local batch"
-        assert size.shortfall == size.samples / growth.requested
+        assert size.shortfall == (size.samples / growth.requested if growth.policy.damps else 1)
         growth.observe(**{key: value for key, value in shown.items() if value is not None})
 
 

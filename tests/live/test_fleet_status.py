@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from typing import Any
@@ -40,6 +41,26 @@ def test_what_lighthouse_and_replicas_report_is_combined() -> None:
     assert (status.step, status.batch, status.lr, status.samples_per_s) == (43, 64, 0.2, 640.0)
 
 
+def test_the_status_says_what_a_further_worker_is_worth() -> None:
+    # 400 samples of 4 workers at 400 samples/s with a noise scale of 300 and a reference batch of 100: see
+    # tests/plan/test_goodput.py. 0.9 USD per hour and worker are 4.375 USD per million reference samples.
+    known: dict[str, Any] = {
+        "step": 43, "batch": 400, "workers": 4, "samples_per_s": 400.0, "ref_batch": 100, "noise_scale": 300.0,
+    }  # fmt: skip
+    page = parse_lighthouse_page(LIGHTHOUSE_PAGE)
+    status = combine("127.0.0.1:1", page, {"r1": reported("training", **known)}, price=0.9)
+    assert status.worth is not None
+    assert status.worth.now.usd_per_million == pytest.approx(4.375)
+    assert status.worth.gain == pytest.approx(0.09375)
+    assert json.dumps(dataclasses.asdict(status))
+    for missing in known:
+        if missing not in ("step", "batch"):
+            lacking = {**known, missing: None}
+            assert combine("127.0.0.1:1", page, {"r1": reported("training", **lacking)}).worth is None
+    free = combine("127.0.0.1:1", page, {"r1": reported("training", **known)}).worth
+    assert free is not None and free.now.usd_per_million is None
+
+
 def test_without_status_files_the_lighthouse_is_believed() -> None:
     status = combine("127.0.0.1:1", parse_lighthouse_page(LIGHTHOUSE_PAGE), {})
     assert [(m.name, m.state) for m in status.members] == [("r0", "recovering"), ("r1", "training")]
@@ -56,6 +77,11 @@ def test_the_table_fits_eighty_columns() -> None:
     assert max(map(len, lines)) <= 80
     assert len(lines) == 6  # a head, the columns' names, two replicas, the fleet in two
     assert "1,234,568 samples/s" in lines[-2]
+    statuses["r1"] = dataclasses.replace(statuses["r1"], workers=512, ref_batch=64, noise_scale=1e6)
+    page.print(members_table(combine("10.0.0.1:29510", None, statuses, price=12.5)))
+    lines = page.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "one more worker: at most" in " ".join(lines[-2:])
 
 
 @pytest.mark.process

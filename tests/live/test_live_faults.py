@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -386,6 +387,29 @@ def test_a_growing_batch_goes_on_growing_when_a_replica_is_killed_and_comes_back
     # 97 = 47 x 2 + 3 = 23 x 4 + 3 + 2 = 11 x 8 + 7 + 2, since no step is of one lone sample
     assert whole == [[2, 3], [2, 3, 4], [2, 7, 8]]
     assert len({run.end.weights_sha256 if run.end else "none" for run in runs.values()}) == 1
+
+
+def test_replicas_decide_alike_about_the_batch_although_their_clocks_differ(fleet: Any, tmp_path: Path) -> None:
+    # The policy measures the durations of steps, of which each replica has its own; r1 learns those of the others with
+    # the state. Two workers of 4 are the reference batch.
+    policy = "goodput(initial=8, dwell=2, wait=2, margin=0, memory=4steps)"
+    group = fleet(all=ALL, policy=policy, hold=20)
+    group.start("r1", fault="kill:quorum@9")
+    group.start("r0", "r2")
+    assert group.wait("r1") == {"r1": KILLED}
+    group.start("r1")
+    group.trains(*ALL, step=20, members=3)
+    group.stop_holding()
+    assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
+    account, runs = reports(tmp_path)
+    assert account.mistakes == () and account.samples == EPOCHS * SAMPLES
+    assert len({run.end.weights_sha256 if run.end else "none" for run in runs.values()}) == 1
+    rows = [row for run in runs.values() for row in run.steps]
+    seen = {(row.step, row.batch, row.stats.get("noise_scale"), row.stats.get("step_s")) for row in rows}
+    assert len(seen) == len({row.step for row in rows}) < len(rows), "what replicas know of a step is the same"
+    state = json.loads(final_state(tmp_path)["growth"]["state"])
+    assert state["kinds"] and all(seconds > 0 for _, _, seconds, _ in state["kinds"])
+    assert group.status("r0")["ref_batch"] == 8
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ebbflow.moments.estimate import Measurement
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.batch_plan import BatchPlan, StepSize
 from ebbflow.plan.fitted_plans import fit_growing, foresee, plan_growing
-from ebbflow.plan.growing import Geo, Growth, allow
+from ebbflow.plan.growing import Geo, Goodput, Growth, allow
 from ebbflow.plan.policies import GrowingPolicy, Observation, make_policy
 from ebbflow.rules.rule import Rule, Scaling, State, StepContext, damp, make_rule
 from ebbflow.run.config import RunConfig
@@ -301,6 +302,43 @@ def test_a_growing_run_has_the_batches_and_rates_of_its_policy(tmp_path: Path) -
     # In the third epoch 128 are requested and 64 allowed.
     assert {round(row.multiplier, 9) for row in run.steps if row.epoch == 2} == {0.5}
     assert {row.workers for row in run.steps if row.epoch == 0} == {1}
+
+
+def test_a_run_by_goodput_follows_its_own_noise_scale_and_goes_on_after_a_break(tmp_path: Path) -> None:
+    times = "step=0.4s, sample=10ms, exchange=50ms, initial=32, dwell=5, wait=5, memory=20steps"
+    config = CONFIG.replace(
+        rule="linear", trace="constant(workers=12)", ref_batch=32, local_batch=16, epochs=6, policy=f"goodput({times})"
+    )
+    whole = train(config, tmp_path / "whole")
+    policy = policy_of(f"goodput({times}, local_batch=16)")
+    assert isinstance(policy, Goodput)
+
+    def score(batch: int, phi: float) -> float:
+        workers = -(-batch // 16)
+        seconds = 0.4 + 0.01 * -(-batch // workers) + 0.05 * (workers - 1)
+        return policy.score(batch, workers, seconds, noise_scale=phi, ref_batch=32)
+
+    requested, taken, changes = 32, 0, 0
+    for step, row in enumerate(whole.steps):
+        limit = min(requested, 12 * 16)
+        last = step + 1 == len(whole.steps) or whole.steps[step + 1].epoch != row.epoch
+        assert row.batch <= limit and (row.batch >= limit - 1 or last)  # see `cut_step`
+        taken = max(taken, row.batch)
+        if (step + 1) % 5 == 0:  # what the policy decides, by comparing all batches that it may request
+            phi = row.stats.get("noise_scale", math.inf)
+            most = max(requested, 2 * taken)
+            best = max([32, *range(48, most + 1, 16)], key=lambda batch: score(batch, phi))
+            if score(best, phi) > 1.05 * score(requested, phi):
+                requested, changes = best, changes + 1
+            taken = 0
+    assert changes
+    assert {round(row.multiplier * 32 - row.batch, 9) for row in whole.steps} == {0}, "linear, and nothing else"
+    count = iter(range(10**6))
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "cut", callbacks=Callbacks(should_stop=lambda: next(count) == 40))
+    resumed = train(config, tmp_path / "cut")
+    assert resumed.end is not None and whole.end is not None
+    assert resumed.end.weights_sha256 == whole.end.weights_sha256
 
 
 class Scripted(Engine):

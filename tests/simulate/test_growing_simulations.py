@@ -14,12 +14,12 @@ from drawing_examples import examples
 from ebbflow.core.units import Seconds, Span
 from ebbflow.errors import ConfigError
 from ebbflow.plan import StepSize, make_policy, plan_growing
-from ebbflow.plan.growing import Geo, Pada, allow
+from ebbflow.plan.growing import Geo, Goodput, Pada, allow
 from ebbflow.plan.policies import GrowingPolicy
-from ebbflow.simulate import ComputeAndNetwork, FlatPrice, Scenario, on_demand, parse_step_time, simulate
+from ebbflow.simulate import NETWORKS, ComputeAndNetwork, FlatPrice, Scenario, on_demand, parse_step_time, simulate
 from ebbflow.simulate.advance import GrowthPhases, simulate_growing
 from ebbflow.simulate.recovery import RECOVERIES, Recovery
-from ebbflow.simulate.scenario import TrainingWork
+from ebbflow.simulate.scenario import SettledGoodput, TrainingWork
 from ebbflow.simulate.search import Setting, outcomes
 from ebbflow.simulate.segments import Segments, limit_batches
 from ebbflow.traces import Trace, load
@@ -171,6 +171,76 @@ def test_policies_that_need_a_training_are_refused() -> None:
             growing(name, "constant(4)")
     with pytest.raises(ConfigError, match="begins with the reference batch; give it"):
         growing("geo(2ep)", "constant(4)", ref_batch=None)
+
+
+# -- the best batch --------------------------------------------------------------------------------------------------
+
+SLOWER = ComputeAndNetwork(
+    per_step=Seconds(0.7), per_sample=Seconds(0.001), network=NETWORKS.make("affine(0.2s, 0.2s)")
+)
+"""Workers of 100 samples: 0.6 + 0.2 W seconds, so that with a noise scale of 300 and a reference batch of 100 progress
+per second is proportional to W/((3 + W)(0.6 + 0.2 W)): 0.3125, 0.4, 0.4167, 0.4082 with 1 to 4 workers."""
+
+
+def best(text: str, trace: str, **more: object) -> Scenario:
+    given: dict[str, object] = {
+        "policy": make_policy(text, 100), "model": SLOWER, "samples": 10_000, "ref_batch": 100, "noise_scale": 300.0,
+        "epochs": 2,
+    }  # fmt: skip
+    return growing("follow", trace, **{**given, **more})
+
+
+def test_goodput_is_simulated_where_it_settles_by_hand() -> None:
+    # Of five workers three take part, in steps of 300 samples, each worth 300 x 400/600 = 200, and of 1.2 s, of which
+    # an empty step takes 0.7 s and 0.4 s for the exchange. An epoch is 33 such steps and one of 100 samples, which is
+    # worth 100 and takes 1.1 + 0.1/3 s. Training ends after 20,000 reference samples; an epoch is worth 6,700.
+    found = simulate(best("goodput", "constant(5)"))
+    assert set(found.segments.workers.tolist()) == {3}
+    assert np.repeat(found.runs.sizes, found.runs.counts).tolist()[:35] == [300] * 33 + [100, 300]
+    per_epoch = 33 * 1.2 + (1.1 + 0.1 / 3)
+    # Two epochs are worth 13,400; 33 further steps of 200 are the rest.
+    assert found.time_s == pytest.approx(2 * per_epoch + 33 * 1.2)
+    # Where there are fewer workers, all of them take part. Per dollar, with ten times a worker's price for the job, two
+    # are best: 0.4/12 against 0.4167/13.
+    assert set(simulate(best("goodput", "0s:2 9h")).segments.workers.tolist()) == {2}
+    dollars = simulate(best("goodput(per=dollar, price=0.5, fixed=5)", "constant(5)"))
+    assert set(dollars.segments.workers.tolist()) == {2}
+    # Times that the policy is given decide, whatever the steps really take: with no exchange all five take part.
+    assert set(simulate(best("goodput(step=1s)", "constant(5)")).segments.workers.tolist()) == {5}
+
+
+@examples(50)
+@given(
+    noise_scale=st.floats(10, 1e5), local=st.integers(1, 64), fleet=st.integers(1, 40), ref_batch=st.integers(1, 300),
+    first=st.floats(0, 1), more=st.floats(0, 0.2),
+)  # fmt: skip
+def test_no_smaller_fleet_makes_more_progress_per_hour_than_goodput(
+    noise_scale: float, local: int, fleet: int, ref_batch: int, first: float, more: float
+) -> None:
+    model = ComputeAndNetwork(
+        per_step=Seconds(0.5), per_sample=Seconds(0.01), network=NETWORKS.make(f"affine({first}s, {more}s)")
+    )
+    policy = make_policy("goodput", local)
+    assert isinstance(policy, Goodput)
+    settled = SettledGoodput(policy=policy, model=model, noise_scale=noise_scale, ref_batch=ref_batch)
+    fleets = np.arange(fleet + 1)
+    workers, samples = settled.sizes(fleets)
+    assert (workers <= fleets).all() and (samples <= workers * local).all()
+    assert (samples >= np.minimum(ref_batch, fleets * local)).all()
+    seconds = model.breakdown(np.maximum(workers, 1), samples).total
+    found = TrainingWork(epoch=1, needed=1, noise_scale=noise_scale, ref_batch=ref_batch).worths(samples) / seconds
+    batches = fleets[1:] * local
+    times = model.breakdown(fleets[1:], batches).total
+    others = TrainingWork(epoch=1, needed=1, noise_scale=noise_scale, ref_batch=ref_batch).worths(batches) / times
+    allowed = batches >= ref_batch
+    if allowed.any():
+        assert found[-1] >= others[allowed].max() * (1 - 1e-12)
+
+
+def test_goodput_needs_a_noise_scale_to_be_simulated() -> None:
+    for lacking in ({"noise_scale": float("inf")}, {"ref_batch": None}):
+        with pytest.raises(ConfigError, match=r"follows the noise scale.*--noise-scale 8000 --ref-batch 256"):
+            best("goodput", "constant(4)", **lacking)
 
 
 def test_a_long_trace_is_simulated_in_windows() -> None:

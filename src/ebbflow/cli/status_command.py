@@ -35,9 +35,13 @@ def status(
             "there, each replica is asked.",
         ),
     ] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="USD per hour of one worker: adds what progress costs now.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """Show the replicas of a fleet, its step, batch, rate and samples per second."""
+    """Show the replicas of a fleet, its step, batch, rate and samples per second, and, where noise is measured, what a
+    further worker is worth."""
     if Path(fleet).is_dir():
         folder = Path(fleet)
         address = read_lighthouse_address(folder)
@@ -51,7 +55,7 @@ def status(
         from ebbflow.live.connection import fetch_statuses  # by torch's stores: only this needs torch
 
         statuses = fetch_statuses(lighthouse)
-    found = combine(address, lighthouse, statuses)
+    found = combine(address, lighthouse, statuses, price=price)
     if json:
         print_json(dataclasses.asdict(found))
     else:

@@ -13,6 +13,7 @@ from rich.table import Table
 from ebbflow.cli.common import AsJson, TraceText, err, out, print_json
 from ebbflow.cli.scenario_options import numbers, takes_scenario
 from ebbflow.core.units import format_seconds, parse_seconds
+from ebbflow.plan.goodput import FurtherWorker
 from ebbflow.simulate.scenario import ScenarioSettings
 from ebbflow.simulate.search import Goal, Outcome, SearchResult, find_setting, settings_grid
 
@@ -34,7 +35,8 @@ def whatif(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Find the best workers to rent, local batch and policy, and show what the answer depends on."""
+    """Find the best workers to rent, local batch and policy, show what the answer depends on, and, with a noise scale,
+    what a further worker is worth."""
     goal = Goal(deadline=None if deadline is None else parse_seconds(deadline), budget=budget)
     grid = settings_grid(
         [None] if max_workers is None else numbers(max_workers, what="--max-workers"),
@@ -62,6 +64,24 @@ def whatif(
         out.print("no end: the trace or its prices end before; --repeat begins the trace again")
     out.print("\nno setting is both faster and cheaper than these")
     out.print(_front_table(found.front, found.best))
+    if found.worth:
+        out.print("\nwhat a worker is worth; progress is counted in samples at the reference batch")
+        out.print(_worth_table(found.worth))
+    else:
+        out.print("\nwhat a worker is worth depends on the noise scale: give --noise-scale and --ref-batch")
+
+
+def _worth_table(worth: list[FurtherWorker]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("workers", "batch", "efficiency", "progress/s", "USD/million", "1 more", "of a present one"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in worth:
+        now = one.now
+        table.add_row(
+            f"{now.workers:,}", f"{now.batch:,}", f"{now.efficiency:.0%}", f"{now.goodput:,.4g}",
+            f"{now.usd_per_million:,.4g}", f"{one.gain:+.1%}", f"{one.share:.2f}",
+        )  # fmt: skip
+    return table
 
 
 def _sensitivity_table(found: SearchResult) -> Table:

@@ -20,10 +20,11 @@ from rich.text import Text
 
 from ebbflow.live.protocol import LighthouseStatus, ReplicaStatus
 from ebbflow.live.supervisor import FleetEvent, Supervisor
+from ebbflow.plan.goodput import FurtherWorker, further_worker, value_of
 
 __all__ = [
     "FleetDisplay", "FleetStatus", "KnownReplica", "combine", "describe_event", "launcher_table", "members_table",
-    "summary",
+    "summary", "worth_line",
 ]  # fmt: skip
 
 _COLOURS = {
@@ -62,10 +63,20 @@ class FleetStatus:
     multiplier: float | None
     samples_per_s: float | None
     loss: float | None
+    noise_scale: float | None = None
+    worth: FurtherWorker | None = None
+    """What one further worker is worth, where the noise scale is measured. A step is assumed to take no longer with it,
+    so this is the most that it can be worth."""
 
 
-def combine(address: str, lighthouse: LighthouseStatus | None, statuses: Mapping[str, ReplicaStatus]) -> FleetStatus:
-    """Combine what the lighthouse and the replicas say.
+def combine(
+    address: str,
+    lighthouse: LighthouseStatus | None,
+    statuses: Mapping[str, ReplicaStatus],
+    *,
+    price: float | None = None,
+) -> FleetStatus:
+    """Combine what the lighthouse and the replicas say; `price`: USD per hour of one worker.
 
     If the lighthouse was asked, a replica without quorum membership or heartbeat is dead, unless its status says that
     it starts, left or finished.
@@ -88,6 +99,21 @@ def combine(address: str, lighthouse: LighthouseStatus | None, statuses: Mapping
         multiplier=newest.multiplier if newest else None,
         samples_per_s=newest.samples_per_s if newest else None,
         loss=newest.loss if newest else None,
+        noise_scale=newest.noise_scale if newest else None,
+        worth=_worth(newest, price) if newest else None,
+    )
+
+
+def _worth(status: ReplicaStatus, price: float | None) -> FurtherWorker | None:
+    """What a further worker with the same local batch is worth, if all that it depends on is known."""
+    workers, batch, speed = status.workers, status.batch, status.samples_per_s
+    if not workers or not batch or not speed or not status.ref_batch or status.noise_scale is None:
+        return None
+    noise, reference, seconds = status.noise_scale, status.ref_batch, batch / speed
+    more = round(batch * (workers + 1) / workers)
+    return further_worker(
+        value_of(workers, batch, seconds, noise_scale=noise, ref_batch=reference, price=price),
+        value_of(workers + 1, more, seconds, noise_scale=noise, ref_batch=reference, price=price),
     )
 
 
@@ -137,6 +163,23 @@ def summary(status: FleetStatus) -> str:
     return "  ".join(part for part in parts if part) or "no step yet"
 
 
+def worth_line(worth: FurtherWorker) -> str:
+    """Write what a further worker is worth in one line.
+
+    >>> values = [value_of(n, 100 * n, 1.0, noise_scale=300, ref_batch=100, price=0.9) for n in (4, 5)]
+    >>> worth_line(further_worker(*values))
+    'efficiency 57%  progress 229/s  4.38 USD/million  one more worker: at most +9.4%'
+    """
+    price = worth.now.usd_per_million
+    parts = [
+        f"efficiency {worth.now.efficiency:.0%}",
+        f"progress {worth.now.goodput:,.0f}/s",
+        "" if price is None else f"{price:,.3g} USD/million",
+        f"one more worker: at most {worth.gain:+.1%}",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
 def members_table(status: FleetStatus) -> RenderableType:
     """Make what `ebbflow status` prints: one row per replica, then the summary."""
     table = _table("replica", "state", "step", "heard")
@@ -150,7 +193,7 @@ def members_table(status: FleetStatus) -> RenderableType:
     alive = sum(member.heard_s is not None for member in status.members)
     quorum = f"quorum {status.quorum}" if status.quorum else "no quorum yet"
     head = f"lighthouse {status.lighthouse}  {quorum}  {alive} alive"
-    return Group(Text(head), table, Text(summary(status))) if status.members else Text(f"{head}: nobody has joined")
+    return Group(Text(head), table, *_footer(status)) if status.members else Text(f"{head}: nobody has joined")
 
 
 def launcher_table(fleet: Supervisor, status: FleetStatus, *, title: str) -> RenderableType:
@@ -169,7 +212,12 @@ def launcher_table(fleet: Supervisor, status: FleetStatus, *, title: str) -> Ren
             str(replica.deaths),
             str(replica.child.pid) if replica.child else "",
         )
-    return Group(Text(title), table, Text(summary(status)))
+    return Group(Text(title), table, *_footer(status))
+
+
+def _footer(status: FleetStatus) -> list[Text]:
+    """The summary, and what a further worker is worth where that is known."""
+    return [Text(summary(status)), *([] if status.worth is None else [Text(worth_line(status.worth))])]
 
 
 def _table(*columns: str) -> Table:

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ class LiveEngine(Engine):
             self._replica.parameters,
             meter=self._replica.meter,
             sums=self._batch_norm.sums,
-            flags=("leaving", "lighthouse"),
+            flags=("leaving", "lighthouse", "seconds", "timed"),
             all_reduce=connection.all_reduce,
         )
         self.fork: int | None = None
@@ -109,6 +110,8 @@ class LiveEngine(Engine):
         self._leaving = leaving
         self._fault = fault
         self._began = time.monotonic()
+        self._combined: float | None = None
+        """When the previous step was combined; None where no step, or a lost one, came before."""
         self._quorum: ComputeStep | None = None
         self._assignment: Assignment | None = None
         self._micro_batches: tuple[MicroBatch, ...] = ()
@@ -192,6 +195,8 @@ class LiveEngine(Engine):
         samples = sum(micro_batch.size for micro_batch in own)
         self._replica.check_complete(samples)
         leaving = self._leaving()
+        now = time.monotonic()
+        seconds, self._combined = now - self._combined if self._combined is not None else 0.0, now
         try:
             gradients = self._combine(
                 self._replica.loss,
@@ -201,15 +206,20 @@ class LiveEngine(Engine):
                 count=self._replica.count,
                 leaving=float(leaving),
                 lighthouse=float(self.connection.wants_lighthouse),
+                seconds=seconds,
+                timed=float(seconds > 0),
             )
             self._leavers = self._who_leaves(leaving) if self._combine.flags["leaving"] else frozenset()
             self._fault("sum")
         except PeerLost as reason:
             self._failure = str(reason)
+            self._combined = None
             self._combine.renew()
             return Gradients(loss=math.nan, micro_batches=len(own))
         self._arrived = True
-        return gradients
+        # Clocks differ between replicas, which must decide alike: all use the mean of what was said.
+        timed = self._combine.flags["timed"]
+        return replace(gradients, seconds=self._combine.flags["seconds"] / timed if timed else None)
 
     def _who_leaves(self, leaving: bool) -> frozenset[int]:
         """Find the ranks that leave by one more, tiny all-reduce, in the rare step in which a replica leaves."""

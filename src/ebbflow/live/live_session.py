@@ -351,7 +351,10 @@ class LiveSession(Session):
 
     def _committed(self, row: StepRow) -> None:
         ledger = self.flow.ledger
-        self._status.step(row, epoch=ledger.epoch, position=ledger.position, members=len(self.engine.names))
+        self._status.step(
+            row, epoch=ledger.epoch, position=ledger.position, members=len(self.engine.names),
+            ref_batch=self.flow.optimizer.base_batch,
+        )  # fmt: skip
         self._on_commit(row)
 
     def _event(self, what: str, text: str) -> None:

@@ -259,6 +259,11 @@ class ReplicaStatus:
     samples_per_s: float | None = None
     """Speed of the fleet, as this replica measures it."""
     loss: float | None = None
+    workers: int | None = None
+    """Workers that took part in the last step, after what the policy leaves idle."""
+    ref_batch: int | None = None
+    noise_scale: float | None = None
+    """In samples, where rule or policy measure it and it is finite."""
     reason: str | None = None
     """Why it is in this state, in one line: what it waits for, or what ended it."""
 

@@ -117,7 +117,7 @@ class StatusFile:
         if changed or time.monotonic() - self._written >= _STATUS_EVERY_S:
             self._write()
 
-    def step(self, row: StepRow, *, epoch: int, position: int, members: int) -> None:
+    def step(self, row: StepRow, *, epoch: int, position: int, members: int, ref_batch: int) -> None:
         """Report a committed step."""
         self.update(
             "training",
@@ -131,6 +131,9 @@ class StatusFile:
             multiplier=row.multiplier,
             loss=row.loss,
             samples_per_s=self._speed_after(row.batch),
+            workers=row.workers,
+            ref_batch=ref_batch,
+            noise_scale=row.stats.get("noise_scale"),
         )
 
     def _speed_after(self, batch: int) -> float | None:

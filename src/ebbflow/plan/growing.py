@@ -1,11 +1,11 @@
 """Growing policies, and the state of one in a run.
 
 *Passive* policies (`geo`, `pada`) look at the position of training alone, so that their steps can be counted before
-training. *Adaptive* policies (`ada`, `ada-norm`, `rada`, `noise`) look at losses and gradients of the run. All but
-`noise` have a counterpart in AdaDamp, the software of Holt and Sievert (2021), and agree with its code; where they
-differ, their docstrings say so. The paper itself uses `geo` alone; `ada` and `pada` are those of Sievert and Shah
-(arXiv 1910.08222), and `ada-norm` and `rada` are published as code only. `Growth` calls a policy once per committed
-step:
+training. *Adaptive* policies (`ada`, `ada-norm`, `rada`, `noise`, `goodput`) look at losses and gradients of the run,
+and `goodput` at the durations of its steps, too. The first five have a counterpart in AdaDamp, the software of Holt and
+Sievert (2021), and agree with its code; where they differ, their docstrings say so. The paper itself uses `geo` alone;
+`ada` and `pada` are those of Sievert and Shah (arXiv 1910.08222), and `ada-norm` and `rada` are published as code only.
+`Growth` calls a policy once per committed step:
 
     growth = Growth(policy, ref_batch=128, epoch_samples=50_000)
     size = growth.allow(size)         # what the workers can do -> what the step takes
@@ -20,15 +20,16 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from ebbflow.core.spec import param
-from ebbflow.core.units import Span
+from ebbflow.core.units import Seconds, Span
 from ebbflow.errors import CheckpointError, PlanError
 from ebbflow.plan.batch_plan import StepSize
+from ebbflow.plan.goodput import StepTimes, TimedStep, batch_candidates, fit_times, value_of
 from ebbflow.plan.policies import GrowingPolicy, Observation, PolicyState, register_policy
 
-__all__ = ["Ada", "AdaNorm", "Geo", "Growth", "NoiseScale", "Pada", "Rada", "allow", "workers_for"]
+__all__ = ["Ada", "AdaNorm", "Geo", "Goodput", "Growth", "NoiseScale", "Pada", "Rada", "allow", "workers_for"]
 
 _SIEVERT = "Sievert and Shah 2019, arXiv 1910.08222"
 _CODE = "Sievert's code, github.com/stsievert/adadamp 0.2.0rc8"
@@ -36,6 +37,8 @@ _MAX_REQUEST = 2**53
 """No policy requests more: beyond it a float no longer counts single samples."""
 _ALL_STEPS = 2**53
 """More steps than any run has."""
+_TIMED_STEPS, _TIMED_KINDS = 20, 64
+"""Steps that a mean duration covers, and kinds of steps whose durations are remembered."""
 
 
 def _whole(batch: float, least: int) -> int:
@@ -272,6 +275,22 @@ class Rada(_AdaptivePolicy):
         return (1 / part if part > 0 else None), rest
 
 
+def _check_memory(policy: GrowingPolicy, memory: Span) -> None:
+    if not memory.value > 0:
+        raise PlanError(f"{policy}: memory is {memory}; expected an amount of training above 0")
+
+
+def _averaged(seen: Observation, memory: Mapping[str, Any], span: Span) -> dict[str, Any]:
+    """Add noise and signal of a step to their moving averages over about `span`."""
+    if seen.noise is None or seen.signal is None or not math.isfinite(seen.noise + seen.signal):
+        return dict(memory)
+    length = span.samples(epoch_samples=seen.epoch_samples, ref_batch=seen.ref_batch)
+    keep = math.exp(-seen.batch / length)  # both averages start at zero; their ratio has no bias
+    noise, signal = memory.get("average", (0.0, 0.0))
+    new = [keep * noise + (1 - keep) * seen.noise, keep * signal + (1 - keep) * seen.signal]
+    return {**memory, "average": new}
+
+
 @register_policy("noise", cite="McCandlish et al. 2018, arXiv 1812.06162", needs={"moments"})
 @dataclass(frozen=True)
 class NoiseScale(_AdaptivePolicy):
@@ -290,23 +309,137 @@ class NoiseScale(_AdaptivePolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("part", above=0.0)
-        if not self.memory.value > 0:
-            raise PlanError(f"{self}: memory is {self.memory}; expected an amount of training above 0")
+        _check_memory(self, self.memory)
 
     def _collect(self, seen: Observation, memory: Mapping[str, Any]) -> dict[str, Any]:
-        if seen.noise is None or seen.signal is None or not math.isfinite(seen.noise + seen.signal):
-            return dict(memory)
-        length = self.memory.samples(epoch_samples=seen.epoch_samples, ref_batch=seen.ref_batch)
-        keep = math.exp(-seen.batch / length)  # both averages start at zero; their ratio has no bias
-        noise, signal = memory.get("average", (0.0, 0.0))
-        new = [keep * noise + (1 - keep) * seen.noise, keep * signal + (1 - keep) * seen.signal]
-        return {**memory, "average": new}
+        return _averaged(seen, memory, self.memory)
 
     def _decide(self, seen: Observation, memory: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
         noise, signal = memory.get("average", (0.0, 0.0))
         if not (noise > 0 and signal > 0):  # nothing was measured, or the signal is lost in the noise
             return None, dict(memory)
         return self.part * noise / signal / self.first_batch(seen), dict(memory)
+
+
+@register_policy("goodput", cite="Qiao et al. 2021, arXiv 2008.12260: Pollux", needs={"moments"})
+@dataclass(frozen=True)
+class Goodput(_AdaptivePolicy):
+    """The batch at which progress per hour, or per dollar, is best, up and down, but not below b0.
+
+    Progress is that of Pollux: a step of B samples makes B (phi + B0)/(phi + B) reference samples, where phi is the
+    measured noise scale V/S. If the signal is lost in the noise, phi is infinite and every sample counts in full; if
+    there is no noise, phi is 0 and samples beyond B0 count nothing. Before both are measured the batch stays. Steps
+    need at least two micro-batches.
+
+    A step takes `step` + `sample` x (samples of a worker) + `exchange` x (workers - 1). Unless these are given, they
+    are fitted to the durations of the steps so far. All replicas of a live fleet must decide alike, so each of them
+    says in the all-reduce how long its step took, and all use the mean. On Dask the driver decides. An emulated run
+    has the durations of its plan; where they do not depend on the workers, more workers are always better per hour.
+    What was not observed yet counts as free, and a request is at most twice the largest step since the last decision,
+    so that the batch grows until a further worker turns out not to pay. It changes only if that is better by `margin`.
+
+    Per dollar, the workers that take part are paid, and `fixed` for the job: with `fixed=0` few workers are always
+    best. It is for fleets that give idle workers back; where these are paid anyway, progress per hour is progress per
+    dollar. A step that takes less than was requested does not reduce the learning rate.
+    """
+
+    per: Literal["hour", "dollar"] = param("hour", doc="what progress is divided by: hour or dollar")
+    price: float | None = param(None, doc="USD per hour of one worker; needed for per=dollar")
+    fixed: float = param(0.0, doc="USD per hour of the job, whatever its workers; for per=dollar")
+    step: Seconds | None = param(
+        None, doc="time of a step that does not depend on samples and workers; default: fitted"
+    )
+    sample: Seconds | None = param(None, doc="time per sample of a worker")
+    exchange: Seconds | None = param(None, doc="time that each further worker adds to a step")
+    margin: float = param(0.05, doc="by which part another batch must be better before the batch changes")
+    memory: Span = param(Span(200, "steps"), doc="length of the moving averages of noise and signal")
+
+    needs_two_micro_batches: ClassVar[bool] = True
+    damps: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_memory(self, self.memory)
+        for name in ("fixed", "step", "sample", "exchange", "margin"):
+            self._check(name)
+        self._check("price", above=0.0)
+        if self.per == "dollar" and self.price is None:
+            raise PlanError(f"{self}: the price is missing; write price=0.74, in USD per hour of one worker, or "
+                            f"per=hour")  # fmt: skip
+        if self.per == "hour" and (self.price is not None or self.fixed):
+            raise PlanError(f"{self}: progress per hour does not depend on a price; leave it out, or write per=dollar")
+        if (given := self.given_times) is not None and given.step + given.sample <= 0:
+            raise PlanError(f"{self}: a step would take no time; give step=50ms, sample=4ms, or both")
+
+    @property
+    def given_times(self) -> StepTimes | None:
+        """The times that the text gives; None if they are to be measured."""
+        if self.step is None and self.sample is None and self.exchange is None:
+            return None
+        return StepTimes(step=self.step or 0.0, sample=self.sample or 0.0, exchange=self.exchange or 0.0)
+
+    def score(self, batch: int, workers: int, seconds: float, *, noise_scale: float, ref_batch: int) -> float:
+        """Progress per hour, or per dollar, of steps of `batch` samples that take `seconds` on this many workers."""
+        progress = 3600 * value_of(workers, batch, seconds, noise_scale=noise_scale, ref_batch=ref_batch).goodput
+        return progress if self.per == "hour" else progress / ((self.price or 0.0) * workers + self.fixed)
+
+    def stats(self, state: PolicyState) -> dict[str, float]:
+        """The noise scale, if it is known and finite, and the mean duration of the latest kind of step (`step_s`)."""
+        memory: Mapping[str, Any] = state or {}
+        phi, kinds = _noise_scale(memory), memory.get("kinds")
+        known = {} if phi is None or math.isinf(phi) else {"noise_scale": phi}
+        return {**known, "step_s": kinds[-1][2]} if kinds else known
+
+    def _collect(self, seen: Observation, memory: Mapping[str, Any]) -> dict[str, Any]:
+        collected = _averaged(seen, memory, self.memory)
+        if not seen.batch:
+            return collected
+        collected["taken"] = max(collected.get("taken", 0), seen.batch)
+        if self.given_times is None and seen.workers and seen.seconds is not None and 0 < seen.seconds < math.inf:
+            kind = [seen.workers, seen.batch]
+            if kind == collected.get("last"):  # the first step after a change contains the cost of the change
+                collected["kinds"] = _add_time(collected.get("kinds", []), kind, seen.seconds)
+            collected["last"] = kind
+        return collected
+
+    def _decide(self, seen: Observation, memory: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
+        rest = {key: kept for key, kept in memory.items() if key != "taken"}
+        phi, first = _noise_scale(memory), self.first_batch(seen)
+        times = self.given_times or fit_times([TimedStep(*kind[:3]) for kind in memory.get("kinds", [])])
+        if phi is None or times is None:
+            return None, rest
+        local = self.local_batch or first
+
+        def score(batch: int) -> float:
+            workers = workers_for(batch, local)
+            return self.score(batch, workers, times.seconds(workers, batch), noise_scale=phi, ref_batch=seen.ref_batch)
+
+        current = int(memory.get("batch", first))
+        most = max(current, 2 * memory.get("taken", first))
+        most = min(most, self.max_batch or most)
+        best = max(batch_candidates(first, local_batch=local, most=most), key=score)
+        return (best if score(best) > (1 + self.margin) * score(current) else current) / first, rest
+
+
+def _noise_scale(memory: Mapping[str, Any]) -> float | None:
+    """V/S of the averages: infinite without signal, 0 without noise, None if there is neither."""
+    noise, signal = (max(0.0, float(value)) for value in memory.get("average", (0.0, 0.0)))
+    if signal > 0:
+        return noise / signal
+    return math.inf if noise > 0 else None
+
+
+def _add_time(kinds: list[list[float]], kind: list[int], seconds: float) -> list[list[float]]:
+    """[workers, samples, mean seconds, steps] of each kind of step, the latest last, with one more step.
+
+    The mean covers the last 20 steps. A step may count for three times the mean at most, since the machine may have
+    slept or validated.
+    """
+    mean, steps = next(((old[2], old[3]) for old in kinds if old[:2] == kind), (seconds, 0))
+    steps = min(steps + 1, _TIMED_STEPS)
+    new = [*kind, mean + (min(seconds, 3 * mean) - mean) / steps, steps]
+    others = [old for old in kinds if old[:2] != kind]
+    return [*others[1 - _TIMED_KINDS :], new]
 
 
 # -- a policy in a run -------------------------------------------------------------------------------------------------
@@ -357,7 +490,13 @@ class Growth:
 
     def allow(self, size: StepSize) -> StepSize:
         """What the next step takes if the workers can do `size`."""
-        return allow(size, self.requested, self.policy.max_batch)
+        taken = allow(size, self.requested, self.policy.max_batch)
+        return taken if self.policy.damps else replace(taken, requested=None)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Values of the policy for the record, after the last committed step."""
+        return self.policy.stats(self._state)
 
     def observe(
         self,
@@ -367,6 +506,8 @@ class Growth:
         norm_sq: float | None = None,
         noise: float | None = None,
         signal: float | None = None,
+        workers: int = 0,
+        seconds: float | None = None,
     ) -> None:
         """Note a committed step of `batch` samples and what was measured in it; compute the next request."""
         self._seen = replace(
@@ -378,6 +519,8 @@ class Growth:
             norm_sq=norm_sq,
             noise=noise,
             signal=signal,
+            workers=workers,
+            seconds=seconds,
         )
         self.requested, self._state = self.policy.requested(self._seen, self._state)
 

@@ -120,6 +120,10 @@ class Observation:
     """Noise V, estimated from the previous step alone, which needs two micro-batches."""
     signal: float | None = None
     """Signal S, estimated from the previous step alone, without bias, so that it may be negative."""
+    workers: int = 0
+    """Workers that took part in the previous step; 0 before the first step."""
+    seconds: float | None = None
+    """How long the previous step took, as all processes agree on it (`Gradients.seconds`); emulated: by the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +132,7 @@ class GrowingPolicy(Policy):
 
     Like a rule, a growing policy is a pure value: `requested(seen, state) -> (batch, state)` is called once before each
     step, and the state is a JSON value. The step takes the smallest of the requested batch, `max_batch` and what the
-    workers can do; where it takes less than was requested, the learning rate is reduced.
+    workers can do; where it takes less than was requested, the learning rate is reduced (unless `damps` is False).
     """
 
     initial: int | None = param(None, doc="the batch to begin with; default: the reference batch")
@@ -143,6 +147,8 @@ class GrowingPolicy(Policy):
     """What engines must measure for the policy; set by `register_policy`."""
     needs_two_micro_batches: ClassVar[bool] = False
     """Whether the policy learns nothing from steps of a single micro-batch, so that it never grows among them."""
+    damps: ClassVar[bool] = True
+    """Whether the learning rate is reduced where a step takes less than was requested."""
     passive: ClassVar[bool] = False
     """Whether the position of training alone decides, so that the steps can be computed before training."""
 
@@ -183,6 +189,10 @@ class GrowingPolicy(Policy):
         policies only.
         """
         return 1
+
+    def stats(self, state: PolicyState) -> dict[str, float]:
+        """Values for the record, from the state after a step; they have no effect."""
+        return {}
 
     def first_batch(self, seen: Observation) -> int:
         """b0: the batch that the first step requests."""

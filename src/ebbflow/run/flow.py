@@ -154,7 +154,8 @@ class Flow:
         done = self.ledger.total
         self.step += 1
         if self.growth is not None:
-            self.growth.observe(batch=batch, **_observations(gradients))
+            seconds = gradients.seconds if gradients.seconds is not None else size.duration_s or None
+            self.growth.observe(batch=batch, workers=size.workers, seconds=seconds, **_observations(gradients))
         given_back = self._review(context, gradients.loss) if update.applied and self.snapshot is not None else {}
         self.wall_s += time.perf_counter() - step.began
         return StepRow(  #                                               record: what happened
@@ -170,7 +171,7 @@ class Flow:
             lr=update.lr,
             multiplier=update.multiplier,
             loss=gradients.loss,
-            stats={**update.stats, **drops, **given_back},
+            stats={**(self.growth.stats if self.growth is not None else {}), **update.stats, **drops, **given_back},
         )
 
     def _take_snapshot(self) -> None:

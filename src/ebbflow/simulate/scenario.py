@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from ebbflow.core.units import Seconds, parse_seconds
 from ebbflow.errors import ConfigError
+from ebbflow.plan.goodput import batch_candidates, efficiencies, efficiency
+from ebbflow.plan.growing import Goodput, workers_for
 from ebbflow.plan.policies import POLICIES, Drop, GrowingPolicy, Policy, make_policy
 from ebbflow.simulate.prices import Price, make_price, read_prices
 from ebbflow.simulate.profiles import read_noise_scale, read_profile
@@ -24,7 +26,7 @@ from ebbflow.simulate.recovery import RECOVERIES, Ideal, Recovery
 from ebbflow.simulate.step_models import NETWORKS, STRAGGLERS, ComputeAndNetwork, StepModel, Stragglers, parse_step_time
 from ebbflow.traces import Trace, load
 
-__all__ = ["LARGEST_EXACT", "Scenario", "ScenarioSettings", "TrainingWork", "rented_trace"]
+__all__ = ["LARGEST_EXACT", "Scenario", "ScenarioSettings", "SettledGoodput", "TrainingWork", "rented_trace"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -58,16 +60,50 @@ class TrainingWork:
         >>> TrainingWork(epoch=1, needed=1, noise_scale=300, ref_batch=100).worth(500)  # 500 x 400 / 800
         250.0
         """
-        if self.noise_scale == math.inf or samples <= self.ref_batch:
-            return float(samples)
-        return samples * (self.noise_scale + self.ref_batch) / (self.noise_scale + samples)
+        return samples * efficiency(samples, noise_scale=self.noise_scale, ref_batch=self.ref_batch)
 
     def worths(self, samples: Ints) -> Floats:
-        """`worth` for each of several steps."""
-        sizes = samples.astype(np.float64)
-        if self.noise_scale == math.inf:
-            return sizes
-        return sizes * np.minimum((self.noise_scale + self.ref_batch) / (self.noise_scale + sizes), 1.0)
+        """`worth` for each of several steps, which may have no samples."""
+        return samples * efficiencies(
+            samples.astype(np.float64), noise_scale=self.noise_scale, ref_batch=self.ref_batch
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettledGoodput(Policy):
+    """The policy `goodput` once it knows noise scale and step times: the best steps that the workers can do.
+
+    In a simulation both are known and do not change, so that the batch is from the first step on where training would
+    settle; growing from the reference batch to it is not simulated.
+    """
+
+    policy: Goodput
+    model: StepModel
+    """How long steps take, unless the policy was given times."""
+    noise_scale: float
+    ref_batch: int
+
+    def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
+        """The workers that take part, and their samples; fewer workers than the first batch needs all take part."""
+        there, local, highest = self.policy.sizes(workers)[1], self.policy.local_batch or 1, int(workers.max())
+        first = min(self.policy.initial or self.ref_batch, max(highest, 1) * local)
+        most = min(highest * local, self.policy.max_batch or highest * local)
+        batches = np.array(batch_candidates(first, local_batch=local, most=most))
+        fleets = np.array([workers_for(int(batch), local) for batch in batches])
+        given = self.policy.given_times
+        if given is None:
+            seconds = self.model.breakdown(fleets, batches).total
+        else:
+            seconds = np.array([given.seconds(int(n), int(b)) for n, b in zip(fleets, batches, strict=True)])
+        scores = [
+            self.policy.score(int(b), int(n), float(s), noise_scale=self.noise_scale, ref_batch=self.ref_batch)
+            for b, n, s in zip(batches, fleets, seconds, strict=True)
+        ]
+        best = np.maximum.accumulate(np.where(scores == np.maximum.accumulate(scores), np.arange(len(scores)), 0))
+        fits = np.searchsorted(batches, there, side="right") - 1  # the largest candidate that the workers can do
+        chosen = best[np.maximum(fits, 0)]
+        whole = fits < 0
+        return np.where(whole, workers, fleets[chosen]), np.where(whole, there, batches[chosen])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +139,7 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, GrowingPolicy):
-            _check_growing(self.policy, self.ref_batch)
+            _check_growing(self.policy, self.ref_batch, self.noise_scale)
         if isinstance(self.policy, Drop) and self.noise_scale < math.inf:
             raise ConfigError(f"the policy {self.policy} counts the samples that a step covers, of which a noise scale "
                               f"would take the dropped ones for trained; leave the noise scale out")  # fmt: skip
@@ -128,8 +164,26 @@ class Scenario:
             ref_batch=self.ref_batch or 1,
         )
 
+    @property
+    def fleet_policy(self) -> Policy:
+        """The policy by which steps are simulated: `goodput` is settled from the beginning."""
+        if not isinstance(self.policy, Goodput):
+            return self.policy
+        return SettledGoodput(
+            policy=self.policy, model=self.model, noise_scale=self.noise_scale, ref_batch=self.ref_batch or 1
+        )
 
-def _check_growing(policy: GrowingPolicy, ref_batch: int | None) -> None:
+
+def _check_growing(policy: GrowingPolicy, ref_batch: int | None, noise_scale: float) -> None:
+    if isinstance(policy, Goodput):
+        if noise_scale == math.inf or ref_batch is None:
+            raise ConfigError(
+                f"the policy {policy} follows the noise scale, which a simulation does not measure; give it, or a "
+                f"record to take it from, with the reference batch: --noise-scale 8000 --ref-batch 256"
+            )
+        if policy.local_batch is None:
+            raise ConfigError(f"the policy {policy} lacks local_batch, the samples that a worker takes per step")
+        return
     if not policy.passive:
         raise ConfigError(
             f"the policy {policy} grows by what training shows (losses, gradients), which a simulation does not have; "

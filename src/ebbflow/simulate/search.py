@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ebbflow.core.units import Seconds, format_seconds
 from ebbflow.errors import ConfigError, PlanError
+from ebbflow.plan.goodput import BatchValue, FurtherWorker, further_worker, value_of
 from ebbflow.plan.policies import Policy, computed_samples, make_policy
 from ebbflow.plan.steptime import ConstantStepTime
 from ebbflow.simulate.prices import ScaledPrice
@@ -25,7 +26,7 @@ from ebbflow.simulate.step_models import StepBreakdown, StepModel, WholeStep
 
 __all__ = [
     "Goal", "Outcome", "SearchResult", "Setting", "best_outcome", "check_step_time", "compare_fleets", "find_setting",
-    "outcomes", "pareto", "round_to_cents", "sensitivity", "settings_grid",
+    "outcomes", "pareto", "round_to_cents", "sensitivity", "settings_grid", "worth_of_workers",
 ]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
@@ -216,6 +217,8 @@ class SearchResult:
     tried: int
     ended: int
     """Settings that came to an end on the trace and within the prices."""
+    worth: list[FurtherWorker]
+    """What a further worker is worth at several sizes of the fleet (`worth_of_workers`)."""
 
     def as_json(self) -> dict[str, Any]:
         """What `ebbflow whatif --json` prints."""
@@ -225,6 +228,7 @@ class SearchResult:
             "settings": {"tried": self.tried, "ended": self.ended},
             "sensitivity": [{**one.as_json(), "met": self.goal.met(one)} for one in self.variations],
             "pareto": [one.as_json() for one in self.front],
+            "worth": [dataclasses.asdict(one) for one in self.worth],
         }
 
 
@@ -254,6 +258,7 @@ def find_setting(
         front=sorted(itertools.compress(found, in_front), key=lambda one: one.time_s),
         tried=len(settings),
         ended=len(found),
+        worth=worth_of_workers(best.setting.apply(scenario), until=best.time_s),
     )
 
 
@@ -300,6 +305,34 @@ def best_outcome(found: Sequence[Outcome], goal: Goal) -> Outcome:
     if not within:
         raise PlanError(goal.refusal(found))
     return min(within, key=goal.order)
+
+
+# -- what a worker is worth --------------------------------------------------------------------------------------------
+
+
+def worth_of_workers(scenario: Scenario, *, until: float) -> list[FurtherWorker]:
+    """What one further worker is worth with 1, 2, 4, ... workers, up to the largest fleet of the scenario.
+
+    Nothing without a noise scale. All workers are paid, at their mean price over the first `until` seconds. A growing
+    policy counts with the largest batch that the workers can do.
+    """
+    if scenario.noise_scale == math.inf:
+        return []
+    most = min(scenario.trace.stats().max, scenario.max_workers or LARGEST_EXACT)
+    rented = np.array(sorted({*itertools.takewhile(lambda n: n < most, (2**k for k in range(63))), most}))
+    price = float(scenario.price.integral(np.array([until]))[0]) / until * 3600
+
+    def values(fleets: Ints) -> Iterator[BatchValue]:
+        workers, samples = scenario.fleet_policy.sizes(fleets)
+        spent = scenario.model.breakdown(workers, samples)
+        slowest = 1.0 if scenario.stragglers is None else scenario.stragglers.slowest(workers)[0]
+        seconds = spent.total + spent.compute * (slowest - 1.0)
+        for count, batch, time in zip(fleets.tolist(), samples.tolist(), seconds.tolist(), strict=True):
+            yield value_of(
+                count, batch, time, noise_scale=scenario.noise_scale, ref_batch=scenario.ref_batch or 1, price=price
+            )
+
+    return [further_worker(now, more) for now, more in zip(values(rented), values(rented + 1), strict=True)]
 
 
 # -- sensitivity -------------------------------------------------------------------------------------------------------

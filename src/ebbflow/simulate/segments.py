@@ -121,7 +121,7 @@ def _segments(
     With `requested`, no step has more samples, and neighbours with the same step are not joined.
     """
     levels, level = _distinct(counts)  # a step is computed once for each size of the fleet
-    workers, samples = scenario.policy.sizes(levels)
+    workers, samples = scenario.fleet_policy.sizes(levels)
     if requested is not None:
         workers, samples = limit_batches(workers, samples, requested)
     if int(samples.max()) > LARGEST_EXACT or int(samples.min()) < 0:  # above 2^63 a product of integers is negative

@@ -181,7 +181,7 @@ def _simulate_once(
     scenario: Scenario, paid: Trace, segments: Segments, rng: np.random.Generator | None
 ) -> tuple[SegmentSteps, SimulatedSteps]:
     """The result on this many repetitions of the trace, and the segments by which its runs are numbered."""
-    policy = scenario.policy
+    policy = scenario.fleet_policy
     if not isinstance(policy, GrowingPolicy):
         return segments.steps, simulate_segments(segments, scenario.work)
     phases = GrowthPhases(

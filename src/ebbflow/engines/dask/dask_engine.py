@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -135,6 +136,8 @@ class DaskEngine(Engine):
         self._measuring = True
         self._step = 0
         self._computed = False
+        self._answered: float | None = None
+        """When the workers had computed the previous step; None where no step, or a lost one, came before."""
         self._began = time.monotonic()
         if scale:
             self._scale_to(min_workers)
@@ -202,7 +205,12 @@ class DaskEngine(Engine):
         self._attempts += 1
         answer = self.transport.gradients(self._tasks(assignment, size))
         self._computed = answer is not None
-        return answer or Gradients(loss=math.nan, micro_batches=0)
+        before, self._answered = self._answered, time.monotonic() if answer is not None else None
+        if answer is None:
+            return Gradients(loss=math.nan, micro_batches=0)
+        if before is None or self._answered is None or isinstance(self.plan, BatchPlan):
+            return answer
+        return replace(answer, seconds=self._answered - before)
 
     def _tasks(self, assignment: Assignment, size: StepSize) -> dict[str, WorkerTask]:
         """What each worker computes: virtual worker v of the step belongs to real worker v mod workers."""
