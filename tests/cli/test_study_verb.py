@@ -41,6 +41,6 @@ def test_a_recipe_runs_to_its_report_on_data_that_stands_in_for_the_papers(ebbfl
 def test_the_command_lists_and_shows_recipes(ebbflow: Ebbflow) -> None:
     listed = ebbflow("study", "--list", "--json").json
     assert [entry["name"] for entry in listed] == recipe_names()
-    assert {"name": "lena-table1", "arms": 15, "summary": load_study("lena-table1").summary} in listed
+    assert {"name": "lena-table1", "arms": 16, "summary": load_study("lena-table1").summary} in listed
     assert "lena-table1 " in ebbflow("study", "--list").text
     assert ebbflow("study", "demo", "--show").text == recipe_text("demo")

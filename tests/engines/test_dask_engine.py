@@ -255,7 +255,8 @@ def test_every_sample_counts_once_while_the_cluster_scales_and_a_worker_is_kille
             for name in contents[0]["model"]:
                 assert torch.equal(contents[0]["model"][name], contents[1]["model"][name]), name
     assert run.lost == 1
-    assert events[:3] == ["scale: to 1 workers", "scale: to 4 workers", "scale: to 2 workers"]
+    scaled = [event for event in events if event.startswith("scale")]  # a busy machine also waits for workers
+    assert scaled[:3] == ["scale: to 1 workers", "scale: to 4 workers", "scale: to 2 workers"]
 
 
 @BOTH
