@@ -53,12 +53,14 @@ def mean_over_samples(loss: torch.Tensor | LossSum, samples: int) -> tuple[torch
     """The loss per sample of a micro-batch, and its count; of a mean over the samples the count is their number.
 
     Micro-batches are added up by their samples in either case. The step then multiplies by samples/count, once, which
-    is 1 for a mean over the samples (`normalise`).
+    is 1 for a mean over the samples (`normalise`). A loss that is not one number is refused.
     """
-    if isinstance(loss, LossSum):
-        count = loss.count
-        return loss.total / samples, count.detach() if isinstance(count, torch.Tensor) else float(count)
-    return loss, samples
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss, samples
+    check_scalar(loss)
+    assert isinstance(loss, LossSum)
+    count = loss.count
+    return loss.total / samples, count.detach() if isinstance(count, torch.Tensor) else float(count)
 
 
 def normalise(

@@ -18,7 +18,7 @@ import torch
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.batches import as_pair
-from ebbflow.engines.loss_sum import LossSum, check_scalar, mean_over_samples
+from ebbflow.engines.loss_sum import LossSum, mean_over_samples
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import Meter, meter_for
 from ebbflow.torch_api import BatchNorm
@@ -248,7 +248,6 @@ class ReplicaStep:
 
     def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
         """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""
-        check_scalar(loss)
         mean, count = mean_over_samples(loss, micro_batch.samples)
         weighted = mean * micro_batch.weight
         weighted.backward()  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Literal
 
@@ -46,10 +46,11 @@ class PassShape:
     size: int
     """Samples of each micro-batch."""
 
-    @property
-    def samples(self) -> int:
-        """Samples of the pass."""
-        return self.count * self.size
+    samples: int = field(init=False, repr=False, compare=False)
+    """Samples of the pass."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", self.count * self.size)
 
 
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | LossSum]

@@ -25,7 +25,7 @@ from ebbflow.engines.batches import as_pair, map_batch, tensors_in
 from ebbflow.engines.emulated.compiled import CapturedPasses, CompiledPasses, Count, Execution, PassShape
 from ebbflow.engines.emulated.emulated_engine import EmulatedEngine, EmulatedStep, LoopEngine, Ranks
 from ebbflow.engines.emulated.grouped_batch_norm import BatchNormMode, GroupedBatchNorm, unfusable
-from ebbflow.engines.loss_sum import LossSum, check_scalar, mean_over_samples
+from ebbflow.engines.loss_sum import LossSum, mean_over_samples
 from ebbflow.engines.replica_step import (
     Fetch,
     Loss,
@@ -278,7 +278,8 @@ class FusedEngine(EmulatedEngine):
             generator.manual_seed(seed)
         self._fetched = (step, start)
         first = step.assignment.start
-        return as_pair(self.fetch(step.indices[start - first : stop - first]))
+        fetched = self.fetch(step.indices[start - first : stop - first])
+        return fetched if type(fetched) is tuple and len(fetched) == 2 else as_pair(fetched)
 
     # Computing ----------------------------------------------------------------------------------------------------
 
@@ -396,9 +397,7 @@ class FusedEngine(EmulatedEngine):
                 except compiler_error() as error:
                     self._compiled = None
                     self._report("not compiled", f"the model runs as it is: {str(error).strip().splitlines()[0]}")
-            loss = self.loss(self.model, inputs, targets)
-            check_scalar(loss)
-            return loss
+            return self.loss(self.model, inputs, targets)
 
     def _halve_passes(self, shapes: list[PassShape], error: torch.OutOfMemoryError) -> None:
         """Use smaller passes after the memory did not suffice for the largest one."""
