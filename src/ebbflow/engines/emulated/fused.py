@@ -279,7 +279,8 @@ class FusedEngine(EmulatedEngine):
         self._fetched = (step, start)
         first = step.assignment.start
         fetched = self.fetch(step.indices[start - first : stop - first])
-        return fetched if type(fetched) is tuple and len(fetched) == 2 else as_pair(fetched)
+        usual = type(fetched) is tuple and len(fetched) == 2 and fetched[1] is not None
+        return fetched if usual else as_pair(fetched)
 
     # Computing ----------------------------------------------------------------------------------------------------
 
