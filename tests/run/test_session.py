@@ -188,3 +188,21 @@ def test_the_signature_of_a_session_shows_its_arguments_and_settings() -> None:
     joined = inspect.signature(ebbflow.live.join).parameters
     assert {"model", "on_epoch", "extras", "reduction", "rule", "base_batch"} <= set(joined)
     assert not {"engine", "config", "self"} & set(joined)
+
+
+def test_a_sum_with_its_count_is_divided_by_the_count_of_the_whole_step() -> None:
+    """As over tokens or boxes: here over the samples that are not of class 2, which a third of them is."""
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> ebbflow.workloads.LossSum:
+        total = nn.functional.cross_entropy(model(x), y, ignore_index=2, reduction="sum")
+        return ebbflow.workloads.LossSum(total, (y != 2).sum())
+
+    model = make_model(batch_norm=True)
+    with ebbflow.Session(model, sgd(model), TensorSource(*make_data()), **SETTINGS) as session:
+        for step in session:
+            for x, y in step:
+                total, count = loss(model, x, y)
+                step.backward(0.0 * model[0].weight.sum(), count=count, last=False)  # as of a model with two losses
+                step.backward(total, count=count)
+    expected = weights_of(trained(loss=loss, engine="loop"))
+    torch.testing.assert_close(weights_of(model), expected, rtol=1e-9, atol=1e-9)
