@@ -13,6 +13,7 @@ import pytest
 from ebbflow import RunConfig, train
 from ebbflow.errors import SpecError
 from ebbflow.moments.estimate import Moments
+from ebbflow.report.report_page import write_report
 from ebbflow.rules.auto_rule import Auto
 from ebbflow.rules.rule import StepContext, make_rule
 
@@ -117,3 +118,12 @@ def test_a_rate_that_is_far_too_high_is_survived(tmp_path: Path) -> None:
     assert run.end is not None and run.end.samples == 20 * run.header.config["task"]["train_samples"]
     trained = sum(row.batch for row in run.steps) - sum(row.stats["given_back"] for row in back)
     assert trained == run.end.samples, "what was given back was trained on again, and counts once"
+
+
+def test_the_report_shows_the_coefficient_and_that_the_run_went_back(tmp_path: Path) -> None:
+    config = RunConfig(workload="digits-mlp", trace="constant(workers=16)", rule="auto", lr=1.0, epochs=3)
+    train(config, tmp_path / "run")
+    write_report(tmp_path / "run", out=tmp_path / "report")
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "Coefficient" in page and "Given back" not in page
+    assert "went back to a snapshot" in page

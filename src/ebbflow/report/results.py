@@ -168,7 +168,7 @@ class ArmResult:
         step_s = float(np.median(np.diff(starts))) if len(starts) > 1 else 0.0  # rows say when a step starts
         last = rows[-1] if rows else None
         own = _columns(run)
-        stats = tuple(sorted({name for row in rows for name in row.stats} - set(own)))
+        stats = tuple(sorted({name for row in rows for name in row.stats} - set(own) - _BOOKKEEPING))
         return cls(
             id=id or run.path.parent.name,
             workload=str(config.get("workload", "run")),
@@ -239,6 +239,10 @@ def _train_values(metrics: Sequence[Mapping[str, float | None]], name: str) -> A
     return values if np.isfinite(values).any() else _EMPTY
 
 
+_BOOKKEEPING = frozenset({"lineage", "parent", "fork", "given_back"})
+"""Numbers in the rows that identify states and count samples, and are nothing to draw."""
+
+
 def _note(run: Run) -> str:
     parts = []
     if run.end is None:
@@ -247,6 +251,9 @@ def _note(run: Run) -> str:
         parts.append(run.end.text)
     if resumes := sum(event.what == "resumed" for event in run.events):
         parts.append(f"resumed {resumes} time{'s' if resumes > 1 else ''}")
+    if given_back := [row.stats["given_back"] for row in run.steps if "given_back" in row.stats]:
+        times = "once" if len(given_back) == 1 else f"{len(given_back)} times"
+        parts.append(f"went back to a snapshot {times}, {sum(given_back):,.0f} samples were trained on again")
     if dropped := sum(row.stats.get("dropped", 0) for row in run.steps):
         parts.append(f"{dropped:,.0f} of {run.steps[-1].samples:,} samples were dropped")
     if changes := [event.text for event in run.events if event.what == "code changed"]:

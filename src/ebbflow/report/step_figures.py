@@ -120,6 +120,10 @@ STATISTICS = (
         "for the whole model has one warm-up.",
     ),
     Statistic(
+        column="coefficient", title="Coefficient", label="coefficient of the gain",
+        caption="The coefficient of the rule auto, which is halved whenever the run goes back to a snapshot.",
+    ),
+    Statistic(
         column="progress", title="Progress", label="reference steps",
         caption="Reference steps that the run was worth so far, which its schedule follows.",
     ),
