@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ebbflow.run.session import Session as Session
     from ebbflow.run.training import train as train
     from ebbflow.simulate.prices import register_price as register_price
+    from ebbflow.studies.choosing import choose as choose
     from ebbflow.traces.availability import Trace as Trace
     from ebbflow.traces.formats import register_trace_format as register_trace_format
     from ebbflow.traces.synthetic import register_trace as register_trace
@@ -65,6 +66,7 @@ _HOME = {
     "Session": "ebbflow.run.session",
     "StepContext": "ebbflow.rules.rule",
     "Trace": "ebbflow.traces.availability",
+    "choose": "ebbflow.studies.choosing",
     "make_rule": "ebbflow.rules.rule",
     "read_record": "ebbflow.record",
     "register_engine": "ebbflow.engines.base",

@@ -11,6 +11,7 @@ import typer
 
 from ebbflow import __version__
 from ebbflow.cli.common import err
+from ebbflow.cli.choose_command import choose_verb
 from ebbflow.cli.compare_command import compare
 from ebbflow.cli.demo_command import demo
 from ebbflow.cli.fleet_options import PASS_THROUGH, ScriptCommand
@@ -52,6 +53,7 @@ app.add_typer(rules_app, name="rules")
 app.command("workloads")(workloads)
 app.command("train")(train)
 app.command("study")(study)
+app.command("choose")(choose_verb)
 app.command("report")(report)
 app.command("launch", cls=ScriptCommand, context_settings=PASS_THROUGH)(launch)
 app.command("status")(status)

@@ -3,14 +3,17 @@ scaling."""
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import torch
 
+from ebbflow.core.choices import read_choice
 from ebbflow.core.spec import nearest
 from ebbflow.core.units import whole_number
 from ebbflow.data.sampler import ElasticSampler, MicroBatchInfo
@@ -22,7 +25,9 @@ from ebbflow.optim.schedules import Schedule, TrainingProgress, make_schedule
 from ebbflow.rules.rule import Rule, Scaling, State, StepContext, Verdict, damp, make_rule
 from ebbflow.torch_api import foreach_add_
 
-__all__ = ["ElasticOptimizer", "OnNonfinite", "Update"]
+__all__ = ["ElasticOptimizer", "OnNonfinite", "Update", "multiply_rates"]
+
+_LOG = logging.getLogger(__name__)
 
 STATE_VERSION = 3
 
@@ -47,6 +52,15 @@ class Update:
     """What the rule returned."""
     moments: Moments | None = None
     """The noise and signal that the rule was given."""
+
+
+def multiply_rates(optimizer: torch.optim.Optimizer, first: float) -> None:
+    """Multiply the rates of all parameter groups by the factor that makes that of the first group `first`."""
+    before = float(optimizer.param_groups[0]["lr"])
+    if not before > 0:
+        raise ConfigError(f"the optimizer's rate is {before:g}; expected one above 0, which can be multiplied")
+    for group in optimizer.param_groups:
+        group["lr"] = first if float(group["lr"]) == before else float(group["lr"]) * (first / before)
 
 
 class ElasticOptimizer(torch.optim.Optimizer):
@@ -177,6 +191,25 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if sampler is not None:
             self._watched = _Watched(self._applier.parameters)
             sampler.attach(self)
+
+    @classmethod
+    def from_choice(
+        cls, path: Path | str, inner: torch.optim.Optimizer, *, base_batch: int | None = None, **options: Any
+    ) -> Self:
+        """Wrap an optimizer with the rule and the base rate that `ebbflow choose` wrote into `choice.toml`.
+
+        The rates of all parameter groups are multiplied by one factor, so that the first is that of the choice.
+        `base_batch` is by default the reference batch of the choice. All other arguments are those of the constructor;
+        a `rule` among them is used instead of the chosen one, which is logged.
+        """
+        choice = read_choice(path)
+        batch = base_batch if base_batch is not None else choice.source.get("ref_batch")
+        if batch is None:
+            raise ConfigError(f"{path} has no ref_batch in [source]; give base_batch=")
+        if "rule" in options:
+            _LOG.warning("the rule %s was given and is used instead of %s of %s", options["rule"], choice.rule, path)
+        multiply_rates(inner, choice.lr)
+        return cls(inner, options.pop("rule", choice.rule), base_batch=batch, **options)
 
     def _share_with_inner(self) -> None:
         """Let both optimizers hold the same parameter groups and the same state."""

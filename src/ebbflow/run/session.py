@@ -12,8 +12,8 @@ With `loss=` the session computes the steps itself, and `session.run()` needs no
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -28,20 +28,21 @@ from ebbflow.engines.base import Engine, EngineMaker
 from ebbflow.engines.loss_sum import LossSum, check_scalar
 from ebbflow.engines.replica_step import LoadedMicroBatch, Loss
 from ebbflow.errors import ConfigError, Diverged
-from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.optim.elastic import ElasticOptimizer, multiply_rates
 from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer
 from ebbflow.run.config import RunConfig, shows_settings
+from ebbflow.run.device import cpu_settings
 from ebbflow.run.flow import Flow, OpenStep
 from ebbflow.run.header import make_header
 from ebbflow.run.loop import Callbacks, Evaluate, TrainingLoop
 from ebbflow.run.planning import make_plan
 from ebbflow.run.torchrun import joined
-from ebbflow.run.training import RECORD, RunFiles
+from ebbflow.run.training import RECORD, WEIGHTS, RunFiles
 from ebbflow.torch_api import is_sum_over
 from ebbflow.workloads import DatasetSource, Source, Task
 
-__all__ = ["Session", "SessionStep", "own_task"]
+__all__ = ["Session", "SessionStep", "own_task", "train_session"]
 
 _ELSEWHERE = {"live": "ebbflow.live.live_session:LiveSession"}
 """Engines whose session does more than compute: it is imported when it is first used."""
@@ -393,3 +394,36 @@ class Session:
             raise ConfigError("the session has no folder, so no record; give out=")
         self.loop.record.flush()
         return read_record(self._folder / RECORD)
+
+
+def train_session(
+    make: Callable[[], Mapping[str, Any]],
+    config: RunConfig,
+    folder: Path | str,
+    *,
+    command: str = "",
+    callbacks: Callbacks | None = None,
+    checkpoint_every_s: float = 60.0,
+    keep_weights: bool = True,
+) -> Run:
+    """What `train` is for a workload, for a model of your own: a whole session, from settings to its record.
+
+    `make()` returns the arguments of a Session, with `loss`; torch's generators are seeded with `config.seed` before. If
+    `config.lr` is set, the rates of all parameter groups are multiplied by one factor, so that it is that of the first.
+    The record does not hold the `command`.
+    """
+    callbacks, folder = callbacks or Callbacks(), Path(folder)
+    with cpu_settings(config.threads):
+        torch.manual_seed(config.seed)
+        made = dict(make())
+        if config.lr is not None:
+            multiply_rates(made["optimizer"], float(config.lr))
+        session = Session(
+            **made, config=config, out=folder, callbacks=callbacks, checkpoint_every_s=checkpoint_every_s
+        )
+        with suppress(Diverged), session:
+            callbacks.on_start(session.flow.ledger.total, session.flow.total_samples)
+            session.run()
+    if not keep_weights:
+        (folder / WEIGHTS).unlink(missing_ok=True)
+    return read_record(folder / RECORD)

@@ -33,7 +33,7 @@ from ebbflow.core.files import hold_lock, write_whole
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.signals import StopSignal
 from ebbflow.errors import CodeChanged, ConfigError, EbbflowError, OutputError, RecordError
-from ebbflow.record import End, Header, RecordWriter, StepRow, read_record
+from ebbflow.record import End, Header, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.config import recipe_settings
 from ebbflow.studies.forecast import ArmPace, StudyForecast
 from ebbflow.studies.grid import Arm, Study, check_arms
@@ -50,6 +50,8 @@ together 75,978), but one of them is always starting, reading, compiling or vali
 _DISK_CACHE = ".kept"
 """The folder with data that the arms of a study share while it runs."""
 _REPORT_EVERY_S = 0.2
+_ASK_EVERY_S = 1.0
+"""How often `should_stop` is asked while no arm reports anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,8 @@ def run_study(
     checkpoint_every_s: float = 30.0,
     keep_weights: bool = False,
     on_progress: Callable[[ArmProgress], None] = lambda progress: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    train: Callable[..., Run] | None = None,
 ) -> None:
     """Run every arm that has not finished yet, by default as many at once as fill the device.
 
@@ -96,6 +100,10 @@ def run_study(
     folder may hold a part of the study: seeds, rules, traces and workloads can be added. Arms whose plugins or recipe
     have changed since are run again, and their earlier records are kept apart, below `out`/earlier. Raises ConfigError
     if it holds runs that the study does not have.
+
+    `should_stop` is asked at least once a second: if it says so, the arms that run write checkpoints and end, and no
+    others are started. `train`: what trains an arm instead of `ebbflow.train`, with the same arguments; it is sent to
+    other processes.
     """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs is {jobs}; expected the number of arms to run at once, 1 or more")
@@ -105,7 +113,7 @@ def run_study(
         raise ConfigError("a study starts the processes of its arms itself; run it without torchrun")
     out, arms = Path(out), study.arms()
     check_arms(arms)
-    jobs = jobs or default_jobs(arms, cores=_cores())
+    jobs = jobs or default_jobs(arms, cores=available_cores())
     with _study_folder(study, out, command):
         waiting = []
         aside: defaultdict[str, list[Path]] = defaultdict(list)
@@ -122,11 +130,11 @@ def run_study(
         for changes, places in aside.items():
             _LOG.warning("%s", _kept_apart(changes, places))
         options = {"command": command, "checkpoint_every_s": checkpoint_every_s, "keep_weights": keep_weights}
-        _run_arms(waiting, out, jobs, options, on_progress)
+        _run_arms(waiting, out, jobs, options, on_progress, should_stop, train)
         shutil.rmtree(out / _DISK_CACHE, ignore_errors=True)
 
 
-def _cores() -> int:
+def available_cores() -> int:
     """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -217,7 +225,13 @@ def _differences(study: Study, path: Path) -> str:
 
 
 def _run_arms(
-    waiting: list[Arm], out: Path, jobs: int, options: Mapping[str, Any], on_progress: Callable[[ArmProgress], None]
+    waiting: list[Arm],
+    out: Path,
+    jobs: int,
+    options: Mapping[str, Any],
+    on_progress: Callable[[ArmProgress], None],
+    should_stop: Callable[[], bool],
+    train: Callable[..., Run] | None,
 ) -> None:
     context = multiprocessing.get_context("forkserver")
     _start_server(context)
@@ -229,18 +243,19 @@ def _run_arms(
         on_progress(replace(progress, left_s=forecast.remaining_s(jobs)))
 
     try:
-        while queue or running:
+        while (queue or running) and not should_stop():
             while queue and len(running) < jobs:
                 arm = queue.pop(_next_arm(queue, forecast))
                 forecast.start(arm.id)
                 ours, theirs = context.Pipe(duplex=False)
-                config = arm.config.with_loader_workers(cores=_cores(), processes=jobs)
-                child = context.Process(target=run_arm, args=(replace(arm, config=config), out, dict(options), theirs))
+                config = arm.config.with_loader_workers(cores=available_cores(), processes=jobs)
+                arguments = (replace(arm, config=config), out, dict(options), theirs, train)
+                child = context.Process(target=run_arm, args=arguments)
                 child.start()
                 theirs.close()
                 running[ours] = (arm, child)
                 report(ArmProgress(arm=arm.id, what="started"))
-            for ready in wait(list(running)):
+            for ready in wait(list(running), timeout=_ASK_EVERY_S):
                 assert isinstance(ready, Connection)
                 arm, process = running[ready]
                 try:
@@ -260,7 +275,7 @@ def _run_arms(
                 del running[ready]
     finally:
         for _, process in running.values():
-            process.terminate()  # interrupted: each arm writes a checkpoint and exits
+            process.terminate()  # interrupted or stopped: each arm writes a checkpoint and exits
         for _, process in running.values():
             process.join(timeout=10)
             process.kill()
@@ -300,7 +315,9 @@ def _pace(arm: Arm) -> ArmPace:
 # -- one arm -----------------------------------------------------------------------------------------------------------
 
 
-def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) -> None:
+def run_arm(
+    arm: Arm, out: Path, options: dict[str, Any], report: Connection, train: Callable[..., Run] | None = None
+) -> None:
     """The main function of an arm's process; how the arm ends is sent through `report` and written into its record.
 
     If nobody receives the reports any more, the study has ended, and the process exits without an entry in the record:
@@ -310,10 +327,11 @@ def run_arm(arm: Arm, out: Path, options: dict[str, Any], report: Connection) ->
     folder = out / "arms" / arm.id
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the study, which then terminates its arms
     keep_freed_memory()
+    from ebbflow.run import training
     from ebbflow.run.loop import Callbacks
-    from ebbflow.run.training import train
     from ebbflow.workloads.disk_cache import disk_cached_in
 
+    train = train or training.train
     reported = 0.0
     total = 1
 

@@ -94,10 +94,10 @@ def with_stand_in(study: Study, name: str) -> Study:
     return changed
 
 
-def scaled(study: Study, factor: float) -> Study:
+def scaled(study: Study, factor: float, *, same_models: bool = False) -> Study:
     """The study with its epochs multiplied by `factor`; 1 gives the study itself.
 
-    All runs shrink by the same ratio. It is a ConfigError if rounding would give runs of different lengths different
+    With `same_models`, models keep their width. All runs shrink by the same ratio. It is a ConfigError if rounding would give runs of different lengths different
     ratios, or if a batch plan is a file, whose steps cannot be scaled.
     """
     if not (math.isfinite(factor) and 0 < factor <= 1):
@@ -135,7 +135,9 @@ def scaled(study: Study, factor: float) -> Study:
         defaults.append((name, shorter({key: value for key, value in values.items() if key not in study.settings})))
     names: dict[str, Mapping[str, str]] = {
         "rule": {rule: _shorter(rule, ratio, RULES) for rule in study.rules},
-        "workload": {name: _narrower(name, factor, workloads.WORKLOADS) for name in study.workloads},
+        "workload": {
+            name: name if same_models else _narrower(name, factor, workloads.WORKLOADS) for name in study.workloads
+        },
     }
 
     def renamed(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,106 @@
+"""`ebbflow choose`: which rule and base rate suit a model on a trace, by a tournament within a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
+from ebbflow.cli.options import takes_settings
+from ebbflow.core.endings import Ending
+from ebbflow.core.units import format_seconds
+from ebbflow.errors import ConfigError
+from ebbflow.run.config import RunConfig
+
+__all__ = ["choose_verb"]
+
+_NOT_HERE = ("label", "rule", "seed", "plan")
+"""Settings that a tournament determines, or that cannot be shortened."""
+
+
+@takes_settings("command", argument="workload", leave_out=_NOT_HERE)
+def choose_verb(
+    config: RunConfig,
+    *,
+    budget: Annotated[str, typer.Option(help="How long it may take: 30min, 2h, or 0.5gpuh on a GPU.")],
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(help="A rule to compare, with its warm-up. Repeatable. Default: those that suit the optimizer."),
+    ] = None,
+    rates: Annotated[str, typer.Option(help="Factors of the base rate, separated by commas.")] = "1,4,0.25",
+    seeds: Annotated[int, typer.Option(help="Number of seeds of a candidate at most, where noise could decide.")] = 3,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder of the tournament; default: below runs/.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Arms that run at once. Default: one per core, or three on a GPU.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Find the rule and the base rate that suit a model on a trace, and write them to choice.toml.
+
+    Candidates train for 5, 15 and 45 % of the epochs, each with its complete schedule, and the best third goes on. The
+    same command continues after a kill, and with a larger budget. Exit code 4: nothing was decided within the budget,
+    and choice.toml holds the fallback.
+    """  # fmt: skip
+    from ebbflow.report.choice_page import write_choice_page
+    from ebbflow.studies.choosing import ChooseProgress, choose
+
+    settings = {name: value for name, value in config if value != RunConfig.model_fields[name].default}
+    settings.setdefault("trace", config.trace)
+    with (
+        interruptible(),
+        Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[leader]}"), console=err
+        ) as bar,
+    ):
+        task = bar.add_task("preparing", total=None, leader="")
+
+        def on_progress(progress: ChooseProgress) -> None:
+            if progress.message:
+                err.print(progress.message, markup=False, soft_wrap=True)
+            spent = f"{format_seconds(progress.spent_s)} of {format_seconds(progress.budget_s)}"
+            bar.update(
+                task, total=progress.arms, completed=progress.done, leader=progress.leader,
+                description=f"rung {progress.rung}/{progress.rungs}, {progress.epochs} epochs, {spent}",
+            )  # fmt: skip
+
+        chosen = choose(
+            **settings, budget=budget, rules=rule or (), rates=_numbers(rates), seeds=seeds, out=out_folder, jobs=jobs,
+            command=command_line(), on_progress=on_progress,
+        )  # fmt: skip
+    page = write_choice_page(chosen.folder)
+    answer = {**chosen.answer, "choice": str(chosen.path), "page": str(page)}
+    if json:
+        print_json(answer)
+    else:
+        _print(answer)
+    raise typer.Exit((Ending.FINISHED if answer["decided_by"] == "tournament" else Ending.INCOMPLETE).code)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"rates is {text!r}; expected numbers separated by commas, such as 1,4,0.25") from None
+
+
+def _print(answer: dict[str, Any]) -> None:
+    from ebbflow.report.choice_page import cost_text, score_text
+
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "rule", "rate", answer["metric"], "epochs", "seeds"):
+        shown.add_column(name, justify="left" if name in ("", "rule") else "right")
+    for row in answer["ranking"]:
+        shown.add_row(
+            str(row["place"]), row["rule"], f"x{row['rate']:g}", score_text(row), str(row["epochs"]), str(row["seeds"])
+        )
+    out.print(shown)
+    if answer["note"]:
+        out.print(answer["note"], markup=False)
+    out.print(f"rule {answer['rule']}, base rate {answer['lr']:g}", markup=False, style="bold")
+    out.print(cost_text(answer), markup=False)
+    for text in answer["more"]:
+        out.print(f"With a larger budget: {text}", markup=False)
+    for name in ("choice", "page"):
+        out.print(f"{name}: {answer[name]}", markup=False, soft_wrap=True)
