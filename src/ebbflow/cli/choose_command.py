@@ -33,8 +33,12 @@ def choose_verb(
     ] = None,
     rates: Annotated[str, typer.Option(help="Factors of the base rate, separated by commas.")] = "1,4,0.25",
     seeds: Annotated[int, typer.Option(help="Number of seeds of a candidate at most, where noise could decide.")] = 3,
-    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder of the tournament; default: below runs/.")] = None,
-    jobs: Annotated[int | None, typer.Option(help="Arms that run at once. Default: one per core, or three on a GPU.")] = None,
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the tournament; default: below runs/.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Arms that run at once. Default: one per core, or three on a GPU.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Find the rule and the base rate that suit a model on a trace, and write them to choice.toml.

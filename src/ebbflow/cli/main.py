@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from ebbflow import __version__
-from ebbflow.cli.common import err
 from ebbflow.cli.choose_command import choose_verb
+from ebbflow.cli.common import err
 from ebbflow.cli.compare_command import compare
 from ebbflow.cli.demo_command import demo
 from ebbflow.cli.fleet_options import PASS_THROUGH, ScriptCommand

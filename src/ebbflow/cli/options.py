@@ -6,22 +6,31 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from pydantic.fields import FieldInfo
 
+from ebbflow.cli.common import err
+from ebbflow.core.choices import read_choice
 from ebbflow.run.config import FrontEnd, RunConfig, fields_of, recipe_settings, settings_of
 
-__all__ = ["takes_settings"]
+__all__ = ["ChoiceFile", "takes_settings"]
+
+ChoiceFile = Annotated[
+    Path | None,
+    typer.Option("--choice", help="A choice.toml of `ebbflow choose`: its rule and base rate, unless they are given."),
+]
 
 
 def takes_settings(
-    front_end: FrontEnd, *, argument: str | None = None, leave_out: tuple[str, ...] = ()
+    front_end: FrontEnd, *, argument: str | None = None, leave_out: tuple[str, ...] = (), choice: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator for a verb whose first parameter is a RunConfig: it gets one option for every setting instead.
 
     `argument`: the setting that is a positional argument. `leave_out`: settings that this verb does not offer.
+    `choice`: whether a file of `ebbflow choose` may say what was not given.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -33,8 +42,16 @@ def takes_settings(
             given = {name: values.pop(name) for name in [*values] if name in names and name not in leave_out}
             given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
             chosen = {name: value for name, value in given.items() if value is not None}
+            if choice:
+                chosen |= _from_choice(values.pop("choice"), chosen, values.pop("context"))
             verb(RunConfig.for_front_end(front_end, chosen), **values)
 
+        if choice:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            generated += [
+                inspect.Parameter("choice", kind, default=None, annotation=ChoiceFile),
+                inspect.Parameter("context", kind, annotation=typer.Context),  # knows which options were typed
+            ]
         parameters = [*generated, *own]
         command.__doc__ = verb.__doc__
         command.__name__ = verb.__name__
@@ -44,6 +61,25 @@ def takes_settings(
         return command
 
     return decorate
+
+
+def _from_choice(path: Path | None, given: dict[str, Any], context: typer.Context) -> dict[str, Any]:
+    """The settings of a choice, without those that stand on the command line; says which are used and which are not."""
+    if path is None:
+        return {}
+    choice = read_choice(path)
+    typed = [
+        name
+        for name in choice.settings
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
+    ]
+    used = {name: value for name, value in choice.settings.items() if name not in typed}
+    texts = [f"{name} {value}" for name, value in used.items()]
+    texts += [f"not {name} {choice.settings[name]}, since {given[name]} was given" for name in typed]
+    if (workload := choice.source.get("workload")) not in (None, given.get("workload")):
+        texts.append(f"chosen for another workload, {workload}")
+    err.print(f"{path}: {'; '.join(texts)}", markup=False, soft_wrap=True)
+    return used
 
 
 def _option(name: str, field: FieldInfo, argument: str | None) -> inspect.Parameter:

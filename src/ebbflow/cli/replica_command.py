@@ -18,7 +18,7 @@ from ebbflow.run.config import RunConfig
 __all__ = ["replica"]
 
 
-@takes_settings("replica")
+@takes_settings("replica", choice=True)
 def replica(
     config: RunConfig,
     *,

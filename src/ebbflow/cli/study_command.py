@@ -11,11 +11,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ebbflow.cli.common import AsJson, PluginFiles, command_line, err, interruptible, out, print_json
+from ebbflow.cli.options import ChoiceFile
 from ebbflow.cli.report_command import show_report
+from ebbflow.core.choices import read_choice
 from ebbflow.core.endings import Ending
 from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import ConfigError
-from ebbflow.studies.grid import Study, load_study, recipe_names, recipe_text, with_plugins, with_settings
+from ebbflow.studies.grid import Study, load_study, recipe_names, recipe_text, with_choice, with_plugins, with_settings
 from ebbflow.studies.runner import ArmProgress, run_study
 from ebbflow.studies.scaling import scaled, with_stand_in
 
@@ -38,6 +40,7 @@ def study(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A setting for every run, such as device=cuda; repeatable."),
     ] = None,
+    choice: ChoiceFile = None,
     plugin: PluginFiles = None,
     jobs: Jobs = None,
     checkpoint_every: Annotated[str, typer.Option(help="Time between checkpoints of an arm.")] = "30s",
@@ -66,6 +69,8 @@ def study(
     if stand_in is not None:
         chosen = with_stand_in(chosen, stand_in)
     chosen = with_plugins(with_settings(chosen, setting or []), plugin or [])
+    if choice is not None:
+        chosen = _with_choice(chosen, choice, setting or [])
     if seeds is not None:
         if seeds < 1:
             raise ConfigError(f"seeds is {seeds}; expected how many, 1 or more")
@@ -75,6 +80,18 @@ def study(
     ended = run_with_progress(chosen, folder, jobs=jobs, checkpoint_every=checkpoint_every, keep_weights=keep_weights)
     show_report(folder, as_json=json)
     raise typer.Exit(ended.code)
+
+
+def _with_choice(study: Study, path: Path, given: list[str]) -> Study:
+    """The study with the rule of a choice and its base rate; a rate on the command line is used instead of it."""
+    choice = read_choice(path)
+    if any(text.partition("=")[0].strip() == "lr" for text in given):
+        err.print(f"{path}: rule {choice.rule}; not lr {choice.lr:g}, since --set lr was given", markup=False)
+        return replace(study, rules=tuple(dict.fromkeys((*study.rules, choice.rule))))
+    err.print(
+        f"{path}: the runs of {choice.rule} take lr {choice.lr:g}, unless an override says otherwise", markup=False
+    )
+    return with_choice(study, choice)
 
 
 def _list(*, as_json: bool) -> None:

@@ -25,7 +25,7 @@ from ebbflow.run.config import RunConfig
 __all__ = ["train"]
 
 
-@takes_settings("command", argument="workload", leave_out=("label",))
+@takes_settings("command", argument="workload", leave_out=("label",), choice=True)
 def train(
     config: RunConfig,
     *,

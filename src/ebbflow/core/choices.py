@@ -1,12 +1,12 @@
 """`choice.toml`: the rule and base rate that `ebbflow choose` found, with what they were chosen for.
 
-    rule = "adascale+statewarmup(0.05)"
-    lr = 0.24                                   # base learning rate, at the reference batch
-    decided_by = "tournament"                   # or "fallback": nothing was decided, and `note` says why
-    note = ""
+rule = "adascale+statewarmup(0.05)"
+lr = 0.24                                   # base learning rate, at the reference batch
+decided_by = "tournament"                   # or "fallback": nothing was decided, and `note` says why
+note = ""
 
-    [source]                                    # workload, trace, optimizer, reference batch, length, cost
-    [[ranking]]                                 # all candidates, best first
+[source]                                    # workload, trace, optimizer, reference batch, length, cost
+[[ranking]]                                 # all candidates, best first
 """
 
 from __future__ import annotations

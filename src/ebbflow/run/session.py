@@ -418,9 +418,7 @@ def train_session(
         made = dict(make())
         if config.lr is not None:
             multiply_rates(made["optimizer"], float(config.lr))
-        session = Session(
-            **made, config=config, out=folder, callbacks=callbacks, checkpoint_every_s=checkpoint_every_s
-        )
+        session = Session(**made, config=config, out=folder, callbacks=callbacks, checkpoint_every_s=checkpoint_every_s)
         with suppress(Diverged), session:
             callbacks.on_start(session.flow.ledger.total, session.flow.total_samples)
             session.run()

@@ -377,17 +377,13 @@ class _Tournament:
         while not self._scores(0) and not self._over:
             untried = self._untried()
             if not untried:
-                raise ConfigError(
-                    "no candidate can be trained: " + "; ".join(dict.fromkeys(self.left_out.values()))
-                )
+                raise ConfigError("no candidate can be trained: " + "; ".join(dict.fromkeys(self.left_out.values())))
             self._train(0, lengths[0], [(one, 0) for one in untried[: self.jobs]])
         if not self._scores(0):
             return None
         while not self._over and (untried := self._untried()):
             done = len(self._scores(0))
-            count, _ = fitting(
-                done + len(untried), lengths, self._pace, self.jobs, left_s=self._plannable_s, done=done
-            )
+            count, _ = fitting(done + len(untried), lengths, self._pace, self.jobs, left_s=self._plannable_s, done=done)
             if count <= done:
                 break
             self._train(0, lengths[0], [(one, 0) for one in untried[: count - done]])
@@ -529,7 +525,9 @@ class _Tournament:
         self._save()
         return all(run in self.ended[number] for run in wanted if run[0] not in self.left_out)
 
-    def _rung(self, runs: Sequence[tuple[Candidate, int]], epochs: int) -> tuple[Study, dict[str, tuple[Candidate, int]]]:
+    def _rung(
+        self, runs: Sequence[tuple[Candidate, int]], epochs: int
+    ) -> tuple[Study, dict[str, tuple[Candidate, int]]]:
         """The study of a rung, and which run each of its arms is."""
         seeds = tuple(sorted({seed for _, seed in runs}))
         skip = tuple(
@@ -571,9 +569,15 @@ class _Tournament:
             leader = f"{best}: {self._shown_metric} {self._as_metric(value):.4f}"
         self.on_progress(
             ChooseProgress(
-                rung=number + 1, rungs=len(rung_epochs(self.epochs)), epochs=epochs,
-                done=min(float(arms), sum(self._fractions.values())), arms=arms, leader=leader,
-                spent_s=self._spent_s, budget_s=self.budget_s, message=message,
+                rung=number + 1,
+                rungs=len(rung_epochs(self.epochs)),
+                epochs=epochs,
+                done=min(float(arms), sum(self._fractions.values())),
+                arms=arms,
+                leader=leader,
+                spent_s=self._spent_s,
+                budget_s=self.budget_s,
+                message=message,
             )  # fmt: skip
         )
 

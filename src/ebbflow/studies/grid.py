@@ -48,6 +48,7 @@ from typing import Any
 
 import yaml
 
+from ebbflow.core.choices import Choice
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.spec import nearest
 from ebbflow.core.units import parse_seconds
@@ -59,7 +60,7 @@ from ebbflow.traces import load as load_trace
 
 __all__ = [
     "Arm", "PaperValue", "Study", "check_arms", "load_study", "parse_study", "recipe_names", "recipe_text",
-    "with_plugins", "with_settings",
+    "with_choice", "with_plugins", "with_settings",
 ]  # fmt: skip
 
 _KEYS = [
@@ -269,6 +270,20 @@ def with_settings(study: Study, texts: Sequence[str]) -> Study:
         except tomllib.TOMLDecodeError:
             settings[name.strip()] = value.strip()
     changed = replace(study, settings=settings)
+    changed.arms()
+    return changed
+
+
+def with_choice(study: Study, choice: Choice) -> Study:
+    """The study with the rule of a choice among its rules, whose runs take the choice's base rate.
+
+    The [[override]] tables of the study take precedence.
+    """
+    changed = replace(
+        study,
+        rules=tuple(dict.fromkeys((*study.rules, choice.rule))),
+        override=({"rule": choice.rule, "set": {"lr": choice.lr}}, *study.override),
+    )
     changed.arms()
     return changed
 

@@ -186,12 +186,14 @@ class Pace:
     def measured(cls, arms: Sequence[tuple[int, float, float]]) -> Pace:
         """From arms that ended: (epochs, seconds of training, seconds from start to end) of each.
 
+        The start is the median, since the very first arms also start the server that arms are forked from.
+
         >>> Pace.measured([(2, 4.0, 5.0), (2, 8.0, 9.0)])
         Pace(start_s=1.0, epoch_s=3.0)
         """
         epochs = sum(one for one, _, _ in arms)
         training = sum(one for _, one, _ in arms)
-        return cls(start_s=statistics.fmean([max(0.0, whole - part) for _, part, whole in arms]),
+        return cls(start_s=statistics.median([max(0.0, whole - part) for _, part, whole in arms]),
                    epoch_s=training / max(1, epochs))  # fmt: skip
 
 
