@@ -53,7 +53,7 @@ IDEAS = {
     "--on-demand-workers": "size of the on-demand cluster",
     "--on-demand-step-time": "step time of the on-demand cluster",
     "--deadline": "latest end",
-    "--budget": "highest cost",
+    "--budget": "highest cost, in USD or as a time",
     # Fleets
     "--replicas": "number of replicas",
     "--min-replicas": "fewest replicas that train",
@@ -79,6 +79,8 @@ IDEAS = {
     "--list": "list what there is",
     "--show": "print a recipe",
     "--target": "score to reach",
+    "--rates": "factors of the base rate to compare",
+    "--choice": "result of a tournament",
     # What all verbs share
     "--allow-code-change": "whether a run continues with other code",
     "--allow-changes": "whether a fleet continues with other settings of its script",

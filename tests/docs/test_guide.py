@@ -41,6 +41,13 @@ def test_every_command_of_the_page_on_the_quadratic_model_works(tmp_path: Path) 
     assert follow(ROOT / "docs" / "quadratic.md", tmp_path) >= 2
 
 
+@pytest.mark.timeout(600)  # two tournaments, on whatever machine this is
+def test_every_command_of_the_page_about_choosing_works(tmp_path: Path) -> None:
+    assert follow(ROOT / "docs" / "choose.md", tmp_path) >= 4
+    assert (tmp_path / "runs" / "choose" / "report" / "index.html").is_file()
+    assert (tmp_path / "runs" / "own" / "choice.toml").is_file()
+
+
 @pytest.mark.timeout(900)  # the demo, a study and a dozen starts of the command, on whatever machine this is
 def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
     assert follow(ROOT / "docs" / "guide.md", tmp_path) >= 15

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
 from ebbflow.cli.options import takes_settings
+from ebbflow.cli.study_command import Jobs
 from ebbflow.core.endings import Ending
 from ebbflow.core.units import format_seconds
 from ebbflow.errors import ConfigError
@@ -33,12 +34,8 @@ def choose_verb(
     ] = None,
     rates: Annotated[str, typer.Option(help="Factors of the base rate, separated by commas.")] = "1,4,0.25",
     seeds: Annotated[int, typer.Option(help="Number of seeds of a candidate at most, where noise could decide.")] = 3,
-    out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the tournament; default: below runs/.")
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(help="Arms that run at once. Default: one per core, or three on a GPU.")
-    ] = None,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder; default: below runs/.")] = None,
+    jobs: Jobs = None,
     json: AsJson = False,
 ) -> None:
     """Find the rule and the base rate that suit a model on a trace, and write them to choice.toml.
@@ -46,9 +43,9 @@ def choose_verb(
     Candidates train for 5, 15 and 45 % of the epochs, each with its complete schedule, and the best third goes on. The
     same command continues after a kill, and with a larger budget. Exit code 4: nothing was decided within the budget,
     and choice.toml holds the fallback.
-    """  # fmt: skip
-    from ebbflow.report.choice_page import write_choice_page
-    from ebbflow.studies.choosing import ChooseProgress, choose
+    """
+    from ebbflow.studies.choosing import choose
+    from ebbflow.studies.tournament import ChooseProgress
 
     settings = {name: value for name, value in config if value != RunConfig.model_fields[name].default}
     settings.setdefault("trace", config.trace)
@@ -73,8 +70,7 @@ def choose_verb(
             **settings, budget=budget, rules=rule or (), rates=_numbers(rates), seeds=seeds, out=out_folder, jobs=jobs,
             command=command_line(), on_progress=on_progress,
         )  # fmt: skip
-    page = write_choice_page(chosen.folder)
-    answer = {**chosen.answer, "choice": str(chosen.path), "page": str(page)}
+    answer = {**chosen.answer, "choice": str(chosen.path), "page": str(chosen.page)}
     if json:
         print_json(answer)
     else:

@@ -21,7 +21,7 @@ from ebbflow.studies.grid import Study, load_study, recipe_names, recipe_text, w
 from ebbflow.studies.runner import ArmProgress, run_study
 from ebbflow.studies.scaling import scaled, with_stand_in
 
-__all__ = ["run_with_progress", "study"]
+__all__ = ["Jobs", "run_with_progress", "study"]
 
 Jobs = Annotated[int | None, typer.Option(help="Arms that run at once. Default: one per core, or three on a GPU.")]
 

@@ -28,7 +28,9 @@ def write_choice_page(folder: Path) -> Path:
         page = render_template(
             "choice.html",
             name=f"{answer['source']['workload']} on {answer['source']['trace']}",
-            takeaways=[_decision(answer), cost_text(answer), *(f"With a larger budget: {one}" for one in answer["more"])],
+            takeaways=[
+                _decision(answer), cost_text(answer), *(f"With a larger budget: {one}" for one in answer["more"]),
+            ],
             rows=[{**row, "text": score_text(row)} for row in answer["ranking"]],
             metric=answer["metric"],
             rungs=answer["rungs"],
@@ -54,8 +56,7 @@ def _decision(answer: Answer) -> str:
 def score_text(row: Mapping[str, Any]) -> str:
     """The score of a row of the ranking, with half of its 95 % interval if that is known.
 
-    >>> score_text({"score": 0.91234, "margin": 0.004, "status": "finished"}), score_text({"score": None, "margin": None,
-    ...       "status": "diverged"})
+    >>> score_text({"score": 0.91234, "margin": 0.004}), score_text({"score": None, "status": "diverged"})
     ('0.9123 ± 0.0040', 'diverged')
     """
     if row["score"] is None:
@@ -95,7 +96,7 @@ def _figures(answer: Answer) -> Iterator[Drawing]:
         legend(figure, [axis])
         yield Drawing(
             stem="ranking", kind="ranking", title="The ranking",
-            caption="The last validation of each candidate in the longest rung that it took part in. Only points of one "
-            "colour are comparable. Lines: 95 % intervals, without what a seed does to all candidates alike.",
+            caption="The last validation of each candidate in the longest rung that it took part in. Only points of "
+            "one colour are comparable. Lines: 95 % intervals, without what a seed does to all candidates alike.",
             figure=figure,
         )  # fmt: skip

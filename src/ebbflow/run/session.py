@@ -408,8 +408,8 @@ def train_session(
 ) -> Run:
     """What `train` is for a workload, for a model of your own: a whole session, from settings to its record.
 
-    `make()` returns the arguments of a Session, with `loss`; torch's generators are seeded with `config.seed` before. If
-    `config.lr` is set, the rates of all parameter groups are multiplied by one factor, so that it is that of the first.
+    `make()` returns the arguments of a Session, with `loss`; before, torch's generators are seeded with `config.seed`.
+    If `config.lr` is set, the rates of all parameter groups are multiplied by one factor, so that it is the first one.
     The record does not hold the `command`.
     """
     callbacks, folder = callbacks or Callbacks(), Path(folder)

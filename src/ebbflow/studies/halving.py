@@ -17,7 +17,7 @@ from itertools import combinations
 from ebbflow.report.intervals import t_quantile
 
 __all__ = [
-    "FRACTIONS", "Candidate", "Noise", "Pace", "Scores", "fitting", "in_doubt", "ladder", "ladder_seconds",
+    "FRACTIONS", "Candidate", "RunNoise", "Pace", "Scores", "fitting", "in_doubt", "ladder", "ladder_seconds",
     "measured_noise", "rank", "rung_epochs", "rung_seconds", "seed_adjusted",
 ]  # fmt: skip
 
@@ -82,7 +82,7 @@ def rank(scores: Scores) -> list[Candidate]:
 
 
 @dataclass(frozen=True)
-class Noise:
+class RunNoise:
     """How much the score of one run varies beyond what its seed does to all candidates."""
 
     deviation: float
@@ -95,14 +95,14 @@ class Noise:
         return t_quantile(self.freedom) * self.deviation / math.sqrt(seeds)
 
 
-def measured_noise(scores: Scores) -> Noise | None:
+def measured_noise(scores: Scores) -> RunNoise | None:
     """The noise, from pairs of candidates with two common seeds or more; None if there is no such pair.
 
     The differences of two candidates vary by twice the variance of one. All pairs are pooled; they are not independent,
     so the degrees of freedom are those of the candidates, not of the pairs.
 
     >>> measured_noise({Candidate("a", 1): {0: 1.0, 1: 3.0}, Candidate("b", 1): {0: 1.0, 1: 5.0}})   # 0 and -2
-    Noise(deviation=1.0, freedom=1)
+    RunNoise(deviation=1.0, freedom=1)
     """
     sound = [runs for runs in scores.values() if len(runs) > 1 and None not in runs.values()]
     squares, freedom = 0.0, 0
@@ -115,7 +115,7 @@ def measured_noise(scores: Scores) -> Noise | None:
     if not freedom:
         return None
     independent = max(1, (len(sound) - 1) * (min(len(runs) for runs in sound) - 1))
-    return Noise(deviation=math.sqrt(squares / freedom / 2), freedom=min(freedom, independent))
+    return RunNoise(deviation=math.sqrt(squares / freedom / 2), freedom=min(freedom, independent))
 
 
 def in_doubt(scores: Scores, keep: int, *, most_seeds: int) -> list[Candidate]:

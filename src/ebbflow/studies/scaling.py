@@ -97,8 +97,8 @@ def with_stand_in(study: Study, name: str) -> Study:
 def scaled(study: Study, factor: float, *, same_models: bool = False) -> Study:
     """The study with its epochs multiplied by `factor`; 1 gives the study itself.
 
-    With `same_models`, models keep their width. All runs shrink by the same ratio. It is a ConfigError if rounding would give runs of different lengths different
-    ratios, or if a batch plan is a file, whose steps cannot be scaled.
+    With `same_models`, models keep their width. All runs shrink by the same ratio. It is a ConfigError if rounding
+    would give runs of different lengths different ratios, or if a batch plan is a file, whose steps cannot be scaled.
     """
     if not (math.isfinite(factor) and 0 < factor <= 1):
         raise ConfigError(f"the scale is {factor:g}; expected a fraction of the study, above 0 and at most 1")

@@ -1,0 +1,294 @@
+"""A tournament of rules: what is written, what bad input gives, and that a kill costs nothing but time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ebbflow
+from ebbflow.core.choices import read_choice
+from ebbflow.errors import ConfigError, InputError
+from ebbflow.rules.families import fallback_rule
+from ebbflow.studies.choosing import choose, parse_budget
+from ebbflow.studies.tournament import ChooseProgress, Chosen
+
+TRACE = "random-levels(minimum=1, maximum=6, every=60s, duration=20min, seed=3)"
+RULES = ["sqrt+statewarmup(0.05, by=multiplier)", "linear+warmup(1ep)"]
+
+PLUGIN = '''
+import torch
+import ebbflow
+from ebbflow.workloads import DatasetSource, Recipe, Task, TensorSource
+
+def task(recipe, metric):
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    y = (x.sum(1) > 0).long()
+    source = TensorSource(x, y)
+    return Task(model=torch.nn.Linear(4, 2), train=source, valid=source, recipe=recipe, scores=metric)
+
+RECIPE = Recipe(ref_batch=8, local_batch=4, lr=0.1, optimizer="adamw", schedule="cosine", epochs=4, metric="score")
+
+@ebbflow.register_workload("constant-score", recipe=RECIPE)
+def constant_score(recipe: Recipe) -> Task:
+    """A metric that is the same whatever the model does."""
+    return task(recipe, lambda model, x, y: {"score": torch.tensor(0.5)})
+
+@ebbflow.register_workload("not-finite", recipe=RECIPE)
+def not_finite(recipe: Recipe) -> Task:
+    """A loss that is not a number."""
+    def loss(model, x, y):
+        return model(x).sum() * float("nan")
+    found = task(recipe, lambda model, x, y: {"score": torch.tensor(0.5)})
+    import dataclasses
+    return dataclasses.replace(found, loss=loss)
+
+@ebbflow.register_workload("broken", recipe=RECIPE)
+def broken(recipe: Recipe) -> Task:
+    """A model that cannot be built."""
+    raise ValueError("no such layer")
+'''
+
+
+def tournament(out: Path, workload: Any = "digits-mlp(width=8)", **changes: Any) -> Chosen:
+    values = {
+        "trace": TRACE,
+        "budget": "10min",
+        "rules": RULES,
+        "rates": [1, 0.25],
+        "seeds": 1,
+        "epochs": 20,
+        "jobs": 2,
+    }
+    return choose(workload, out=out, **{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    path = tmp_path_factory.mktemp("plugin") / "plugin.py"
+    path.write_text(PLUGIN, encoding="utf-8")
+    return [str(path)]
+
+
+@pytest.mark.process
+def test_a_tournament_ends_with_a_ranking_a_page_and_a_choice_and_then_has_nothing_to_do(tmp_path: Path) -> None:
+    seen: list[ChooseProgress] = []
+    found = tournament(tmp_path / "out", seeds=2, on_progress=seen.append)
+    # 20 epochs give rungs of 1, 3 and 9; of four candidates two go on, and the same two again.
+    assert [rung["epochs"] for rung in found.answer["rungs"]] == [1, 3, 9]
+    assert [rung["candidates"] for rung in found.answer["rungs"]] == [4, 2, 2]
+    ranking = found.answer["ranking"]
+    assert [row["place"] for row in ranking] == [1, 2, 3, 4]
+    assert [row["epochs"] for row in ranking] == [9, 9, 1, 1]
+    assert ranking[0]["score"] > ranking[1]["score"] - 1e-12
+    assert all(row["margin"] is not None for row in ranking[:2])  # two seeds, since there is time for them
+    assert found.answer["decided_by"] == "tournament"
+    assert (found.choice.rule, found.choice.lr) == (ranking[0]["rule"], ranking[0]["lr"])
+    written = read_choice(found.path)
+    assert (written.settings, written.source) == (found.choice.settings, found.choice.source)
+    assert [row["rule"] for row in written.ranking] == [row["rule"] for row in ranking]
+    assert seen[-1].leader.startswith(f"{found.choice.rule}, rate x{found.answer['rate']:g}: accuracy 0.")
+    cost = found.answer["cost"]
+    assert cost["epochs"] == sum(rung["epochs"] * rung["runs"] for rung in found.answer["rungs"])
+    assert cost["share"] == pytest.approx(cost["epochs"] / (4 * 20))
+    page = found.page.read_text(encoding="utf-8")
+    assert found.choice.rule in page and "of training every candidate" in page
+    # Models keep their width, and schedules are complete: the warm-up of one epoch in 20 is one of 0.05 in 1.
+    first = json.loads((tmp_path / "out" / "rung-1" / "study.json").read_text(encoding="utf-8"))["config"]
+    assert first["workloads"] == ["digits-mlp(width=8)"]
+    assert "linear+warmup(0.05ep)" in first["rules"]
+
+    again = tournament(tmp_path / "out", seeds=2)
+    assert again.answer["ranking"] == ranking
+    with pytest.raises(ConfigError, match="holds another tournament; different: candidates"):
+        tournament(tmp_path / "out", rates=[1, 2])
+
+
+@pytest.mark.process
+def test_a_budget_that_is_too_small_gives_the_fallback_and_the_least_budget(tmp_path: Path) -> None:
+    found = tournament(tmp_path / "out", budget="1ms", epochs=2)
+    assert found.choice.decided_by == "fallback"
+    assert found.choice.rule == fallback_rule("sgd")
+    assert re.search(
+        r"that is the least budget\. The fallback for this kind of optimizer is adascale", found.choice.note
+    )
+    # A larger budget goes on in the same folder.
+    assert tournament(tmp_path / "out", epochs=2).choice.decided_by == "tournament"
+
+
+@pytest.mark.process
+def test_rules_that_cannot_measure_with_one_micro_batch_are_left_out_with_a_sentence(tmp_path: Path) -> None:
+    messages: list[str] = []
+    found = tournament(
+        tmp_path / "out", trace="constant(workers=1)", rules=["adascale+statewarmup(0.05)", *RULES], rates=[1],
+        epochs=2, on_progress=lambda progress: messages.append(progress.message),
+    )  # fmt: skip
+    assert [one["rule"] for one in found.answer["left_out"]] == ["adascale+statewarmup(0.05)"]
+    assert "steps of two micro-batches or more" in found.answer["left_out"][0]["why"]
+    assert any(text.startswith("adascale+statewarmup(0.05), rate x1 is left out: ") for text in messages)
+    assert {row["rule"] for row in found.answer["ranking"]} == set(RULES)
+
+
+@pytest.mark.process
+def test_a_metric_that_is_constant_decides_nothing(tmp_path: Path, plugin: list[str]) -> None:
+    found = tournament(tmp_path / "out", "constant-score", plugins=tuple(plugin), epochs=2)
+    assert found.choice.decided_by == "fallback"
+    assert "The metric score is 0.5 for all" in found.choice.note
+    assert found.choice.rule == fallback_rule("adam") == "sqrt+statewarmup(0.05, by=multiplier)"
+
+
+@pytest.mark.process
+def test_candidates_that_all_diverge_give_the_fallback_at_the_lowest_rate(tmp_path: Path, plugin: list[str]) -> None:
+    found = tournament(tmp_path / "out", "not-finite", plugins=tuple(plugin), epochs=2)
+    assert found.choice.decided_by == "fallback"
+    assert found.choice.note.startswith("All 4 candidates diverged within 1 epoch; use a lower base rate")
+    assert found.choice.lr == 0.025
+    assert {row["status"] for row in found.answer["ranking"]} == {"diverged"}
+
+
+@pytest.mark.process
+def test_a_model_that_cannot_be_built_is_one_error_with_the_reason(tmp_path: Path, plugin: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"no candidate can be trained: .*no such layer"):
+        tournament(tmp_path / "out", "broken", plugins=tuple(plugin), epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"trace": "constant(workers=0)"}, "has no workers at any time"),
+        ({"rules": RULES[:1], "rates": [1]}, "one candidate only"),
+        ({"rates": [0, 1]}, "a rate is 0; expected a factor of the base rate above 0"),
+        ({"budget": "soon"}, "budget: "),
+        ({"budget": "0s"}, "the budget is 0s; expected a time above 0"),
+        ({"budget": "1gpuh"}, "the device is cpu; give a time, or --device cuda"),
+        ({"seeds": 0}, "seeds is 0; expected"),
+        ({"rules": ["lineer"]}, "did you mean 'linear'"),
+        ({"plan": "steps.csv"}, "counts steps and cannot be shortened"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_refused_before_anything_runs(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=re.escape(text)):
+        tournament(tmp_path / "out", **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gpu_hour_is_an_hour_of_the_one_gpu() -> None:
+    assert parse_budget("2gpuh", device="cuda:1") == 7200
+
+
+# A kill ---------------------------------------------------------------------------------------------------------------
+
+COMMAND = [
+    "-m", "ebbflow", "choose", "digits-mlp(width=8)", "--trace", TRACE, "--budget", "10min", "--rule", RULES[0],
+    "--rule", RULES[1], "--rates", "1", "--seeds", "1", "--epochs", "20", "--jobs", "2", "--json",
+]  # fmt: skip
+
+
+@pytest.mark.process
+@pytest.mark.timeout(240)
+def test_after_a_kill_the_same_command_keeps_what_was_done_and_ends(tmp_path: Path) -> None:
+    command = [sys.executable, *COMMAND, "--out", str(tmp_path / "out")]
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    waited = time.monotonic()
+    while not (begun := list(tmp_path.glob("out/rung-2/arms/*/record.jsonl"))) and time.monotonic() - waited < 120:
+        time.sleep(0.02)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert begun
+    assert not (tmp_path / "out" / "choice.toml").exists()
+    ended = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/rung-1/arms/*/record.jsonl")}
+    spent = json.loads((tmp_path / "out" / "choose.json").read_text(encoding="utf-8"))["spent_s"]
+    assert len(ended) == 2
+    assert spent > 0
+
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert [rung["runs"] for rung in answer["rungs"]] == [2, 2, 2]
+    assert answer["decided_by"] == "tournament"
+    assert answer["cost"]["wall_s"] > spent
+    assert ended == {path: path.stat().st_mtime_ns for path in ended}
+
+
+# A model of one's own -------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+import ebbflow
+
+X = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+
+
+def mine():
+    model = torch.nn.Linear(4, 2)
+
+    def evaluate():
+        return {"accuracy": float((model(X).argmax(1) == Y).float().mean())}
+
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01),
+        "data": torch.utils.data.TensorDataset(X, Y),
+        "loss": lambda model, x, y: torch.nn.functional.cross_entropy(model(x), y),
+        "evaluate": evaluate,
+    }
+
+
+if __name__ == "__main__":
+    found = ebbflow.choose(
+        mine, trace="constant(workers=4)", budget="5min", rules=["sqrt", "linear+warmup(1ep)"], rates=[1, 4], seeds=1,
+        out="out", base_batch=8, local_batch=4, epochs=6, schedule="cosine", jobs=2,
+    )
+    model = torch.nn.Linear(4, 2)
+    optimizer = ebbflow.ElasticOptimizer.from_choice(found.path, torch.optim.AdamW(model.parameters(), lr=0.01))
+    print(found.choice.decided_by, found.answer["metric"], len(found.answer["ranking"]))
+    print(optimizer.rule, optimizer.base_batch, optimizer.param_groups[0]["lr"] == found.choice.lr)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_the_model_of_a_plain_script_is_compared_through_a_session(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.splitlines()
+    assert first == "tournament accuracy 4"
+    rule = read_choice(tmp_path / "out" / "choice.toml").rule
+    assert second == f"{rule} 8 True"
+    assert not list(tmp_path.glob("out/**/weights.pt"))
+
+
+def nothing() -> dict[str, Any]:
+    return {}
+
+
+def test_a_function_that_cannot_be_used_is_refused_with_what_is_expected() -> None:
+    with pytest.raises(ConfigError, match="define the function at the top level of a module"):
+        ebbflow.choose(lambda: {}, trace=TRACE, budget="1min")
+    with pytest.raises(ConfigError, match="model, optimizer, data, loss, evaluate are missing"):
+        ebbflow.choose(nothing, trace=TRACE, budget="1min")
+
+
+def test_a_run_without_an_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="epochs is missing: complete runs are compared, and a run needs an end"):
+        ebbflow.choose(made, trace=TRACE, budget="1min", base_batch=8, local_batch=4)
+
+
+def made() -> dict[str, Any]:
+    import torch
+
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"model": model, "optimizer": optimizer, "data": [], "loss": None, "evaluate": None}
