@@ -17,7 +17,7 @@ from ebbflow._version import __version__
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError, UnitError
-from ebbflow.rules.families import OptimizerFamily, candidate_rules, optimizer_family
+from ebbflow.rules.families import candidate_rules, optimizer_family
 from ebbflow.run.config import RunConfig
 from ebbflow.studies.grid import Study, check_arms
 from ebbflow.studies.halving import Candidate
@@ -88,16 +88,17 @@ def choose(
     """
     began = time.monotonic()
     if callable(workload):
-        config, family, train = _own_model(workload, trace, settings)
+        config, own_optimizer, train = _own_model(workload, trace, settings)
     else:
         config = RunConfig(workload=workload, trace=trace, **settings)
-        metric, family, train = "", None, None
+        metric, own_optimizer, train = "", None, None
     load_plugins(config.plugins)
     from ebbflow.run.assemble import resolve
 
     whole = resolve(config)
     assert whole.epochs and whole.lr and whole.optimizer
-    family = family or optimizer_family(whole.optimizer)
+    optimizer = own_optimizer or whole.optimizer
+    family = optimizer_family(optimizer)
     if config.plan is not None:
         raise ConfigError(f"the plan {config.plan} counts steps and cannot be shortened; give a trace instead")
     if not int(load_trace(config.trace).workers.max()):
@@ -140,7 +141,7 @@ def choose(
             "workload": config.workload,
             "trace": config.trace,
             "trace_sha256": config.trace_digest(),
-            "optimizer": family if train else whole.optimizer,
+            "optimizer": optimizer,
             "base_lr": base,
             "ref_batch": whole.ref_batch,
             "local_batch": whole.local_batch,
@@ -161,8 +162,8 @@ def choose(
     return chosen
 
 
-def _own_model(make: Made, trace: str, settings: dict[str, Any]) -> tuple[RunConfig, OptimizerFamily, TrainArm]:
-    """What a tournament needs of a user's own model: settings, the optimizer's family, and what trains an arm."""
+def _own_model(make: Made, trace: str, settings: dict[str, Any]) -> tuple[RunConfig, str, TrainArm]:
+    """What a tournament needs of a user's own model: settings, the name of the optimizer, and what trains an arm."""
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
@@ -211,7 +212,7 @@ def _own_model(make: Made, trace: str, settings: dict[str, Any]) -> tuple[RunCon
             ref_batch=1, local_batch=1, lr=1.0, optimizer="sgd", schedule="constant", epochs=1, metric="loss"
         )
         register_workload(name, recipe=recipe)(build)
-    return config, optimizer_family(type(optimizer).__name__), partial(train_session, make)
+    return config, type(optimizer).__name__, partial(train_session, make)
 
 
 def _candidates(rules: Sequence[str], rates: Sequence[float]) -> list[Candidate]:

@@ -122,7 +122,7 @@ def in_doubt(scores: Scores, keep: int, *, most_seeds: int) -> list[Candidate]:
     """The candidates that need another seed before `keep` of them go on, because noise could flip the decision.
 
     As long as nothing is known about the noise, these are the last one that would go on and the first that would not.
-    Then all whose distance to the cut, which lies halfway between those two, is below two standard errors of the
+    Then all whose distance to the nearest candidate on the other side of the cut is below two standard errors of that
     difference. A candidate that has `most_seeds`, or diverged, needs none; nor does anybody if all would go on.
     """
     order, adjusted = rank(scores), seed_adjusted(scores)
@@ -130,23 +130,15 @@ def in_doubt(scores: Scores, keep: int, *, most_seeds: int) -> list[Candidate]:
         return []
     inside, outside = order[keep - 1], order[keep]
     noise = measured_noise(scores)
-    if noise is None:
-        doubtful = [inside, outside]
-    else:
-        cut = (adjusted[inside] + adjusted[outside]) / 2
 
-        def error(one: Candidate) -> float:
-            other = outside if adjusted[one] >= cut else inside
-            return noise.deviation * math.sqrt(1 / len(scores[one]) + 1 / len(scores[other]))
+    def doubtful(place: int) -> bool:
+        one, other = order[place], outside if place < keep else inside
+        if noise is None or adjusted[one] == -math.inf:
+            return noise is None and one in (inside, outside)
+        error = noise.deviation * math.sqrt(1 / len(scores[one]) + 1 / len(scores[other]))
+        return abs(adjusted[one] - adjusted[other]) < _ENOUGH_ERRORS * error
 
-        # The cut is halfway, so that half of the gap is compared with half of the errors.
-        doubtful = [
-            one for one in order
-            if adjusted[one] > -math.inf and 2 * abs(adjusted[one] - cut) < _ENOUGH_ERRORS * error(one)
-        ]  # fmt: skip
-        if len(doubtful) == 1:  # it is compared with the nearest one on the other side of the cut
-            doubtful = [inside, outside]
-    return [one for one in doubtful if len(scores[one]) < most_seeds]
+    return [one for place, one in enumerate(order) if doubtful(place) and len(scores[one]) < most_seeds]
 
 
 # -- how long, and what it costs ---------------------------------------------------------------------------------------

@@ -50,6 +50,8 @@ together 75,978), but one of them is always starting, reading, compiling or vali
 _DISK_CACHE = ".kept"
 """The folder with data that the arms of a study share while it runs."""
 _REPORT_EVERY_S = 0.2
+_END_WITHIN_S = 10.0
+"""How long arms that are interrupted may take for their checkpoints, all together."""
 _ASK_EVERY_S = 1.0
 """How often `should_stop` is asked while no arm reports anything."""
 
@@ -276,8 +278,9 @@ def _run_arms(
     finally:
         for _, process in running.values():
             process.terminate()  # interrupted or stopped: each arm writes a checkpoint and exits
+        until = time.monotonic() + _END_WITHIN_S
         for _, process in running.values():
-            process.join(timeout=10)
+            process.join(timeout=max(0.0, until - time.monotonic()))
             process.kill()
 
 
