@@ -53,12 +53,21 @@ def test_what_a_seed_does_to_all_candidates_changes_neither_their_order_nor_the_
     shifted = {one: {s: v + effect if s == 1 and v is not None else v for s, v in runs.items()}
                for one, runs in scores.items()}  # fmt: skip
     before, after = seed_adjusted(scores), seed_adjusted(shifted)
-    assert all(math.isclose(before[one], after[one], abs_tol=1e-9) for one in scores)
+    first = next(iter(scores))
+    for one in scores:
+        assert math.isclose(before[one] - before[first], after[one] - after[first], abs_tol=1e-9)
     noise, other = measured_noise(scores), measured_noise(shifted)
     assert (noise is None) == (other is None)
     if noise and other:
         assert noise.freedom == other.freedom
         assert math.isclose(noise.deviation, other.deviation, abs_tol=1e-7)
+
+
+def test_a_candidate_that_has_all_seeds_keeps_its_mean_and_others_are_moved_by_the_usual_effect() -> None:
+    # Seed 1 is better by 2, so on average over both seeds by 1: c, which has seed 0 only, is moved up by 1.
+    scores = {A: {0: 1.0, 1: 3.0}, B: {0: 1.5, 1: 3.5}, C: {0: 1.4}, D: {0: None}}
+    assert seed_adjusted(scores) == pytest.approx({A: 2.0, B: 2.5, C: 2.4, D: -math.inf})
+    assert rank(scores) == [B, C, A, D]
 
 
 def test_the_noise_is_that_of_the_differences_of_candidates_with_common_seeds() -> None:
@@ -80,9 +89,9 @@ def test_then_all_get_one_that_are_nearer_than_two_standard_errors_to_the_other_
     # Differences b - c: 0.10 and 0.12: deviation of one run 0.01. b has 0.81, c has 0.70: eleven standard errors.
     scores = {A: {0: 0.9}, B: {0: 0.80, 1: 0.82}, C: {0: 0.70, 1: 0.70}, D: {0: 0.1}}
     assert in_doubt(scores, 2, most_seeds=3) == []
-    # Differences 0.10 and -0.06: deviation 0.08. Seed 1 has the effect (-0.14 + 0.02)/2 = -0.06, so b is at
-    # (0.80 + 0.72)/2 = 0.76 and c at (0.70 + 0.78)/2 = 0.74: within 2 x 0.08. a, with one seed, is compared with c:
-    # 0.21 is more than 2 x 0.08 x sqrt(1 + 1/2) = 0.196, and 0.05 is less.
+    # Differences 0.10 and -0.06: deviation 0.08. b is at 0.73 and c at 0.71: within 2 x 0.08. Seed 1 has the effect
+    # (-0.14 + 0.02)/2 = -0.06, and both seeds together -0.03, so a, with seed 0 only, is at 0.92. It is compared with
+    # c: 0.21 is more than 2 x 0.08 x sqrt(1 + 1/2) = 0.196. From 0.79 - 0.03 it would be 0.05, which is less.
     close = {A: {0: 0.95}, B: {0: 0.80, 1: 0.66}, C: {0: 0.70, 1: 0.72}, D: {0: 0.1}}
     assert in_doubt(close, 2, most_seeds=3) == [B, C]
     near = {**close, A: {0: 0.79}}

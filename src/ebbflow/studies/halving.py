@@ -50,12 +50,13 @@ Scores = Mapping[Candidate, Mapping[int, float | None]]
 def seed_adjusted(scores: Scores) -> dict[Candidate, float]:
     """The mean score of each candidate over its seeds, less what a seed does to all; -inf if any run diverged.
 
-    The effect of a seed is the mean of its difference to seed 0, over the candidates that have both. So a candidate
-    that was given a lucky seed is not ahead of one that was not.
+    The effect of a seed is the mean of its difference to seed 0, over the candidates that have both; it is taken
+    relative to the mean effect of all seeds, so that a candidate that has all of them keeps its plain mean. So one that
+    was given a lucky seed is not ahead of one that was not.
 
     >>> scores = {Candidate("a", 1): {0: 1.0, 1: 3.0}, Candidate("b", 1): {0: 1.5, 1: 3.5}, Candidate("c", 1): {0: 1.4}}
     >>> list(seed_adjusted(scores).values())
-    [1.0, 1.5, 1.4]
+    [2.0, 2.5, 2.4]
     """
     sound = {one: runs for one, runs in scores.items() if None not in runs.values()}
     seeds = {seed for runs in sound.values() for seed in runs}
@@ -63,8 +64,11 @@ def seed_adjusted(scores: Scores) -> dict[Candidate, float]:
         seed: statistics.fmean([_score(runs, seed) - _score(runs, 0) for runs in sound.values() if seed in runs])
         for seed in seeds
     }
+    usual = statistics.fmean(effect.values()) if effect else 0.0
     return {
-        one: statistics.fmean([_score(runs, seed) - effect[seed] for seed in runs]) if one in sound else -math.inf
+        one: statistics.fmean([_score(runs, seed) - effect[seed] + usual for seed in runs])
+        if one in sound
+        else -math.inf
         for one, runs in scores.items()
     }
 
