@@ -24,7 +24,7 @@ from ebbflow.run.config import FRONT_ENDS, RunConfig, settings_of
 PAGE = Path(__file__).with_name("api.md")
 
 SECTIONS = {
-    "A whole training": ("train", "RunConfig", "Session"),
+    "A whole training": ("train", "RunConfig", "Session", "choose"),
     "In a training loop": ("Trace", "BatchPlan", "ElasticSampler", "ElasticOptimizer"),
     "Rules": ("make_rule", "StepContext", "Scaling"),
     "Extensions": tuple(name for name in ebbflow.__all__ if name.startswith("register_")),
@@ -35,6 +35,7 @@ SECTIONS = {
 MORE = {
     "train": ("ebbflow.run.loop", "Callbacks"),
     "Session": ("ebbflow.run.session", "SessionStep"),
+    "choose": ("ebbflow.studies.tournament", "Chosen"),
     "read_record": ("ebbflow.record", "Run"),
     "sklearn": ("ebbflow.estimators.net", "EbbflowNet"),
 }
