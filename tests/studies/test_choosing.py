@@ -166,8 +166,9 @@ def test_a_model_that_cannot_be_built_is_one_error_with_the_reason(tmp_path: Pat
         ({"trace": "constant(workers=0)"}, "has no workers at any time"),
         ({"rules": RULES[:1], "rates": [1]}, "one candidate only"),
         ({"rates": [0, 1]}, "a rate is 0; expected a factor of the base rate above 0"),
-        ({"budget": "soon"}, "budget: "),
-        ({"budget": "0s"}, "the budget is 0s; expected a time above 0"),
+        ({"budget": "soon"}, "the budget is 'soon'; expected a time (30min, 2h, 0.5gpuh) or a share (20%)"),
+        ({"budget": "-5%"}, "the budget is -5%; expected a time or a share above 0"),
+        ({"budget": "0s"}, "the budget is 0s; expected a time or a share above 0"),
         ({"budget": "1gpuh"}, "the device is cpu; give a time, or --device cuda"),
         ({"seeds": 0}, "seeds is 0; expected"),
         ({"rules": ["lineer"]}, "did you mean 'linear'"),
@@ -181,7 +182,22 @@ def test_wrong_input_is_refused_before_anything_runs(changes: dict[str, Any], te
 
 
 def test_a_gpu_hour_is_an_hour_of_the_one_gpu() -> None:
-    assert parse_budget("2gpuh", device="cuda:1") == 7200
+    assert parse_budget("2gpuh", device="cuda:1") == (7200, None)
+
+
+@pytest.mark.process
+def test_a_share_of_the_full_cost_is_never_exceeded_and_what_is_missing_is_said(tmp_path: Path) -> None:
+    # Four candidates of 20 epochs are 80 epochs. Rungs have 1, 3 and 9: all of them cost 4 + 6 + 18 = 28. 15 % are 12:
+    # two rungs, 10 epochs, leave 2 for seeds of the first one.
+    found = tournament(tmp_path / "out", budget="15%", seeds=2)
+    assert [rung["candidates"] for rung in found.answer["rungs"]] == [4, 2]
+    assert found.answer["cost"]["epochs"] <= 12
+    assert found.answer["cost"]["share"] <= 0.15
+    assert any(text.startswith("The next rung, 2 candidates for 9 epochs, takes about 18 epochs (22%)")
+               for text in found.answer["more"])  # fmt: skip
+    less = tournament(tmp_path / "less", budget="1%")
+    assert less.choice.decided_by == "fallback"
+    assert "which takes about 2 epochs (2%): that is the least budget" in less.choice.note
 
 
 # A kill ---------------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
     python agreement.py cells.toml --out FOLDER [--cells NAME ...] [--set NAME=VALUE ...]
 
-A cell is a workload, a trace and settings. All candidates are trained for all epochs with the seeds of `seeds`; then a
-tournament has a fifth of that wall-clock time as its budget. Regret is the score of the best candidate at full length
+A cell is a workload, a trace and settings. All candidates are trained for all epochs, with `--seeds` seeds; then a
+tournament has a fifth of that, for one seed, as its budget. Regret is the score of the best candidate at full length
 minus that of the chosen one, both as means over the seeds. Everything is resumable: the same command continues, and
 `agreement.json` in the folder has a row for each cell that is done.
 """
@@ -26,7 +26,7 @@ from ebbflow.studies.grid import Study, parse_study, with_settings
 from ebbflow.studies.runner import run_study
 
 SHARE = 0.2
-"""Budget of the tournament, as a part of the time that all full-length runs took."""
+"""Budget of the tournament, as a part of training all candidates to their end once."""
 
 
 def full_study(cell: dict[str, Any], seeds: int, given: list[str]) -> Study:
@@ -74,7 +74,7 @@ def run_cell(cell: dict[str, Any], out: Path, *, seeds: int, jobs: int | None, g
     lr = cell.get("settings", {}).get("lr", workloads.recipe(cell["workload"]).lr)
     settings.pop("validate_every")
     chosen = choose(
-        cell["workload"], trace=cell["trace"], budget=f"{SHARE * full_s / seeds:.0f}s", out=folder / "choose",
+        cell["workload"], trace=cell["trace"], budget=f"{100 * SHARE:g}%", out=folder / "choose",
         jobs=jobs, lr=lr, plugins=plugins, **settings,
     )  # fmt: skip
     higher = chosen.answer["higher_is_better"]

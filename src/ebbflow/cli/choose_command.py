@@ -13,7 +13,6 @@ from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, pr
 from ebbflow.cli.options import takes_settings
 from ebbflow.cli.study_command import Jobs
 from ebbflow.core.endings import Ending
-from ebbflow.core.units import format_seconds
 from ebbflow.errors import ConfigError
 from ebbflow.run.config import RunConfig
 
@@ -27,7 +26,9 @@ _NOT_HERE = ("label", "rule", "seed", "plan")
 def choose_verb(
     config: RunConfig,
     *,
-    budget: Annotated[str, typer.Option(help="How long it may take: 30min, 2h, or 0.5gpuh on a GPU.")],
+    budget: Annotated[
+        str, typer.Option(help="How much it may take: 30min, 0.5gpuh, or 20% of training all candidates.")
+    ],
     rule: Annotated[
         list[str] | None,
         typer.Option(help="A rule to compare, with its warm-up. Repeatable. Default: those that suit the optimizer."),
@@ -60,10 +61,9 @@ def choose_verb(
         def on_progress(progress: ChooseProgress) -> None:
             if progress.message:
                 err.print(progress.message, markup=False, soft_wrap=True)
-            spent = f"{format_seconds(progress.spent_s)} of {format_seconds(progress.budget_s)}"
             bar.update(
                 task, total=progress.arms, completed=progress.done, leader=progress.leader,
-                description=f"rung {progress.rung}/{progress.rungs}, {progress.epochs} epochs, {spent}",
+                description=f"rung {progress.rung}/{progress.rungs}, {progress.epochs} epochs, {progress.spent}",
             )  # fmt: skip
 
         chosen = choose(

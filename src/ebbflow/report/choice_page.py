@@ -68,7 +68,7 @@ def cost_text(answer: Answer) -> str:
     """What the tournament cost, in a sentence."""
     cost = answer["cost"]
     return (
-        f"It took {format_seconds(cost['wall_s'])} of {format_seconds(answer['budget_s'])}: {cost['runs']} "
+        f"It took {format_seconds(cost['wall_s'])}, with a budget of {answer['budget']}: {cost['runs']} "
         f"{plural(cost['runs'], 'run')}, {cost['samples']:,} samples, {cost['share']:.0%} of training every candidate "
         f"to its end once."
     )

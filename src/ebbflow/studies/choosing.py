@@ -35,23 +35,25 @@ Made = Callable[[], Mapping[str, Any]]
 """A function that returns the arguments of a Session."""
 
 
-def parse_budget(text: str, *, device: str) -> float:
-    """A budget in seconds of wall-clock time: 30min, 2h, or 0.5gpuh. All arms share one GPU, so that is half an hour.
+def parse_budget(text: str, *, device: str) -> tuple[float | None, float | None]:
+    """A budget as seconds of wall-clock time, or as a share of training every candidate to its end.
 
-    >>> parse_budget("30min", device="cpu"), parse_budget("0.5gpuh", device="cuda")
-    (1800.0, 1800.0)
+    All arms share one GPU, so that half a GPU-hour is half an hour.
+
+    >>> parse_budget("30min", device="cpu"), parse_budget("0.5gpuh", device="cuda"), parse_budget("20%", device="cpu")
+    ((1800.0, None), (1800.0, None), (None, 0.2))
     """
-    number = text.strip().removesuffix("gpuh")
-    on_gpu = number != text.strip()
-    if on_gpu and not device.startswith("cuda"):
+    number = text.strip().removesuffix("gpuh").removesuffix("%")
+    unit = text.strip()[len(number) :]
+    if unit == "gpuh" and not device.startswith("cuda"):
         raise ConfigError(f"the budget is {text}, but the device is {device}; give a time, or --device cuda")
     try:
-        seconds = parse_seconds(f"{number}h" if on_gpu else text)
-    except UnitError as error:
-        raise UnitError(f"budget: {error}, or 0.5gpuh") from None
-    if not seconds > 0:
-        raise ConfigError(f"the budget is {text}; expected a time above 0, such as 30min")
-    return seconds
+        found = float(number) / 100 if unit == "%" else parse_seconds(f"{number}h" if unit else text)
+    except (UnitError, ValueError):
+        raise UnitError(f"the budget is {text!r}; expected a time (30min, 2h, 0.5gpuh) or a share (20%)") from None
+    if not (math.isfinite(found) and found > 0):
+        raise ConfigError(f"the budget is {text}; expected a time or a share above 0, such as 30min or 20%")
+    return (None, found) if unit == "%" else (found, None)
 
 
 def choose(
@@ -75,8 +77,9 @@ def choose(
     Candidates are all `rules` (by default those that suit the optimizer) with all `rates` (factors of the base rate).
     They are compared by their last validation in runs of 5, 15 and 45 % of the epochs, whose schedules are complete:
     compressed, not cut off. The best third of each rung goes on. Where noise could decide who does, further seeds are
-    run first, up to `seeds`. It takes at most the `budget`, such as "30min" or "0.5gpuh", and about one step more; the
-    answer says what more would give. Interrupted or killed, the same call continues; with a larger budget it goes on
+    run first, up to `seeds`. It takes at most the `budget`: wall-clock time ("30min", "0.5gpuh"), or a share of what
+    training every candidate to its end would take, counted in epochs ("20%"), whose plan is the same on any machine.
+    The answer says what more would give. Interrupted or killed, the same call continues; with a larger budget it goes on
     where the smaller one ended.
 
     `workload`: the name of a workload, also of a plugin (`plugins=[...]`); or a function without arguments that returns
@@ -105,6 +108,7 @@ def choose(
         raise ConfigError(f"the trace {config.trace} has no workers at any time; give one with a worker or more")
     if seeds < 1:
         raise ConfigError(f"seeds is {seeds}; expected the most runs of a candidate in a rung, 1 or more")
+    budget_s, share = parse_budget(budget, device=config.device)
     base = float(whole.lr)
     candidates = _candidates(rules or candidate_rules(family, epochs=whole.epochs), rates)
     study = Study(
@@ -129,7 +133,8 @@ def choose(
         base=base,
         family=family,
         folder=Path(out or Path("runs") / _folder_name(config)),
-        budget_s=parse_budget(budget, device=config.device),
+        budget_s=budget_s,
+        share=share,
         jobs=jobs or default_jobs(arms, cores=available_cores()),
         most_seeds=seeds,
         metric=(metric, higher_is_better) if metric else None,

@@ -70,8 +70,8 @@ class ChooseProgress:
     arms: int
     leader: str
     """The best candidate of the rung so far, with its score; empty as long as no run has ended."""
-    spent_s: float
-    budget_s: float
+    spent: str
+    """How much of the budget is spent, in words."""
     message: str = ""
     """What the user should know at once."""
 
@@ -126,7 +126,10 @@ class Tournament:
     base: float
     family: OptimizerFamily
     folder: Path
-    budget_s: float
+    budget_s: float | None
+    """Wall-clock time in seconds; None: the share counts."""
+    share: float | None
+    """Epochs of all runs, as a part of training every candidate to its end; None: the time counts."""
     jobs: int
     most_seeds: int
     metric: tuple[str, bool] | None
@@ -173,20 +176,21 @@ class Tournament:
         if len(self.begun) > 1:
             return 0 if self._train(0, lengths[0], []) else None
         self._train(0, lengths[0], [])
-        while not self._scores(0) and not self._over:
+        while self.share is None and not self._scores(0) and not self._over:
             untried = self._untried()
             if not untried:
-                raise ConfigError("no candidate can be trained: " + "; ".join(dict.fromkeys(self.left_out.values())))
+                break
             self._train(0, lengths[0], [(one, 0) for one in untried[: self.jobs]])
-        if not self._scores(0):
-            return None
-        while not self._over and (untried := self._untried()):
+        while (self._scores(0) or self.share) and not self._over and (untried := self._untried()):
             done = len(self._scores(0))
-            count, _ = fitting(done + len(untried), lengths, self._pace, self.jobs, left_s=self._plannable_s, done=done)
+            count, _ = fitting(done + len(untried), lengths, self._pace, self._turns, left_s=self._plannable, done=done)
             if count <= done:
                 break
             self._train(0, lengths[0], [(one, 0) for one in untried[: count - done]])
-        return 0 if len(self._scores(0)) > 1 or not self._untried() else None
+        if not self._scores(0) and not self._untried() and self.left_out:
+            raise ConfigError("no candidate can be trained: " + "; ".join(dict.fromkeys(self.left_out.values())))
+        enough = len(self._scores(0)) > 1 or not self._untried()
+        return 0 if enough and self._scores(0) else None
 
     def _next_rung(self, number: int, lengths: Sequence[int]) -> int | None:
         """Run seeds until it is clear who goes on, then the next rung; None if this rung is the last one."""
@@ -201,10 +205,10 @@ class Tournament:
         keep = next((k for k in range(min(counts[1], len(sound)), 1, -1) if self._fits([k], lengths[following:])), 0)
         if not keep or self._over:
             wanted = min(counts[1], len(sound))
-            needed = rung_seconds(wanted, lengths[following], self._pace, self.jobs)
+            needed = rung_seconds(wanted, lengths[following], self._pace, self._turns)
             self.more.append(
                 f"The next rung, {wanted} candidates for {lengths[following]} epochs, takes about "
-                f"{format_seconds(needed)} more."
+                f"{self._amount(needed)} more."
             )
             return None
         rest = ladder(keep, len(lengths) - following)
@@ -222,14 +226,14 @@ class Tournament:
 
     def _add_seeds(self, number: int, keep: int, lengths: Sequence[int], *, after: Sequence[int]) -> None:
         """Run further seeds of the candidates that noise could put on the wrong side, while the rest still fits."""
-        following = ladder_seconds(after, lengths[number + 1 :], self._pace, self.jobs) if after else 0.0
+        following = ladder_seconds(after, lengths[number + 1 :], self._pace, self._turns) if after else 0.0
         while doubtful := in_doubt(self._scores(number), keep, most_seeds=self.most_seeds):
-            needed = rung_seconds(len(doubtful), lengths[number], self._pace, self.jobs)
+            needed = rung_seconds(len(doubtful), lengths[number], self._pace, self._turns)
             names = ", ".join(str(one) for one in doubtful)
-            if needed + following > self._plannable_s:
+            if needed + following > self._plannable:
                 self.more.append(
                     f"Noise could have decided rung {number + 1}; another seed of {names} takes about "
-                    f"{format_seconds(needed)} more."
+                    f"{self._amount(needed)} more."
                 )
                 return
             more = [(one, len(self._scores(number)[one])) for one in doubtful]
@@ -237,7 +241,7 @@ class Tournament:
                 return
 
     def _fits(self, counts: Sequence[int], lengths: Sequence[int]) -> bool:
-        return ladder_seconds(counts, lengths, self._pace, self.jobs) <= self._plannable_s
+        return ladder_seconds(counts, lengths, self._pace, self._turns) <= self._plannable
 
     def _untried(self) -> list[Candidate]:
         begun = {one for one, _ in self.begun[0]} if self.begun else set()
@@ -260,20 +264,48 @@ class Tournament:
         return self._before_s + time.monotonic() - self.began
 
     @property
-    def _left_s(self) -> float:
-        return self.budget_s * (1 - _AT_THE_END) - self._spent_s
+    def _allowed(self) -> float:
+        """The budget, in seconds or in epochs."""
+        if self.share is not None:
+            return self.share * len(self.candidates) * self.epochs
+        assert self.budget_s is not None
+        return self.budget_s
 
     @property
-    def _plannable_s(self) -> float:
-        return _SURE * self._left_s
+    def _spent(self) -> float:
+        if self.share is not None:
+            return self._epochs_done()
+        return self._spent_s
+
+    @property
+    def _left(self) -> float:
+        return self._allowed * (1 if self.share is not None else 1 - _AT_THE_END) - self._spent
+
+    @property
+    def _plannable(self) -> float:
+        return self._left * (1 if self.share is not None else _SURE)
 
     @property
     def _over(self) -> bool:
-        return self._left_s <= 0
+        return self._left < 0
 
     @property
     def _pace(self) -> Pace:
-        return Pace.measured(self.timed)
+        """What an arm costs, in the unit of the budget: measured, or simply its epochs."""
+        return Pace(start_s=0.0, epoch_s=1.0) if self.share is not None else Pace.measured(self.timed)
+
+    @property
+    def _turns(self) -> int:
+        """How many arms share the cost of one."""
+        return 1 if self.share is not None else self.jobs
+
+    def _amount(self, cost: float) -> str:
+        if self.share is None:
+            return format_seconds(cost)
+        return f"{cost:g} epochs ({cost / (len(self.candidates) * self.epochs):.0%})"
+
+    def _epochs_done(self) -> int:
+        return sum(length * len(rung) for length, rung in zip(rung_epochs(self.epochs), self.ended, strict=False))
 
     # Running ------------------------------------------------------------------------------------------------------
 
@@ -372,8 +404,7 @@ class Tournament:
                 done=min(float(arms), sum(self._fractions.values())),
                 arms=arms,
                 leader=leader,
-                spent_s=self._spent_s,
-                budget_s=self.budget_s,
+                spent=f"{self._amount(self._spent)} of {self._amount(self._allowed)}",
                 message=message,
             )
         )
@@ -431,15 +462,15 @@ class Tournament:
             note = f"{why} The fallback for this kind of optimizer is {chosen.rule} at {rate:g} times the base rate."
         else:
             chosen, note = Candidate(ranking[0]["rule"], ranking[0]["rate"]), ""
-        if self._untried() and self.timed:
+        if self._untried() and (self.timed or self.share is not None):
             names = ", ".join(str(one) for one in self._untried())
-            whole = ladder_seconds(ladder(len(self.candidates), len(lengths)), lengths, self._pace, self.jobs)
+            whole = ladder_seconds(ladder(len(self.candidates), len(lengths)), lengths, self._pace, self._turns)
             where = " in another folder" if len(self.begun) > 1 else ""
             self.more.append(
                 f"{len(self._untried())} of {len(self.candidates)} candidates were not tried ({names}); comparing all "
-                f"of them takes about {format_seconds(whole / _SURE)}{where}."
+                f"of them takes about {self._amount(whole if self.share is not None else whole / _SURE)}{where}."
             )
-        cost = self._cost(lengths)
+        cost = self._cost()
         choice = Choice(
             rule=chosen.rule, lr=rounded_rate(self.base * chosen.rate), decided_by="fallback" if why else "tournament",
             note=note, source={**self.source, "rate": chosen.rate, "metric": self._shown_metric},
@@ -461,6 +492,8 @@ class Tournament:
             "left_out": [{"rule": one.rule, "rate": one.rate, "why": why} for one, why in self.left_out.items()],
             "cost": cost,
             "budget_s": self.budget_s,
+            "budget_share": self.share,
+            "budget": self._amount(self._allowed),
             "more": list(dict.fromkeys(self.more)),
             "command": self.command,
             "folder": str(self.folder),
@@ -500,8 +533,8 @@ class Tournament:
         if last is None or not scores:
             least = self._least_s(lengths[0])
             return (
-                f"The budget of {format_seconds(self.budget_s)} ended before two candidates had trained for "
-                f"{lengths[0]} {plural(lengths[0], 'epoch')}, which takes about {format_seconds(least)}: that is the "
+                f"The budget of {self._amount(self._allowed)} ended before two candidates had trained for "
+                f"{lengths[0]} {plural(lengths[0], 'epoch')}, which takes about {self._amount(least)}: that is the "
                 f"least budget."
             )
         values = set(seed_adjusted(scores).values())
@@ -519,17 +552,19 @@ class Tournament:
 
     def _least_s(self, epochs: int) -> float:
         """How long two candidates take in the first rung, from arms that ended or else from how far they came."""
+        if self.share is not None:
+            return 2.0 * epochs
         turns = math.ceil(2 / self.jobs)
         if self.timed:
-            needed = rung_seconds(2, epochs, self._pace, self.jobs)
+            needed = rung_seconds(2, epochs, self._pace, self._turns)
         else:
             far = max([0.02, *self._fractions.values()])
             needed = turns * self._spent_s / far
         return needed / (_SURE * (1 - _AT_THE_END))
 
-    def _cost(self, lengths: Sequence[int]) -> dict[str, Any]:
+    def _cost(self) -> dict[str, Any]:
         ended = [one for rung in self.ended for one in rung.values()]
-        epochs = sum(length * len(rung) for length, rung in zip(lengths, self.ended, strict=False))
+        epochs = self._epochs_done()
         tried = len({one for rung in self.ended for one, _ in rung})
         return {
             "wall_s": self._spent_s,
