@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import sys
 import tarfile
+import tomllib
 from decimal import Decimal
 from pathlib import Path
 
@@ -52,6 +54,17 @@ def with_traces(folder: str, tmp_path: Path) -> Path:
     convert("gcp-a100-2022-05", home / "gpu.csv")
     convert("gcp-tpuv2-2022-04", home / "tpu.csv", "--start", "212min", "--stop", "487min")
     return tmp_path / folder
+
+
+@pytest.mark.parametrize("name", ["cells.toml", "digits.toml"])
+def test_the_cells_that_compare_choices_with_full_length_runs_can_be_run(name: str) -> None:
+    script = runpy.run_path(str(EVIDENCE / "choose" / "agreement.py"))
+    cells = tomllib.loads((EVIDENCE / "choose" / name).read_text(encoding="utf-8"))["cell"]
+    for cell in cells:
+        study = script["full_study"](cell, 1, [])
+        assert len(study.arms()) == 12
+        check_arms(study.arms())
+    assert len({cell["name"] for cell in cells}) == len(cells) == {"cells.toml": 8, "digits.toml": 4}[name]
 
 
 @pytest.mark.parametrize("folder", UPCOMING)

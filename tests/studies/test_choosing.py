@@ -272,11 +272,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.process
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_model_of_a_plain_script_is_compared_through_a_session(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     result = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
     )
     assert result.returncode == 0, result.stderr
     first, second = result.stdout.splitlines()

@@ -79,8 +79,8 @@ def choose(
     compressed, not cut off. The best third of each rung goes on. Where noise could decide who does, further seeds are
     run first, up to `seeds`. It takes at most the `budget`: wall-clock time ("30min", "0.5gpuh"), or a share of what
     training every candidate to its end would take, counted in epochs ("20%"), whose plan is the same on any machine.
-    The answer says what more would give. Interrupted or killed, the same call continues; with a larger budget it goes on
-    where the smaller one ended.
+    The answer says what more would give. Interrupted or killed, the same call continues; with a larger budget it goes
+    on where the smaller one ended.
 
     `workload`: the name of a workload, also of a plugin (`plugins=[...]`); or a function without arguments that returns
     the arguments of a `Session` as a dict: model, optimizer, data, loss, evaluate. It is called once here and once in
