@@ -565,13 +565,12 @@ class Tournament:
     def _cost(self) -> dict[str, Any]:
         ended = [one for rung in self.ended for one in rung.values()]
         epochs = self._epochs_done()
-        tried = len({one for rung in self.ended for one, _ in rung})
         return {
             "wall_s": self._spent_s,
             "runs": len(ended),
             "samples": sum(one.samples for one in ended),
             "epochs": epochs,
-            "share": epochs / (tried * self.epochs) if tried else 0.0,
+            "share": epochs / (len(self.candidates) * self.epochs),
             "jobs": self.jobs,
         }
 
