@@ -15,7 +15,18 @@ from ebbflow.report.results import LayerCurves, load_results
 from ebbflow.report.step_figures import LAYER_FIGURES, STATISTICS, Statistic, gradient_variance
 from ebbflow.report.summary import summarise
 
-AGREED = ("gain", "gain_min", "gain_max", "noise", "signal", "noise_scale", "ramp", "warming", "progress")
+AGREED = (
+    "gain",
+    "gain_min",
+    "gain_max",
+    "noise",
+    "signal",
+    "noise_scale",
+    "ramp",
+    "warming",
+    "coefficient",
+    "progress",
+)
 """The names that rules and the optimizer write."""
 
 
@@ -28,7 +39,7 @@ def everything(progress: float) -> dict[str, float]:
     return {
         "gain": 1 + progress, "gain_min": 1.0, "gain_max": 9.0, "noise": 40.0, "signal": 0.1, "noise_scale": 400.0,
         "ramp": min(1.0, progress),
-        "warming": float(max(0, 3 - int(progress))), "progress": 100 * progress,
+        "warming": float(max(0, 3 - int(progress))), "coefficient": 0.5, "progress": 100 * progress,
     }  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def test_scores_on_training_samples_are_refused_before_training(coco, tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("transport", ["allreduce", "centralized"])
+@pytest.mark.parametrize("transport", ["allreduce", pytest.param("centralized", marks=pytest.mark.long)])
 def test_the_workers_of_a_dask_cluster_train_alike(coco, transport):
     pytest.importorskip("distributed", reason="dask.distributed is not installed (the extra 'dask')")
     from engines.dask_helpers import local_client, trained_weights
@@ -138,7 +138,7 @@ def test_the_replicas_of_a_live_fleet_train_alike(coco, tmp_path):
     assert "map" in live.validations[-1].metrics
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_eight_images_are_learned_by_heart(shared, tmp_path):
     """From random weights, at 96x96 pixels; it reached 0.86, and 0.93 at an overlap of 0.5."""
