@@ -28,7 +28,7 @@ def test_the_programs_of_the_page_about_dask_run(tmp_path: Path) -> None:
     (tmp_path / "policy.py").write_text(f"{policy}\n\nprint(Doubling(every=10, initial=8))\n", encoding="utf-8")
     (tmp_path / "program.py").write_text(program, encoding="utf-8")
     # Epochs of 2,000 samples: 63 steps of 32; 31 steps of 64, since two workers can do no more, and one of 16, twice.
-    # That is 127; until the second worker is there, which on a busy machine takes a while, steps are of 32: at most 189.
+    # That is 127. Until the second worker is there, which may take a while, steps are of 32: at most 189.
     steps = {f"{count} steps" for count in range(127, 190)}
     for name, expected in (("policy.py", {"doubling(10, initial=8)"}), ("program.py", steps)):
         result = subprocess.run(
