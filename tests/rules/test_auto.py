@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ebbflow import RunConfig, train
-from ebbflow.errors import SpecError
+from ebbflow.errors import PlanError, SpecError
 from ebbflow.moments.estimate import Moments
 from ebbflow.report.report_page import write_report
 from ebbflow.rules.auto_rule import Auto
@@ -108,9 +108,11 @@ def test_bad_arguments_are_named() -> None:
         make_rule("auto(restores=-1)")
 
 
-def test_a_rate_that_is_far_too_high_is_survived(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step_time", ["fit", "1h/ep"])
+def test_a_rate_that_is_far_too_high_is_survived(step_time: str, tmp_path: Path) -> None:
     """Seventeen times the tuned rate: AdaScale with the same warm-up ends at chance, 10 %."""
-    config = RunConfig(workload="digits-mlp", trace="constant(workers=16)", rule="auto", lr=1.0, epochs=20)
+    trace = "constant(workers=16, duration=20h)"  # exactly as long as the epochs, were it not for going back
+    config = RunConfig(workload="digits-mlp", trace=trace, rule="auto", lr=1.0, epochs=20, step_time=step_time)
     run = train(config, tmp_path)
     assert [event.what for event in run.events] == ["went back", "went back"]
     assert run.validations[-1].metrics["accuracy"] > 0.9
@@ -118,6 +120,13 @@ def test_a_rate_that_is_far_too_high_is_survived(tmp_path: Path) -> None:
     assert run.end is not None and run.end.samples == 20 * run.header.config["task"]["train_samples"]
     trained = sum(row.batch for row in run.steps) - sum(row.stats["given_back"] for row in back)
     assert trained == run.end.samples, "what was given back was trained on again, and counts once"
+
+
+def test_a_trace_that_is_too_short_for_going_back_says_what_to_do(tmp_path: Path) -> None:
+    config = RunConfig(workload="digits-mlp", trace="0s:16 36s", rule="auto", lr=1.0, epochs=3, step_time="1s")
+    with pytest.raises(PlanError, match=r"more steps than its epochs have: repeat the trace \(--repeat\)"):
+        train(config, tmp_path / "short")
+    assert train(config.replace(repeat=True), tmp_path / "repeated").status == "finished"
 
 
 def test_the_report_shows_the_coefficient_and_that_the_run_went_back(tmp_path: Path) -> None:

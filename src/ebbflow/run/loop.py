@@ -117,6 +117,11 @@ class TrainingLoop:
         try:
             return self.flow.run_step()
         except PlanError as error:
+            if self.flow.optimizer.rule.guards:
+                raise PlanError(
+                    f"the plan ends before the run ({error}). A run that went back to a snapshot takes more steps than "
+                    f"its epochs have: repeat the trace (--repeat)"
+                ) from None
             if not self.flow.optimizer.by_gain:
                 raise
             raise PlanError(

@@ -43,13 +43,10 @@ def epoch_time(step_time: str) -> Seconds | None:
 def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tuple[BatchPlan, Trace | None]:
     """The batch plan of a complete configuration over a data set of `samples` samples, and the trace it comes from.
 
-    A run whose rule may go back to a snapshot may need a few steps more, and so may one whose lost steps are repeated:
-    where the step time was fitted to the trace, the trace is then repeated.
-
     For a growing policy it is the plan of what the workers can do; how much of it a step takes is decided during
-    training. A run that counts gain takes more samples than its epochs, and how many is not known: a trace whose step
-    time is fitted to the epochs, or given per epoch, is then repeated as with `repeat`; any other plan may turn out to
-    be too short.
+    training. A run that counts gain, or whose rule may go back to a snapshot, takes more steps than its epochs have,
+    and how many is not known: a trace whose step time is fitted to the epochs, or given per epoch, is then repeated as
+    with `repeat`; any other plan may turn out to be too short.
     """
     assert config.epochs  # resolve() filled it in
     if config.plan is not None:
@@ -59,6 +56,7 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
         return plan, None
     trace = load_trace(config.trace)
     policy = make_policy(config.policy, config.local_batch)
+    epochs, repeat = _reach(config, by_gain=by_gain)
     by_epochs = epoch_time(config.step_time)
     if by_epochs is not None:
         if isinstance(policy, GrowingPolicy) or config.on_change != "finish":
@@ -71,13 +69,13 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
             policy,
             by_epochs,
             samples=samples,
-            epochs=config.epochs * (MAX_EPOCHS if by_gain else 1),
+            epochs=epochs,
             offset=parse_seconds(config.offset),
-            repeat=config.repeat or by_gain,
+            repeat=repeat,
         )
         return plan, trace
     if isinstance(policy, GrowingPolicy):
-        return _growing_plan(config, trace, policy, samples, by_gain=by_gain), trace
+        return _growing_plan(config, trace, policy, samples, epochs=epochs, repeat=repeat), trace
     offset = parse_seconds(config.offset)
     if config.step_time == "fit":
         step_time = fit_step_time(
@@ -88,18 +86,28 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
     if by_gain and not (config.repeat or config.step_time == "fit"):
         model = make_step_time(step_time)
         return BatchPlan.from_trace(trace, policy, model, offset=offset, on_change=config.on_change), trace
-    longer = config.step_time == "fit" and make_rule(config.rule).guards
     plan = plan_for(
         trace,
         policy,
         make_step_time(step_time),
         samples=samples,
-        epochs=config.epochs * (MAX_EPOCHS if by_gain else 1) + (1 + config.epochs // 5 if longer else 0),
+        epochs=epochs,
         offset=offset,
-        repeat=config.repeat or by_gain or longer,
+        repeat=repeat,
         on_change=config.on_change,
     )
     return plan, trace
+
+
+def _reach(config: RunConfig, *, by_gain: bool) -> tuple[int, bool]:
+    """How many epochs a plan must reach, and whether the trace is repeated for them."""
+    assert config.epochs
+    if by_gain:
+        return config.epochs * MAX_EPOCHS, True
+    fitted = config.step_time == "fit" or epoch_time(config.step_time) is not None
+    if (fitted or config.repeat) and make_rule(config.rule).guards:
+        return config.epochs + 1 + config.epochs // 2, True  # it goes back twice at most, each time from a quarter
+    return config.epochs, config.repeat
 
 
 def _read_plan(config: RunConfig) -> BatchPlan:
@@ -117,7 +125,9 @@ def _read_plan(config: RunConfig) -> BatchPlan:
     return BatchPlan.read(config.plan, config.local_batch, step_time)
 
 
-def _growing_plan(config: RunConfig, trace: Trace, policy: GrowingPolicy, samples: int, *, by_gain: bool) -> BatchPlan:
+def _growing_plan(
+    config: RunConfig, trace: Trace, policy: GrowingPolicy, samples: int, *, epochs: int, repeat: bool
+) -> BatchPlan:
     """What the workers can do in each step, long enough for the steps that the policy will take."""
     assert config.epochs and config.ref_batch
     fixed: dict[str, Any] = {
@@ -130,8 +140,7 @@ def _growing_plan(config: RunConfig, trace: Trace, policy: GrowingPolicy, sample
         step_time = fit_growing(trace, policy, epochs=config.epochs, **fixed)
     else:
         step_time = parse_seconds(config.step_time)
-    epochs = config.epochs * (MAX_EPOCHS if by_gain else 1)
-    return plan_growing(trace, policy, step_time, epochs=epochs, repeat=config.repeat or by_gain, **fixed).capacity
+    return plan_growing(trace, policy, step_time, epochs=epochs, repeat=repeat, **fixed).capacity
 
 
 def check_measurable(
