@@ -7,6 +7,7 @@ a few more numbers cost nothing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from ebbflow.moments.estimate import Measurement
 from ebbflow.moments.meters import Meter, squared_norms
 from ebbflow.torch_api import foreach_copy_
 
-__all__ = ["AllReduce", "StepAllReduce"]
+__all__ = ["AllReduce", "StepAllReduce", "StepPart"]
 
 
 class AllReduce:
@@ -187,6 +188,20 @@ class AllReduce:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """What one process has computed of a step."""
+
+    loss: torch.Tensor | float = 0.0
+    """Mean over its samples."""
+    micro_batches: int = 0
+    samples: int = 0
+    count: torch.Tensor | float = 0
+    """What its losses sum over (`loss_sum.py`); for means, its samples."""
+    batch: int
+    """Samples of the whole step."""
+
+
 class StepAllReduce:
     """The message of a step: gradient, statistics, loss, running statistics of batch norm, and flags, in one
     all-reduce.
@@ -221,34 +236,18 @@ class StepAllReduce:
         self._message.renew()
 
     @torch.no_grad()
-    def message(
-        self,
-        loss: torch.Tensor | float,
-        micro_batches: int,
-        *,
-        samples: int,
-        batch: int,
-        count: torch.Tensor | float,
-        **flags: float,
-    ) -> torch.Tensor:
+    def message(self, part: StepPart) -> torch.Tensor:
         """What this process would say in a call, for somebody who adds up the messages; valid until the next step."""
-        self._put(loss, micro_batches, samples / batch, count, flags)
-        self._message.fill(samples=samples, batch=batch)
+        self._put(part, {})
+        self._message.fill(samples=part.samples, batch=part.batch)
         return self._message.buffer
 
-    def _put(
-        self,
-        loss: torch.Tensor | float,
-        micro_batches: int,
-        weight: float,
-        count: torch.Tensor | float,
-        flags: Mapping[str, float],
-    ) -> None:
+    def _put(self, part: StepPart, flags: Mapping[str, float]) -> None:
         message = self._message
-        message["loss"][0] = loss
-        message["loss"].mul_(weight)
-        message["micro_batches"][0] = micro_batches
-        message["count"][0] = count
+        message["loss"][0] = part.loss
+        message["loss"].mul_(part.samples / part.batch)
+        message["micro_batches"][0] = part.micro_batches
+        message["count"][0] = part.count
         for name in self._flags:
             message[name][0] = flags.get(name, 0.0)
         if self._sums:
@@ -256,23 +255,11 @@ class StepAllReduce:
             torch.cat([tensor.reshape(-1).to(vector.dtype) for tensor in self._sums], out=vector)
 
     @torch.no_grad()
-    def __call__(
-        self,
-        loss: torch.Tensor | float,
-        micro_batches: int,
-        *,
-        samples: int,
-        batch: int,
-        count: torch.Tensor | float,
-        **flags: float,
-    ) -> Gradients:
-        """Combine a step of `batch` samples, of which this process computed `samples` with this mean loss.
-
-        `count`: what this process's losses sum over; for means, its samples.
-        """
+    def __call__(self, part: StepPart, **flags: float) -> Gradients:
+        """Combine a step, of which this process has computed a part."""
         message = self._message
-        self._put(loss, micro_batches, samples / batch, count, flags)
-        measurement = message(samples=samples, batch=batch)
+        self._put(part, flags)
+        measurement = message(samples=part.samples, batch=part.batch)
         if self._sums:
             parts = message["batch_norm"].split(self._sizes)  # type: ignore[no-untyped-call]
             foreach_copy_(self._sums, [p.view_as(own) for p, own in zip(parts, self._sums, strict=True)])
@@ -280,4 +267,4 @@ class StepAllReduce:
         mean, passes, counted, *flagged = torch.cat([*said]).tolist()
         self.flags = dict(zip(self._flags, flagged, strict=True))
         gradients = Gradients(loss=mean, micro_batches=round(passes), measurement=measurement)
-        return normalise(gradients, message.parameters, count=counted, batch=batch)
+        return normalise(gradients, message.parameters, count=counted, batch=part.batch)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ebbflow.data.ledger import Assignment, MicroBatch, micro_batches_of
-from ebbflow.engines.allreduce import StepAllReduce
+from ebbflow.engines.allreduce import StepAllReduce, StepPart
 from ebbflow.engines.base import Engine, Gradients
 from ebbflow.engines.loss_sum import LossSum
 from ebbflow.engines.process_group import Fault, PeerLost, no_fault
@@ -199,11 +199,13 @@ class LiveEngine(Engine):
         seconds, self._combined = now - self._combined if self._combined is not None else 0.0, now
         try:
             gradients = self._combine(
-                self._replica.loss,
-                len(own),
-                samples=samples,
-                batch=self._assignment.batch,
-                count=self._replica.count,
+                StepPart(
+                    loss=self._replica.loss,
+                    micro_batches=len(own),
+                    samples=samples,
+                    count=self._replica.count,
+                    batch=self._assignment.batch,
+                ),
                 leaving=float(leaving),
                 lighthouse=float(self.connection.wants_lighthouse),
                 seconds=seconds,

@@ -23,7 +23,7 @@ import torch
 from distributed import get_worker
 
 from ebbflow.data.ledger import MicroBatch
-from ebbflow.engines.allreduce import StepAllReduce
+from ebbflow.engines.allreduce import StepAllReduce, StepPart
 from ebbflow.engines.base import Gradients
 from ebbflow.engines.batches import as_pair, move_batch
 from ebbflow.engines.dask.distributed_api import (
@@ -197,7 +197,7 @@ class DaskReplica:
         self._state = self._state or FlatState(self.model)
         self._state.write(weights)
         self._compute(task)
-        return self._combine.message(**self._computed(task)).cpu().numpy()
+        return self._combine.message(self._part(task)).cpu().numpy()
 
     def step(self, apply: ApplyStep | None, task: WorkerTask) -> Gradients:
         """In a group: apply the previous step, if it counts, and compute the next one up to its mean gradient."""
@@ -205,7 +205,7 @@ class DaskReplica:
         self.apply(apply)
         self._all_reduce = self.group.all_reduce
         self._compute(task)
-        gradients = self._combine(**self._computed(task))
+        gradients = self._combine(self._part(task))
         optimizer = self.blueprint.optimizer
         if gradients.measurement is None and (optimizer.clip is not None or optimizer.on_nonfinite != "ignore"):
             # The driver decides alike on clipping and skipping, and has no gradient to look at.
@@ -243,11 +243,10 @@ class DaskReplica:
             step.compute(task.micro_batches, epoch=task.epoch, batch=task.batch)
         step.batch_norm.rollback()  # the micro-batches left their own statistics in the buffers
 
-    def _computed(self, task: WorkerTask) -> dict[str, Any]:
-        """What this worker says about its part of the step."""
+    def _part(self, task: WorkerTask) -> StepPart:
+        """What this worker has computed of the step."""
         step, passes = self._step, len(task.micro_batches)
-        computed = {"loss": step.loss, "samples": step.samples, "count": step.count}
-        return {**computed, "micro_batches": passes, "batch": task.batch}
+        return StepPart(loss=step.loss, micro_batches=passes, samples=step.samples, count=step.count, batch=task.batch)
 
     # The group ----------------------------------------------------------------------------------------------------
 

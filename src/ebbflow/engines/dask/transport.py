@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ebbflow.engines.allreduce import StepAllReduce
+from ebbflow.engines.allreduce import StepAllReduce, StepPart
 from ebbflow.engines.base import Gradients
 from ebbflow.engines.dask.cluster import DaskCluster, Message
 from ebbflow.engines.dask.dask_worker import ApplyStep, FlatState, ReplicaBlueprint, WorkerFailure, WorkerTask
@@ -107,7 +107,7 @@ class CentralizedTransport(_Caller):
         self._rows = list(answers.values())
         self.model.train()
         self.batch_norm.begin()
-        gradients = self._combine(0.0, 0, samples=0, batch=next(iter(tasks.values())).batch, count=0)
+        gradients = self._combine(StepPart(batch=next(iter(tasks.values())).batch))
         self._rows = ()
         return gradients
 

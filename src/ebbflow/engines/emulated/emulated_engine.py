@@ -21,7 +21,7 @@ import torch
 from ebbflow.core.spec import nearest
 from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, micro_batches_of
 from ebbflow.data.permutation import Permutation
-from ebbflow.engines.allreduce import StepAllReduce
+from ebbflow.engines.allreduce import StepAllReduce, StepPart
 from ebbflow.engines.base import Engine, Faults, Gradients
 from ebbflow.engines.loss_sum import LossSum, normalise
 from ebbflow.engines.replica_step import (
@@ -227,7 +227,8 @@ class EmulatedEngine(Engine):
         batch = step.assignment.batch
         if self._all_reduce is not None:
             stop = float(self._should_stop())
-            return self._all_reduce(loss, passes, samples=step.batch, batch=batch, count=count, stop=stop)
+            part = StepPart(loss=loss, micro_batches=passes, samples=step.batch, count=count, batch=batch)
+            return self._all_reduce(part, stop=stop)
         measurement = self.meter.finish(step.batch) if self.meter is not None and self.meter.on else None
         gradients = Gradients(loss=float(loss), micro_batches=passes, measurement=measurement)
         return normalise(gradients, self.model.parameters(), count=count, batch=batch)
