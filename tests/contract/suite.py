@@ -91,7 +91,9 @@ class Nested:
 
 @dataclass(frozen=True)
 class BackAndForth(Rule):
-    """Keeps a snapshot after step 2, and goes back to it after step 6 and after step 9; the rates are linear."""
+    """Keeps a snapshot after step 2, goes back to it after two later steps, then forgets it; the rates are linear."""
+
+    back: tuple[int, int] = (6, 9)
 
     @property
     def guards(self) -> bool:
@@ -104,9 +106,9 @@ class BackAndForth(Rule):
         return Scaling(lr=context.ratio), state
 
     def review(self, context: StepContext, loss: float, state: Any) -> tuple[Verdict, Any]:
-        if context.step in (6, 9):
+        if context.step in self.back:
             return "restore", state + 1
-        if context.step == 11:
+        if context.step == self.back[1] + 2:
             return "release", state
         return "snapshot" if context.step == 2 else "continue", state
 
