@@ -35,6 +35,19 @@ def test_a_step_that_one_replica_committed_and_nobody_kept_is_given_up() -> None
     assert found.exactly_once and found.given_up == 1 and found.epochs == 1 and found.samples == 10
 
 
+def test_a_run_that_goes_back_to_a_snapshot_goes_on_from_there() -> None:
+    # The snapshot is the state after 1. After 3 the run goes back to it: 2 and 3 are given up, whatever follows.
+    back = node(2, 10, 2, 3, 2)
+    back = replace(back, stats={**back.stats, "given_back": 6.0, "fork": 1})
+    rows = [node(0, 4, 4, 1, 0), node(1, 8, 4, 2, 1), back]
+    assert [row.stats["lineage"] for row in surviving_steps(rows)] == [1]
+    found = account([*rows, node(3, 10, 6, 4, 1)], epoch_samples=10)
+    assert [row.stats["lineage"] for row in found.steps] == [1, 4]
+    assert found.exactly_once and found.given_up == 2 and found.samples == 10
+    to_the_beginning = replace(back, stats={**back.stats, "fork": 0})
+    assert surviving_steps([*rows[:2], to_the_beginning]) == []
+
+
 def test_rows_that_several_replicas_wrote_count_once() -> None:
     rows = [node(0, 10, 10, 1, 0)] * 3
     assert account(rows, epoch_samples=10).samples == 10

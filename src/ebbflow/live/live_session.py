@@ -416,6 +416,7 @@ class LiveSession(Session):
         buffer = io.BytesIO()
         extras = {name: extra.state_dict() for name, extra in self._extras.items()}
         own = {"version": STATE_VERSION, "job": self._job, "lineage": self.engine.lineage, "extras": extras}
+        own["fork"] = self.engine.fork  # a replica that receives this state records the same parent as the others
         torch.save({**own, **self.flow.state_dict()}, buffer)
         return buffer.getbuffer()
 
@@ -450,7 +451,7 @@ class LiveSession(Session):
             self._optimizer._initial_lrs = [group["lr"] for group in self._optimizer.inner.param_groups]
         for name, extra in self._extras.items():
             extra.load_state_dict(state["extras"][name])
-        self.engine.lineage = int(state["lineage"])
+        self.engine.lineage, self.engine.fork = int(state["lineage"]), state.get("fork")
         return self.flow.step, self.engine.lineage
 
     def refresh(self) -> tuple[int, int] | None:
