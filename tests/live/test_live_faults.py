@@ -186,7 +186,7 @@ def test_a_fleet_that_goes_back_to_a_snapshot_with_a_replica_that_joined_after_i
 
 
 def test_all_are_killed_just_after_the_fleet_has_gone_back(fleet: Any, tmp_path: Path) -> None:
-    """The checkpoint says from which branch the next step goes on, so that the account follows it."""
+    """Whichever checkpoint they go on from, that of step 6 or an earlier one, every sample counts once."""
     group = fleet(all=ALL[:2], rule=BackAndForth(), checkpoint_every_s=0.0)
     group.start("r0", "r1", fault="kill:quorum@7")
     assert group.wait() == {"r0": KILLED, "r1": KILLED}
