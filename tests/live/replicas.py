@@ -34,7 +34,7 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
 
     `all`: no replica begins without these. `hold`: from this step on every step takes a while (`stop_holding`).
     """
-    os.environ.update(environment)
+    os.environ.update({**environment, **arguments.get("environment", {})})
     torch.set_num_threads(1)
     enter_network(arguments.get("network"))
     x, y = make_data()
@@ -59,6 +59,7 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         optimizer,
         NestedSource(x, y) if counted else TensorSource(x, y),
         epochs=arguments.get("epochs", EPOCHS),
+        max_steps=arguments.get("max_steps"),
         policy=arguments.get("policy", "follow"),
         local_batch=4,
         seed=arguments.get("seed", 7),
