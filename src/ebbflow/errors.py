@@ -13,6 +13,7 @@
     |   `-- CheckpointError   a checkpoint of another run, or a damaged one
     |-- LedgerError           a step that would lose or repeat a sample; a bug of ours or of an engine
     |-- OutputError           the disk is full, the folder is read-only  (also an OSError)
+    |-- StorageUnreachable    a disk or bucket does not answer now       (also an OSError)
     |-- RankLost              another process of this run has ended
     |-- Diverged              the loss or the gradient is no longer finite
     |-- MissingExtra          an optional package is not installed         (also an ImportError)
@@ -28,7 +29,7 @@ from __future__ import annotations
 __all__ = [
     "BrokenExtra", "CheckpointError", "CodeChanged", "ConfigError", "DataError", "Diverged", "EbbflowError",
     "InputError", "LedgerError", "MissingExtra", "OutputError", "PlanError", "RankLost", "RecordError", "SpecError",
-    "TraceError", "UnitError",
+    "StorageUnreachable", "TraceError", "UnitError",
 ]  # fmt: skip
 
 
@@ -82,6 +83,10 @@ class LedgerError(EbbflowError):
 
 class OutputError(EbbflowError, OSError):
     """A result cannot be written."""
+
+
+class StorageUnreachable(EbbflowError, OSError):
+    """A disk or bucket with checkpoints cannot be used now: it is full, not mounted or not reachable."""
 
 
 class RankLost(EbbflowError):
