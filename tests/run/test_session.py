@@ -206,3 +206,28 @@ def test_a_sum_with_its_count_is_divided_by_the_count_of_the_whole_step() -> Non
                 step.backward(total, count=count)
     expected = weights_of(trained(loss=loss, engine="loop"))
     torch.testing.assert_close(weights_of(model), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_framework_may_combine_and_apply_the_steps_itself() -> None:
+    """The gradient that is in `.grad` between the two is the one that is applied."""
+    weights = []
+    for own in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        data = TensorDataset(torch.randn(24, 3), torch.randn(24, 1))
+        settings = {"trace": "constant(workers=4)", "base_batch": 4, "local_batch": 2, "epochs": 1}
+        with ebbflow.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **settings) as session:
+            if not own:
+                for step in session:
+                    for x, y in step:
+                        step.backward((model(x) - y).square().mean())
+            while own and (step := session.next_step()) is not None:
+                for x, y in step:
+                    step.backward((model(x) - y).square().mean())
+                assert step.combine()
+                before, gradient = model.weight.detach().clone(), model.weight.grad.clone()
+                row = step.apply()
+                torch.testing.assert_close(model.weight, before - row.lr * gradient)
+                assert row.loss == step.loss
+        weights.append(model.weight.detach())
+    assert torch.equal(*weights)

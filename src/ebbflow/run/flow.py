@@ -117,12 +117,19 @@ class Flow:
 
     def close(self, step: OpenStep, gradients: Gradients) -> StepRow | None:
         """The second half of a step, after the backward passes."""
-        size, assignment, batch = step.size, step.assignment, step.batch
+        return self.apply(step, gradients) if self.commit(step) else None
+
+    def commit(self, step: OpenStep) -> bool:
+        """Whether the step counts; if so, the mean gradient is in `.grad`, and `apply` follows."""
         with step.restore:  #                                            engines, moments: mean gradient, noise, signal
             committed = self.engine.commit()
-        if not committed:
+        if not committed:  # an assignment that is not committed leaves no trace: its samples are assigned again
             self.wall_s += time.perf_counter() - step.began
-            return None  # an assignment that is not committed leaves no trace: its samples are assigned again
+        return committed
+
+    def apply(self, step: OpenStep, gradients: Gradients) -> StepRow:
+        """Take a committed step with the gradient in `.grad`."""
+        size, assignment, batch = step.size, step.assignment, step.batch
         context = StepContext(
             step=self.step,
             batch=batch,

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from ebbflow.core.plugins import load_plugins
 from ebbflow.data.ledger import Assignment
-from ebbflow.engines.base import Engine, EngineMaker
+from ebbflow.engines.base import EngineMaker, Gradients
 from ebbflow.engines.loss_sum import LossSum, check_scalar
 from ebbflow.engines.replica_step import LoadedMicroBatch, Loss
 from ebbflow.errors import ConfigError, Diverged
@@ -57,14 +57,14 @@ class SessionStep:
     again.
     """
 
-    def __init__(
-        self, engine: Engine, opened: OpenStep, *, number: int = 0, reduction: Literal["mean", "sum"] | None = None
-    ) -> None:
-        self.number = number
+    def __init__(self, session: Session, opened: OpenStep) -> None:
+        self.number = session.step
         """Steps that were committed before this one; the same on all replicas of a fleet, and after a restart."""
-        self._engine = engine
+        self._session = session
+        self._engine = session.flow.engine
         self._opened = opened
-        self._reduction = reduction
+        self._reduction = session._reduction
+        self._gradients: Gradients | None = None
         self._earlier_losses: torch.Tensor | None = None
         self._current: LoadedMicroBatch | None = None
         self._own_loop = False
@@ -128,11 +128,31 @@ class SessionStep:
             )
         return loss
 
-    def _complete(self, flow: Flow) -> StepRow | None:
-        """Apply the step after the loop's body."""
-        if self._own_loop:
-            return flow.close(self._opened, self._engine.combine())
-        return flow.close(self._opened, self._engine.gradients(self._opened.assignment, self._opened.size))
+    def combine(self) -> bool:
+        """Add up the gradients of all processes: the mean over the step is then in `.grad`, and `apply` follows.
+
+        False: a worker was lost, nothing has happened, and the next step has the same samples again. The loop over a
+        session calls both; loops that have steps from `Session.next_step` do it themselves.
+        """
+        engine, opened = self._engine, self._opened
+        self._gradients = engine.combine() if self._own_loop else engine.gradients(opened.assignment, opened.size)
+        if self._session.flow.commit(opened):
+            return True
+        self._session._after(None)
+        return False
+
+    def apply(self) -> StepRow:
+        """After `combine`: let the rule set the rate and the optimizer step, with the gradient that is in `.grad`."""
+        assert self._gradients is not None, "apply follows combine"
+        row = self._session.flow.apply(self._opened, self._gradients)
+        self._session._after(row)
+        return row
+
+    @property
+    def loss(self) -> float:
+        """After `combine`: the mean over the step."""
+        assert self._gradients is not None, "the loss is known after combine"
+        return self._gradients.loss
 
 
 def own_task(model: torch.nn.Module, data: Any, loss: Loss | None, *, workers: int = 0) -> Task:
@@ -332,20 +352,23 @@ class Session:
 
     def __iter__(self) -> Iterator[SessionStep]:
         """Steps to compute, until all epochs are done."""
-        engine = self.flow.engine
-        while self._continues():
-            opened = self._open_step()
-            if opened is None:
-                continue
-            step = SessionStep(engine, opened, number=self.flow.step, reduction=self._reduction)
-            with opened.restore:
+        while (step := self.next_step()) is not None:
+            with step._opened.restore:
                 try:
                     yield step
                 except GeneratorExit:  # the loop was left with `break`, return or an error
-                    engine.abandon()
+                    step._engine.abandon()
                     raise
-                row = step._complete(self.flow)
-            self._after(row)
+                if step.combine():
+                    step.apply()
+
+    def next_step(self) -> SessionStep | None:
+        """The next step, for loops that call its `combine` and `apply` themselves; None when there is none left."""
+        while self._continues():
+            opened = self._open_step()
+            if opened is not None:
+                return SessionStep(self, opened)
+        return None
 
     def _continues(self) -> bool:
         """Whether there is another step; ends the run if there is none."""
