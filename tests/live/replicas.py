@@ -29,6 +29,17 @@ class NestedSource(TensorSource):
         return nested(super().batch(indices, train=train))
 
 
+class NotedSource(TensorSource):
+    """Samples that note in a file that they were fetched, one line for each micro-batch."""
+
+    file: Path
+
+    def batch(self, indices: Any, *, train: bool) -> Any:
+        with self.file.open("a") as file:
+            print(*indices.tolist(), file=file)
+        return super().batch(indices, train=train)
+
+
 def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     """Train the contract's model.
 
@@ -54,10 +65,15 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         if hold is not None and row.step >= hold and not full_speed.exists():
             time.sleep(0.2)
 
+    data: TensorSource = NestedSource(x, y) if counted else TensorSource(x, y)
+    if arguments.get("note"):
+        data = NotedSource(x, y)
+        data.file = Path(environment["EBBFLOW_FOLDER"]) / f"{environment['EBBFLOW_REPLICA']}.fetched"
+
     with join(
         model,
         optimizer,
-        NestedSource(x, y) if counted else TensorSource(x, y),
+        data,
         epochs=arguments.get("epochs", EPOCHS),
         max_steps=arguments.get("max_steps"),
         policy=arguments.get("policy", "follow"),

@@ -114,6 +114,38 @@ def test_a_replica_killed_at_any_point_costs_no_sample(fleet: Any, tmp_path: Pat
     assert {row.workers for row in account.steps[8:]} == {2}
 
 
+@pytest.mark.parametrize(("rule", "memory_steps"), [("linear", 1000.0), ("adascale", 1000.0), ("adascale", 2.0)])
+def test_only_the_samples_of_a_lost_replica_are_computed_again(
+    fleet: Any, tmp_path: Path, rule: str, memory_steps: float
+) -> None:
+    """r1 has computed 4 samples in each of the steps 0 to 5, and is killed before it computes any of step 6.
+
+    With and without a meter, and with one that is off in most steps (memory of two steps).
+    """
+    more = {"rule": rule, "memory_steps": memory_steps}
+    group = fleet(all=ALL, note=True, **more)
+    group.start("r1", fault="kill:quorum@6")
+    group.start("r0", "r2")
+    assert group.wait() == {"r0": 0, "r1": KILLED, "r2": 0}
+    account, _ = check(tmp_path, "r0", "r2", **more)
+    fetched = {name: (tmp_path / f"{name}.fetched").read_text().split() for name in ALL}
+    assert len(fetched["r1"]) == 6 * LOCAL
+    assert len(fetched["r0"]) + len(fetched["r2"]) == EPOCHS * SAMPLES - 6 * LOCAL, "none of them twice"
+    assert account.steps[6].workers == 3, "the step is completed as it was begun"
+
+
+def test_two_are_killed_one_after_the_other_in_the_same_step(fleet: Any, tmp_path: Path) -> None:
+    """r0 computes 4 samples of step 6 first, then the 4 of r1, then the 4 of r2 and the 4 that r2 had from r1's."""
+    names = ("r0", "r1", "r2", "r3")
+    group = fleet(all=names, note=True)
+    group.start("r1", fault="kill:quorum@6")
+    group.start("r2", fault="kill:allreduce@6")
+    group.start("r0", "r3")
+    assert group.wait() == {"r0": 0, "r1": KILLED, "r2": KILLED, "r3": 0}
+    account, _ = check(tmp_path, "r0", "r3")
+    assert account.steps[6].workers == 4
+
+
 def test_a_replica_is_killed_while_only_some_steps_are_measured(fleet: Any, tmp_path: Path) -> None:
     # Steps of 12 samples, of 8 after the kill. 100 reference steps are 800 samples, seen after 67 steps; an observation
     # may stand for 25, so that of the steps of 12 samples every second one is measured, and of those of 8 one in three.
@@ -212,7 +244,7 @@ def test_a_replica_that_misses_a_sum_receives_the_state_of_one_that_has_it(
         assert what(runs[name], "lost") == ["a fault was asked for at sum"]
         assert any("bytes from" in text for text in what(runs[name], "received"))
     assert account.given_up == 0
-    assert {row.workers for row in account.steps} == {3}
+    assert [row.workers for row in account.steps[5:9]] == [3, 3, 3 - len(losers), 3], "who receives does not compute"
 
 
 def test_a_new_replica_killed_while_it_receives_the_state(fleet: Any, tmp_path: Path) -> None:

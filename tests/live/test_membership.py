@@ -25,6 +25,7 @@ from ebbflow.live.membership_events import (
     HandshakesReceived,
     HeartbeatsReceived,
     Instruction,
+    KeptPart,
     LeaveFleet,
     LighthouseUnreachable,
     LighthouseWanted,
@@ -449,7 +450,7 @@ def test_a_replica_with_another_lineage_receives_the_state_and_is_not_establishe
     assert react(membership, StateReceived(now=0, step=3, lineage=9, size=1000)) == [
         RecordEvent("received", "1000 bytes from b"),
         RecordEvent("members", "a b"),
-        ComputeStep(step=3, participants=("a", "b"), rank=0),
+        ComputeStep(step=3, participants=("a", "b"), rank=0, receiving=frozenset({0})),
     ]
     assert membership.state == ReplicaState(step=3, lineage=9)
 
@@ -457,7 +458,8 @@ def test_a_replica_with_another_lineage_receives_the_state_and_is_not_establishe
 def test_the_replica_with_the_right_lineage_sends_it_to_all_who_need_it() -> None:
     membership, instructions = connected((3, 9, True), (0, 5, False), (2, 8, True))
     assert instructions == [SendState((1, 2))]
-    assert react(membership, StateSent(now=0))[-1] == ComputeStep(step=3, participants=("a", "b", "c"), rank=0)
+    (*_, step) = react(membership, StateSent(now=0))
+    assert step == ComputeStep(step=3, participants=("a", "b", "c"), rank=0, receiving=frozenset({1, 2}))
 
 
 def test_a_peer_lost_while_the_state_is_sent_costs_the_group() -> None:
@@ -483,6 +485,36 @@ def test_a_failed_step_costs_the_group_and_the_next_request_reports_the_failure(
         DropConnections(),
     ]
     assert react(membership, requested()) == [AskLighthouse(step=0, commit_failures=2)]
+
+
+PART = KeptPart(workers=3, samples=12, micro_batches=(0, 2))
+
+
+def test_what_replicas_have_kept_of_a_failed_step_is_known_to_all_in_the_next_attempt_and_in_no_later_step() -> None:
+    membership = computing("a", "b", "c")
+    react(membership, StepFailed(now=0, reason="no heartbeat of c"))
+    again = StepRequested(now=0, step=0, lineage=5, kept=PART)
+    (*_, sent) = react(membership, again, quorum("a", "b", number=2))
+    assert isinstance(sent, SendHandshake) and sent.handshake.kept == PART
+    assert Handshake.decode(sent.handshake.encode()) == sent.handshake
+    theirs = Handshake(name="b", store="store-b", job=JOBS[0], state=sent.handshake.state)
+    react(membership, HandshakesReceived(now=0, handshakes=(sent.handshake, theirs)))
+    (*_, step) = react(membership, GroupConnected(now=0), NoNewerCheckpoint(now=0))
+    assert step == ComputeStep(step=0, participants=("a", "b"), rank=0, kept=(PART, None))
+    react(membership, committed(), requested(step=1))
+    assert react(membership, quorum("a", "b", number=2)) == [ComputeStep(step=1, participants=("a", "b"), rank=0)]
+
+
+def test_a_part_of_a_step_that_follows_another_state_is_worth_nothing() -> None:
+    membership = idle()
+    react(membership, StepRequested(now=0, step=2, lineage=8, kept=PART), quorum("a", "b"))
+    own = Handshake(
+        name="a", store="s", job=JOBS[0], state=ReplicaState(step=2, lineage=8, established=True), kept=PART
+    )
+    theirs = Handshake(name="b", store="s", job=JOBS[0], state=ReplicaState(step=3, lineage=9, established=True))
+    react(membership, HandshakesReceived(now=0, handshakes=(own, theirs)), GroupConnected(now=0))
+    (*_, step) = react(membership, StateReceived(now=0, step=3, lineage=9, size=1000))
+    assert step == ComputeStep(step=3, participants=("a", "b"), rank=0, receiving=frozenset({0}))
 
 
 def test_a_replica_that_said_so_leaves_after_the_step() -> None:

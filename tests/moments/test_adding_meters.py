@@ -71,6 +71,42 @@ def test_a_scale_is_taken_out_of_the_micro_batches(kind: Kind) -> None:
     assert sums.finish(4) == Measurement(batch=4, micro_batches=2, mean_sq=(1.75,), sq_mean=(1.5625,))
 
 
+@pytest.mark.parametrize("kind", [HookMeter, FusedMeter, FlatMeter])
+def test_a_step_whose_sums_were_taken_can_be_resumed_or_is_over(kind: type[HookMeter] | Kind) -> None:
+    # Micro-batches of 1, 3 and 4 samples with gradients 2, 1 and 3, each weighted with its part of all 8 samples.
+    w = nn.Parameter(torch.tensor([1.0]))
+    meter = kind([w])
+
+    def micro_batch(samples: int, slope: float) -> None:
+        (samples / 8 * slope * w).sum().backward()
+        meter.close_micro_batch(samples, scale=samples / 8)
+
+    micro_batch(1, 2.0)
+    micro_batch(3, 1.0)
+    taken = meter.take(scale=4 / 8)
+    assert (taken.samples, taken.micro_batches, taken.squares.tolist()) == (4, 2, [1 * 4 + 3 * 1])
+    assert w.grad == torch.tensor([5 / 8])
+    meter.resume()
+    micro_batch(4, 3.0)
+    taken = meter.take(scale=8 / 8)
+    assert (taken.samples, taken.micro_batches, taken.squares.tolist()) == (8, 3, [1 * 4 + 3 * 1 + 4 * 9])
+    assert w.grad == torch.tensor([(1 * 2 + 3 * 1 + 4 * 3) / 8])
+    meter.check(float(taken.mismatch))
+    w.grad = None
+    meter.discard()
+    micro_batch(2, 1.0)
+    assert meter.take().samples == 2
+
+
+def test_a_hook_meter_whose_sums_were_taken_begins_the_next_step_by_itself() -> None:
+    w = nn.Parameter(torch.tensor([1.0]))
+    meter = HookMeter([w])
+    for samples in (2, 3):
+        w.sum().backward()
+        meter.close_micro_batch(samples)
+        assert meter.take().samples == samples
+
+
 @KINDS
 def test_parameters_without_a_gradient_stay_without_one(kind: Kind) -> None:
     used, unused = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(1))

@@ -84,27 +84,28 @@ class AllReduce:
         """A field of the message: what this process says before a call, the sum over all processes after it."""
         return self._named[field]
 
-    def __call__(self, *, samples: int, batch: int) -> Measurement | None:
+    def __call__(self, *, samples: int, batch: int, scale: float = 1.0) -> Measurement | None:
         """Replace the mean gradient over this process's `samples` in `.grad` by the mean over all `batch` samples.
 
-        All processes call it in every step, those without a sample too.
+        All processes call it in every step, those without a sample too. `scale`: what the mean in `.grad` was
+        multiplied with.
         """
-        complete = self.fill(samples=samples, batch=batch)
+        complete = self.fill(samples=samples, batch=batch, scale=scale)
         self._all_reduce(self._buffer)
         self._take_gradients(complete)
         meter = self._measuring
         return self._measurement(meter, batch) if meter is not None else None
 
-    def fill(self, *, samples: int, batch: int) -> bool:
+    def fill(self, *, samples: int, batch: int, scale: float = 1.0) -> bool:
         """Write this process's part into the message; whether it has a gradient for every parameter."""
         if not 0 <= samples <= batch or batch < 1:
             raise ConfigError(f"this rank has {samples} of a step's {batch} samples; expected 0 to {batch}")
         meter = self._measuring
         if meter is not None:
-            self._put_statistics(meter, samples, batch)
+            self._put_statistics(meter, samples, batch, scale)
         else:
             self._statistics.zero_()
-        return self._put_gradients(samples / batch)
+        return self._put_gradients(samples / batch / scale)
 
     @property
     def _measuring(self) -> Meter | None:
@@ -126,8 +127,8 @@ class AllReduce:
                 "checkpoint is kept, and the same command continues from there"
             ) from error
 
-    def _put_statistics(self, meter: Meter, samples: int, batch: int) -> None:
-        tally = meter.take()
+    def _put_statistics(self, meter: Meter, samples: int, batch: int, scale: float) -> None:
+        tally = meter.take(scale=scale)
         if tally.samples != samples:
             raise ConfigError(
                 f"this rank closed micro-batches of {tally.samples} samples, but says that it has {samples}"
@@ -193,13 +194,15 @@ class StepPart:
     """What one process has computed of a step."""
 
     loss: torch.Tensor | float = 0.0
-    """Mean over its samples."""
+    """Mean over its samples, times `scale`."""
     micro_batches: int = 0
     samples: int = 0
     count: torch.Tensor | float = 0
     """What its losses sum over (`loss_sum.py`); for means, its samples."""
     batch: int
     """Samples of the whole step."""
+    scale: float = 1.0
+    """What loss and gradient were multiplied with: 1 for means over its samples."""
 
 
 class StepAllReduce:
@@ -239,13 +242,13 @@ class StepAllReduce:
     def message(self, part: StepPart) -> torch.Tensor:
         """What this process would say in a call, for somebody who adds up the messages; valid until the next step."""
         self._put(part, {})
-        self._message.fill(samples=part.samples, batch=part.batch)
+        self._message.fill(samples=part.samples, batch=part.batch, scale=part.scale)
         return self._message.buffer
 
     def _put(self, part: StepPart, flags: Mapping[str, float]) -> None:
         message = self._message
         message["loss"][0] = part.loss
-        message["loss"].mul_(part.samples / part.batch)
+        message["loss"].mul_(part.samples / part.batch / part.scale)
         message["micro_batches"][0] = part.micro_batches
         message["count"][0] = part.count
         for name in self._flags:
@@ -259,7 +262,7 @@ class StepAllReduce:
         """Combine a step, of which this process has computed a part."""
         message = self._message
         self._put(part, flags)
-        measurement = message(samples=part.samples, batch=part.batch)
+        measurement = message(samples=part.samples, batch=part.batch, scale=part.scale)
         if self._sums:
             parts = message["batch_norm"].split(self._sizes)  # type: ignore[no-untyped-call]
             foreach_copy_(self._sums, [p.view_as(own) for p, own in zip(parts, self._sums, strict=True)])

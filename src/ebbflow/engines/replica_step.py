@@ -97,11 +97,15 @@ class ModelReset:
 
     def __call__(self) -> None:
         """Do it: torch's own calls only where a mode has changed."""
+        self.train()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def train(self) -> None:
+        """Put the model into training mode."""
         if [module.training for module in self._modules] != self._modes:
             self._model.train()
             self._modes = [module.training for module in self._modules]
-        for parameter in self._parameters:
-            parameter.grad = None
 
 
 class LocalBatchNorm:
@@ -172,17 +176,17 @@ class LoadedMicroBatch(NamedTuple):
     targets: Any
     samples: int
     weight: float
-    """Its part of this process's samples in the step."""
+    """What its loss is multiplied with before the backward pass."""
 
 
 class ReplicaStep:
     """The forward and backward passes of one process over its micro-batches of a step.
 
     `begin` a step, then `compute` all micro-batches with the loss, or `load` them one by one and call `backward` for
-    each. `.grad` then holds the mean gradient over this process's samples, `loss` their mean loss, `count` what the
-    step's sum is to be divided by (`loss_sum.py`), `meter` the squared norms, and `batch_norm` the sums of the running
-    statistics. Torch's global generators are seeded before every
-    micro-batch.
+    each. `.grad` then holds the mean gradient over this process's samples, `loss` their mean loss (both times their
+    part of `whole`, see `load`), `count` what the step's sum is to be divided by (`loss_sum.py`), `meter` the squared
+    norms, and `batch_norm` the sums of the running statistics. Torch's global generators are seeded before every
+    micro-batch. A step may be paused and resumed with further micro-batches.
     """
 
     def __init__(
@@ -233,10 +237,25 @@ class ReplicaStep:
             self.meter.discard()
         self.loss, self.count, self.samples = 0.0, 0, 0
 
-    def load(self, micro_batches: Sequence[MicroBatch], *, epoch: int, batch: int) -> Iterator[LoadedMicroBatch]:
-        """The micro-batches one by one; call `backward` for each before the next. `batch`: samples of the whole
-        step."""
-        own = sum(micro_batch.size for micro_batch in micro_batches)
+    def pause(self) -> None:
+        """Give up the step for now: the model is what it was before it, and what was computed is kept for `resume`."""
+        self.batch_norm.rollback()
+
+    def resume(self) -> None:
+        """Go on with a step that was paused: its gradients, loss and statistics are added to."""
+        self._reset.train()
+        if self.meter is not None:
+            self.meter.resume()
+
+    def load(
+        self, micro_batches: Sequence[MicroBatch], *, epoch: int, batch: int, whole: int | None = None
+    ) -> Iterator[LoadedMicroBatch]:
+        """The micro-batches one by one; call `backward` for each before the next. `batch`: samples of the whole step.
+
+        Gradient and loss of a micro-batch are weighted with its part of `whole` samples: by default those of all these
+        micro-batches, which makes them means.
+        """
+        own = whole if whole is not None else sum(micro_batch.size for micro_batch in micro_batches)
         for micro_batch in micro_batches:
             seed = micro_batch_seed(self._seed, epoch, micro_batch.start)
             for generator in self._generators:
@@ -257,13 +276,13 @@ class ReplicaStep:
         self.count = self.count + count
         self.samples += micro_batch.samples
 
-    def compute(self, micro_batches: Sequence[MicroBatch], *, epoch: int, batch: int) -> None:
-        """Forward and backward passes over all micro-batches, with the loss function."""
+    def compute(self, micro_batches: Sequence[MicroBatch], *, epoch: int, batch: int, whole: int | None = None) -> None:
+        """Forward and backward passes over all micro-batches, with the loss function; `whole`: see `load`."""
         if self.loss_function is None:
             raise ConfigError(
                 "no loss was given, so the steps cannot be computed here; pass loss=, or use your own loop"
             )
-        for micro_batch in self.load(micro_batches, epoch=epoch, batch=batch):
+        for micro_batch in self.load(micro_batches, epoch=epoch, batch=batch, whole=whole):
             with self.autocast():
                 loss = self.loss_function(self.model, micro_batch.inputs, micro_batch.targets)
             self.backward(loss, micro_batch)

@@ -38,6 +38,7 @@ from ebbflow.live.membership_events import (
     HandshakesReceived,
     HeartbeatsReceived,
     Instruction,
+    KeptPart,
     LeaveFleet,
     LighthouseUnreachable,
     LighthouseWanted,
@@ -156,14 +157,15 @@ class FleetConnection:
         """Make this replica known to the lighthouse, if that can be reached; else the first step tries again."""
         self._run(Started(now=monotonic()))
 
-    def next_step(self, step: int, lineage: int) -> ComputeStep:
+    def next_step(self, step: int, lineage: int, kept: KeptPart | None = None) -> ComputeStep:
         """Form a quorum group for the next step, and make sure that this replica has the state that counts.
 
+        `kept`: what this replica has computed of the step, in an attempt that failed.
         Waits while the lighthouse forms no quorum. Raises `LeftFleet` if this replica is told to leave meanwhile,
         `TrainingFinished` if the state turns out to be that of a finished job, and a ConfigError if this replica is
         incompatible with the fleet.
         """
-        instruction = self._run(StepRequested(now=monotonic(), step=step, lineage=lineage))
+        instruction = self._run(StepRequested(now=monotonic(), step=step, lineage=lineage, kept=kept))
         if isinstance(instruction, Refuse):
             raise ConfigError(
                 f"the fleet at {self.config.lighthouse} refuses this replica, which is of another job: "

@@ -6,7 +6,8 @@
 
 When a replica dies in the middle of the all-reduce, the sum may arrive at some of the others and not at all of them.
 Those that have it commit the step; the others receive the state of one of them in the next quorum group
-(`membership.py`).
+(`membership.py`). If nobody has it, the survivors keep what they have computed, and in the next attempt only the
+micro-batches of the dead replica are computed again (`shares.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from ebbflow.engines.process_group import Fault, PeerLost, no_fault
 from ebbflow.engines.replica_step import Fetch, LoadedMicroBatch, Loss, Precision, ReplicaStep
 from ebbflow.live.connection import FleetConnection
 from ebbflow.live.membership import fork_lineage
-from ebbflow.live.membership_events import ComputeStep
+from ebbflow.live.membership_events import ComputeStep, KeptPart
+from ebbflow.live.shares import computing_ranks, share_micro_batches, usable_parts
 from ebbflow.plan.batch_plan import StepSize
 from ebbflow.plan.policies import Policy
 
@@ -59,7 +61,9 @@ class LiveEngine(Engine):
 
     Guarantees: after `commit` returned True, gradient, measurement, loss and batch-norm statistics have the same bits
     on every replica that committed; after False the model is what it was. Micro-batches, seeds and order are those of
-    the emulated engines, so an emulated run with the same participants in each step computes the same to rounding.
+    the emulated engines, so an emulated run with the same workers in each step computes the same to rounding. A step
+    that is repeated because a replica was lost keeps its samples and its number of workers: it is computed as the
+    larger fleet began it, and only what was lost is computed again.
     """
 
     def __init__(
@@ -113,9 +117,17 @@ class LiveEngine(Engine):
         self._combined: float | None = None
         """When the previous step was combined; None where no step, or a lost one, came before."""
         self._quorum: ComputeStep | None = None
+        self._size = (0, 0)
+        """Workers and samples of the step, before a growing policy allows fewer."""
         self._assignment: Assignment | None = None
         self._micro_batches: tuple[MicroBatch, ...] = ()
         """All micro-batches of the open step, of all replicas."""
+        self._earlier: tuple[int, ...] = ()
+        """Numbers of the micro-batches that this replica has computed in an attempt before."""
+        self._share: tuple[int, ...] = ()
+        """Numbers of the micro-batches that this replica computes in this attempt."""
+        self._kept: tuple[int, KeptPart] | None = None
+        """What this replica has computed of a step that failed, and the lineage of the state before that step."""
         self._arrived = False
         self._failure = ""
         self._leavers: frozenset[int] = frozenset()
@@ -128,11 +140,17 @@ class LiveEngine(Engine):
         Waits while the lighthouse forms no quorum. Raises `LeftFleet` if this replica is told to leave meanwhile, and
         `TrainingFinished` if the others, or a checkpoint, turn out to have finished.
         """
-        self._quorum = self.connection.next_step(step, self.lineage)
+        kept = self._kept[1] if self._kept is not None and self._kept[0] == self.lineage else None
+        self._quorum = quorum = self.connection.next_step(step, self.lineage, kept)
         self._fault("quorum")
-        workers, samples = self.sizes(self._quorum.step, len(self._quorum.participants))
+        parts = usable_parts(quorum.kept)
+        if parts:
+            first = next(iter(parts.values()))
+            self._size = first.workers, first.samples
+        else:
+            self._size = self.sizes(quorum.step, len(computing_ranks(quorum)))
         now = time.monotonic() - self._began
-        return StepSize(workers=workers, samples=samples, time_s=now, duration_s=0.0)
+        return StepSize(workers=self._size[0], samples=self._size[1], time_s=now, duration_s=0.0)
 
     def measure(self, on: bool) -> None:
         """Measure the coming steps or not: the same on all replicas, which decide it from the state they share."""
@@ -141,16 +159,20 @@ class LiveEngine(Engine):
     def gradients(self, assignment: Assignment, size: StepSize) -> Gradients:
         """Forward and backward passes over this replica's micro-batches, then the sum over all replicas."""
         self.open(assignment, size)
-        self._replica.compute(self._own(), epoch=assignment.epoch, batch=assignment.batch)
+        share = [self._micro_batches[number] for number in self._share]
+        self._replica.compute(share, epoch=assignment.epoch, batch=assignment.batch, whole=assignment.batch)
         return self.combine()
 
     def commit(self) -> bool:
         """Whether the sum arrived here."""
         assert self._assignment is not None, "commit follows gradients"
         if not self._arrived:
-            self._replica.abandon()
+            self._replica.pause()
+            done = KeptPart(workers=self._size[0], samples=self._size[1], micro_batches=self._earlier + self._share)
+            self._kept = (self.lineage, done) if done.micro_batches else None
             self.connection.failed(self._failure)
             return False
+        self._kept = None
         self._batch_norm.commit()
         wanted = self._combine.flags["lighthouse"] > 0
         last = self.connection.committed(self._assignment, leaving=self._leavers, lighthouse_wanted=wanted)
@@ -164,21 +186,27 @@ class LiveEngine(Engine):
     # A training loop of the user's own ----------------------------------------------------------------------------
 
     def open(self, assignment: Assignment, size: StepSize) -> None:
-        """Begin a step, or begin it again: nothing of an earlier attempt is left."""
-        self._replica.begin()
+        """Begin a step, or go on with what this replica has kept of an earlier attempt."""
+        quorum = self._quorum
+        assert quorum is not None, "open follows participants"
+        parts = usable_parts(quorum.kept)
+        if self._kept is not None and quorum.rank in parts:
+            self._replica.resume()
+        else:
+            self._kept = None
+            self._replica.begin()
         self._assignment, self._arrived = assignment, False
         self._micro_batches = micro_batches_of(assignment, size, limit=self.micro_batch)
-
-    def _own(self) -> tuple[MicroBatch, ...]:
-        """This replica's micro-batches; none at the end of an epoch, or where the policy leaves it idle."""
-        assert self._quorum is not None
-        replicas, rank = len(self._quorum.participants), self._quorum.rank
-        return tuple(micro_batch for micro_batch in self._micro_batches if micro_batch.worker % replicas == rank)
+        self._earlier = self._kept[1].micro_batches if self._kept is not None else ()
+        shares = share_micro_batches(self._micro_batches, computing_ranks(quorum), parts)
+        self._share = shares.get(quorum.rank, ())  # none at the end of an epoch, or where the policy leaves it idle
 
     def micro_batches(self) -> Iterator[LoadedMicroBatch]:
-        """This replica's micro-batches of the open step; one backward pass each."""
+        """The micro-batches of the open step that this replica computes now; one backward pass each."""
         assert self._assignment is not None, "micro_batches follows open"
-        return self._replica.load(self._own(), epoch=self._assignment.epoch, batch=self._assignment.batch)
+        epoch, batch = self._assignment.epoch, self._assignment.batch
+        share = [self._micro_batches[number] for number in self._share]
+        return self._replica.load(share, epoch=epoch, batch=batch, whole=batch)
 
     def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
         """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""
@@ -187,12 +215,13 @@ class LiveEngine(Engine):
     def abandon(self) -> None:
         """Give up the open step: the model is what it was before the step."""
         self._replica.abandon()
+        self._kept = None
 
     def combine(self) -> Gradients:
         """Gradient, statistics, loss and batch norm of all replicas, weighted with the samples they are made of."""
         assert self._assignment is not None, "combine follows open"
-        own = self._own()
-        samples = sum(micro_batch.size for micro_batch in own)
+        own = self._earlier + self._share
+        samples, batch = sum(self._micro_batches[number].size for number in own), self._assignment.batch
         self._replica.check_complete(samples)
         leaving = self._leaving()
         now = time.monotonic()
@@ -204,7 +233,8 @@ class LiveEngine(Engine):
                     micro_batches=len(own),
                     samples=samples,
                     count=self._replica.count,
-                    batch=self._assignment.batch,
+                    batch=batch,
+                    scale=samples / batch or 1.0,
                 ),
                 leaving=float(leaving),
                 lighthouse=float(self.connection.wants_lighthouse),

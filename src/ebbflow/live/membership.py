@@ -42,6 +42,7 @@ from ebbflow.live.membership_events import (
     HandshakesReceived,
     HeartbeatsReceived,
     Instruction,
+    KeptPart,
     LeaveFleet,
     LighthouseUnreachable,
     LighthouseWanted,
@@ -241,6 +242,8 @@ class Membership:
         self.group: QuorumGroup | None = None
         self._forming: QuorumGroup | None = None
         self._agreement: Agreement | None = None
+        self._own_kept: KeptPart | None = None
+        self._kept: tuple[KeptPart | None, ...] = ()  # of the replicas of the group that forms, for its first step
         self._step_requested = False
         self._told_to_leave = False
         self._quorum: tuple[int, tuple[str, ...]] = (-1, ())  # the last answer of the lighthouse
@@ -279,6 +282,7 @@ class Membership:
 
     def _on_step_requested(self, event: StepRequested) -> list[Instruction]:
         self.state = dataclasses.replace(self.state, step=event.step, lineage=event.lineage)
+        self._own_kept = event.kept
         self._step_requested = True
         self._reported = ""
         if self.name or not self._explained:
@@ -395,7 +399,9 @@ class Membership:
         self.phase = MembershipPhase.HANDSHAKE
         self._handshake_deadline = now + self.connect_timeout_s
         self._next_heartbeat_check = now + self.heartbeat_timeout_s
-        own = Handshake(name=self.name, store=self.store, state=self.state, job=self.job, objects=objects)
+        own = Handshake(
+            name=self.name, store=self.store, state=self.state, job=self.job, objects=objects, kept=self._own_kept
+        )
         return [
             SendHandshake(
                 rendezvous=self._forming.rendezvous,
@@ -419,6 +425,12 @@ class Membership:
         if self._agreement.incompatible:
             refused = ", ".join(event.handshakes[rank].name for rank in sorted(self._agreement.incompatible))
             return self._fail(f"incompatible replicas were refused: {refused}", event.now)
+        # A part of a step that follows another state than the one that counts is worth nothing.
+        kept = [
+            None if rank in self._agreement.transfers else handshake.kept
+            for rank, handshake in enumerate(event.handshakes)
+        ]
+        self._kept = tuple(kept) if any(kept) else ()
         stores = tuple(handshake.store for handshake in event.handshakes)
         return self._connect(dataclasses.replace(self._forming, stores=stores))
 
@@ -444,6 +456,7 @@ class Membership:
 
     def _on_checkpoint_loaded(self, event: CheckpointLoaded) -> list[Instruction]:
         self.state = dataclasses.replace(self.state, step=event.step, lineage=event.lineage)
+        self._own_kept = None
         return self._fail("a checkpoint is further than all replicas", event.now)
 
     def _on_no_newer_checkpoint(self, event: NoNewerCheckpoint) -> list[Instruction]:
@@ -462,6 +475,7 @@ class Membership:
     def _on_state_received(self, event: StateReceived) -> list[Instruction]:
         assert self.group is not None and self._agreement is not None
         self.state = ReplicaState(step=event.step, lineage=event.lineage)
+        self._own_kept = None
         sender = self.group.names[self._agreement.transfers[self.group.rank]]
         return [RecordEvent("received", f"{event.size} bytes from {sender}"), *self._compute_with_new_group()]
 
@@ -469,15 +483,25 @@ class Membership:
         return self._compute_with_new_group()
 
     def _compute_with_new_group(self) -> list[Instruction]:
-        assert self.group is not None
-        return [RecordEvent("members", " ".join(self.group.names)), *self._compute()]
+        """Compute the first step of a group, of which some replicas may have a part and others not even the state."""
+        assert self.group is not None and self._agreement is not None
+        return [
+            RecordEvent("members", " ".join(self.group.names)),
+            *self._compute(kept=self._kept, receiving=frozenset(self._agreement.transfers)),
+        ]
 
-    def _compute(self) -> list[Instruction]:
-        assert self.group is not None
+    def _compute(
+        self, *, kept: tuple[KeptPart | None, ...] = (), receiving: frozenset[int] = frozenset()
+    ) -> list[Instruction]:
+        group = self.group
+        assert group is not None
         self.phase = MembershipPhase.COMPUTING
         self._step_requested = False
         self._reported = ""
-        return [ComputeStep(step=self.state.step, participants=self.group.names, rank=self.group.rank)]
+        step = ComputeStep(
+            step=self.state.step, participants=group.names, rank=group.rank, kept=kept, receiving=receiving
+        )
+        return [step]
 
     # After a step -----------------------------------------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ from ebbflow.data.ledger import Assignment
 __all__ = [
     "AskLighthouse", "CheckHeartbeats", "CheckpointLoaded", "ComputeStep", "Connect", "ConnectionFailed",
     "DropConnections", "MembershipEvent", "GroupConnected", "Handshake", "HandshakeFailed", "HandshakesReceived",
-    "HeartbeatsReceived", "Instruction", "LeaveFleet", "LighthouseUnreachable", "LighthouseWanted", "LoadCheckpoint",
-    "NoNewerCheckpoint", "QuorumFormed", "ReceiveState", "RecordEvent", "Refuse", "Register", "Registered",
-    "ReplicaState", "SendHandshake", "SendState", "Started", "StateReceived", "StateSent", "StepCommitted",
-    "StepFailed", "StepRequested", "Tick", "ToldToLeave", "Unregister",
+    "HeartbeatsReceived", "Instruction", "KeptPart", "LeaveFleet", "LighthouseUnreachable", "LighthouseWanted",
+    "LoadCheckpoint", "NoNewerCheckpoint", "QuorumFormed", "ReceiveState", "RecordEvent", "Refuse", "Register",
+    "Registered", "ReplicaState", "SendHandshake", "SendState", "Started", "StateReceived", "StateSent",
+    "StepCommitted", "StepFailed", "StepRequested", "Tick", "ToldToLeave", "Unregister",
 ]  # fmt: skip
 
 
@@ -38,6 +38,17 @@ class ReplicaState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeptPart:
+    """What a replica has computed of a step that failed, and keeps for the next attempt at it."""
+
+    workers: int
+    samples: int
+    """The size of the step, as the policy gave it."""
+    micro_batches: tuple[int, ...]
+    """Numbers of the micro-batches, counted from the beginning of the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Handshake:
     """What a replica tells the others of a quorum before they connect."""
 
@@ -50,6 +61,8 @@ class Handshake:
     """What must be the same for all: job, versions, model, seed, rule, ..."""
     objects: bool = False
     """Whether it misses a replica that still sends heartbeats: then all ask the lighthouse again."""
+    kept: KeptPart | None = None
+    """What it has computed of the step that follows this state, in an attempt that failed."""
 
     def encode(self) -> str:
         """Write it as JSON."""
@@ -65,12 +78,19 @@ class Handshake:
                 lineage=int(body["state"]["lineage"]),
                 established=bool(body["state"]["established"]),
             )
+            kept = body["kept"]
             return cls(
                 name=str(body["name"]),
                 store=str(body["store"]),
                 state=state,
                 job={str(key): str(value) for key, value in body["job"].items()},
                 objects=bool(body["objects"]),
+                kept=kept
+                and KeptPart(
+                    workers=int(kept["workers"]),
+                    samples=int(kept["samples"]),
+                    micro_batches=tuple(int(number) for number in kept["micro_batches"]),
+                ),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a handshake of ebbflow: {error!r}") from None
@@ -98,6 +118,8 @@ class StepRequested(MembershipEvent):
 
     step: int
     lineage: int
+    kept: KeptPart | None = None
+    """What it has computed of this step, in an attempt that failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -317,6 +339,10 @@ class ComputeStep(Instruction):
     participants: tuple[str, ...]
     """Names by rank."""
     rank: int
+    kept: tuple[KeptPart | None, ...] = ()
+    """What each rank has computed of this step, in an attempt that failed; empty if none has anything."""
+    receiving: frozenset[int] = frozenset()
+    """Ranks that receive the state of before this step, while the others compute it."""
 
 
 @dataclass(frozen=True, slots=True)

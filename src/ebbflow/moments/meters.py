@@ -146,8 +146,13 @@ class Meter(ABC):
         """
 
     @abstractmethod
-    def take(self) -> Tally:
-        """The sums over the micro-batches of this rank, for those who combine several ranks. Does not synchronise."""
+    def take(self, *, scale: float = 1.0) -> Tally:
+        """The sums over the micro-batches of this rank, for those who combine several ranks; `.grad` then holds `scale`
+        times their mean. Does not synchronise."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on with the step whose sums were taken: the micro-batches that follow are added to those before."""
 
     @abstractmethod
     def check(self, mismatch: float) -> None:
@@ -247,6 +252,7 @@ class HookMeter(Meter):
         self._arrived: dict[int, Any] = {}
         self._seen: list[torch.Tensor] = []  # the watched parameter's gradient in the open micro-batch
         self._closed: list[_Closed] = []
+        self._taken = False  # the sums of the step: the next micro-batch begins another one
         self._steps = 0
         # Autograd's nodes that add to .grad; nothing else keeps them alive.
         self._nodes = [_accumulator(parameter) for parameter in self.parameters]
@@ -283,6 +289,8 @@ class HookMeter(Meter):
         if not self.on:
             return
         _check_samples(samples)
+        if self._taken:
+            self._forget_closed()
         if not self._arrived:
             raise ConfigError(
                 "a micro-batch was closed, but no gradient arrived in it; call backward() first. If it was called: was "
@@ -295,6 +303,8 @@ class HookMeter(Meter):
 
     def finish(self, batch: float, *, scale: float = 1.0) -> Measurement:
         """The measurement of the step, whose mean gradient times `scale` is in `.grad`; then the next step begins."""
+        if self._taken:
+            self._forget_closed()
         self._check_complete(batch)
         means, products = self._squares_of_grad(), self._products()
         known = self._read(means, products)
@@ -309,10 +319,12 @@ class HookMeter(Meter):
 
     def take(self, *, scale: float = 1.0) -> Tally:
         """The sums of this rank, if `.grad` holds `scale` times the mean of its micro-batches; then the next step
-        begins.
+        begins, unless this one is resumed.
 
         A rank without micro-batches has a tally of zeros.
         """
+        if self._taken:
+            self._forget_closed()
         products = self._products()
         mismatch = self._mismatch([] if products is None else list(products.unbind()), scale)
         if self._on_cpu:
@@ -331,8 +343,13 @@ class HookMeter(Meter):
             squares=squares,
             mismatch=torch.as_tensor(mismatch, dtype=squares.dtype, device=self.device).reshape(1),
         )
-        self.discard()
+        self.drop_micro_batch()
+        self._taken = True
         return tally
+
+    def resume(self) -> None:
+        """Go on with the step whose sums were taken."""
+        self._taken = False
 
     def _squares_of_grad(self) -> dict[int, Any]:
         gradients = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
@@ -409,7 +426,10 @@ class HookMeter(Meter):
     def discard(self) -> None:
         """Begin a step, or begin it again: forget the micro-batches since the last finished step."""
         self.drop_micro_batch()
-        self._closed = []
+        self._forget_closed()
+
+    def _forget_closed(self) -> None:
+        self._closed, self._taken = [], False
         self._samples = self._micro_batches = 0
 
     def close(self) -> None:
@@ -477,6 +497,11 @@ class _AddingMeter(Meter):
         """Set `.grad` to what autograd would have accumulated there."""
         for index in self.touched:
             self.parameters[index].grad = self._sums[index]
+
+    def resume(self) -> None:
+        """Go on with the step whose sums were taken: its gradients are taken out of `.grad` again."""
+        for index in self.touched:
+            self.parameters[index].grad = None
 
     def check(self, mismatch: float) -> None:
         """Do nothing, since nobody else can have changed these gradients."""
@@ -561,7 +586,7 @@ class FusedMeter(_AddingMeter):
             batch=batch, micro_batches=self._micro_batches, mean_sq=tuple(mean_sq), sq_mean=tuple(sq_mean)
         )
 
-    def take(self) -> Tally:
+    def take(self, *, scale: float = 1.0) -> Tally:
         """The sums of this rank; `.grad` then holds the sum of its gradients. Does not synchronise."""
         self.put_back()
         squares = self._squares if self.layers else self._squares.sum(0, keepdim=True)
@@ -646,7 +671,7 @@ class FlatMeter(_AddingMeter):
         sq_mean = tuple([square / scale**2 for square in self._measure(*self._parts[0])])
         return Measurement(batch=batch, micro_batches=self._micro_batches, mean_sq=mean_sq, sq_mean=sq_mean)
 
-    def take(self) -> Tally:
+    def take(self, *, scale: float = 1.0) -> Tally:
         """The sums of this rank; `.grad` then holds the sum of its gradients."""
         self.put_back()
         squares = torch.tensor(self._squares, dtype=torch.float64)
