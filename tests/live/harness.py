@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ os.environ["RUST_LOG"] = "error"  # read when torchft is loaded
 # The server of Python 3.11 that loads modules beforehand does not know this process's path, but the environment's.
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, sys.path)))
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["live.replicas"])
+CONTEXT.set_forkserver_preload(["live.replicas", "live.rank_replicas"])
 
 
 def eventually(condition: Callable[[], Any], what: str, *, within_s: float = 60.0) -> Any:
@@ -67,6 +68,16 @@ class TestFleet:
 
         self.lighthouse = eventually(begin, "a lighthouse")
         self.port = int(self.lighthouse.address().rpartition(":")[2])
+
+    def start_ranks(self, name: str, ranks: int, *, faults: Mapping[int, str] | None = None, **more: Any) -> None:
+        """Start a replica of several ranks, as torchrun does; their processes are called r0.0, r0.1, ..."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        for rank in range(ranks):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+            environment = {key: str(value) for key, value in {**own, "MASTER_PORT": port}.items()}
+            self.start(name, fault=(faults or {}).get(rank, ""), environment=environment, **more)
+            self.processes[f"{name}.{rank}"] = self.processes.pop(name)
 
     def start(self, *names: str, fault: str = "", **more: Any) -> None:
         """Start replicas."""

@@ -21,6 +21,7 @@ import torch
 
 from ebbflow.data.ledger import Assignment
 from ebbflow.engines.process_group import Fault, PeerLost, ProcessGroup, no_fault, open_store, serve_store
+from ebbflow.engines.replica_ranks import ReplicaRanks
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
 from ebbflow.live.membership import Membership, without_heartbeat
@@ -51,6 +52,7 @@ from ebbflow.live.membership_events import (
     Refuse,
     Register,
     Registered,
+    ReplicaState,
     SendHandshake,
     SendState,
     Started,
@@ -84,6 +86,8 @@ _STATUS_TIMEOUT_S = 2.0  # for reading the status of another replica
 _LEAVE_POLL_S = 0.1
 _PROBE_TIMEOUT_S = 2.0  # for finding out whether anybody listens at the address of the lighthouse
 _HANDSHAKE_POLL_S = 0.002
+_BY_ALL_RANKS = (Connect, DropConnections, LoadCheckpoint, SendState, ReceiveState)
+"""What every rank of a replica does, when rank 0 says so."""
 
 
 class LeftFleet(Exception):
@@ -121,13 +125,15 @@ class FleetConnection:
         state: TransferableState,
         *,
         device: torch.device,
+        ranks: ReplicaRanks | None = None,
         leaving: Callable[[], bool] = lambda: False,
         on_event: Callable[[str, str], None] = lambda what, text: None,
         fault: Fault = no_fault,
     ) -> None:
-        """`job`: what must be the same for all replicas. `leaving`: whether this replica was told to leave.
-        `on_event(what, text)`: writes an event into the record."""
+        """`job`: what must be the same for all replicas. `ranks`: those of this replica. `leaving`: whether this
+        replica was told to leave. `on_event(what, text)`: writes an event into the record."""
         self.config = config
+        self.ranks = ranks or ReplicaRanks()
         self.state = state
         self._heartbeat_timeout_s = config.heartbeat_timeout_ms / 1000
         self.membership = Membership(
@@ -178,10 +184,34 @@ class FleetConnection:
             raise TrainingFinished
         return instruction
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by its sum over the participants of the step."""
+    def all_reduce(self, tensor: torch.Tensor, *, of_rank: int = 0) -> None:
+        """Replace a tensor by its sum over the participants of the step.
+
+        If this replica has several ranks, the first `of_rank` numbers are of this rank alone, and are added up with the
+        same rank of the other replicas. The rest is added up over the ranks first, then by rank 0 over the replicas.
+        All ranks get the sum, or all raise `PeerLost`.
+        """
         assert self._group is not None
-        self._group.all_reduce(tensor)
+        if self.ranks.size == 1:
+            self._group.all_reduce(tensor)
+            return
+        of_replica = tensor[of_rank:]
+        self.ranks.add_up(of_replica)
+        lost = ""
+        try:
+            if self.ranks.leads or of_rank:
+                self._group.all_reduce(tensor if self.ranks.leads else tensor[:of_rank])
+        except PeerLost as error:
+            lost = str(error)
+        # One message says whether any rank has lost its peer, and what rank 0 has received.
+        answer = torch.cat([of_replica if self.ranks.leads else torch.zeros_like(of_replica), tensor.new_zeros(1)])
+        if lost:
+            answer.zero_()
+            answer[-1] = 1.0
+        self.ranks.add_up(answer)
+        if answer[-1] > 0:
+            raise PeerLost(lost or "another rank of this replica lost its peer")
+        of_replica.copy_(answer[:-1])
 
     @property
     def wants_lighthouse(self) -> bool:
@@ -220,25 +250,47 @@ class FleetConnection:
     def _run(self, event: MembershipEvent) -> Instruction | None:
         """Hand an event to the protocol and execute all instructions that follow from it.
 
-        Ends at an instruction for the training loop, which is returned, or when there is nothing left to do.
+        Ends at an instruction for the training loop, which is returned, or when there is nothing left to do. In a
+        replica of several ranks, rank 0 runs the protocol and the others follow it.
         """
+        if not self.ranks.leads:
+            return self._follow()
         todo = deque(self.membership.handle(event))
+        last: Instruction | None = None
         while todo or self._pending is not None:
             if todo:
                 instruction = todo.popleft()
                 if isinstance(instruction, ComputeStep | LeaveFleet | Refuse):
-                    self._pending = None
-                    return instruction
+                    self._pending, last = None, instruction
+                    break
                 outcome = self._execute(instruction)
             else:
                 assert self._pending is not None
                 outcome = self._pending()
             if outcome is not None:
                 todo.extend(self.membership.handle(outcome))
-        return None
+        self.ranks.share((None, last, self.membership.state))
+        return last
+
+    def _follow(self) -> Instruction | None:
+        """Do what rank 0 of this replica says, until it has an instruction for the training loop."""
+        said: tuple[Instruction | None, Instruction | None, ReplicaState] = (None, None, self.membership.state)
+        while True:
+            instruction, last, state = self.ranks.share(said)
+            if instruction is None:
+                self.membership.state = state
+                return last
+            self.ranks.gather(self._execute_here(instruction))
 
     def _execute(self, instruction: Instruction) -> MembershipEvent | None:
-        """Execute an instruction; the event that it led to, if that is known at once."""
+        """Execute an instruction, on all ranks if need be; the event that it led to, if that is known at once."""
+        if self.ranks.size == 1 or not isinstance(instruction, _BY_ALL_RANKS):
+            return self._execute_here(instruction)
+        self.ranks.share((instruction, None, self.membership.state))
+        outcomes = self.ranks.gather(self._execute_here(instruction))
+        return next((outcome for outcome in outcomes if isinstance(outcome, ConnectionFailed)), outcomes[0])
+
+    def _execute_here(self, instruction: Instruction) -> MembershipEvent | None:
         match instruction:
             case Register():
                 sleep(instruction.after_s)
@@ -383,7 +435,7 @@ class FleetConnection:
         own = instruction.names[instruction.rank]
         others = [name for name in instruction.names if name != own]
         self._group = ProcessGroup(
-            instruction.rendezvous,
+            instruction.rendezvous + (f"/{self.ranks.rank}" if self.ranks.size > 1 else ""),
             instruction.rank,
             len(instruction.names),
             host=self.config.bind,

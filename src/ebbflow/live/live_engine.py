@@ -28,6 +28,7 @@ from ebbflow.engines.base import Engine, Gradients
 from ebbflow.engines.loss_sum import LossSum
 from ebbflow.engines.process_group import Fault, PeerLost, no_fault
 from ebbflow.engines.replica_step import Fetch, LoadedMicroBatch, Loss, Precision, ReplicaStep
+from ebbflow.engines.shards import ShardedStep
 from ebbflow.live.connection import FleetConnection
 from ebbflow.live.membership import fork_lineage
 from ebbflow.live.membership_events import ComputeStep, KeptPart
@@ -81,11 +82,13 @@ class LiveEngine(Engine):
         needs: Collection[str] = (),
         parameters: Iterable[torch.nn.Parameter] | None = None,
         precision: Precision = "fp32",
+        norm: bool = False,
         leaving: Callable[[], bool] = lambda: False,
         fault: Fault = no_fault,
     ) -> None:
         """`samples`: size of an epoch. `lineage`: of the state that the model has now. `loss`: None if the user's own
-        loop does the backward passes. `micro_batch`: most samples in one backward pass."""
+        loop does the backward passes. `micro_batch`: most samples in one backward pass, over all ranks of a
+        replica. `norm`: whether the norm of the gradient is needed, which the ranks of a replica find together."""
         self.model = model
         self.connection = connection
         self.sizes = sizes
@@ -97,17 +100,23 @@ class LiveEngine(Engine):
         """Whether this replica has left the fleet, so that there is no next step."""
         self.last_of_all = False
         """Whether all replicas left in the last step, and this one is to save the state."""
-        self._replica = ReplicaStep(
-            model, fetch, loss, samples=samples, seed=seed, precision=precision, needs=needs, parameters=parameters,
-            after_backward=lambda: fault("backward"),
-        )  # fmt: skip
+        self._sharded: ShardedStep | None = None
+        self._norm = norm
+        settings: dict[str, Any] = {
+            "samples": samples, "seed": seed, "precision": precision, "needs": needs, "parameters": parameters,
+            "after_backward": lambda: fault("backward"),
+        }  # fmt: skip
+        if connection.ranks.size > 1:
+            self._sharded = ShardedStep(model, fetch, loss, ranks=connection.ranks, **settings)
+        self._replica = self._sharded or ReplicaStep(model, fetch, loss, **settings)
+        of_rank = self._sharded.gradients.numbers if self._sharded is not None else 0
         self._batch_norm = self._replica.batch_norm
         self._combine = StepAllReduce(
             self._replica.parameters,
             meter=self._replica.meter,
             sums=self._batch_norm.sums,
             flags=("leaving", "lighthouse", "seconds", "timed"),
-            all_reduce=connection.all_reduce,
+            all_reduce=lambda message: connection.all_reduce(message, of_rank=of_rank),
         )
         self.fork: int | None = None
         """The lineage of the snapshot from which the next step goes on, if the run has just gone back to one."""
@@ -223,14 +232,16 @@ class LiveEngine(Engine):
         own = self._earlier + self._share
         samples, batch = sum(self._micro_batches[number].size for number in own), self._assignment.batch
         self._replica.check_complete(samples)
-        leaving = self._leaving()
+        leaving, leads = self._leaving(), self.connection.ranks.leads
+        if self._sharded is not None:
+            self._sharded.gradients.collect()
         now = time.monotonic()
         seconds, self._combined = now - self._combined if self._combined is not None else 0.0, now
         try:
             gradients = self._combine(
                 StepPart(
                     loss=self._replica.loss,
-                    micro_batches=len(own),
+                    micro_batches=len(own) if leads else 0,  # the ranks of a replica compute them together
                     samples=samples,
                     count=self._replica.count,
                     batch=batch,
@@ -238,8 +249,8 @@ class LiveEngine(Engine):
                 ),
                 leaving=float(leaving),
                 lighthouse=float(self.connection.wants_lighthouse),
-                seconds=seconds,
-                timed=float(seconds > 0),
+                seconds=seconds if leads else 0.0,
+                timed=float(leads and seconds > 0),
             )
             self._leavers = self._who_leaves(leaving) if self._combine.flags["leaving"] else frozenset()
             self._fault("sum")
@@ -248,6 +259,8 @@ class LiveEngine(Engine):
             self._combined = None
             self._combine.renew()
             return Gradients(loss=math.nan, micro_batches=len(own))
+        if self._sharded is not None:
+            gradients = self._sharded.gradients.complete(gradients, norm=self._norm)
         self._arrived = True
         # Clocks differ between replicas, which must decide alike: all use the mean of what was said.
         timed = self._combine.flags["timed"]

@@ -16,28 +16,32 @@ import io
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, Protocol
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ebbflow import workloads
 from ebbflow._version import __version__
 from ebbflow.core.files import hold_lock
 from ebbflow.core.signals import StopSignal
 from ebbflow.engines.base import Engine, EngineParts
+from ebbflow.engines.replica_ranks import replica_ranks
 from ebbflow.engines.replica_step import Loss
+from ebbflow.engines.shards import describe_shards, with_shards, without_shards
 from ebbflow.errors import CheckpointError, ConfigError, Diverged, OutputError
 from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished
 from ebbflow.live.faults import ScriptedFaults
 from ebbflow.live.live_engine import LiveEngine, StepSizes, by_policy
 from ebbflow.live.membership import describe_difference, initial_lineage
 from ebbflow.live.protocol import FINAL_WEIGHTS, STATUS_KEY, ReplicaConfig, newest_checkpoint
-from ebbflow.live.replica_files import Checkpoints, ReplicaRecord, StatusFile
+from ebbflow.live.replica_files import Checkpoints, ReplicaRecord, StatusFile, read_checkpoint
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.policies import make_policy
-from ebbflow.record import StepRow
+from ebbflow.record import NoRecord, StepRow
 from ebbflow.run.assemble import assemble, make_evaluate, make_optimizer, resolve
 from ebbflow.run.checkpoint import save_checkpoint, weights_digest
 from ebbflow.run.config import RunConfig, shows_settings
@@ -92,10 +96,15 @@ class LiveSession(Session):
         extras: Mapping[str, Stateful] | None = None,
         notice: Callable[[], bool] = lambda: False,
         checkpoint_every_s: float = 60.0,
+        data_mesh: Any = None,
         config: RunConfig | None = None,
         **settings: Any,
     ) -> None:
         """See `join`."""
+        self._ranks = replica_ranks(model, data_mesh)
+        if isinstance(model, DistributedDataParallel) and self._ranks.size > 1:
+            wrapped, given, model = model, loss, model.module
+            loss = (lambda _, x, y: given(wrapped, x, y)) if given is not None else None
         fleet = {name: settings.pop(name) for name in _OF_THE_FLEET if name in settings}
         self._sizes: StepSizes | None = settings.pop("policy") if callable(settings.get("policy")) else None
         super().__init__(
@@ -131,14 +140,16 @@ class LiveSession(Session):
             for group in self._optimizer.inner.param_groups
         ]
         self._rates: list[float] = []
+        self._saved_at = time.monotonic()
         self._job = self._describe_job()
         self._checkpoints = Checkpoints(self.fleet.folder / "checkpoints", on_event=self._event)
         device = next(model.parameters()).device
         self._connection = FleetConnection(
-            self.fleet, self._job, self, device=device, leaving=self._leaving, on_event=self._event, fault=self._fault
-        )
+            self.fleet, self._job, self, device=device, ranks=self._ranks, leaving=self._leaving,
+            on_event=self._event, fault=self._fault,
+        )  # fmt: skip
         self._status = StatusFile(
-            self.fleet.own_folder / "status.json",
+            self.fleet.own_folder / "status.json" if self._ranks.leads else None,
             lambda text: self._connection.publish(STATUS_KEY, text),
             incarnation=self._connection.name,
         )
@@ -165,6 +176,9 @@ class LiveSession(Session):
             "schedule": self._optimizer.schedule,
             "clip": self._optimizer.clip,
         }
+        if self._ranks.size > 1:
+            settings["ranks"] = f"{self._ranks.size}, samples over {self._ranks.data_size}"
+            settings["shards"] = describe_shards(self.model.parameters())
         return {
             "ebbflow": __version__,
             "torch": torch.__version__.partition("+")[0],
@@ -174,19 +188,21 @@ class LiveSession(Session):
 
     def _make_engine(self, parts: EngineParts) -> Engine:
         sizes = self._sizes or by_policy(make_policy(self.config.policy, self.config.local_batch))
+        digest = "/".join(self._ranks.gather(weights_digest(self.model)))
         return LiveEngine(
             parts.model,
             parts.fetch,
             self._connection,
             sizes,
             samples=parts.samples,
-            lineage=initial_lineage(weights_digest(self.model)),
+            lineage=initial_lineage(digest),
             loss=parts.loss,
             seed=parts.seed,
             micro_batch=self.config.micro_batch,
             needs=parts.needs,
             parameters=parts.parameters,
             precision=self.config.precision,
+            norm=self._optimizer.clip is not None or self._optimizer.on_nonfinite != "ignore",
             leaving=self._leaving,
             fault=self._fault,
         )
@@ -194,12 +210,18 @@ class LiveSession(Session):
     # Beginning and ending -----------------------------------------------------------------------------------------
 
     def _open(self, stack: ExitStack) -> TrainingLoop:
-        own = self.fleet.own_folder
-        busy = f"{own} is in use by another replica of this name; give each replica a name of its own"
-        stack.enter_context(hold_lock(own / "replica.lock", busy=busy))
+        own, ranks = self.fleet.own_folder, self._ranks
+        if ranks.leads:
+            busy = f"{own} is in use by another replica of this name; give each replica a name of its own"
+            stack.enter_context(hold_lock(own / "replica.lock", busy=busy))
+        try:
+            ranks.check_same(self._job)
+        except ConfigError as error:
+            self._status.update("refused", reason=str(error))
+            raise
         flow = assemble(self.config, self.task, self._maker, optimizer=self._optimizer)
         flow.max_steps = self._max_steps
-        record = ReplicaRecord(own / "record.jsonl", self._header)
+        record = ReplicaRecord(own / "record.jsonl", self._header) if ranks.leads else NoRecord()
         stack.callback(record.close)
         stack.callback(self._checkpoints.wait)
         self._loop = loop = TrainingLoop(
@@ -208,8 +230,8 @@ class LiveSession(Session):
             evaluate=self._evaluate,
             validate_every=self.config.validate_every,
             callbacks=Callbacks(on_step=self._committed),
-            save=lambda: self._save() if self.first else None,
-            checkpoint_every_s=self._checkpoint_every_s,
+            save=self._save_if_due,
+            checkpoint_every_s=self._checkpoint_every_s if ranks.size == 1 else 0.0,  # else rank 0 decides
         )
         try:
             self.refresh()
@@ -248,7 +270,7 @@ class LiveSession(Session):
             if error is None and (self.left or self._status.state in ("finished", "incomplete")):
                 return
             if error is None or (isinstance(error, SystemExit) and not error.code):
-                if self.first and error is None:
+                if self.engine.first and error is None:
                     self._save_now()
                 text = f"the loop ended after step {self.step}, in epoch {self.epoch}, before the end of the training"
                 self._status.update("incomplete", step=self.step, reason=text)
@@ -282,8 +304,8 @@ class LiveSession(Session):
 
     @property
     def first(self) -> bool:
-        """Whether this replica is the first of those that train now: for what is to be printed or written once."""
-        return self.engine.first
+        """Whether this process is the first of those that train now: for what is to be printed or written once."""
+        return self.engine.first and self._ranks.leads
 
     # Training -----------------------------------------------------------------------------------------------------
 
@@ -359,7 +381,8 @@ class LiveSession(Session):
 
     def _event(self, what: str, text: str) -> None:
         record = self.loop.record
-        assert isinstance(record, ReplicaRecord)
+        if not isinstance(record, ReplicaRecord):  # rank 0 of this replica writes it
+            return
         record.event(self.flow.step, what, text)
         if what == "waiting":
             self._status.update("waiting", reason=text)
@@ -378,7 +401,7 @@ class LiveSession(Session):
         if not self.finished:
             return
         position = {"step": self.flow.step, "epoch": self.flow.ledger.epoch, "position": self.flow.ledger.position}
-        saves = self.first or not (self.fleet.folder / FINAL_WEIGHTS).is_file()
+        saves = self._ranks.share(self.engine.first or not (self.fleet.folder / FINAL_WEIGHTS).is_file())
         if saves and (problem := self._save_final_state()):
             self._event("incomplete", problem)
             self._status.update("incomplete", reason=problem, **position)
@@ -389,21 +412,38 @@ class LiveSession(Session):
     def _save_final_state(self) -> str:
         """Write the last checkpoint and the final weights; what went wrong, or nothing."""
         self._save_now()
+        average = {"ema": self.flow.average.state_dict()} if self.flow.average is not None else {}
+        state: Mapping[str, Any] = {"model": self.model.state_dict(), **average}
+        if self._ranks.size > 1:
+            state = without_shards(state, whole=True)
+        return self._ranks.share(self._write_final_state(state) if self._ranks.leads else "")
+
+    def _write_final_state(self, state: Mapping[str, Any]) -> str:
         weights, step = self.fleet.folder / FINAL_WEIGHTS, self.flow.step
         if (newest_checkpoint(self.fleet.folder) or 0) < step:
             return f"the final state, of step {step}, could not be saved; free some space and run it again"
-        average = {"ema": self.flow.average.state_dict()} if self.flow.average is not None else {}
         try:
-            save_checkpoint(weights, {"model": self.model.state_dict(), **average})
+            save_checkpoint(weights, state)
         except OutputError as error:
             return f"the final weights could not be saved: {error}"
         return ""
 
     # The state, which peers and checkpoints have --------------------------------------------------------------------
 
+    def _save_if_due(self) -> None:
+        """Write a checkpoint if this replica is the first one; of several ranks, the clock of rank 0 says when."""
+        if self._ranks.size > 1:
+            if not self._ranks.share(time.monotonic() - self._saved_at >= self._checkpoint_every_s):
+                return
+            self._saved_at = time.monotonic()
+        if self.engine.first:
+            self._save()
+
     def _save(self) -> None:
-        """Write a checkpoint in the background."""
-        self._checkpoints.save(self.pack(), step=self.flow.step, lineage=self.engine.lineage)
+        """Write a checkpoint in the background. The ranks of a replica collect the whole state for it."""
+        data = self.pack(whole=True)
+        if self._ranks.leads:
+            self._checkpoints.save(data, step=self.flow.step, lineage=self.engine.lineage)
 
     def _save_now(self) -> None:
         """Write the last checkpoint, after any that is under way."""
@@ -411,13 +451,18 @@ class LiveSession(Session):
         self._save()
         self._checkpoints.wait()
 
-    def pack(self) -> memoryview:
-        """Write the state after the last committed step; reading it back executes nothing."""
+    def pack(self, *, whole: bool = False) -> memoryview:
+        """Write the state after the last committed step; reading it back executes nothing.
+
+        Of a sharded model these are the shards of this rank, or with `whole` everything, for which all ranks of the
+        replica call this.
+        """
         buffer = io.BytesIO()
         extras = {name: extra.state_dict() for name, extra in self._extras.items()}
         own = {"version": STATE_VERSION, "job": self._job, "lineage": self.engine.lineage, "extras": extras}
         own["fork"] = self.engine.fork  # a replica that receives this state records the same parent as the others
-        torch.save({**own, **self.flow.state_dict()}, buffer)
+        state = {**own, **self.flow.state_dict()}
+        torch.save(without_shards(state, whole=whole) if self._ranks.size > 1 else state, buffer)
         return buffer.getbuffer()
 
     def unpack(self, data: bytes | memoryview, origin: str = "the state of a peer") -> tuple[int, int]:
@@ -443,6 +488,8 @@ class LiveSession(Session):
                 f"{origin} is of another job: {describe_difference(self._job, job)}; use the same settings, or another "
                 f"folder{advice}"
             )
+        if self._ranks.size > 1:
+            state = with_shards(state, self.model, self._optimizer.inner)
         self.flow.load_state_dict(state, origin=origin)
         if changed:
             self._event("settings changed", describe_difference(self._job, job))
@@ -456,11 +503,11 @@ class LiveSession(Session):
 
     def refresh(self) -> tuple[int, int] | None:
         """Load the newest checkpoint if it is further than this state; return its steps and lineage, or None."""
-        found = self._checkpoints.newest(beyond=self.flow.step)
-        if found is None:
+        found = self._checkpoints.newest(beyond=self.flow.step) if self._ranks.leads else None
+        path = self._ranks.share(found[0] if found is not None else None)
+        if path is None:
             return None
-        path, data = found
-        state = self.unpack(data, str(path))
+        state = self.unpack(found[1] if found is not None else read_checkpoint(path), str(path))
         self._event("restored", f"from {path.name}")
         return state
 
@@ -496,7 +543,8 @@ def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any, **
     training ends after this many steps, or after `epochs` if that comes first. `extras`: whatever else belongs to the
     state, by name, with `state_dict` and `load_state_dict`. `notice`: asked before every step whether this machine is
     about to be taken away. `on_epoch(epoch)`: called after every epoch on every replica; the scores that it returns go
-    into the record.
+    into the record. `data_mesh`: if a replica has several ranks of which some get the same samples (tensor parallel),
+    the one-dimensional DeviceMesh over which the samples are divided.
 
     Settings are those of a `Session`: epochs, local_batch (samples of one replica per step), rule, base_batch,
     schedule, policy (a text, or a function (step, replicas) -> (workers, samples)), seed, micro_batch, precision, ema,

@@ -96,8 +96,9 @@ def _size_of_whole_lines(path: Path) -> int | None:
 class StatusFile:
     """status.json of a replica: replaced as a whole, at most twice per second unless the state changes."""
 
-    def __init__(self, path: Path, publish: Callable[[str], None], *, incarnation: str) -> None:
-        """`publish`: is given each text that is written, for those who cannot read the file."""
+    def __init__(self, path: Path | None, publish: Callable[[str], None], *, incarnation: str) -> None:
+        """`path`: None on a rank that writes no files. `publish`: is given each text that is written, for those who
+        cannot read the file."""
         self._path = path
         self._publish = publish
         self._status = ReplicaStatus(state="starting", time=0.0, pid=os.getpid(), incarnation=incarnation)
@@ -147,6 +148,8 @@ class StatusFile:
         return round((self._samples - before) / (now - first), 3) if now > first else None
 
     def _write(self) -> None:
+        if self._path is None:
+            return
         self._written = time.monotonic()
         text = dataclasses.replace(self._status, time=time.time()).to_json()
         temporary = self._path.with_suffix(".tmp")

@@ -620,10 +620,14 @@ class FlatMeter(_AddingMeter):
     def suits(parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Whether a model of these parameters is small and simple enough."""
         known = list(parameters)
-        return (
-            0 < sum(parameter.numel() for parameter in known) <= _FLAT_LIMIT
-            and {parameter.device.type for parameter in known} == {"cpu"}
-            and {parameter.dtype for parameter in known} in ({torch.float32}, {torch.float64})
+        return 0 < sum(parameter.numel() for parameter in known) <= _FLAT_LIMIT and FlatMeter.can_measure(known)
+
+    @staticmethod
+    def can_measure(parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether these parameters fit into one vector, of any length, on a CPU."""
+        known = list(parameters)
+        return {parameter.device.type for parameter in known} == {"cpu"} and (
+            {parameter.dtype for parameter in known} in ({torch.float32}, {torch.float64})
         )
 
     def discard(self) -> None:
@@ -661,7 +665,10 @@ class FlatMeter(_AddingMeter):
         self._count(samples)
 
     def _measure(self, parts: Iterable[torch.Tensor], whole: torch.Tensor) -> list[float]:
-        return [torch.dot(part, part).item() for part in (parts if self.layers else (whole,))]
+        return [
+            torch.dot(part, part).item() if part.numel() <= _FLAT_LIMIT else _squared_norm(part)
+            for part in (parts if self.layers else (whole,))
+        ]
 
     def finish(self, batch: float, *, scale: float = 1.0) -> Measurement:
         """The measurement of the step, if the sum is `scale` times its mean gradient."""

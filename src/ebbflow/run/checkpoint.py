@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ebbflow.core.files import write_whole
+from ebbflow.engines.replica_ranks import local_shard
 from ebbflow.errors import CheckpointError
 
 __all__ = ["load_checkpoint", "load_model", "save_checkpoint", "weights_digest"]
@@ -67,9 +68,10 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor], origin
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """SHA-256 digest of all weights and buffers, in the order of their names."""
+    """SHA-256 digest of all weights and buffers, in the order of their names; of a sharded model, of this rank's
+    shards."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(local_shard(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -1,0 +1,184 @@
+"""The ranks of one replica: the processes of a torchrun group that train one copy of the model together.
+
+Inside a replica the model is sharded by FSDP2 (`fully_shard`) or tensor parallelism, or copied by
+DistributedDataParallel; torch adds up the gradients of a backward pass there. Across replicas, rank r talks with rank r
+of the others about the shards that it holds. Rank 0 leads: it speaks the membership protocol, reads and writes files,
+and tells the others what was decided. A rank that dies ends its replica: whoever waits for it gets a `RankLost`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ebbflow.data.ledger import MicroBatch
+from ebbflow.errors import ConfigError, RankLost
+
+__all__ = ["ReplicaRanks", "is_sharded", "local_shard", "replica_ranks", "samples_of_rank"]
+
+_TIMEOUT = timedelta(days=30)  # ranks wait for rank 0, which may wait for the fleet; a dead one is noticed at once
+
+Value = TypeVar("Value")
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, of which this process holds a part."""
+    return hasattr(tensor, "to_local")  # the class itself takes long to import
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: the shard of a DTensor, and of any other tensor all of it."""
+    dtensor: Any = tensor
+    found: torch.Tensor = dtensor.to_local() if is_sharded(tensor) else tensor
+    return found
+
+
+class ReplicaRanks:
+    """The ranks of this replica; a single process is one, too, and communicates with nobody.
+
+    All ranks call the methods that communicate in the same order. Each raises `RankLost` if another rank has ended.
+    """
+
+    def __init__(self, *, data_rank: int = 0, data_size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: a gloo group of all ranks. `data_rank` of `data_size`: which part of the samples this rank gets."""
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self.data_rank, self.data_size = data_rank, data_size
+        self._group = group
+        self.counts = self.gather(data_rank).index(data_rank) == self.rank
+        """Whether this rank is the first of those with the same samples, so that it counts their loss."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks for the replica, reads and writes files, and prints."""
+        return self.rank == 0
+
+    def share(self, value: Value) -> Value:
+        """The `value` of rank 0, on every rank; it must be picklable."""
+        if self._group is None:
+            return value
+        box = [value if self.leads else None]
+        with _peers():
+            dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]  # type: ignore[return-value]
+
+    def gather(self, value: Value) -> list[Value]:
+        """The values of all ranks, on every rank."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with _peers():
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Replace a small tensor by its sum over the ranks, with the same bits on each."""
+        if self._group is not None and tensor.numel():
+            with _peers():
+                dist.all_reduce(tensor, group=self._group)
+
+    def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """A group of some ranks, for tensors on their device; all ranks call this. None stands for all."""
+        return None if len(ranks) == self.size else dist.new_group(list(ranks))
+
+    def check_same(self, described: Mapping[str, str]) -> None:
+        """Refuse ranks that run other code, or hold other shards, than rank 0."""
+        everybody = self.gather(dict(described))
+        for rank, other in enumerate(everybody):
+            for key in {**everybody[0], **other}:
+                if other.get(key) != everybody[0].get(key):
+                    raise ConfigError(
+                        f"the ranks of this replica differ: {key} is {everybody[0].get(key)!r} on rank 0 and "
+                        f"{other.get(key)!r} on rank {rank}; start all ranks with the same script and settings, and "
+                        f"shard the model in the same way on each"
+                    )
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise RankLost(f"another rank of this replica has ended ({reason})", reported=True) from error
+
+
+def replica_ranks(
+    model: torch.nn.Module, data_mesh: Any = None, environ: Mapping[str, str] = os.environ
+) -> ReplicaRanks:
+    """The ranks with which this process trains a model, by torch's default process group; often it is the only one.
+
+    `data_mesh`: the one-dimensional DeviceMesh over which the samples are divided. By default these are all ranks if
+    the model is wrapped by FSDP2 or DistributedDataParallel, and none if it is tensor parallel only.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        if int(environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in environ:
+            raise ConfigError(
+                f"this process is one of {environ['WORLD_SIZE']} ranks (WORLD_SIZE), but they are not connected: call "
+                f"torch.distributed.init_process_group() and shard the model (fully_shard) before joining, or start "
+                f"one process per replica"
+            )
+        return ReplicaRanks()
+    size = dist.get_world_size()
+    if data_mesh is None:
+        data_rank, data_size = (dist.get_rank(), size) if _divides_samples(model, size) else (0, 1)
+    elif data_mesh.ndim != 1:
+        raise ConfigError(f"data_mesh has {data_mesh.ndim} dimensions; expected one, such as mesh['dp']")
+    else:
+        data_rank, data_size = data_mesh.get_local_rank(), data_mesh.size()
+    if data_size > 1 and not _is_wrapped(model):
+        raise ConfigError(
+            f"the samples are divided over {data_size} ranks, but nothing adds up their gradients inside the replica: "
+            f"wrap the model by torch.distributed.fsdp.fully_shard or DistributedDataParallel"
+        )
+    group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    return ReplicaRanks(data_rank=data_rank, data_size=data_size, group=group)
+
+
+def _is_wrapped(model: torch.nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, DistributedDataParallel) or any(isinstance(m, FSDPModule) for m in model.modules())
+
+
+def _divides_samples(model: torch.nn.Module, size: int) -> bool:
+    """Whether every rank gets samples of its own, where that follows from the model."""
+    meshes = {parameter.device_mesh for parameter in model.parameters() if is_sharded(parameter)}  # type: ignore[attr-defined]
+    if any(mesh.ndim != 1 or mesh.size() != size for mesh in meshes):
+        raise ConfigError(
+            f"the model is sharded over several meshes, or over a mesh of several dimensions, so that it is not clear "
+            f"which of the {size} ranks get the same samples; give the mesh over which samples are divided, such as "
+            f"data_mesh=mesh['dp']"
+        )
+    return _is_wrapped(model) or not meshes
+
+
+# Samples --------------------------------------------------------------------------------------------------------------
+
+
+def samples_of_rank(micro_batch: MicroBatch, rank: int, ranks: int, *, least: int = 1) -> tuple[MicroBatch, bool]:
+    """Divide a micro-batch evenly over ranks, each with at least so many samples: what one rank computes of it, and
+    whether that counts.
+
+    Every rank takes part in every pass, since the passes communicate. One that has no samples computes the whole
+    micro-batch, which is then small, and this counts nothing.
+
+    >>> seven, three = MicroBatch(worker=0, start=10, stop=17), MicroBatch(worker=0, start=10, stop=13)
+    >>> [samples_of_rank(seven, rank, 2)[0].size for rank in range(2)]
+    [3, 4]
+    >>> [samples_of_rank(three, rank, 2, least=2)[1] for rank in range(2)]
+    [True, False]
+    """
+    active = min(ranks, max(1, micro_batch.size // least))
+    if rank >= active:
+        return micro_batch, False
+    start, stop = (micro_batch.start + micro_batch.size * index // active for index in (rank, rank + 1))
+    return replace(micro_batch, start=start, stop=stop), True

@@ -1,0 +1,258 @@
+"""Gradients, statistics and states of a model that the ranks of a replica hold in shards.
+
+A *shard* is what one rank holds of a parameter. Ranks may hold the same shard: all of them hold everything under
+DistributedDataParallel, and tensor-parallel ranks hold the same layer norms. The first of these ranks owns the shard:
+it alone measures its gradient and adds it up with the other replicas, and then gives the sum to the other holders, so
+that each number counts once and all holders have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ebbflow.data.ledger import MicroBatch
+from ebbflow.engines.base import Gradients
+from ebbflow.engines.batches import as_pair, map_batch
+from ebbflow.engines.loss_sum import LossSum, mean_over_samples
+from ebbflow.engines.replica_ranks import ReplicaRanks, is_sharded, local_shard, samples_of_rank
+from ebbflow.engines.replica_step import LoadedMicroBatch, ReplicaStep, micro_batch_seed, trained_parameters
+from ebbflow.moments.meters import FlatMeter, FusedMeter, squared_norms
+
+__all__ = ["ShardedGradients", "ShardedStep", "describe_shards", "with_shards", "without_shards"]
+
+
+class ShardedGradients:
+    """The gradients of a sharded model as plain tensors, for a meter and an all-reduce that know nothing of shards.
+
+    `local` has one plain parameter per parameter of the model: its `.grad` is this rank's shard of the gradient. Where
+    another rank owns the shard it is empty, so that the ranks have the same layers in the same order.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], ranks: ReplicaRanks) -> None:
+        self.parameters = tuple(parameters)
+        self.ranks = ranks
+        pieces = ranks.gather([_piece(parameter) for parameter in self.parameters])
+        everywhere = [
+            [tuple(r for r in range(ranks.size) if pieces[r][i] == own) for i, own in enumerate(pieces[rank])]
+            for rank in range(ranks.size)
+        ]
+        holders = everywhere[ranks.rank]
+        self._owned = [ranks.rank == each[0] for each in holders]
+        shared = sorted({each for held in everywhere for each in held if len(each) > 1})
+        groups = [(each, ranks.subgroup(each)) for each in shared]  # all ranks make all groups
+        self._copied = [
+            (each[0], group, [i for i, held in enumerate(holders) if held == each])
+            for each, group in groups
+            if ranks.rank in each
+        ]
+        shards = [local_shard(parameter).detach() for parameter in self.parameters]
+        self.local = [
+            torch.nn.Parameter(shard if owned else shard.new_empty(0), requires_grad=parameter.requires_grad)
+            for shard, owned, parameter in zip(shards, self._owned, self.parameters, strict=True)
+        ]
+        self.numbers = sum(parameter.numel() for parameter in self.local)
+        """How many numbers of the gradient this rank adds up with the other replicas."""
+
+    def collect(self) -> None:
+        """Move the gradients of the model into `local`."""
+        for parameter, local, owned in zip(self.parameters, self.local, self._owned, strict=True):
+            if parameter.grad is not None:
+                local.grad = local_shard(parameter.grad) if owned else local.new_empty(0)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def distribute(self) -> None:
+        """Put the gradients in `local` back into the model, on the ranks that own a shard and on those with a copy."""
+        found = [local.grad for local in self.local]
+        for owner, group, indices in self._copied:
+            present = [i for i in indices if found[i] is not None]  # the same on all holders
+            if not present:
+                continue
+            shards = [local_shard(self.parameters[i]) for i in present]
+            if self.ranks.rank == owner:
+                vector = torch.cat([found[i].flatten() for i in present])  # type: ignore[union-attr]
+            else:
+                vector = torch.cat([torch.empty_like(shard).flatten() for shard in shards])
+            dist.broadcast(vector, src=owner, group=group)
+            for i, part, shard in zip(present, vector.split([s.numel() for s in shards]), shards, strict=True):  # type: ignore[no-untyped-call]
+                found[i] = part.view_as(shard).to(shard.dtype)
+        for parameter, local, gradient in zip(self.parameters, self.local, found, strict=True):
+            local.grad = None
+            parameter.grad = None if gradient is None else as_shard(gradient, parameter)
+
+    def complete(self, gradients: Gradients, *, norm: bool) -> Gradients:
+        """Put the gradients back, and make what was measured of them that of the whole model.
+
+        `norm`: whether the norm of the mean gradient is needed, to clip it or to see whether it is finite.
+        """
+        measurement = gradients.measurement
+        if measurement is not None:
+            squares = torch.tensor(measurement.sq_mean, dtype=torch.float64)
+            self.ranks.add_up(squares)
+            # Every rank counted the passes, of which each is one of the replica.
+            measurement = replace(measurement, sq_mean=tuple(squares.tolist()), micro_batches=gradients.micro_batches)
+        elif norm:
+            own = squared_norms([local.grad for local in self.local if local.grad is not None])
+            square = own.sum().to("cpu", torch.float64).reshape(1)
+            self.ranks.add_up(square)
+            gradients = replace(gradients, norm=square.sqrt().item())
+        self.distribute()
+        return replace(gradients, measurement=measurement)
+
+
+def _piece(parameter: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Which shard this rank holds: its coordinate in each dimension of the mesh by which the tensor is divided."""
+    if not is_sharded(parameter):
+        return ()
+    dtensor: Any = parameter
+    where = dtensor.device_mesh.get_coordinate()
+    return tuple((i, where[i]) for i, placement in enumerate(dtensor.placements) if placement.is_shard())
+
+
+def describe_shards(parameters: Iterable[torch.Tensor]) -> str:
+    """How a model is divided, in few words: the same on all ranks of all replicas that fit together."""
+    kinds: dict[str, int] = {}
+    for parameter in parameters:
+        dtensor: Any = parameter
+        kind = f"{dtensor.placements} over {tuple(dtensor.device_mesh.shape)}" if is_sharded(parameter) else "whole"
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return ", ".join(f"{count} tensors {kind}" for kind, count in kinds.items())
+
+
+# A step ---------------------------------------------------------------------------------------------------------------
+
+
+class ShardedStep(ReplicaStep):
+    """The passes of one rank over the micro-batches of its replica.
+
+    The ranks divide each micro-batch. Torch averages their gradients in every pass, so that a loss is multiplied with
+    the number of ranks and with this rank's part of the samples: what arrives in `.grad` is the gradient of the whole
+    micro-batch, and its squared norm, summed over the shards, is what the unsharded model would show.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        ranks: ReplicaRanks,
+        needs: Collection[str] = (),
+        parameters: Iterable[torch.nn.Parameter] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(*arguments, parameters=parameters, **settings)
+        self.ranks = ranks
+        self.gradients = ShardedGradients(trained_parameters(self.model, parameters), ranks)
+        self.parameters = self.gradients.local
+        if not {"moments", "layers"}.isdisjoint(needs):
+            meter = FlatMeter if FlatMeter.can_measure(self.parameters) else FusedMeter  # both without hooks
+            self.meter = meter(self.parameters, layers="layers" in needs)
+        self._pass: tuple[int, float] = (0, 0.0)  # samples of the replica in the open pass; their part of the step's
+        self._counted = False
+
+    def load(self, micro_batches: Sequence[MicroBatch], *, epoch: int, batch: int) -> Iterator[LoadedMicroBatch]:
+        """This rank's samples of the replica's micro-batches; call `backward` for each before the next."""
+        ranks, own = self.ranks, sum(micro_batch.size for micro_batch in micro_batches)
+        least = 2 if self.batch_norm.layers else 1
+        for whole in micro_batches:
+            part, active = samples_of_rank(whole, ranks.data_rank, ranks.data_size, least=least)
+            self._pass = whole.size, whole.size / own
+            self._counted = active and ranks.counts
+            for generator in self._generators:
+                generator.manual_seed(micro_batch_seed(self._seed, epoch, part.start))
+            inputs, targets = as_pair(self._fetch(self._indices(epoch, part)))
+            with self.batch_norm.micro_batch(part.size / batch if self._counted else 0.0):
+                weight = ranks.data_size * part.size / own if active else 0.0
+                yield LoadedMicroBatch(inputs, targets, part.size, weight)
+            self._after_backward()
+
+    def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
+        """Add the gradient of a micro-batch; `loss` is the mean over this rank's samples, or a sum with its count."""
+        mean, count = mean_over_samples(loss, micro_batch.samples)
+        weighted = mean * micro_batch.weight
+        weighted.backward()  # type: ignore[no-untyped-call]
+        samples, weight = self._pass
+        if self.meter is not None and self.meter.on:
+            self.gradients.collect()
+            self.meter.close_micro_batch(samples, weight)
+        if self._counted:
+            self.loss = self.loss + weighted.detach() / self.ranks.data_size
+            self.count = self.count + count
+        self.samples += samples
+
+    def abandon(self) -> None:
+        """Give up the step: gradients and batch-norm statistics of its micro-batches are forgotten."""
+        super().abandon()
+        for local in self.parameters:
+            local.grad = None
+
+
+# States ---------------------------------------------------------------------------------------------------------------
+
+
+def as_shard(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A DTensor that is divided like another one, from this rank's shard; a plain tensor if the other one is."""
+    if not is_sharded(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    dtensor: Any = like
+    return DTensor.from_local(
+        local, dtensor.device_mesh, dtensor.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def without_shards(state: Any, *, whole: bool = False) -> Any:
+    """A state in plain containers, with plain tensors in the place of DTensors.
+
+    They are this rank's shards, or with `whole` the whole tensors, for which all ranks must call this.
+    """
+
+    def plain(value: Any) -> Any:
+        if not is_sharded(value):
+            return value
+        return value.full_tensor() if whole else value.to_local()
+
+    return map_batch(state, plain)
+
+
+def with_shards(state: Mapping[str, Any], model: torch.nn.Module, inner: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of a flow that `without_shards` made plain, divided like the model; shards and whole tensors will do.
+
+    Which one a tensor is follows from its shape.
+    """
+    like: dict[str, Any] = {**dict(model.named_parameters()), **model.state_dict()}
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+
+    def by_name(tensors: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        return None if tensors is None else {name: _divided(t, like.get(name)) for name, t in tensors.items()}
+
+    divided = dict(state)
+    for key in ("model", "average"):
+        if key in divided:
+            divided[key] = by_name(divided[key])
+    if "inner" in state.get("optimizer", {}):
+        optimizer = dict(state["optimizer"])
+        of_parameters = {
+            index: {name: _divided(value, parameters[index]) for name, value in values.items()}
+            for index, values in optimizer["inner"]["state"].items()
+        }
+        divided["optimizer"] = {**optimizer, "inner": {**optimizer["inner"], "state": of_parameters}}
+    if divided.get("snapshot") is not None:
+        divided["snapshot"] = with_shards(divided["snapshot"], model, inner)
+    return divided
+
+
+def _divided(value: Any, like: Any) -> Any:
+    if not is_sharded(like) or not isinstance(value, torch.Tensor) or is_sharded(value):
+        return value
+    if value.shape == like.to_local().shape:
+        return as_shard(value.to(like.device), like)
+    if value.shape == like.shape:
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return value

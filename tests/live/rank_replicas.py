@@ -1,0 +1,70 @@
+"""What the ranks of the test fleets' replicas run; imported by the server that forks them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from contract.suite import make_data, make_model
+from ebbflow.live.live_session import join
+from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.workloads import cross_entropy
+from ebbflow.workloads.sources import TensorSource
+from live.replicas import together
+
+
+def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
+    """Train the contract's model as one rank of a replica."""
+    os.environ.update({**environment, **arguments.get("environment", {}), "GLOO_SOCKET_IFNAME": "lo"})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, y = make_data()
+    model = make_model(batch_norm=arguments.get("batch_norm", False))
+    inside, data_mesh = arguments.get("inside", "fsdp"), None
+    if inside == "fsdp":
+        for layer in model:
+            if [*layer.parameters()]:
+                fully_shard(layer)
+        fully_shard(model)
+    elif inside == "ddp":
+        model = DistributedDataParallel(model)
+    elif inside == "tensor":
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    elif inside == "both":
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        data_mesh = mesh["dp"]
+    make = getattr(torch.optim, arguments.get("optimizer", "SGD"))
+    settings = {"momentum": 0.9} if make is torch.optim.SGD else {}
+    rate = arguments.get("rates", {}).get(rank, 0.1)
+    optimizer = ElasticOptimizer(
+        make(model.parameters(), lr=rate, **settings), arguments.get("rule", "linear"), base_batch=8,
+        epoch_samples=len(x), clip=arguments.get("clip"),
+    )  # fmt: skip
+    with join(
+        model,
+        optimizer,
+        TensorSource(x, y),
+        max_steps=arguments["max_steps"],
+        epochs=10,
+        local_batch=arguments.get("local_batch", 4),
+        micro_batch=arguments.get("micro_batch"),
+        seed=7,
+        loss=cross_entropy,
+        data_mesh=data_mesh,
+        checkpoint_every_s=arguments.get("checkpoint_every_s", 60.0),
+    ) as fleet:
+        if rank == 0:
+            folder, own = fleet.fleet.folder, environment["EBBFLOW_REPLICA"]
+            together(folder, environment["EBBFLOW_LIGHTHOUSE"], own, arguments["all"])
+        fleet.run()
