@@ -96,3 +96,19 @@ def test_two_replicas_of_two_ranks_with_fsdp_train_as_the_unsharded_model(fleet:
     account = check(tmp_path, rule="adascale")
     assert len(account.steps) == 20 and {row.workers for row in account.steps} == {2}
     assert account.steps[-1].stats["noise"] > 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("point", ["backward", "allreduce"])
+def test_one_killed_rank_takes_its_replica_and_nothing_else(
+    fleet: Any, tmp_path: Path, victim: int, point: str
+) -> None:
+    group = fleet(rule="adascale")
+    group.start_ranks("r0", 2)
+    group.start_ranks("r1", 2, faults={victim: f"kill:{point}@6"})
+    codes = group.wait()
+    assert codes["r0.0"] == codes["r0.1"] == 0 and codes[f"r1.{victim}"] == KILLED
+    assert codes[f"r1.{1 - victim}"] not in (0, KILLED)  # it ended by itself: a replica without a rank is none
+    account = check(tmp_path, rule="adascale")
+    assert [row.workers for row in account.steps[:6]] == [2] * 6
+    assert {row.workers for row in account.steps[8:]} == {1}

@@ -59,11 +59,17 @@ class ShardedGradients:
         """How many numbers of the gradient this rank adds up with the other replicas."""
 
     def collect(self) -> None:
-        """Move the gradients of the model into `local`."""
+        """Move the gradients of the model into `local`, or add them to what is there."""
         for parameter, local, owned in zip(self.parameters, self.local, self._owned, strict=True):
             if parameter.grad is not None:
-                local.grad = local_shard(parameter.grad) if owned else local.new_empty(0)
+                gradient = local_shard(parameter.grad) if owned else local.new_empty(0)
+                local.grad = gradient if local.grad is None else local.grad.add_(gradient)
                 parameter.grad = None
+
+    def clear(self) -> None:
+        """Forget the gradients in `local`."""
+        for local in self.local:
+            local.grad = None
 
     @torch.no_grad()
     def distribute(self) -> None:
@@ -153,13 +159,21 @@ class ShardedStep(ReplicaStep):
         self._pass: tuple[int, float] = (0, 0.0)  # samples of the replica in the open pass; their part of the step's
         self._counted = False
 
-    def load(self, micro_batches: Sequence[MicroBatch], *, epoch: int, batch: int) -> Iterator[LoadedMicroBatch]:
+    def begin(self) -> None:
+        """Begin a step, or begin it again: nothing of an earlier attempt is left."""
+        super().begin()
+        self.gradients.clear()
+
+    def load(
+        self, micro_batches: Sequence[MicroBatch], *, epoch: int, batch: int, whole: int | None = None
+    ) -> Iterator[LoadedMicroBatch]:
         """This rank's samples of the replica's micro-batches; call `backward` for each before the next."""
-        ranks, own = self.ranks, sum(micro_batch.size for micro_batch in micro_batches)
+        ranks = self.ranks
+        own = whole if whole is not None else sum(micro_batch.size for micro_batch in micro_batches)
         least = 2 if self.batch_norm.layers else 1
-        for whole in micro_batches:
-            part, active = samples_of_rank(whole, ranks.data_rank, ranks.data_size, least=least)
-            self._pass = whole.size, whole.size / own
+        for micro_batch in micro_batches:
+            part, active = samples_of_rank(micro_batch, ranks.data_rank, ranks.data_size, least=least)
+            self._pass = micro_batch.size, micro_batch.size / own
             self._counted = active and ranks.counts
             for generator in self._generators:
                 generator.manual_seed(micro_batch_seed(self._seed, epoch, part.start))
@@ -186,8 +200,7 @@ class ShardedStep(ReplicaStep):
     def abandon(self) -> None:
         """Give up the step: gradients and batch-norm statistics of its micro-batches are forgotten."""
         super().abandon()
-        for local in self.parameters:
-            local.grad = None
+        self.gradients.clear()
 
 
 # States ---------------------------------------------------------------------------------------------------------------

@@ -252,6 +252,7 @@ class LiveEngine(Engine):
                 seconds=seconds if leads else 0.0,
                 timed=float(leads and seconds > 0),
             )
+            self._earlier = self._share = ()  # what this replica computed is no longer there by itself
             self._leavers = self._who_leaves(leaving) if self._combine.flags["leaving"] else frozenset()
             self._fault("sum")
         except PeerLost as reason:
