@@ -185,13 +185,18 @@ def test_any_number_of_ranks_uses_the_same_samples_at_each_step(
 
     def steps(world_size: int) -> dict[int, list[int]]:
         used: dict[int, list[int]] = defaultdict(list)
+        passes: set[int] = set()
         for rank in range(world_size):
             sampler = make(samples, fleet, local_batch=local_batch, rank=rank, world_size=world_size)
             sampler.load_state_dict(state)
             batches = list(sampler)
             assert len(sampler) == len(batches)
+            passes.add(len(batches))
             for batch in batches:
-                used[sampler.consume().step] += batch
+                micro_batch = sampler.consume()
+                assert micro_batch.size in (0, len(batch))
+                used[micro_batch.step] += batch if micro_batch.size else []
+        assert len(passes) == 1, "all ranks make the same number of passes"
         return {step: sorted(samples) for step, samples in used.items()}
 
     assert steps(1) == steps(2) == steps(3)
@@ -295,43 +300,50 @@ def test_without_consuming_the_same_epoch_comes_again() -> None:
 # Ranks --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_without_a_micro_batch_at_the_tail_continues_with_the_next_epoch() -> None:
-    # 10 samples in steps of 2 x 2: 4, 4, 2; the last step has one micro-batch, of rank 0.
+def test_a_rank_without_samples_repeats_a_micro_batch_that_does_not_count() -> None:
+    # 10 samples in steps of 2 x 2: 4, 4, 2; the last step has one micro-batch, of rank 0, and rank 1 repeats it.
     rank_1 = ElasticSampler(10, 2, local_batch=2, shuffle=False, rank=1, world_size=2)
-    assert [batch for _, batch in train(rank_1, 2)] == [[2, 3], [6, 7]]
-    assert [batch for _, batch in train(rank_1, 1)] == [[2, 3]]
+    assert list(rank_1) == [[2, 3], [6, 7], [8, 9]]
+    assert [(m.step, m.size, m.batch) for m in (rank_1.consume() for _ in range(3))] == [
+        (0, 2, 4),
+        (1, 2, 4),
+        (2, 0, 2),
+    ]
     assert rank_1.epoch == 1
+    rank_2 = ElasticSampler(10, 2, local_batch=2, shuffle=False, rank=2, world_size=3)
+    assert [rank_2.consume().size for _ in range(3)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_a_rank_resumed_at_a_tail_without_it_has_one_empty_epoch(epoch: int) -> None:
-    saved = ElasticSampler(10, 2, local_batch=2, shuffle=False)
-    for _ in range(5 * epoch + 4):  # five micro-batches an epoch
-        saved.consume()
-    rank_1 = ElasticSampler(10, 2, local_batch=2, shuffle=False, rank=1, world_size=2)
-    assert list(rank_1) == [[2, 3], [6, 7]]  # what it looked at before does not count
-    rank_1.load_state_dict(saved.state_dict())
-    assert (rank_1.epoch, len(rank_1)) == (epoch, 0)
-    assert list(rank_1) == []  # rank 0 trains on [8, 9] meanwhile
-    assert list(rank_1) == [[2, 3], [6, 7]]
-    assert rank_1.epoch == epoch + 1
+def test_all_ranks_are_at_the_same_position_after_each_step() -> None:
+    # Steps of 2, 1 and 4 micro-batches; three ranks make 1, 1 and 2 rounds of passes.
+    ranks = [make(14, Fleet((2, 1, 4), 2), shuffle=False, rank=rank, world_size=3) for rank in range(3)]
+    counts = [[sampler.consume().size for _ in range(4)] for sampler in ranks]
+    assert counts == [[2, 2, 2, 2], [2, 0, 2, 0], [0, 0, 2, 0]]
+    assert ranks[0].state_dict() == ranks[1].state_dict() == ranks[2].state_dict()
+    assert ranks[0].epoch == 1
 
 
-def test_a_rank_that_skipped_a_step_goes_on_inside_the_next_one() -> None:
-    # Steps of 2, 1 and 4 micro-batches; rank 1 of 2 has 1, 0 and 2 of them.
-    rank_1 = make(14, Fleet((2, 1, 4), 2), shuffle=False, rank=1, world_size=2)
-    assert list(rank_1) == [[2, 3], [8, 9], [12, 13]]
-    assert [rank_1.consume().step for _ in range(2)] == [0, 2]
-    assert list(rank_1) == [[12, 13]]
-    assert rank_1.peek().last
-    assert rank_1.state_dict()["position"] == 4  # step 1 is not this rank's to confirm
+@pytest.mark.parametrize(("policy", "batches"), [("fixed(12)", [12, 12]), ("follow(4)", [4, 12]), ("follow", [3, 9])])
+def test_a_policy_is_asked_for_the_batch_of_the_ranks(policy: str, batches: list[int]) -> None:
+    samplers = [ElasticSampler(60, policy, local_batch=3, rank=0, world_size=world) for world in (1, 3)]
+    assert [sampler.peek().batch for sampler in samplers] == batches
 
 
-def test_a_rank_that_never_has_a_micro_batch_is_refused() -> None:
-    rank_2 = ElasticSampler(10, 2, local_batch=2, rank=2, world_size=3)
-    assert list(rank_2) == []
-    with pytest.raises(ConfigError, match="rank 2 of 3 has no micro-batch up to the end of epoch 1"):
-        rank_2.peek()
+def test_policies_that_a_sampler_cannot_follow_are_refused() -> None:
+    with pytest.raises(ConfigError, match="looks at the progress of training"):
+        ElasticSampler(60, "geo(delay=60ep, factor=5)", local_batch=3)
+    with pytest.raises(ConfigError, match="steps drop samples"):
+        ElasticSampler(60, "drop(4, parts=3)")
+
+
+def test_one_of_several_processes_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"one of 3 .* call init_process_group\(\)"):
+        ElasticSampler(60, 2, local_batch=3)
+    with pytest.raises(ConfigError, match="rank is 0 and world_size is None; give both"):
+        ElasticSampler(60, 2, local_batch=3, rank=0)
+    assert ElasticSampler(60, 2, local_batch=3, rank=2, world_size=3).rank == 2
 
 
 # The plan's end -----------------------------------------------------------------------------------------------------
@@ -382,7 +394,7 @@ def test_lengths_and_epochs_are_those_of_a_walk_over_the_steps(
         size = plan.at(step)
         assignment = ledger.assign(size.samples)
         most = min(-(-size.samples // size.workers), local_batch or samples)
-        count = len(range(sampler.rank, len(micro_batch_sizes(assignment.batch, largest=most)), world))
+        count = -(-len(micro_batch_sizes(assignment.batch, largest=most)) // world)
         left.append((ledger, step, count))
         ledger, step = ledger.commit(assignment), step + 1
         if not ledger.position:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from ebbflow.data.sampler import ElasticSampler
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, InputError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.batch_plan import BatchPlan
 from optim.small_regression import SAMPLES, data, model, weights
@@ -520,12 +520,13 @@ def test_a_state_of_the_start_leaves_the_epoch_open() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: ElasticSampler(10, "constant(workers=3)"), "plan is 'constant.*expected a BatchPlan"),
+        (lambda: ElasticSampler(10, "constant(workers=3)"), "unknown policy 'constant'"),
+        (lambda: ElasticSampler(10, 3.5), "plan is 3.5; expected a BatchPlan.*a policy"),
         (lambda: ElasticSampler(_Stream(), 3, local_batch=8), "expected a map-style data set"),
     ],
 )
 def test_what_is_no_plan_or_no_data_set_is_refused(make: Callable[[], Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(InputError, match=text):
         make()
 
 

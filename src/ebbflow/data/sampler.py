@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 import weakref
@@ -9,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
+import numpy as np
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from ebbflow.core.units import whole_number
@@ -16,6 +19,7 @@ from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, largest_micro_ba
 from ebbflow.data.permutation import Permutation
 from ebbflow.errors import CheckpointError, ConfigError, DataError, PlanError
 from ebbflow.plan.batch_plan import BatchPlan, StepSize
+from ebbflow.plan.policies import GrowingPolicy, Policy, make_policy
 
 __all__ = ["ElasticSampler", "MicroBatchInfo"]
 
@@ -32,7 +36,7 @@ class MicroBatchInfo:
     step: int
     """Number of the step in the plan."""
     size: int
-    """Samples in the micro-batch."""
+    """Samples in the micro-batch that count; 0 for a repeated micro-batch, which must not train anything."""
     batch: int
     """Samples in the whole step, over all ranks."""
     workers: int
@@ -138,6 +142,53 @@ def _sample_count(samples: SupportsIndex | Sized) -> int:
     )
 
 
+def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Rank and number of ranks: as given, or those of `torch.distributed`, or one process."""
+    if (rank is None) != (world_size is None):
+        raise ConfigError(f"rank is {rank} and world_size is {world_size}; give both or neither of them")
+    if rank is not None and world_size is not None:
+        whole_number(rank, "rank", least=0, most=whole_number(world_size, "world_size") - 1)
+        return rank, world_size
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"this process is one of {os.environ['WORLD_SIZE']} (WORLD_SIZE), but torch.distributed is not "
+            f"initialised, so that each of them would train on all samples; call init_process_group() before the "
+            f"sampler is made, or give rank= and world_size="
+        )
+    return 0, 1
+
+
+def _plan_of(plan: BatchPlan | Policy | str | int, *, local_batch: int | None, world_size: int) -> BatchPlan:
+    if isinstance(plan, int):
+        if local_batch is None:
+            raise ConfigError(f"the plan is {plan} workers, without their local batch; pass local_batch")
+        return BatchPlan.constant(plan, plan * local_batch)
+    if isinstance(plan, str | Policy):
+        policy = make_policy(plan, local_batch)
+        if isinstance(policy, GrowingPolicy):
+            raise ConfigError(
+                f"the policy {policy} looks at the progress of training, and an ElasticSampler knows its steps "
+                f"beforehand; train with ebbflow.Session, or use follow, fixed or capped"
+            )
+        workers, samples = (int(sizes[0]) for sizes in policy.sizes(np.array([world_size], np.int64)))
+        constant = BatchPlan.constant(workers, samples)
+        plan = replace(constant, source={**constant.source, "policy": str(policy)})
+    if not isinstance(plan, BatchPlan):
+        raise ConfigError(
+            f"the plan is {plan!r}; expected a BatchPlan, such as BatchPlan.from_trace('spot.csv', 'follow(32)', "
+            f"'0.6s') or BatchPlan.read('batches.csv', local_batch=32), a policy for the ranks that there are, such as "
+            f"'fixed(256)', or a number of workers"
+        )
+    if str(plan.source.get("policy", "")).startswith("drop("):
+        raise ConfigError(
+            f"the plan follows {plan.source['policy']}, whose steps drop samples, and an ElasticSampler gives out "
+            f"every sample; train with ebbflow.Session, which drops and counts them, or use follow or fixed"
+        )
+    return plan
+
+
 class ElasticSampler(Sampler[list[int]]):
     """A batch sampler for a DataLoader, with batch sizes that follow a plan; every sample exactly once per epoch.
 
@@ -161,10 +212,16 @@ class ElasticSampler(Sampler[list[int]]):
     in the epoch, it is a warning when the next loop over a DataLoader begins. `sampler=` instead of `batch_sampler=` is
     refused, and so are loaders that skip batches to resume, since the sampler resumes by itself.
 
-    *Ranks.* Micro-batch i of a step belongs to rank i mod `world_size`, so that each step has the same samples for any
-    number of ranks. A rank without a micro-batch in a step skips the step. A rank that has none left in an epoch gets
-    at most one empty iteration, and then the next epoch. Rank 0 has a micro-batch in every step: save its state, and
-    load it on all ranks, whose number may be another one then.
+    *Ranks.* By default those of `torch.distributed`, if it is initialised, else one. Micro-batch i of a step belongs to
+    rank i mod `world_size`, so that each step has the same samples, in the same micro-batches, for any number of ranks
+    (if `local_batch` or the plan says how large they are). All ranks get the same number of micro-batches in every
+    step, so that whatever they do together in a pass finds all of them: where the last round of a step has fewer
+    micro-batches than there are ranks, the other ranks get a *repeated* one, whose `MicroBatchInfo.size` is 0.
+    `ElasticOptimizer` gives it no weight; loops that combine gradients themselves must do the same. After each step the
+    state is the same on all ranks, and their number may be another one when it is loaded.
+
+    *A policy* instead of a plan is asked for the batch of as many workers as there are ranks: `fixed(256)` keeps the
+    batch whatever the number of ranks, `follow(32)` lets it follow.
 
     The order depends on seed and epoch only, never on the workers. Starting and resuming take constant time and memory.
 
@@ -182,39 +239,23 @@ class ElasticSampler(Sampler[list[int]]):
     def __init__(
         self,
         samples: SupportsIndex | Sized,
-        plan: BatchPlan | int,
+        plan: BatchPlan | Policy | str | int,
         *,
         local_batch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
-        """`samples` is a number, or a data set with a length; `plan` a plan, or a constant number of workers."""
+        """`samples` is a number, or a data set with a length; `plan` a plan, a policy, or a number of workers."""
         if local_batch is not None:
             whole_number(local_batch, "local_batch")
-        whole_number(rank, "rank", least=0, most=whole_number(world_size, "world_size") - 1)
-        if isinstance(plan, int):
-            if local_batch is None:
-                raise ConfigError(f"the plan is {plan} workers, without their local batch; pass local_batch")
-            plan = BatchPlan.constant(plan, plan * local_batch)
-        if not isinstance(plan, BatchPlan):
-            raise ConfigError(
-                f"the plan is {plan!r}; expected a BatchPlan, such as BatchPlan.from_trace('spot.csv', 'follow(32)', "
-                f"'0.6s') or BatchPlan.read('batches.csv', local_batch=32), or a number of workers"
-            )
-        if str(plan.source.get("policy", "")).startswith("drop("):
-            raise ConfigError(
-                f"the plan follows {plan.source['policy']}, whose steps drop samples, and an ElasticSampler gives out "
-                f"every sample; train with ebbflow.Session, which drops and counts them, or use follow or fixed"
-            )
+        self.rank, self.world_size = _ranks(rank, world_size)
         self.samples = _sample_count(samples)
-        self.plan = plan
+        self.plan = _plan_of(plan, local_batch=local_batch, world_size=self.world_size)
         self.local_batch = local_batch
         self.seed = seed
         self.shuffle = shuffle
-        self.rank = rank
-        self.world_size = world_size
         self._start = _Position(Ledger(samples=self.samples), 0)
         self._own = _Cursor(self._start)  # of whoever calls consume(), if no optimizer is attached
         self._attached: weakref.WeakKeyDictionary[Any, _Cursor] = weakref.WeakKeyDictionary()
@@ -230,12 +271,13 @@ class ElasticSampler(Sampler[list[int]]):
         loader = caller.get("loader")
         prefetched = loader.num_workers * (loader.prefetch_factor or 0) if isinstance(loader, DataLoader) else None
         last = self._iteration
-        if last is not None and last.epoch == self.epoch and last.asked - (last.prefetched or 0) >= last.length:
-            if last.prefetched is not None:
-                self._check_consumed(last)
-            if not self._left(self._cursor):
-                # The rest of this epoch belongs to other ranks, and the iteration over this rank's part has ended.
-                self.set_epoch(self.epoch + 1)
+        if (
+            last is not None
+            and last.prefetched is not None
+            and last.epoch == self.epoch
+            and last.asked - last.prefetched >= last.length
+        ):
+            self._check_consumed(last)
         cursor = self._cursor
         micro_batches = self._micro_batches(cursor.position, cursor.done)
         start = replace(cursor)
@@ -279,14 +321,12 @@ class ElasticSampler(Sampler[list[int]]):
         order = self._order(position.ledger.epoch)
         base, block = 0, order.indices(0, 0)
         for step in self._rest(position):
-            mine = self._mine(step)
-            for micro_batch in mine[done:]:
+            for micro_batch in self._mine(step)[done:]:
                 if micro_batch.stop > base + len(block):
                     base = micro_batch.start
                     block = order.indices(base, min(self.samples, max(micro_batch.stop, base + _BLOCK)))
                 yield block[micro_batch.start - base : micro_batch.stop - base].tolist()
-            if mine:
-                done = 0
+            done = 0
 
     def __len__(self) -> int:
         """Micro-batches of the iteration over the current epoch; constant while it is iterated over.
@@ -351,13 +391,19 @@ class ElasticSampler(Sampler[list[int]]):
         return largest_micro_batch(workers=workers, samples=samples, limit=self.local_batch)
 
     def _mine(self, step: _Step) -> tuple[MicroBatch, ...]:
-        """This rank's micro-batches of a step; there may be none if the step has fewer of them than there are ranks."""
+        """This rank's micro-batches of a step; if there are not enough for all ranks, the last one is repeated."""
         every = split_step(step.assignment, workers=self.world_size, largest=step.largest)
-        return every[self.rank :: self.world_size]
+        missing = -len(every) % self.world_size
+        return (*every, *every[-1:] * missing)[self.rank :: self.world_size]
+
+    def _repeated(self, step: _Step, index: int) -> bool:
+        """Whether this rank's micro-batch number `index` of a step is a repeated one."""
+        every = micro_batch_sizes(step.assignment.batch, largest=step.largest)
+        return index * self.world_size + self.rank >= len(every)
 
     def _count(self, batch: int, largest: int) -> int:
-        """The number of this rank's micro-batches of a step."""
-        return len(range(self.rank, len(micro_batch_sizes(batch, largest=largest)), self.world_size))
+        """The number of each rank's micro-batches of a step."""
+        return -(-len(micro_batch_sizes(batch, largest=largest)) // self.world_size)
 
     # The position -----------------------------------------------------------------------------------------------
 
@@ -397,7 +443,7 @@ class ElasticSampler(Sampler[list[int]]):
         (step, mine), done = self._upcoming(cursor), cursor.done
         return MicroBatchInfo(
             step=step.position.step,
-            size=mine[done].size,
+            size=0 if self._repeated(step, done) else mine[done].size,
             batch=step.assignment.batch,
             workers=step.size.workers,
             index=done,
@@ -408,21 +454,11 @@ class ElasticSampler(Sampler[list[int]]):
         )
 
     def _upcoming(self, cursor: _Cursor) -> tuple[_Step, tuple[MicroBatch, ...]]:
-        """The next step in which this rank has micro-batches, with these micro-batches."""
-        if cursor.upcoming is not None:
-            return cursor.upcoming
-        position = cursor.position
-        for _ in range(2):  # the rest of this epoch, then the next one
-            for step in self._rest(position):
-                if mine := self._mine(step):
-                    cursor.upcoming = step, mine
-                    return cursor.upcoming
-                position = step.after
-        raise ConfigError(
-            f"rank {self.rank} of {self.world_size} has no micro-batch up to the end of epoch "
-            f"{position.ledger.epoch - 1}: with {self.samples} samples the steps of the plan have fewer micro-batches "
-            f"than there are ranks; use fewer ranks or a smaller local_batch"
-        )
+        """The next step, with this rank's micro-batches of it."""
+        if cursor.upcoming is None:
+            step = self._step_at(cursor.position)
+            cursor.upcoming = step, self._mine(step)
+        return cursor.upcoming
 
     def consume(self, consumer: object | None = None) -> MicroBatchInfo:
         """Move the position past one micro-batch, which was trained on, and return it.

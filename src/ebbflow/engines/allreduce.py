@@ -84,7 +84,7 @@ class AllReduce:
         """A field of the message: what this process says before a call, the sum over all processes after it."""
         return self._named[field]
 
-    def __call__(self, *, samples: int, batch: int, scale: float = 1.0) -> Measurement | None:
+    def __call__(self, *, samples: float, batch: float, scale: float = 1.0) -> Measurement | None:
         """Replace the mean gradient over this process's `samples` in `.grad` by the mean over all `batch` samples.
 
         All processes call it in every step, those without a sample too. `scale`: what the mean in `.grad` was
@@ -96,9 +96,9 @@ class AllReduce:
         meter = self._measuring
         return self._measurement(meter, batch) if meter is not None else None
 
-    def fill(self, *, samples: int, batch: int, scale: float = 1.0) -> bool:
+    def fill(self, *, samples: float, batch: float, scale: float = 1.0) -> bool:
         """Write this process's part into the message; whether it has a gradient for every parameter."""
-        if not 0 <= samples <= batch or batch < 1:
+        if not 0 <= samples <= batch or not batch > 0:
             raise ConfigError(f"this rank has {samples} of a step's {batch} samples; expected 0 to {batch}")
         meter = self._measuring
         if meter is not None:
@@ -127,7 +127,7 @@ class AllReduce:
                 "checkpoint is kept, and the same command continues from there"
             ) from error
 
-    def _put_statistics(self, meter: Meter, samples: int, batch: int, scale: float) -> None:
+    def _put_statistics(self, meter: Meter, samples: float, batch: float, scale: float) -> None:
         tally = meter.take(scale=scale)
         if tally.samples != samples:
             raise ConfigError(
@@ -175,7 +175,7 @@ class AllReduce:
                 continue
             parameter.grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
 
-    def _measurement(self, meter: Meter, batch: int) -> Measurement:
+    def _measurement(self, meter: Meter, batch: float) -> Measurement:
         if meter.layers:
             views = {id(parameter): view for parameter, view in zip(self.parameters, self._views, strict=True)}
             mean = squared_norms([views[id(parameter)] for parameter in meter.parameters])

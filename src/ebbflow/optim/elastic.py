@@ -3,13 +3,14 @@ scaling."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 
@@ -20,18 +21,26 @@ from ebbflow.data.sampler import ElasticSampler, MicroBatchInfo
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.moments.estimate import Averages, Measurement, Moments
 from ebbflow.moments.meters import HookMeter
+from ebbflow.optim.across_ranks import AcrossRanks, StepTotals, without_sync
 from ebbflow.optim.apply import Applier, gradient_norm, scale_gradients
 from ebbflow.optim.schedules import Schedule, TrainingProgress, make_schedule
 from ebbflow.rules.rule import Rule, Scaling, State, StepContext, Verdict, damp, make_rule
 from ebbflow.torch_api import foreach_add_
 
-__all__ = ["ElasticOptimizer", "OnNonfinite", "Update", "multiply_rates"]
+__all__ = ["ElasticOptimizer", "OnNonfinite", "StopRequest", "Update", "multiply_rates"]
 
 _LOG = logging.getLogger(__name__)
 
 STATE_VERSION = 3
+_FIRST_STEPS = 4  # in which gradients are compared by value, since collectives change them without torch's counter
 
 OnNonfinite = Literal["ignore", "skip", "stop"]
+
+
+class StopRequest(Protocol):
+    """Says whether this process was asked to stop, such as `StopSignal` and `PreemptionNotice`."""
+
+    requested: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +97,14 @@ class ElasticOptimizer(torch.optim.Optimizer):
     gradients that were changed between `backward` and `step` (by `clip_grad_norm_`, for example) where a step has
     several micro-batches; learning rates that were changed in the middle of a step; a loop that takes more or fewer
     micro-batches than it steps (see `ElasticSampler`). Limits: `reduction` must say whether the loss is a mean or a
-    sum; closures are called once; gradients are combined within one process only (a sampler for rank r of R is for
-    loops that combine gradients themselves).
+    sum; closures are called once.
+
+    *Several ranks* of `torch.distributed`, as torchrun starts them: the sampler gives each rank its micro-batches, and
+    the gradients, their noise and signal are combined over all ranks after the last micro-batch of a step, weighted by
+    samples (or `weight`), so that all ranks apply the same step as one process would. Give a DistributedDataParallel as
+    `model=`: it then combines nothing itself. The state is the same on all ranks, and may be loaded by any number of
+    them, with `torch.save` and `torch.load` or as a `Stateful` of `torch.distributed.checkpoint`. `stop_requested` is
+    the same on all ranks, too. Sharded parameters, sparse gradients and `accumulation` are refused.
 
     *Accumulation of your own.* With `accumulation=k`, `step()` is called after every k micro-batches, whose losses were
     divided by k; the k count equally. Steps of the plan must have a multiple of k micro-batches (a plan of local batch
@@ -113,6 +128,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         *,
         base_batch: int,
         sampler: ElasticSampler | None = None,
+        model: torch.nn.Module | None = None,
+        stop: StopRequest | None = None,
         schedule: str | Schedule | None = None,
         epochs: int | None = None,
         epoch_samples: int = 0,
@@ -133,13 +150,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
         mean gradient of a step. `on_nonfinite` says what happens if a gradient is NaN or infinite: the step is skipped
         ("skip"), `Diverged` is raised ("stop"), or nothing is checked, as in torch ("ignore"). With a scaler such steps
         are always skipped. `reduction` says whether the loss of a micro-batch is the mean or the sum over its samples.
+        `model` is needed if it is a DistributedDataParallel, which must not combine gradients itself. `stop` is asked
+        after every step whether this process is to stop; `stop_requested` then says it on all ranks.
         """
         whole_number(base_batch, "base_batch, the batch at which the rate was tuned,")
-        if sampler is not None and sampler.world_size > 1:
-            raise ConfigError(
-                f"the sampler is for rank {sampler.rank} of {sampler.world_size}, but ElasticOptimizer combines the "
-                f"gradients of one process; use a sampler with world_size=1"
-            )
         numbers = {"memory_steps": memory_steps, "measure_every": measure_every, "clip": clip}
         for name, value in (numbers | {"accumulation": accumulation}).items():
             if value is not None and not value > 0:
@@ -167,6 +181,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
         """What the latest complete step did."""
         self.updated = False
         """Whether the latest call of `step` or `skip` completed a step and applied it."""
+        self.micro_batch: MicroBatchInfo | None = None
+        """The micro-batch of the latest call of `step` or `skip`; its `size` says how many of its samples count."""
+        self.stop_requested = False
+        """Whether `stop` asked any rank to stop before the latest complete step; the same on all ranks."""
         self._applier = Applier(inner)
         self._check_rule()
         self._initial_lrs = [group["lr"] for group in inner.param_groups]
@@ -179,7 +197,11 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._rates_set: list[float] | None = None  # by the schedule, in the latest step
         self._scaler = scaler
         self._scale = 1.0  # loss scale of the current step's gradients
+        self._stop = stop
+        self._model = model
+        self._without_sync = without_sync(model) if sampler is not None else None
         self._meter = self._make_meter()
+        self._ranks = self._across_ranks()
         if self._meter is not None and accumulation > 1:
             raise ConfigError(
                 f"the rule {self.rule} measures every micro-batch; call step() after each of them, without "
@@ -243,7 +265,19 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if not self.rule.needs or self.sampler is None:
             return None
         layers = "layers" in self.rule.needs
-        return HookMeter(self.layers if layers else self._applier.measurable, layers=layers)
+        trained = layers or self.sampler.world_size > 1
+        return HookMeter(self.layers if trained else self._applier.measurable, layers=layers)
+
+    def _across_ranks(self) -> AcrossRanks | None:
+        if self.sampler is None or self.sampler.world_size == 1:
+            return None
+        if self.accumulation > 1:
+            raise ConfigError(
+                f"accumulation is {self.accumulation}, but with {self.sampler.world_size} ranks step() takes each "
+                f"micro-batch by itself, since ranks may have different numbers of them; leave accumulation out, and "
+                f"call step() after every micro-batch"
+            )
+        return AcrossRanks(self.layers, sampler=self.sampler, model=self._model, meter=self._meter)
 
     @property
     def layers(self) -> list[torch.nn.Parameter]:
@@ -317,7 +351,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._clear()
         if self._meter is not None:
             self._meter.drop_micro_batch()
-        micro_batch = self.sampler.consume(self)
+        self.micro_batch = micro_batch = self.sampler.consume(self)
         if micro_batch.last:
             self._finish(micro_batch)
 
@@ -353,24 +387,48 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if micro_batch.first and self._scaler is not None and self._meter is not None:
             self._scale = self._scaler.get_scale()
         self._check_rates(first=micro_batch.first)
-        micro_batch, taken, samples = self._consume()
-        if micro_batch.count > taken and self._watched is not None and self._watched.changed():
-            raise ConfigError(
-                "the gradients were changed between backward() and step(), as clip_grad_norm_ and unscale_ do; that "
-                "would change every micro-batch of the step instead of their mean. Give clip= (and scaler=) to "
-                "ElasticOptimizer instead (transformers: max_grad_norm=0; Lightning: no gradient_clip_val), or change "
-                "the mean gradient in a hook of register_step_pre_hook"
-            )
-        factor = 1.0 / samples if self.reduction == "sum" else self.accumulation / taken
-        if weight is None:
-            weight = samples
-        if self._meter is not None and weight:
-            self._meter.close_micro_batch(weight, scale=self._scale / factor)
-        self._open.add(gradients, factor=factor, weight=weight, samples=samples)
+        self.micro_batch, taken, samples = micro_batch, _, _ = self._consume()
+        self._check_gradients(alone=micro_batch.count == taken)
+        weight = float(samples) if weight is None or not samples else weight  # a repeated micro-batch has no samples
+        if weight:
+            factor = 1.0 / samples if self.reduction == "sum" else self.accumulation / taken
+            if self._meter is not None:
+                scale = self._scale if self._ranks is None else 1.0  # gradients are unscaled after they were combined
+                self._meter.close_micro_batch(weight, scale=scale / factor)
+            self._open.add(gradients, factor=factor, weight=weight, samples=samples)
+        else:
+            self._open.samples += samples
+            if self._meter is not None:
+                self._meter.drop_micro_batch()
         if micro_batch.last:
             self._finish(micro_batch)
         else:
             self._clear()
+
+    def _check_gradients(self, *, alone: bool) -> None:
+        """Refuse gradients that were changed, unless the step has this micro-batch alone."""
+        if self._ranks is None:
+            if not alone and self._watched is not None and self._watched.changed():
+                raise ConfigError(
+                    "the gradients were changed between backward() and step(), as clip_grad_norm_ and unscale_ do; "
+                    "that would change every micro-batch of the step instead of their mean. Give clip= (and scaler=) "
+                    "to ElasticOptimizer instead (transformers: max_grad_norm=0; Lightning: no gradient_clip_val), "
+                    "or change the mean gradient in a hook of register_step_pre_hook. DistributedDataParallel changes "
+                    "them, too: give it as model="
+                )
+            return
+        if self.unfrozen:
+            raise ConfigError(
+                "a parameter is trained that was frozen when the optimizer was made, so that its gradient would not be "
+                "combined over the ranks; make a new optimizer"
+            )
+        assert self._watched is not None
+        if self._watched.changed(thoroughly=self._steps < _FIRST_STEPS):
+            raise ConfigError(
+                "the gradients were changed between backward() and step(), but they are combined over the ranks in "
+                "step(). DistributedDataParallel changes them: give it to ElasticOptimizer as model=. So does "
+                "clip_grad_norm_: give clip= (and scaler=) to ElasticOptimizer instead"
+            )
 
     def _consume(self) -> tuple[MicroBatchInfo, int, int]:
         """The last micro-batch whose gradient is in `.grad`, how many there are, and their samples."""
@@ -415,13 +473,34 @@ class ElasticOptimizer(torch.optim.Optimizer):
     def _finish(self, micro_batch: MicroBatchInfo) -> None:
         """Complete the step with what its micro-batches have given."""
         taken, self._open = self._open, _OpenGradients()
-        skipped = micro_batch.batch - taken.samples
+        stop = self._stop is not None and self._stop.requested
+        step = StepTotals(weight=taken.weight, samples=taken.samples, stop=stop)
+        if self._ranks is not None:
+            step = self._ranks.agree(step)
+        self.stop_requested = step.stop
+        if not step.weight > 0:
+            self._skip(self._context(batch=micro_batch.batch, workers=micro_batch.workers))
+            return
         if taken.weight > 0:
             taken.put_back()
-            self._complete(batch=taken.samples, workers=micro_batch.workers, weight=taken.weight)
-            self._samples += skipped
         else:
-            self._skip(self._context(batch=micro_batch.batch, workers=micro_batch.workers))
+            self._clear()
+        self._complete(batch=step.samples, workers=micro_batch.workers, measure=self._measure(taken.weight, step))
+        self._samples += micro_batch.batch - step.samples
+        if self._ranks is not None:
+            self._ranks.share_buffers()
+
+    def _measure(self, own: float, step: StepTotals) -> Callable[[], Measurement | None]:
+        """Combine the mean gradient in `.grad` over the ranks; the result measures the step, once it is unscaled."""
+        meter, ranks = self._meter, self._ranks
+        if ranks is None:
+            return lambda: None if meter is None or not meter.on else replace(meter.finish(own), batch=step.samples)
+        found = ranks.combine(weight=own, total=step.weight)
+        if found is not None:
+            square = self._scale**2
+            mean_sq, sq_mean = (tuple(number / square for number in of) for of in (found.mean_sq, found.sq_mean))
+            found = replace(found, batch=step.samples, mean_sq=mean_sq, sq_mean=sq_mean)
+        return lambda: found
 
     def _context(self, *, batch: int, workers: int) -> StepContext:
         """A step at the position that this optimizer has counted itself."""
@@ -435,17 +514,14 @@ class ElasticOptimizer(torch.optim.Optimizer):
             total_samples=self.total_samples,
         )
 
-    def _complete(self, *, batch: int, workers: int, weight: float = 0.0) -> None:
-        """Update with the mean gradient in `.grad`; `weight`: what its micro-batches count together."""
+    def _complete(self, *, batch: int, workers: int, measure: Callable[[], Measurement | None] = lambda: None) -> None:
+        """Update with the mean gradient in `.grad`; `measure` is called after a scaler has unscaled it."""
         context = self._context(batch=batch, workers=workers)
 
         def update() -> None:
-            if self._meter is None:
-                self.update(context)
-                return
-            measured = replace(self._meter.finish(weight), batch=batch) if self._meter.on else None
-            self.update(context, measured)
-            self._meter.on = self.due(batch)  # assumes that the next step has the same size
+            self.update(context, measure())
+            if self._meter is not None:
+                self._meter.on = self.due(batch)  # assumes that the next step has the same size
 
         if self._scaler is None:
             update()
@@ -569,14 +645,23 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if self._meter is not None:
             self._meter.close()
             self._meter = self._make_meter()
+        self._ranks = self._across_ranks()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last complete step, in plain containers that `torch.load(weights_only=True)` reads."""
+        """The state after the last complete step, in plain containers that `torch.load(weights_only=True)` reads.
+
+        `torch.distributed.checkpoint` loads into the state of an optimizer that has not stepped yet, and only what it
+        finds there. With a sampler, such a state therefore has all tensors of the inner optimizer, filled with what one
+        step without gradients makes of them; `load_state_dict` knows that they mean nothing.
+        """
+        fresh = self.sampler is not None and not self._steps and not self.inner.state
         return {
             "version": STATE_VERSION,
-            "inner": self.inner.state_dict(),
+            "inner": _stepped_once(self.inner).state_dict() if fresh else self.inner.state_dict(),
+            "fresh": fresh,
             "rule": str(self.rule),
-            "rule_state": self._rule_state,
+            # A tuple, since its keys may change from step to step, and those of a dictionary must not.
+            "rule_state": self._rule_state if self.sampler is None else (self._rule_state,),
             "averages": self._averages.state(),
             "measuring": self._meter is None or self._meter.on,
             "beta_steps": list(self._applier.steps),
@@ -597,10 +682,12 @@ class ElasticOptimizer(torch.optim.Optimizer):
                     f"create it with the saved one, or start anew"
                 )
         averages = Averages.restore(state_dict["averages"])
-        self.inner.load_state_dict(state_dict["inner"])
+        inner = state_dict["inner"]
+        self.inner.load_state_dict({**inner, "state": {}} if state_dict.get("fresh") else inner)
         self._share_with_inner()
         self._averages = averages
-        self._rule_state = state_dict["rule_state"]
+        saved = state_dict["rule_state"]
+        self._rule_state = saved[0] if isinstance(saved, tuple) else saved
         self._initial_lrs = list(state_dict["initial_lrs"])
         first, second = state_dict["beta_steps"]
         self._applier.steps = (first, second)
@@ -637,6 +724,16 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"ElasticOptimizer({type(self.inner).__name__}, rule={str(self.rule)!r}, base_batch={self.base_batch})"
+
+
+def _stepped_once(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy of an optimizer and its parameters after a step with gradients of zero, which has all of its state."""
+    stepped = copy.deepcopy(inner)
+    for group in stepped.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    stepped.step()
+    return stepped
 
 
 def _unpickled(
@@ -705,15 +802,15 @@ class _Arrived:
     def of(cls, gradient: torch.Tensor) -> _Arrived:
         return cls(gradient, gradient._version, None if gradient.is_sparse else _first_entries(gradient).clone())
 
-    def differs(self, gradient: torch.Tensor | None) -> bool:
-        """Whether `.grad` is something else now.
+    def differs(self, gradient: torch.Tensor | None, *, thoroughly: bool) -> bool:
+        """Whether `.grad` is something else now; `thoroughly`: even if torch counts no change.
 
         In-place operations that change nothing are none of our business: transformers' Trainer clips at an infinite
         norm in order to log the norm. A gradient that is not finite is left to `on_nonfinite`.
         """
         if gradient is not self.gradient:
             return True
-        if gradient._version == self.version:  # the usual case, in which no device waits
+        if gradient._version == self.version and not thoroughly:  # the usual case, in which no device waits
             return False
         if self.entries is None:
             return True
@@ -741,11 +838,11 @@ class _Watched:
         handles = [parameter.register_post_accumulate_grad_hook(arrived) for parameter in watched]  # type: ignore[no-untyped-call]
         weakref.finalize(self, _remove_hooks, handles)
 
-    def changed(self) -> bool:
+    def changed(self, *, thoroughly: bool = False) -> bool:
         """Whether a gradient is not the one that arrived; then the next micro-batch begins."""
         seen = dict(self._seen)
         self._seen.clear()
-        return any(arrived.differs(parameter.grad) for parameter, arrived in seen.items())
+        return any(arrived.differs(parameter.grad, thoroughly=thoroughly) for parameter, arrived in seen.items())
 
 
 def _remove_hooks(handles: Sequence[Any]) -> None:
