@@ -96,7 +96,7 @@ def records(folder: str, to: Path) -> list[Path]:
 @pytest.mark.parametrize("folder", STUDIES)
 def test_the_records_can_be_read_and_name_no_machine(folder: str, tmp_path: Path) -> None:
     found = records(folder, tmp_path)
-    assert len(found) >= 9
+    assert len(found) >= 8
     for path in found:
         assert read_record(path).steps
         assert '"/' not in path.read_text(), "a path of the machine that it was made on"
@@ -134,6 +134,15 @@ def place(folder: str, cell: Cell) -> tuple[str, str, str]:
             "adascale-published+warmup(0.67ep)": "AdaScale as published",
         }[cell.rule]  # fmt: skip
         return corner, row, column
+    if folder in ("andre-long", "andre-models"):
+        model = {"cifar10-resnet18": "ResNet-18", "cifar10-resnet50": "ResNet-50", "cifar10-vgg16": "VGG-16"}[
+            cell.workload
+        ]
+        row = {"static": "static", "gpu": "GPU trace", "tpu": "TPU trace"}[cell.trace]
+        name, _, warmup = cell.rule.partition("+")
+        column = {"linear": "linear", "sqrt": "root", "adascale": "AdaScale"}[name]
+        epochs = {"andre-long": 48, "andre-models": 12}[folder]
+        return f"{model}, {epochs} epochs", row, column + (", state warm-up" if warmup.startswith("state") else "")
     if folder == "dynamic":
         row = {"static 1x": "1 worker", "x12 early": "x12 in epochs 5", "x12 late": "x12 in epochs 14"}.get(
             cell.trace, "random"
@@ -165,7 +174,7 @@ def test_every_result_of_the_report_stands_in_its_place_on_the_page(folder: str,
     page = tables((EVIDENCE / f"{folder.split('-')[0]}.md").read_text())
     results = load_results(tmp_path)
     cells = [cell for cell in summarise(results.arms, results.config).cells if cell.values]
-    assert len(cells) >= 11
+    assert len(cells) >= 8
     digits = 2 if folder == "lena-table1" else 1
     for cell in cells:
         corner, beginning, column = place(folder, cell)
