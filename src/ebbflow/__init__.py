@@ -32,6 +32,8 @@ from typing import TYPE_CHECKING, Any
 from ebbflow._version import __version__
 
 if TYPE_CHECKING:
+    from ebbflow.core.preemption import PreemptionNotice as PreemptionNotice
+    from ebbflow.core.preemption import register_notice as register_notice
     from ebbflow.data.sampler import ElasticSampler as ElasticSampler
     from ebbflow.engines.base import register_engine as register_engine
     from ebbflow.errors import EbbflowError as EbbflowError
@@ -61,6 +63,7 @@ _HOME = {
     "EbbflowError": "ebbflow.errors",
     "ElasticOptimizer": "ebbflow.optim.elastic",
     "ElasticSampler": "ebbflow.data.sampler",
+    "PreemptionNotice": "ebbflow.core.preemption",
     "RunConfig": "ebbflow.run.config",
     "Scaling": "ebbflow.rules.rule",
     "Session": "ebbflow.run.session",
@@ -71,6 +74,7 @@ _HOME = {
     "read_record": "ebbflow.record",
     "register_engine": "ebbflow.engines.base",
     "register_modifier": "ebbflow.rules.rule",
+    "register_notice": "ebbflow.core.preemption",
     "register_optimizer": "ebbflow.optim.optimizers",
     "register_policy": "ebbflow.plan.policies",
     "register_price": "ebbflow.simulate.prices",

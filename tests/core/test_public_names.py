@@ -15,9 +15,9 @@ SOURCE = Path(ebbflow.__file__).parent
 
 PUBLIC = {
     "ebbflow": [
-        "BatchPlan", "EbbflowError", "ElasticOptimizer", "ElasticSampler", "RunConfig", "Scaling", "Session",
-        "StepContext", "Trace", "__version__", "choose", "make_rule", "read_record", "register_engine",
-        "register_modifier",
+        "BatchPlan", "EbbflowError", "ElasticOptimizer", "ElasticSampler", "PreemptionNotice", "RunConfig", "Scaling",
+        "Session", "StepContext", "Trace", "__version__", "choose", "make_rule", "read_record", "register_engine",
+        "register_modifier", "register_notice",
         "register_optimizer", "register_policy", "register_price", "register_rule", "register_schedule",
         "register_trace", "register_trace_format", "register_workload", "train",
     ],

@@ -15,8 +15,8 @@ from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 
 __all__ = [
     "PASS_THROUGH", "AllowChanges", "Command", "FromScratch", "Gpus", "Grace", "Heartbeat", "JobName",
-    "MaxFailures", "MinReplicas", "Out", "ScriptCommand", "Workload", "heartbeat_milliseconds", "milliseconds",
-    "positive", "script_position", "with_plugins",
+    "MaxFailures", "MinReplicas", "Notices", "Out", "ScriptCommand", "Workload", "heartbeat_milliseconds",
+    "milliseconds", "positive", "script_position", "with_plugins",
 ]  # fmt: skip
 
 PASS_THROUGH = {"ignore_unknown_options": True}
@@ -52,6 +52,15 @@ FromScratch = Annotated[
 ]
 AllowChanges = Annotated[
     bool, typer.Option("--allow-changes", help="Continue a checkpoint with the changed settings of the script.")
+]
+Notices = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--notice",
+        metavar="SOURCE",
+        help="Leave as on SIGTERM when this machine is to be taken away: aws, gcp, azure or file(PATH). May be given "
+        "several times.",
+    ),
 ]
 Gpus = Annotated[int, typer.Option(help="GPUs per replica; 0 leaves CUDA_VISIBLE_DEVICES alone.")]
 

@@ -17,12 +17,14 @@ from ebbflow.cli.fleet_options import (
     JobName,
     MaxFailures,
     MinReplicas,
+    Notices,
     Out,
     Workload,
     heartbeat_milliseconds,
     positive,
     with_plugins,
 )
+from ebbflow.core.preemption import NOTICES
 from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError
 from ebbflow.live.accounting import account_lines, read_account
@@ -61,6 +63,7 @@ def launch(
     grace: Grace = "30s",
     max_failures: MaxFailures = 5,
     gpus: Gpus = 0,
+    notice: Notices = None,
     from_scratch: FromScratch = False,
     allow_changes: AllowChanges = False,
     json: AsJson = False,
@@ -80,6 +83,7 @@ def launch(
             "--plugin belongs to --workload; a script imports its plugins itself, and its options go behind its name"
         )
     program = with_plugins(command or [], plugin or [], workload=workload)
+    notices = [NOTICES.make(text) for text in notice or ()]
     positive(replicas, "replicas")
     positive(min_replicas, "min-replicas")
     grace_s = parse_seconds(grace)
@@ -114,7 +118,7 @@ def launch(
         config = fleet.job.fleet
         title = f"{config.job}: lighthouse {config.lighthouse}, folder {config.folder}"
         err.print(title, markup=False, soft_wrap=True)
-        run = run_fleet(fleet, grace_s=grace_s, console=err, title=lambda: title)
+        run = run_fleet(fleet, grace_s=grace_s, console=err, title=lambda: title, notices=notices)
     seen = run.account(fleet)
     # The records of a fleet elsewhere may be elsewhere, too.
     account = read_account(config.folder) if join is None else None

@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
+from ebbflow.cli.fleet_options import Notices
 from ebbflow.cli.options import takes_settings
 from ebbflow.core.endings import Ending
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.plugins import load_plugins
+from ebbflow.core.preemption import NOTICES, watching
 from ebbflow.core.units import parse_seconds
 from ebbflow.run.config import RunConfig
 
@@ -23,6 +25,7 @@ def replica(
     config: RunConfig,
     *,
     checkpoint_every: Annotated[str, typer.Option(help="Time between checkpoints.")] = "60s",
+    notice: Notices = None,
 ) -> None:
     """Train a workload as a replica of the fleet that the environment describes; ebbflow launch --workload starts
     it."""
@@ -36,6 +39,7 @@ def replica(
     torch.set_flush_denormal(True)  # denormal numbers late in training slow a CPU down several times
     keep_freed_memory()
     load_plugins(config.plugins)
-    with join_workload(config, checkpoint_every_s=every) as fleet:
+    notices = [NOTICES.make(text) for text in notice or ()]
+    with join_workload(config, checkpoint_every_s=every) as fleet, watching(notices, fleet.leave):
         fleet.run()
     raise typer.Exit((Ending.STOPPED if fleet.left else Ending.FINISHED).code)

@@ -21,11 +21,16 @@ class StopSignal:
     def __init__(self, *signals: signal.Signals) -> None:
         self.signals = signals or (signal.SIGINT, signal.SIGTERM)
         self.requested = False
+        self._signalled = False
         self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self._signalled:
             raise KeyboardInterrupt
+        self._signalled = self.requested = True
+
+    def request(self) -> None:
+        """Ask to stop without a signal; from any thread. The first signal after it does not interrupt."""
         self.requested = True
 
     def __enter__(self) -> Self:

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from ebbflow.core.endings import Ending
 from ebbflow.core.files import hold_lock
+from ebbflow.core.preemption import NoticeSource, watching
 from ebbflow.core.signals import StopSignal
 from ebbflow.errors import ConfigError
 from ebbflow.live.fleet_status import FleetDisplay
@@ -238,11 +239,18 @@ class FleetRun:
 
 
 def run_fleet(
-    fleet: Supervisor, *, grace_s: float, console: Console, title: Callable[[], str], act: Act | None = None
+    fleet: Supervisor,
+    *,
+    grace_s: float,
+    console: Console,
+    title: Callable[[], str],
+    act: Act | None = None,
+    notices: Sequence[NoticeSource] = (),
 ) -> FleetRun:
-    """Supervise a fleet to its end and show it meanwhile; signals end it as `supervise` says."""
+    """Supervise a fleet to its end and show it meanwhile; signals, and a notice as the first of them, end it as
+    `supervise` says."""
     began = time.monotonic()
-    with StopSignal() as stop, FleetDisplay(console, fleet, title) as display:
+    with StopSignal() as stop, watching(notices, stop.request), FleetDisplay(console, fleet, title) as display:
         try:
             ending, reason = supervise(
                 fleet, stop=stop, grace_s=grace_s, on_event=display.on_event, on_poll=display.on_poll, act=act
