@@ -25,7 +25,7 @@ PAGE = Path(__file__).with_name("api.md")
 
 SECTIONS = {
     "A whole training": ("train", "RunConfig", "Session", "choose"),
-    "In a training loop": ("Trace", "BatchPlan", "ElasticSampler", "ElasticOptimizer"),
+    "In a training loop": ("Trace", "BatchPlan", "ElasticSampler", "ElasticOptimizer", "PreemptionNotice"),
     "Rules": ("make_rule", "StepContext", "Scaling"),
     "Extensions": tuple(name for name in ebbflow.__all__ if name.startswith("register_")),
     "Records and errors": ("read_record", "EbbflowError"),
