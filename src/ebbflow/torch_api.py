@@ -17,12 +17,13 @@ from ebbflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as Store
-    from torch._C._distributed_c10d import TCPStore as TCPStore
+else:
+    Store = getattr(torch.distributed, "Store", object)  # a torch without torch.distributed has none
 
 __all__ = [
-    "MINIMUM_VERSION", "USED_MEMBERS", "BatchNorm", "NormBase", "check_input_dimensions", "compiler_error",
+    "MINIMUM_VERSION", "USED_MEMBERS", "BatchNorm", "NormBase", "Store", "check_input_dimensions", "compiler_error",
     "foreach_add_", "foreach_copy_", "foreach_lerp_", "foreach_mul_", "foreach_norm", "foreach_zero_", "gloo_group",
-    "is_sum_over", "mark_dynamic", "missing_members", "prefix_store", "tcp_store",
+    "is_sum_over", "mark_dynamic", "missing_members", "prefix_store",
 ]  # fmt: skip
 
 MINIMUM_VERSION = "2.11"
@@ -35,8 +36,8 @@ USED_MEMBERS = (
     "distributed.ProcessGroupGloo._Options._devices", "distributed.ProcessGroupGloo._Options._timeout",
     "distributed.ProcessGroupGloo.allreduce", "distributed.ProcessGroupGloo.broadcast",
     "distributed.ProcessGroupGloo.create_device", "distributed.ProcessGroupGloo.recv",
-    "distributed.ProcessGroupGloo.send", "distributed.TCPStore.check", "distributed.TCPStore.get",
-    "distributed.TCPStore.port", "distributed.TCPStore.set", "distributed.Work.is_completed", "distributed.Work.wait",
+    "distributed.ProcessGroupGloo.send", "distributed.Store.check", "distributed.Store.get",
+    "distributed.Store.set", "distributed.Store.wait", "distributed.Work.is_completed", "distributed.Work.wait",
     "nn.BatchNorm2d._check_input_dim", "nn.modules.batchnorm._BatchNorm", "nn.modules.batchnorm._NormBase",
 )  # fmt: skip
 """What is used of torch, below `torch.`, that is not public or not documented."""
@@ -109,14 +110,6 @@ def compiler_error() -> type[Exception]:
 # Process groups -------------------------------------------------------------------------------------------------------
 
 
-def tcp_store(host: str, port: int, **options: Any) -> TCPStore:
-    """Serve a store, or connect to one that is served."""
-    _require(_DISTRIBUTED)
-    distributed: Any = torch.distributed  # torch's type stubs know little of its process groups
-    store: TCPStore = distributed.TCPStore(host, port, **options)
-    return store
-
-
 def prefix_store(prefix: str, store: Store) -> Store:
     """The keys of a store below a prefix."""
     distributed: Any = torch.distributed
@@ -126,6 +119,7 @@ def prefix_store(prefix: str, store: Store) -> Store:
 
 def gloo_group(store: Store, rank: int, size: int, *, host: str, timeout: timedelta) -> Any:
     """Connect a gloo group that listens on one address, and that is not torch's default group."""
+    _require(_DISTRIBUTED)
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,16 +12,19 @@ from typing import Any
 import pytest
 import torch
 
+from ebbflow.core.key_store import KeyStore, StoreLost
 from ebbflow.engines import process_group
-from ebbflow.engines.process_group import PeerLost, ProcessGroup, open_store, serve_store
+from ebbflow.engines.process_group import PeerLost, ProcessGroup, open_store
 
 pytestmark = pytest.mark.process
+
+SECRET = b"of this test"
 
 
 def in_group(*tasks: Callable[[ProcessGroup], Any], **settings: Any) -> list[Any]:
     """Each task in a thread of its own, with its end of a connected group; their results by rank."""
-    store = serve_store("127.0.0.1")
-    settings = {"connect_s": 20.0, "timeout_s": 20.0, **settings}
+    store = KeyStore("127.0.0.1", SECRET)
+    settings = {"connect_s": 20.0, "timeout_s": 20.0, "secret": SECRET, **settings}
 
     def run(rank: int) -> Any:
         own = store if rank == 0 else None
@@ -53,7 +57,37 @@ def test_bytes_are_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> 
         lambda group: group.send(memoryview(data), 1), lambda group: bytes(group.receive(0)), fault=passed.append
     )
     assert sent is None and received == bytes(data)
-    assert [passed.count(point) for point in ("announce", "send", "announced", "receive")] == [1, 3, 1, 3]
+    # 2560 bytes are three messages; the code that authenticates them is one more.
+    assert [passed.count(point) for point in ("announce", "send", "announced", "receive")] == [1, 4, 1, 4]
+
+
+@pytest.mark.parametrize("changed", ["announced", "data"])
+def test_bytes_from_a_sender_without_the_secret_are_refused(changed: str) -> None:
+    # The connection of gloo itself is not authenticated: a process that got hold of it can send whatever it likes.
+    def forge(group: ProcessGroup) -> None:
+        if changed == "announced":
+            group._secret = b"a guess"
+            group.send(memoryview(bytearray(1 << 20)), 1)
+        else:
+            honest, seen = group._pass_on, list[int]()
+
+            def flip(how: Any, chunk: torch.Tensor, *more: Any) -> None:
+                seen.append(len(chunk))
+                honest(how, chunk ^ 1 if len(seen) == 2 else chunk, *more)
+
+            group._pass_on = flip  # type: ignore[method-assign]
+            group.send(memoryview(bytearray(100)), 1)
+            assert seen == [40, 100, 32]
+
+    def refuse(group: ProcessGroup) -> None:
+        with pytest.raises(PeerLost, match="does not know the secret"):
+            group.receive(0)
+
+    def attack(group: ProcessGroup) -> None:
+        with contextlib.suppress(PeerLost):  # the other side has gone
+            forge(group)
+
+    in_group(attack, refuse)
 
 
 def test_a_broadcast_gives_all_the_bytes_of_one() -> None:
@@ -61,7 +95,7 @@ def test_a_broadcast_gives_all_the_bytes_of_one() -> None:
 
 
 def test_a_group_of_one_connects_with_nobody() -> None:
-    group = ProcessGroup("nowhere:1/g", 0, 1, host="127.0.0.1", connect_s=1, timeout_s=1)
+    group = ProcessGroup("nowhere:1/g", 0, 1, host="127.0.0.1", secret=SECRET, connect_s=1, timeout_s=1)
     group.connect()
     tensor = torch.ones(2)
     group.all_reduce(tensor)
@@ -98,7 +132,7 @@ def test_a_peer_that_has_stopped_is_not_waited_for(what: str) -> None:
 
 
 def test_a_store_listens_on_one_address_and_ends_with_its_owner() -> None:
-    store = serve_store("127.0.0.1")
+    store = KeyStore("127.0.0.1", SECRET)
     port = store.port
     ports = {
         line.split()[1]
@@ -107,9 +141,14 @@ def test_a_store_listens_on_one_address_and_ends_with_its_owner() -> None:
         if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == port
     }
     assert ports == {f"0100007F:{port:04X}"}
-    open_store(f"127.0.0.1:{port}/a", timeout_s=5).set("key", "value")
-    assert open_store(f"127.0.0.1:{port}/a", timeout_s=5).get("key") == b"value"
-    assert not open_store(f"127.0.0.1:{port}/b", timeout_s=5).check(["key"])
-    del store
-    with pytest.raises(PeerLost, match=f"no store at 127.0.0.1:{port}"):
-        open_store(f"127.0.0.1:{port}/a", timeout_s=0.1)
+    with open_store(f"127.0.0.1:{port}/a", SECRET, timeout_s=5) as client:
+        client.set({"key": b"value"})
+    with open_store(f"127.0.0.1:{port}/a", SECRET, timeout_s=5) as client:
+        assert client.get(["key"], timeout_s=0) == [b"value"]
+    with open_store(f"127.0.0.1:{port}/b", SECRET, timeout_s=5) as client:
+        assert not client.check(["key"])
+        store.close()
+        with pytest.raises(StoreLost):
+            client.get(["key"], timeout_s=20)
+    with pytest.raises(StoreLost, match=f"no store at 127.0.0.1:{port}"):
+        open_store(f"127.0.0.1:{port}/a", SECRET, timeout_s=0.1)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ebbflow.engines.process_group import serve_store
-from ebbflow.live.connection import fetch_statuses
+from ebbflow.core.key_store import KeyStore
 from ebbflow.live.fleet_status import combine, members_table
 from ebbflow.live.protocol import (
     STATUS_KEY,
     LighthouseStatus,
     ReplicaStatus,
+    fetch_statuses,
     parse_lighthouse_page,
 )
 from live.fakes import LIGHTHOUSE_PAGE
@@ -86,12 +86,20 @@ def test_the_table_fits_eighty_columns() -> None:
 
 @pytest.mark.process
 def test_replicas_are_asked_over_the_network_where_their_files_are_not_seen() -> None:
-    store, empty = serve_store("127.0.0.1"), serve_store("127.0.0.1")
-    store.set(STATUS_KEY, json.dumps({"state": "training", "time": 1.0, "step": 4, "batch": 64}))
+    secret = b"of this test"
+    store, empty, foreign = (KeyStore("127.0.0.1", own) for own in (secret, secret, b"of another job"))
+    for one in (store, foreign):
+        one.set(STATUS_KEY, json.dumps({"state": "training", "time": 1.0, "step": 4, "batch": 64}).encode())
     address = f"127.0.0.1:{store.port}"
     quorum = LighthouseStatus(
         quorum_id=1,
-        stores={"r0": address, "r1": f"127.0.0.1:{empty.port}", "r2": "127.0.0.1:1", "dead": address},
-        heartbeat_ages={"r0": 0.1, "r1": 0.1, "r2": 0.1},
-    )
-    assert fetch_statuses(quorum) == {"r0": ReplicaStatus(state="training", time=1.0, step=4, batch=64)}
+        stores={
+            "r0": address, "r1": f"127.0.0.1:{empty.port}", "r2": "127.0.0.1:1", "dead": address,
+            "r3": f"127.0.0.1:{foreign.port}",
+        },
+        heartbeat_ages={"r0": 0.1, "r1": 0.1, "r2": 0.1, "r3": 0.1},
+    )  # fmt: skip
+    assert fetch_statuses(quorum, secret) == {"r0": ReplicaStatus(state="training", time=1.0, step=4, batch=64)}
+    assert fetch_statuses(quorum, b"a guess") == {}
+    for one in (store, empty, foreign):
+        one.close()

@@ -89,7 +89,7 @@ def test_a_damaged_torchft_is_named_with_the_cause(tmp_path: Path, files: dict[s
 def test_a_missing_dependency_of_torchft_is_named(tmp_path: Path) -> None:
     (tmp_path / "torchft").mkdir()
     (tmp_path / "torchft" / "__init__.py").write_text("import opentelemetry.nothing")
-    code = "torchft_api.load_compiled_part = lambda: None; torchft_api.nccl_group('h:1/g', 'r0', 0, 2, None)"
+    code = "torchft_api.load_compiled_part = lambda: None; torchft_api.nccl_group(None, 0, 2, None)"
     answer = load_from(tmp_path, code)
     assert "No module named 'opentelemetry'" in answer
     assert answer.startswith("BrokenExtra a fleet of GPUs needs torchft, which is installed but cannot be imported")

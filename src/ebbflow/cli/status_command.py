@@ -8,12 +8,15 @@ from typing import Annotated
 
 import typer
 
-from ebbflow.cli.common import AsJson, out, print_json
+from ebbflow.cli.common import AsJson, err, out, print_json
+from ebbflow.errors import ConfigError
 from ebbflow.live.fleet_status import combine, members_table
 from ebbflow.live.protocol import (
     DEFAULT_PORT,
     fetch_lighthouse_status,
+    fetch_statuses,
     find_folder,
+    find_secret,
     format_address,
     parse_address,
     read_lighthouse_address,
@@ -52,9 +55,11 @@ def status(
     if folder is not None:
         statuses = read_statuses(folder)
     else:
-        from ebbflow.live.connection import fetch_statuses  # by torch's stores: only this needs torch
-
-        statuses = fetch_statuses(lighthouse)
+        try:
+            statuses = fetch_statuses(lighthouse, find_secret(None))
+        except ConfigError as problem:
+            err.print(f"only the lighthouse was asked, not the replicas: {problem}", markup=False, soft_wrap=True)
+            statuses = {}
     found = combine(address, lighthouse, statuses, price=price)
     if json:
         print_json(dataclasses.asdict(found))

@@ -1,7 +1,8 @@
 """Process groups and stores of torch, for processes that come and go.
 
-This is the one module that constructs torch's gloo and NCCL groups and its TCP stores, for the replicas of a live fleet
-and for the workers of a Dask cluster.
+This is the one module that constructs torch's gloo and NCCL groups, for the replicas of a live fleet and for the
+workers of a Dask cluster. The processes of a group meet at a store that answers only those who know its secret
+(`core/key_store.py`); torch's own TCPStore would answer everybody.
 
 None of these groups is torch's default group: a process may belong to several runs, and a group must be able to end
 before its process does. A killed process closes its connections, so that whoever waits for it fails at once. A machine
@@ -10,34 +11,33 @@ that vanished or a process that was stopped closes nothing; for those, a group c
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import queue
-import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ebbflow.torch_api import gloo_group, prefix_store, tcp_store
-
-if TYPE_CHECKING:
-    from ebbflow.torch_api import Store, TCPStore
+from ebbflow.core.key_store import KeyStore, KeyStoreClient, StoreLost
+from ebbflow.torch_api import Store, gloo_group
 
 __all__ = [
-    "Fault", "NcclFactory", "PeerLost", "ProcessGroup", "no_fault", "open_store", "serve_store",
+    "Fault", "NcclFactory", "PeerLost", "ProcessGroup", "TorchStore", "no_fault", "open_store",
 ]  # fmt: skip
 
 Fault = Callable[[str], None]
 """Called at named points of a step, where tests let a process die."""
 
-NcclFactory = Callable[[str, int, int, timedelta], Any]
-"""(rendezvous, rank, size, timeout) -> an NCCL group whose collectives can be aborted."""
+NcclFactory = Callable[["TorchStore", int, int, timedelta], Any]
+"""(store, rank, size, timeout) -> an NCCL group whose collectives can be aborted."""
 
 _POLL = timedelta(seconds=0.5)  # how often it is asked who has stopped
-_STORE_TIMEOUT = timedelta(seconds=60)
 _CHUNK = 1 << 26  # bytes per message
 
 
@@ -49,40 +49,80 @@ def no_fault(point: str) -> None:
     """Do nothing."""
 
 
-def serve_store(host: str) -> TCPStore:
-    """Serve a store on one address of this machine, for as long as the result is held; its `port` is chosen."""
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port = listener.getsockname()[1]
-    return tcp_store(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=_STORE_TIMEOUT,
-        master_listen_fd=listener.detach(),
-        use_libuv=True,
-    )
-
-
-def open_store(rendezvous: str, *, timeout_s: float) -> Store:
+def open_store(rendezvous: str, secret: bytes, *, timeout_s: float) -> KeyStoreClient:
     """Connect to the store at HOST:PORT, or to the keys below a prefix of it (HOST:PORT/PREFIX).
 
-    Raises `PeerLost` if nobody serves it.
+    Raises `StoreLost` if nobody serves it, and `NotAuthenticated` if it has another secret.
     """
     address, _, prefix = rendezvous.partition("/")
     host, _, port = address.rpartition(":")
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        client = tcp_store(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-    except (RuntimeError, ValueError) as error:
-        raise PeerLost(f"no store at {address}: {_first_line(error)}") from None
-    return prefix_store(prefix, client) if prefix else client
+    if not port.isdecimal():
+        raise StoreLost(f"{address!r} is not the address of a store")
+    return KeyStoreClient(host.strip("[]"), int(port), secret, prefix=prefix, timeout_s=timeout_s)
+
+
+class TorchStore(Store):
+    """A store as torch's process groups use it. It has to be kept as long as they are."""
+
+    def __init__(self, rendezvous: str, secret: bytes, *, timeout_s: float) -> None:
+        super().__init__()
+        self._settings = (rendezvous, secret, timeout_s)
+        self._client = open_store(rendezvous, secret, timeout_s=timeout_s)
+        self._clones: list[TorchStore] = []
+
+    def below(self, prefix: str) -> TorchStore:
+        """The keys below a prefix, over a connection of its own."""
+        rendezvous, secret, timeout_s = self._settings
+        return TorchStore(f"{rendezvous}/{prefix}", secret, timeout_s=timeout_s)
+
+    def clone(self) -> TorchStore:
+        """The same keys over another connection, kept as long as this one, since torch keeps only its own half."""
+        rendezvous, secret, timeout_s = self._settings
+        self._clones.append(TorchStore(rendezvous, secret, timeout_s=timeout_s))
+        return self._clones[-1]
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set a value."""
+        self._client.set({key: value.encode() if isinstance(value, str) else bytes(value)})
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, for which it waits."""
+        return self._get([key], self._settings[2])[0]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are there."""
+        self._get(keys, self._settings[2] if timeout is None else timeout.total_seconds())
+
+    def _get(self, keys: list[str], timeout_s: float) -> list[bytes]:
+        found = self._client.get(keys, timeout_s=timeout_s)
+        if found is None:
+            raise StoreLost(f"{', '.join(keys)} did not come within {timeout_s:g} s")
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return self._client.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number; the sum."""
+        return self._client.add(key, amount)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; whether it was there."""
+        return self._client.delete(key)
+
+    def close(self) -> None:
+        """End the connections."""
+        self._client.close()
+        for clone in self._clones:
+            clone.close()
 
 
 class ProcessGroup:
     """Processes that add up tensors and send each other bytes, until one of them is lost.
 
-    CPU tensors and bytes are sent by gloo, bound to one address; CUDA tensors by NCCL. After a `PeerLost` the group
+    CPU tensors and bytes are sent by gloo, bound to one address; CUDA tensors by NCCL. Bytes carry a code that takes
+    the secret to compute, and others are refused; tensors that are added up carry none. After a `PeerLost` the group
     cannot be used any more. A group of one process connects with nobody.
     """
 
@@ -93,17 +133,19 @@ class ProcessGroup:
         size: int,
         *,
         host: str,
+        secret: bytes,
         connect_s: float,
         timeout_s: float,
         device: torch.device | str = "cpu",
-        store: TCPStore | None = None,
+        store: KeyStore | None = None,
         nccl: NcclFactory | None = None,
         stopped: Callable[[], Sequence[str]] | None = None,
         fault: Fault = no_fault,
     ) -> None:
         """`rendezvous`: HOST:PORT/PREFIX of the store where the processes meet. `host`: the address that this process
-        listens on. `connect_s`: how long connecting may take. `timeout_s`: how long a collective may take. `store`:
-        the store of the rendezvous, in the process that serves it; kept as long as the group. `nccl`: makes the NCCL
+        listens on. `secret`: of the store. `connect_s`: how long connecting may take. `timeout_s`: how long a
+        collective may take. `store`: the store of the rendezvous, in the process that serves it for this group alone;
+        closed with the group. `nccl`: makes the NCCL
         group; by default torch's own, whose collectives cannot be aborted. `stopped`: asked every half second while a
         collective takes that long; it names the peers that will not answer, and the collective is given up."""
         self.rendezvous = rendezvous
@@ -111,6 +153,9 @@ class ProcessGroup:
         self.size = size
         self.host = host
         self.device = torch.device(device)
+        self._secret = secret
+        self._stores: list[TorchStore] = []
+        self._transfers: Counter[tuple[int, int]] = Counter()
         self._connect_timeout = timedelta(seconds=connect_s)
         self._timeout = timedelta(seconds=timeout_s)
         self._store = store
@@ -126,13 +171,13 @@ class ProcessGroup:
             return
         backend: Any = dist  # torch's type stubs know little of its process groups
         try:
-            store = open_store(self.rendezvous, timeout_s=self._connect_timeout.total_seconds())
+            store = TorchStore(self.rendezvous, self._secret, timeout_s=self._connect_timeout.total_seconds())
+            self._stores = [store]
             self._gloo = gloo_group(store, self.rank, self.size, host=self.host, timeout=self._connect_timeout)
-            if self.device.type == "cuda" and self._nccl_factory is not None:
-                self._nccl = self._nccl_factory(f"{self.rendezvous}/nccl", self.rank, self.size, self._timeout)
-            elif self.device.type == "cuda":
-                nccl_store = prefix_store("nccl", store)
-                self._nccl = backend.ProcessGroupNCCL(nccl_store, self.rank, self.size, self._timeout)
+            if self.device.type == "cuda":
+                self._stores.append(store.below("nccl"))
+                make = self._nccl_factory or backend.ProcessGroupNCCL
+                self._nccl = make(self._stores[-1], self.rank, self.size, self._timeout)
         except RuntimeError as error:
             raise PeerLost(f"the processes could not connect: {_first_line(error)}") from None
 
@@ -155,18 +200,37 @@ class ProcessGroup:
 
     def send(self, data: memoryview, to: int) -> None:
         """Send the bytes of a writable buffer to a rank that receives them."""
-        self._pass_on(self._gloo.send, torch.tensor([len(data)]), to, "announce")
+        code = self._code(self.rank, to)
+        length = len(data).to_bytes(8, "big")
+        code.update(length)
+        self._pass_on(self._gloo.send, _tensor(length + code.digest()), to, "announce")
         for chunk in torch.frombuffer(data, dtype=torch.uint8).split(_CHUNK):  # type: ignore[no-untyped-call]
+            code.update(chunk.numpy())
             self._pass_on(self._gloo.send, chunk, to, "send")
+        self._pass_on(self._gloo.send, _tensor(code.digest()), to, "send")
 
     def receive(self, source: int) -> memoryview:
-        """Receive the bytes that a rank sends."""
-        length = torch.zeros(1, dtype=torch.int64)
-        self._pass_on(self._gloo.recv, length, source, "announced")
-        body = torch.empty(int(length), dtype=torch.uint8)
+        """Receive the bytes that a rank sends; a `PeerLost` if they are not what a process with the secret sent."""
+        code = self._code(source, self.rank)
+        announced = torch.empty(8 + code.digest_size, dtype=torch.uint8)
+        self._pass_on(self._gloo.recv, announced, source, "announced")
+        length = announced.numpy()[:8].tobytes()
+        code.update(length)
+        _check_code(announced[8:], code, source)
+        body = torch.empty(int.from_bytes(length, "big"), dtype=torch.uint8)
         for chunk in body.split(_CHUNK):  # type: ignore[no-untyped-call]
             self._pass_on(self._gloo.recv, chunk, source, "receive")
+            code.update(chunk.numpy())
+        found = torch.empty(code.digest_size, dtype=torch.uint8)
+        self._pass_on(self._gloo.recv, found, source, "receive")
+        _check_code(found, code, source)
         return body.numpy().data
+
+    def _code(self, source: int, to: int) -> hmac.HMAC:
+        """The code of a transfer, to which its bytes are added; each transfer of a group has another one."""
+        self._transfers[source, to] += 1
+        about = f"{self.rendezvous} {source} {to} {self._transfers[source, to]}"
+        return hmac.new(self._secret, about.encode(), hashlib.sha256)
 
     def broadcast(self, data: bytes, source: int) -> bytes:
         """Give the `data` of the rank `source` to all ranks, which all call this."""
@@ -190,7 +254,12 @@ class ProcessGroup:
         """Drop the connections, so that nobody waits for this process any longer. May be called from any thread."""
         if self._nccl is not None and self._nccl_factory is not None:
             self._nccl.abort()
-        self._gloo = self._nccl = self._store = None
+        self._gloo = self._nccl = None
+        while self._stores:
+            self._stores.pop().close()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
     # Waiting ----------------------------------------------------------------------------------------------------------
 
@@ -256,6 +325,15 @@ class ProcessGroup:
         """Leave a collective that cannot end; its thread ends by the timeout, and only then may the group be freed."""
         held = (work, self._gloo, self._nccl)
         threading.Thread(target=_hold, args=(held, self._timeout), daemon=True).start()
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _check_code(found: torch.Tensor, code: hmac.HMAC, source: int) -> None:
+    if not hmac.compare_digest(found.numpy().tobytes(), code.digest()):
+        raise PeerLost(f"what rank {source} sent was changed on the way, or its sender does not know the secret")
 
 
 def _hold(held: tuple[Any, ...], timeout: timedelta) -> None:

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ebbflow.core.key_store import KeyStore, NotAuthenticated, StoreLost
 from ebbflow.data.ledger import Assignment
-from ebbflow.engines.process_group import Fault, PeerLost, ProcessGroup, no_fault, open_store, serve_store
+from ebbflow.engines.process_group import Fault, PeerLost, ProcessGroup, no_fault, open_store
 from ebbflow.engines.replica_ranks import ReplicaRanks
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
@@ -67,25 +68,21 @@ from ebbflow.live.membership_events import (
 )
 from ebbflow.live.protocol import (
     HEARTBEAT_INTERVAL_S,
-    STATUS_KEY,
-    LighthouseStatus,
     ReplicaConfig,
-    ReplicaStatus,
     fetch_heartbeat_ages,
     format_address,
     parse_address,
-    parse_status,
 )
 
-__all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransferableState", "fetch_statuses"]
+__all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransferableState"]
 
 _CONNECT_TIMEOUT_S = 10.0  # for the handshake, and for connecting
 _COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send heartbeats
 _QUORUM_TIMEOUT = timedelta(minutes=5)  # then the lighthouse is asked again: an answer may have been lost
-_STATUS_TIMEOUT_S = 2.0  # for reading the status of another replica
 _LEAVE_POLL_S = 0.1
 _PROBE_TIMEOUT_S = 2.0  # for finding out whether anybody listens at the address of the lighthouse
-_HANDSHAKE_POLL_S = 0.002
+_HANDSHAKE_POLL_S = 0.02
+_AFTER_REFUSAL_S = 1.0  # for handshakes to come after all, when this replica's store has refused a connection
 _BY_ALL_RANKS = (Connect, DropConnections, LoadCheckpoint, SendState, ReceiveState)
 """What every rank of a replica does, when rank 0 says so."""
 
@@ -124,13 +121,15 @@ class FleetConnection:
         job: Mapping[str, str],
         state: TransferableState,
         *,
+        secret: bytes,
         device: torch.device,
         ranks: ReplicaRanks | None = None,
         leaving: Callable[[], bool] = lambda: False,
         on_event: Callable[[str, str], None] = lambda what, text: None,
         fault: Fault = no_fault,
     ) -> None:
-        """`job`: what must be the same for all replicas. `ranks`: those of this replica. `leaving`: whether this
+        """`job`: what must be the same for all replicas. `secret`: of the job; other replicas prove that they have the
+        same, and whatever they send is authenticated by it. `ranks`: those of this replica. `leaving`: whether this
         replica was told to leave. `on_event(what, text)`: writes an event into the record."""
         self.config = config
         self.ranks = ranks or ReplicaRanks()
@@ -143,6 +142,7 @@ class FleetConnection:
             connect_timeout_s=_CONNECT_TIMEOUT_S,
         )
         self.name = self._new_name()
+        self._secret = secret
         self._device = device
         self._leaving = leaving
         self._on_event = on_event
@@ -152,7 +152,7 @@ class FleetConnection:
         self._group: ProcessGroup | None = None
         self._server: Any = None
         self._client: Any = None
-        self._store: Any = None
+        self._store: KeyStore | None = None
 
     def _new_name(self) -> str:
         return f"{self.config.replica}:{uuid.uuid4().hex[:12]}"
@@ -238,7 +238,7 @@ class FleetConnection:
     def publish(self, key: str, text: str) -> None:
         """Put a text into the store of this replica, where others can read it over the network."""
         if self._store is not None:
-            self._store.set(key, text)
+            self._store.set(key, text.encode())
 
     def close(self) -> None:
         """Close everything; the lighthouse forgets this replica when its heartbeat times out."""
@@ -301,7 +301,7 @@ class FleetConnection:
             case CheckHeartbeats():
                 return HeartbeatsReceived(ages=self._heartbeat_ages(), now=monotonic())
             case SendHandshake():
-                return self._exchange_handshakes(instruction)
+                self._exchange_handshakes(instruction)
             case Connect():
                 return self._connect(instruction)
             case LoadCheckpoint():
@@ -324,7 +324,8 @@ class FleetConnection:
         timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
         if problem := self._nobody_listens(monotonic() + _CONNECT_TIMEOUT_S):
             return self._unreachable(f"nobody answers at {self.config.lighthouse} ({problem})")
-        self._store = serve_store(self.config.bind)
+        self._close_store()
+        self._store = KeyStore(self.config.bind, self._secret)
         address = format_address(self.config.bind, self._store.port)
         try:
             self._server = torchft_api.manager_server(
@@ -363,8 +364,14 @@ class FleetConnection:
         if self._server is not None:
             with contextlib.suppress(RuntimeError):
                 self._server.shutdown()
-        self._server = self._client = self._store = None
+        self._server = self._client = None
+        self._close_store()
         self.name = self._new_name()
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
     def _drop(self) -> None:
         if self._group is not None:
@@ -405,31 +412,45 @@ class FleetConnection:
         # The request cannot be interrupted, so that it has a thread of its own.
         threading.Thread(target=ask, daemon=True, name="ebbflow-quorum").start()
 
-    def _exchange_handshakes(self, instruction: SendHandshake) -> MembershipEvent | None:
+    def _exchange_handshakes(self, instruction: SendHandshake) -> None:
         keys = [f"handshake/{rank}" for rank in range(instruction.size)]
+        answers: queue.SimpleQueue[tuple[Handshake, ...] | Exception] = queue.SimpleQueue()
+        refused_before = self._store.refused if self._store is not None else 0
+        refused_at: float | None = None
 
-        def failed(error: Exception) -> MembershipEvent:
-            self._pending = None
-            return HandshakeFailed(now=monotonic(), reason=f"the handshake failed: {error}")
+        def exchange() -> None:
+            try:
+                with open_store(instruction.rendezvous, self._secret, timeout_s=_CONNECT_TIMEOUT_S) as store:
+                    store.set({keys[instruction.rank]: instruction.handshake.encode().encode()})
+                    found = store.get(keys, timeout_s=_CONNECT_TIMEOUT_S)
+                if found is None:
+                    raise StoreLost("not all replicas answered")
+                answers.put(tuple(Handshake.decode(text) for text in found))
+            except (StoreLost, ValueError) as error:  # the store ended with the replica that had it
+                answers.put(error)
 
         def poll() -> MembershipEvent:
+            nonlocal refused_at
+            now = monotonic()
             try:
-                if not store.check(keys):
-                    sleep(_HANDSHAKE_POLL_S)
-                    return Tick(now=monotonic())
-                handshakes = tuple(Handshake.decode(store.get(key)) for key in keys)
-            except (RuntimeError, ValueError) as error:  # the store ended with the replica that had it
-                return failed(error)
+                answer = answers.get(timeout=_HANDSHAKE_POLL_S)
+            except queue.Empty:
+                if refused_at is None and self._store is not None and self._store.refused > refused_before:
+                    refused_at = now
+                if refused_at is None or now - refused_at < _AFTER_REFUSAL_S:
+                    return Tick(now=now)
+                answer = NotAuthenticated(
+                    "a replica that came to this one's store does not know the secret of this one"
+                )
             self._pending = None
-            return HandshakesReceived(now=monotonic(), handshakes=handshakes)
+            if isinstance(answer, Exception):
+                foreign = isinstance(answer, NotAuthenticated)
+                return HandshakeFailed(now=monotonic(), reason=f"the handshake failed: {answer}", foreign=foreign)
+            return HandshakesReceived(now=monotonic(), handshakes=answer)
 
-        try:
-            store = open_store(instruction.rendezvous, timeout_s=_CONNECT_TIMEOUT_S)
-            store.set(keys[instruction.rank], instruction.handshake.encode())
-        except (PeerLost, RuntimeError) as error:
-            return failed(error)
         self._pending = poll
-        return None
+        # Neither connecting nor waiting can be interrupted, so that they have a thread of their own.
+        threading.Thread(target=exchange, daemon=True, name="ebbflow-handshake").start()
 
     def _connect(self, instruction: Connect) -> MembershipEvent:
         own = instruction.names[instruction.rank]
@@ -439,10 +460,11 @@ class FleetConnection:
             instruction.rank,
             len(instruction.names),
             host=self.config.bind,
+            secret=self._secret,
             connect_s=_CONNECT_TIMEOUT_S,
             timeout_s=_COLLECTIVE_TIMEOUT_S,
             device=self._device,
-            nccl=lambda rendezvous, rank, size, timeout: torchft_api.nccl_group(rendezvous, own, rank, size, timeout),
+            nccl=torchft_api.nccl_group,
             stopped=lambda: without_heartbeat(others, self._heartbeat_ages(), self._heartbeat_timeout_s),
             fault=self._fault,
         )
@@ -481,16 +503,3 @@ class FleetConnection:
             return ConnectionFailed(now=monotonic(), reason=str(error))
         step, lineage = self.state.unpack(data)
         return StateReceived(now=monotonic(), step=step, lineage=lineage, size=len(data))
-
-
-def fetch_statuses(lighthouse: LighthouseStatus) -> dict[str, ReplicaStatus]:
-    """Read what the living replicas published, from the store of each; those that do not answer are left out."""
-    found = {}
-    for name, address in lighthouse.stores.items():
-        if name in lighthouse.heartbeat_ages:
-            with contextlib.suppress(PeerLost, RuntimeError):
-                store = open_store(address, timeout_s=_STATUS_TIMEOUT_S)
-                status = parse_status(store.get(STATUS_KEY)) if store.check([STATUS_KEY]) else None
-                if status is not None:
-                    found[name] = status
-    return found

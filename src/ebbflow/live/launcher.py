@@ -34,6 +34,7 @@ from ebbflow.live.protocol import (
     FINAL_WEIGHTS,
     HEARTBEAT_TIMEOUT_MS,
     FleetConfig,
+    create_secret,
     format_address,
     is_loopback,
     local_address_towards,
@@ -147,6 +148,7 @@ def launch_fleet(
     with _hold_folder(folder):
         if from_scratch:
             _move_aside(folder)
+        create_secret(folder)
         process = LighthouseProcess(folder / "lighthouse", options)
         write_fleet_file(folder, job=name, lighthouse=process.address, command=program)
         config = FleetConfig(
@@ -200,6 +202,7 @@ def join_fleet(
         allow_changes=int(allow_changes),
     )
     own = replica_name(name)
+    create_secret(config.folder)
     run = Job(command=program, fleet=config, gpus=gpus)
     with (
         _hold_folder(replica_folder(config.folder, own)),

@@ -37,7 +37,7 @@ from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished
 from ebbflow.live.faults import ScriptedFaults
 from ebbflow.live.live_engine import LiveEngine, StepSizes, by_policy
 from ebbflow.live.membership import describe_difference, initial_lineage
-from ebbflow.live.protocol import FINAL_WEIGHTS, STATUS_KEY, ReplicaConfig, newest_checkpoint
+from ebbflow.live.protocol import FINAL_WEIGHTS, STATUS_KEY, ReplicaConfig, create_secret, newest_checkpoint
 from ebbflow.live.replica_files import Checkpoints, ReplicaRecord, StatusFile, read_checkpoint
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.policies import make_policy
@@ -145,7 +145,8 @@ class LiveSession(Session):
         self._checkpoints = Checkpoints(self.fleet.folder / "checkpoints", on_event=self._event)
         device = next(model.parameters()).device
         self._connection = FleetConnection(
-            self.fleet, self._job, self, device=device, ranks=self._ranks, leaving=self._leaving,
+            self.fleet, self._job, self, secret=create_secret(self.fleet.folder), device=device, ranks=self._ranks,
+            leaving=self._leaving,
             on_event=self._event, fault=self._fault,
         )  # fmt: skip
         self._status = StatusFile(

@@ -78,6 +78,7 @@ __all__ = [
 _RETRY_PAUSE_S = 0.2  # before an unreachable lighthouse is tried again
 _OBJECTION_PAUSE_S = 0.1  # before the lighthouse is asked for a better quorum
 _MAX_OBJECTIONS = 5
+_MAX_FOREIGN = 3  # attempts with another secret, before a replica that never met one with its own gives up
 _EXPLAIN_AFTER_S = 10.0  # for which a replica waits for the others without a word
 _LINEAGE_BITS = 48  # a double, and so any reader of JSON, holds such a number exactly
 
@@ -255,6 +256,8 @@ class Membership:
         self._wait_for_others_until = 0.0
         self._handshake_deadline = 0.0
         self._next_heartbeat_check = 0.0
+        self._met_others = False  # has exchanged handshakes, so that its secret is that of the fleet
+        self._foreign = 0  # attempts that failed because another replica has another secret
         self._reported = ""
         self._waiting_since = 0.0
         self._explained = False  # why this replica waits
@@ -413,6 +416,7 @@ class Membership:
 
     def _on_handshakes_received(self, event: HandshakesReceived) -> list[Instruction]:
         assert self._forming is not None
+        self._met_others = self._met_others or len(event.handshakes) > 1
         if any(handshake.objects for handshake in event.handshakes):
             self._objections += 1
             reason = "the lighthouse left out a replica that still sends heartbeats"
@@ -548,7 +552,20 @@ class Membership:
 
     # When something fails ---------------------------------------------------------------------------------------------
 
-    def _on_failure(self, event: HandshakeFailed | ConnectionFailed | StepFailed) -> list[Instruction]:
+    def _on_handshake_failed(self, event: HandshakeFailed) -> list[Instruction]:
+        if not event.foreign or self._met_others:
+            # Whoever can reach the lighthouse can take a place in a quorum without knowing the secret. It must not end
+            # those that do know it.
+            return self._fail(event.reason, event.now, _OBJECTION_PAUSE_S if event.foreign else 0.0)
+        self._foreign += 1
+        if self._foreign < _MAX_FOREIGN:
+            return self._fail(event.reason, event.now, _OBJECTION_PAUSE_S)
+        self.name = self.store = ""
+        self.phase = MembershipPhase.REFUSED
+        difference = "its secret (EBBFLOW_SECRET, or the file secret in the folder of the job) is not that of the fleet"
+        return [Unregister(), Refuse(difference)]
+
+    def _on_failure(self, event: ConnectionFailed | StepFailed) -> list[Instruction]:
         return self._fail(event.reason, event.now)
 
     def _fail(self, reason: str, now: float, pause_s: float = 0.0) -> list[Instruction]:
@@ -586,7 +603,7 @@ _HANDLERS: Mapping[type[MembershipEvent], _Handler] = {
         {MembershipPhase.ASKING, MembershipPhase.CHECKING, MembershipPhase.HANDSHAKE},
     ),
     HandshakesReceived: (Membership._on_handshakes_received, {MembershipPhase.HANDSHAKE}),
-    HandshakeFailed: (Membership._on_failure, {MembershipPhase.HANDSHAKE}),
+    HandshakeFailed: (Membership._on_handshake_failed, {MembershipPhase.HANDSHAKE}),
     GroupConnected: (Membership._on_group_connected, {MembershipPhase.CONNECTING}),
     ConnectionFailed: (Membership._on_failure, {MembershipPhase.CONNECTING, MembershipPhase.HEALING}),
     CheckpointLoaded: (Membership._on_checkpoint_loaded, {MembershipPhase.LOADING}),

@@ -173,6 +173,8 @@ class HandshakeFailed(MembershipEvent):
     """The store where the replicas meet cannot be used."""
 
     reason: str
+    foreign: bool = False
+    """Whether this replica and another one do not have the same secret."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

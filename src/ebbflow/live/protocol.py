@@ -5,6 +5,7 @@ status file (`ReplicaStatus`, replaced as a whole, about twice per second), its 
 says whether an error ended it. SIGTERM tells it to leave: it finishes its step and leaves.
 
     <folder>/fleet.json                    who launched what, and the address of the lighthouse
+    <folder>/secret                        what the replicas prove to each other that they know; only for its owner
     <folder>/lighthouse/log.txt
     <folder>/replicas/<name>/log.txt       everything that the replica printed, of all incarnations
     <folder>/replicas/<name>/status.json   what it is doing now
@@ -15,6 +16,7 @@ says whether an error ended it. SIGTERM tells it to leave: it finishes its step 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import ipaddress
@@ -22,6 +24,7 @@ import json
 import math
 import os
 import re
+import secrets
 import socket
 import time
 import typing
@@ -32,15 +35,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from ebbflow.core.files import read_text, write_whole
+from ebbflow.core.key_store import KeyStoreClient, StoreLost
 from ebbflow.core.spec import param
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, OutputError
 
 __all__ = [
     "DEFAULT_PORT", "EXIT_RESTART", "FINAL_WEIGHTS", "HEARTBEAT_INTERVAL_S", "HEARTBEAT_TIMEOUT_MS", "LOOPBACK",
-    "STATUS_KEY",
-    "FleetConfig", "LighthouseStatus", "ReplicaConfig", "ReplicaStatus", "checkpoint_files", "fetch_heartbeat_ages",
-    "fetch_lighthouse_status", "find_folder", "format_address", "is_loopback", "local_address_towards",
-    "newest_checkpoint",
+    "SECRET_VARIABLE", "STATUS_KEY", "FleetConfig", "LighthouseStatus", "ReplicaConfig", "ReplicaStatus",
+    "checkpoint_files", "create_secret", "fetch_heartbeat_ages", "fetch_lighthouse_status", "fetch_statuses",
+    "find_folder", "find_secret", "format_address", "is_loopback", "local_address_towards", "newest_checkpoint",
     "parse_address", "parse_bind", "parse_heartbeat_ages", "parse_lighthouse_page", "parse_status",
     "read_lighthouse_address", "read_status", "read_statuses", "replica_folder", "write_fleet_file",
 ]  # fmt: skip
@@ -57,6 +60,10 @@ EXIT_RESTART = 75
 FINAL_WEIGHTS = "weights.pt"
 """Name of the file with the final weights, in the folder of a job."""
 _CHECKPOINT_NAME = re.compile(r"step-(\d{9})-[0-9a-f]{12}\.ckpt")
+SECRET_VARIABLE = "EBBFLOW_SECRET"
+"""Environment variable with the secret of the job; without it, the file in the folder of the job has it."""
+_SECRET_FILE = "secret"
+_SHORTEST_SECRET = 16
 STATUS_KEY = "ebbflow/status"
 """Key of a replica's status in its store, for those who cannot read its files."""
 
@@ -234,6 +241,67 @@ def replica_folder(folder: Path, replica: str) -> Path:
     return folder / "replicas" / replica
 
 
+def create_secret(folder: Path, environment: Mapping[str, str] | None = None) -> bytes:
+    """Find the secret of a job, and make one if there is none: a file that only its owner can read."""
+    if (os.environ if environment is None else environment).get(SECRET_VARIABLE):
+        return find_secret(folder, environment)
+    path = folder / _SECRET_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = path.with_name(f".{_SECRET_FILE}.{os.getpid()}")
+        with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+        try:
+            os.link(own, path)  # at once whole, and never over the secret of another process
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links, such as a mounted bucket
+            if not path.exists():
+                own.replace(path)
+        own.unlink(missing_ok=True)
+    except OSError as problem:
+        raise OutputError(
+            f"{path}: cannot be written: {problem.strerror}; choose another folder, or set {SECRET_VARIABLE}"
+        ) from None
+    return find_secret(folder, environment)
+
+
+def find_secret(folder: Path | None, environment: Mapping[str, str] | None = None) -> bytes:
+    """Find the secret of a job: that of the environment, else that of the folder. All its replicas have the same.
+
+    >>> find_secret(None, {"EBBFLOW_SECRET": "0123456789abcdef"})
+    b'0123456789abcdef'
+    """
+    said = (os.environ if environment is None else environment).get(SECRET_VARIABLE, "").strip()
+    where = SECRET_VARIABLE
+    if not said:
+        advice = (
+            f"set {SECRET_VARIABLE} to the secret of the job, which is in the file {_SECRET_FILE} of the folder where "
+            f"ebbflow launch began it, or copy that file"
+        )
+        if folder is None:
+            raise ConfigError(f"the secret of this fleet is not known here: {advice}")
+        path = folder / _SECRET_FILE
+        where = str(path)
+        try:
+            mode, said = path.stat().st_mode, path.read_text().strip()
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such file; {advice} to here") from None
+        except (OSError, UnicodeDecodeError) as problem:
+            raise ConfigError(f"{path}: cannot be read: {problem}; {advice} to here") from None
+        if mode & 0o077:
+            raise ConfigError(
+                f"{path} can be read by others (mode {mode & 0o777:o}); expected 600: run chmod 600 {path}, or, where "
+                f"the file system has no modes, delete it and set {SECRET_VARIABLE}"
+            )
+    if len(said) < _SHORTEST_SECRET:
+        raise ConfigError(
+            f"the secret in {where} has {len(said)} characters; expected at least {_SHORTEST_SECRET}: for example "
+            f"what `openssl rand -hex 32` prints"
+        )
+    return said.encode()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaStatus:
     """What a replica is doing, as its status file says. Until its first step, most of it may be unknown."""
@@ -356,6 +424,7 @@ def find_folder(address: str, below: Path) -> Path | None:
 # The status page of the lighthouse ------------------------------------------------------------------------------------
 
 _PAGE_TIMEOUT_S = 5.0
+_STATUS_TIMEOUT_S = 2.0  # for reading the status of another replica
 _PAGE_BYTES = 10_000_000
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the lighthouse is never behind a proxy
 _QUORUM_ID = re.compile(r"Previous quorum id:\s*(\d+)")
@@ -449,3 +518,21 @@ def fetch_lighthouse_status(lighthouse: str) -> LighthouseStatus:
 def _fetch_page(lighthouse: str, timeout_s: float) -> str:
     with _OPENER.open(f"http://{lighthouse}/status", timeout=timeout_s) as answer:
         return str(answer.read(_PAGE_BYTES).decode("utf-8", "replace"))
+
+
+def fetch_statuses(lighthouse: LighthouseStatus, secret: bytes) -> dict[str, ReplicaStatus]:
+    """Read what the living replicas published, from the store of each; those that do not answer are left out.
+
+    Both sides prove that they know the secret of the job.
+    """
+    found = {}
+    for name, address in lighthouse.stores.items():
+        if name in lighthouse.heartbeat_ages:
+            with contextlib.suppress(ConfigError, StoreLost):
+                host, port = parse_address(address)
+                with KeyStoreClient(host, port, secret, timeout_s=_STATUS_TIMEOUT_S) as store:
+                    said = store.get([STATUS_KEY], timeout_s=0.0)
+                status = parse_status(said[0]) if said is not None else None
+                if status is not None:
+                    found[name] = status
+    return found

@@ -123,10 +123,14 @@ def request_quorum(client: Any, *, step: int, commit_failures: int, timeout: tim
     )
 
 
-def nccl_group(rendezvous: str, name: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """Connect torchft's NCCL group, which aborts a collective that hangs; torch's own would end the process."""
+def nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Connect torchft's NCCL group, which aborts a collective that hangs; torch's own would end the process.
+
+    Its `configure` would look for the others at a TCPStore, which answers everybody; the rest of it is this.
+    """
     load_compiled_part()
     module = require("torchft.process_group", extra="live", needed_for="a fleet of GPUs")
     group = module.ProcessGroupNCCL(timeout)
-    group.configure(rendezvous, name, rank, size)
+    group._rank = rank
+    group._pg = group._create_pg(store, rank, size)
     return group

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from distributed import get_worker
 
+from ebbflow.core.key_store import KeyStore
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.allreduce import StepAllReduce, StepPart
 from ebbflow.engines.base import Gradients
@@ -34,7 +35,7 @@ from ebbflow.engines.dask.distributed_api import (
     to_serialize,
     worker_threads,
 )
-from ebbflow.engines.process_group import PeerLost, ProcessGroup, serve_store
+from ebbflow.engines.process_group import PeerLost, ProcessGroup
 from ebbflow.engines.replica_step import Fetch, Loss, Precision, ReplicaStep
 from ebbflow.moments.meters import squared_norms
 from ebbflow.torch_api import foreach_copy_
@@ -296,7 +297,7 @@ class _RunOnWorker:
     host: str
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "ebbflow"))
     replica: DaskReplica | None = None
-    store: Any = None
+    store: KeyStore | None = None
 
     def start(self, *, blueprint: bytes, data: bytes, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -309,9 +310,16 @@ class _RunOnWorker:
     def step(self, *, apply: ApplyStep | None, task: WorkerTask) -> Any:
         return self._replica.step(apply, task)
 
-    def open_store(self) -> tuple[str, int]:
-        self.store = serve_store(self.host)
+    def open_store(self, *, secret: bytes) -> tuple[str, int]:
+        self._close_store()
+        self.store = KeyStore(self.host, secret)
         return self.host, self.store.port
+
+    def _close_store(self) -> None:
+        """Close a store whose group was never formed."""
+        if self.store is not None:
+            self.store.close()
+        self.store = None
 
     def join(self, *, apply: ApplyStep | None, group: dict[str, Any], **options: Any) -> None:
         store, self.store = self.store, None
@@ -325,6 +333,7 @@ class _RunOnWorker:
         self._replica.load_state(content)
 
     def stop(self) -> None:
+        self._close_store()
         if self.replica is not None:
             self.replica.leave()
         self.replica = None

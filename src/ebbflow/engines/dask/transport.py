@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -143,7 +144,10 @@ class AllReduceTransport(_Caller):
         self.blueprint = blueprint
         self._batch_norm = LocalBatchNorm(blueprint.model)
         connect_s = min(_CONNECT_S, timeout_s)
-        self._group_options = {"device": blueprint.device, "timeout_s": timeout_s, "connect_s": connect_s}
+        self._secret = secrets.token_bytes(32)  # of the workers of this run, who learn it over Dask's own connections
+        self._group_options = {
+            "device": blueprint.device, "timeout_s": timeout_s, "connect_s": connect_s, "secret": self._secret,
+        }  # fmt: skip
         self._connected: tuple[str, ...] = ()
         self._tasks: Sequence[WorkerTask] = ()
         self._holders: dict[str, int | None] = {}  # workers with the state of the last step, by number of arrival
@@ -204,7 +208,7 @@ class AllReduceTransport(_Caller):
             if self.call({ranks[0]: ("load_state", {"content": self._saved})}) is None:
                 return False
             source = 0
-        opened = self.call({ranks[0]: ("open_store", {})})
+        opened = self.call({ranks[0]: ("open_store", {"secret": self._secret})})
         if opened is None:
             return False
         host, port = opened[ranks[0]]
