@@ -116,6 +116,57 @@ class BackAndForth(Rule):
         return state
 
 
+@dataclass(frozen=True)
+class ThreeBranches(Rule):
+    """Trains four steps after step 2 three times, at 1, 1/2 and 2 times the linear rate, and keeps those of `winner`.
+
+    Each branch is scored for two steps, at the average of its last two weights. The steps of the branches are 3 to 8, 9
+    to 14 and 15 to 20.
+    """
+
+    winner: int = 0
+
+    @property
+    def guards(self) -> bool:
+        return True
+
+    def init(self) -> Any:
+        return []
+
+    def scale(self, context: StepContext, state: Any) -> tuple[Scaling, Any]:
+        branch, place = divmod(context.step - 3, 6)
+        if not 3 <= context.step <= 20:
+            branch, place = (0 if context.step < 3 else self.winner), 0
+        factor = (1.0, 0.5, 2.0)[branch]
+        return Scaling(lr=context.ratio * factor if place < 4 else 0.0), state
+
+    def review(self, context: StepContext, loss: float, state: Any) -> tuple[Verdict, Any]:
+        branch, place = divmod(context.step - 3, 6)
+        if context.step == 2:
+            return "branch", state
+        if context.step < 3 or context.step > 20:
+            return "release", state
+        if place == 5 and branch == 2:
+            return ("adopt last" if self.winner == 2 else "adopt"), [*state, loss]
+        if place == 5:
+            return ("lead" if branch == 0 or self.winner == branch else "next"), [*state, loss]
+        verdicts: dict[int, Verdict] = {2: "average", 3: "score average"}
+        return verdicts.get(place, "continue"), state
+
+    def after_restore(self, snapshot: Any, state: Any) -> Any:
+        return state
+
+
+@dataclass(frozen=True)
+class FromStepThree(Rule):
+    """The linear rate, times a factor from step 3 on."""
+
+    factor: float
+
+    def scale(self, context: StepContext, state: Any) -> tuple[Scaling, Any]:
+        return Scaling(lr=context.ratio * (self.factor if context.step > 2 else 1.0)), state
+
+
 def weights_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([tensor.double().flatten() for tensor in model.state_dict().values()])
 

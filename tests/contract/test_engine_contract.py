@@ -17,7 +17,9 @@ from contract.suite import (
     VOID,
     BackAndForth,
     Fetched,
+    FromStepThree,
     Outcome,
+    ThreeBranches,
     changing_plan,
     make_data,
     make_engine,
@@ -29,6 +31,7 @@ from ebbflow.data.permutation import Permutation
 from ebbflow.engines.base import Engine, EngineParts, Faults
 from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.record import StepRow
+from ebbflow.rules.rule import Rule
 from ebbflow.run.flow import Flow
 
 every_engine = pytest.mark.parametrize("case", [case.param() for case in CASES], indirect=True)
@@ -198,6 +201,21 @@ def test_loss_and_statistics_of_a_counted_loss_are_those_of_the_gradient_that_is
     assert sum(gradients.measurement.sq_mean) == pytest.approx(norm_sq, rel=1e-9)
 
 
+def run_steps(case: EngineCase, rule: str | Rule, steps: int) -> tuple[Flow, list[StepRow]]:
+    """So many steps of four workers and 16 samples, with batch norm."""
+    optimizers = []
+
+    def noting(parts: EngineParts) -> Engine:
+        optimizers.append(parts.optimizer)
+        assert case.maker is not None
+        return case.maker(parts)
+
+    with make_engine(noting, BatchPlan.constant(4, 16), Fetched(), batch_norm=True, rule=rule) as engine:
+        flow = Flow(engine, optimizers[0], Ledger(samples=SAMPLES), total_samples=3 * SAMPLES)
+        rows = [row for _ in range(steps) if (row := flow.run_step()) is not None]
+    return flow, rows
+
+
 @driven_here
 def test_a_run_that_goes_back_to_a_snapshot_ends_as_if_nothing_had_happened(case: EngineCase) -> None:
     """Steps 3 to 6 are given back, then 7 to 9; the ledger goes back with the weights, and no sample counts twice.
@@ -205,22 +223,8 @@ def test_a_run_that_goes_back_to_a_snapshot_ends_as_if_nothing_had_happened(case
     An epoch of 97 samples is five steps of 16, one of 15 and one of 2: 16 + 16 + 15 + 2 and 16 + 16 + 15 go back.
     """
 
-    def run(rule: str | BackAndForth, steps: int) -> tuple[Flow, list[StepRow]]:
-        optimizers = []
-
-        def noting(parts: EngineParts) -> Engine:
-            optimizers.append(parts.optimizer)
-            assert case.maker is not None
-            return case.maker(parts)
-
-        plan = BatchPlan.constant(4, 16)
-        with make_engine(noting, plan, Fetched(), batch_norm=True, rule=rule) as engine:
-            flow = Flow(engine, optimizers[0], Ledger(samples=SAMPLES), total_samples=3 * SAMPLES)
-            rows = [row for _ in range(steps) if (row := flow.run_step()) is not None]
-        return flow, rows
-
-    flow, rows = run(BackAndForth(), 16)
-    plain, undisturbed = run("linear", 9)
+    flow, rows = run_steps(case, BackAndForth(), 16)
+    plain, undisturbed = run_steps(case, "linear", 9)
     assert [row.step for row in rows] == list(range(16)), "steps go on counting"
     assert {row.step: row.stats["given_back"] for row in rows if "given_back" in row.stats} == {6: 49.0, 9: 47.0}
     kept = [row for row in rows if row.step < 3 or row.step > 9]
@@ -229,6 +233,26 @@ def test_a_run_that_goes_back_to_a_snapshot_ends_as_if_nothing_had_happened(case
     assert flow.ledger == plain.ledger
     assert flow.snapshot is None, "released after step 11"
     assert flow.optimizer.state_dict()["rule_state"] == 2
+    torch.testing.assert_close(weights_of(flow.engine.model), weights_of(plain.engine.model), rtol=1e-9, atol=1e-12)
+
+
+@driven_here
+@pytest.mark.parametrize(("winner", "factor"), [(1, 0.5), (2, 2.0)])
+def test_of_three_branches_only_the_winner_leaves_a_trace(case: EngineCase, winner: int, factor: float) -> None:
+    """An epoch has steps of 16, 16, 16, 16, 16, 15 and 2 samples: three before the branches, whose four take 16 + 16 +
+    15 + 2 and whose scores take 16 + 16 of the next epoch.
+    """
+    flow, rows = run_steps(case, ThreeBranches(winner), 24)
+    plain, undisturbed = run_steps(case, FromStepThree(factor), 10)
+    trained, scored = 49, 32
+    given_back = {row.step: row.stats["given_back"] for row in rows if "given_back" in row.stats}
+    assert given_back == {8: trained + scored, 14: trained + scored, 20: scored}
+    kept = [row for row in rows if row.step < 3 or row.step > 20 or 3 + 6 * winner <= row.step < 7 + 6 * winner]
+    assert [(row.epoch, row.samples) for row in kept] == [(row.epoch, row.samples) for row in undisturbed]
+    assert [row.loss for row in kept] == pytest.approx([row.loss for row in undisturbed], rel=1e-9)
+    scores = [rows[step].loss for step in (8, 14, 20)]
+    assert flow.optimizer.state_dict()["rule_state"] == scores and len(set(scores)) == 3
+    assert flow.ledger == plain.ledger and flow.branches is None
     torch.testing.assert_close(weights_of(flow.engine.model), weights_of(plain.engine.model), rtol=1e-9, atol=1e-12)
 
 

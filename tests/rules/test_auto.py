@@ -14,8 +14,10 @@ from ebbflow import RunConfig, train
 from ebbflow.errors import PlanError, SpecError
 from ebbflow.moments.estimate import Moments
 from ebbflow.report.report_page import write_report
+from ebbflow.rules import auto_rule
 from ebbflow.rules.auto_rule import Auto
 from ebbflow.rules.rule import StepContext, make_rule
+from ebbflow.run.loop import Callbacks
 
 AUTO = Auto()
 # S = 4. With V = 16 and a signal of 1 the noise of a reference batch is 2, so the gain is (2 + 1)/(2/4 + 1) = 2. The
@@ -98,14 +100,12 @@ def test_after_two_restores_and_after_the_warm_up_nothing_is_guarded() -> None:
     verdicts, _ = seen([2.0 - 0.01 * i for i in range(51)])
     assert verdicts.index("release") == 49
     assert verdicts.count("snapshot") == 1600 // 80 - 1, "after every hundredth of the run, but not after the last"
-    assert not make_rule("auto(restores=0)").guards
+    assert not make_rule("auto(guard=false, probe=false)").guards
 
 
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(SpecError, match="auto: limit is 2; expected 0"):
         make_rule("auto(limit=2)")
-    with pytest.raises(SpecError, match="auto: restores is -1; expected 0 or more"):
-        make_rule("auto(restores=-1)")
 
 
 @pytest.mark.parametrize("step_time", ["fit", "1h/ep"])
@@ -136,3 +136,129 @@ def test_the_report_shows_the_coefficient_and_that_the_run_went_back(tmp_path: P
     page = (tmp_path / "report" / "index.html").read_text()
     assert "Coefficient" in page and "Given back" not in page
     assert "went back to a snapshot" in page
+
+
+# -- the probe ---------------------------------------------------------------------------------------------------------
+
+# Steps of 32 samples at S = 4, in a run of 20,000 steps whose epochs have 10,000: nothing is guarded any more. A branch
+# has 60 steps, and 64 more of 32 samples score it.
+LONG = replace(STEP, samples=64_000, total_samples=640_000, epoch_samples=320_000, workers=4)
+READY = {**Auto(guard=False).init(), "worth": 1e6, "fixed": 2.0}
+
+
+def probed(rule: Auto, losses: dict[int, float], *, workers: dict[int, int] | None = None) -> tuple[list[str], Any]:
+    """The verdicts of a probe and the state after it: `losses` by branch while they are scored, else 2."""
+    state, verdicts, context = dict(READY), [], LONG
+    for number in range(400):
+        context = replace(LONG, step=number, workers=(workers or {}).get(number, 4))
+        probe = state["probe"]
+        scored = probe is not None and probe["steps"] >= 60
+        scaling, state = rule.scale(context, state)
+        assert (scaling.lr == 0) == scored, "nothing is learned where a branch is scored"
+        loss = losses[probe["branch"]] + 0.001 * (number % 3) if scored else 2.0
+        verdict, state = rule.review(context, loss, json.loads(json.dumps(state)))
+        verdicts.append(verdict)
+        if number and state["probe"] is None:
+            break
+    return verdicts, state
+
+
+def counted(verdicts: list[str]) -> list[tuple[str, int]]:
+    """The verdicts with how often each is repeated."""
+    runs: list[tuple[str, int]] = []
+    for verdict in verdicts:
+        runs = [*runs[:-1], (verdict, runs[-1][1] + 1)] if runs and runs[-1][0] == verdict else [*runs, (verdict, 1)]
+    return runs
+
+
+def test_a_probe_compares_three_coefficients_over_the_same_steps() -> None:
+    branch = [("continue", 30), ("average", 29), ("score average", 1), ("continue", 63)]
+    verdicts, state = probed(Auto(guard=False), {0: 2.0, 1: 1.9, 2: 1.8})
+    assert counted(verdicts) == [("branch", 1), *branch, ("lead", 1), *branch, ("lead", 1), *branch, ("adopt last", 1)]
+    assert (state["coefficient"], state["probed"], state["probes"]) == (2.0, 2.0, 1)
+    # What was computed and not kept: three branches of 124 steps, of which 60 stay.
+    scaling, after = AUTO.scale(LONG, state)
+    assert (scaling.stats["probed"], after["probed"]) == (2.0, None)
+    assert scaling.lr == pytest.approx(4.0), "twice the gain of 2, and at most S = 4"
+
+
+@pytest.mark.parametrize(
+    ("losses", "coefficient", "verdicts"),
+    [
+        ({0: 2.0, 1: 1.99, 2: 1.985}, 1.0, ["lead", "next", "adopt"]),  # 0.75 % better at most
+        ({0: 2.0, 1: 1.9, 2: 2.5}, 0.5, ["lead", "lead", "adopt"]),
+        ({0: 2.0, 1: math.inf, 2: 1.9}, 2.0, ["lead", "next", "adopt last"]),
+    ],
+)
+def test_another_coefficient_must_be_clearly_better(
+    losses: dict[int, float], coefficient: float, verdicts: list[str]
+) -> None:
+    found, state = probed(Auto(guard=False), losses)
+    assert [one for one in found if one in ("lead", "next", "adopt", "adopt last")] == verdicts
+    assert state["coefficient"] == coefficient
+
+
+def test_a_change_of_the_workers_abandons_a_probe() -> None:
+    """In the first branch its steps stay; where it is scored, and later, the run goes on from its end."""
+    for number, verdict in {20: "release", 90: "adopt last", 200: "adopt", 300: "adopt"}.items():
+        found, state = probed(Auto(guard=False), {0: 2.0, 1: 1.0, 2: 1.0}, workers={number: 5})
+        assert (len(found), found[-1]) == (number + 1, verdict)
+        assert (state["coefficient"], state["probed"]) == (1.0, 0.0)
+
+
+def test_probes_are_due_only_where_they_fit() -> None:
+    auto = Auto(guard=False)
+
+    def verdict(state: Any = READY, **changes: Any) -> str:
+        return auto.review(replace(LONG, **changes), 2.0, dict(state))[0]
+
+    assert verdict() == "branch"
+    assert verdict(total_samples=0) == "release", "a run without an end has no probes"
+    assert verdict(samples=16_000) == "release", "5 % of the samples are 32,000"
+    assert verdict(epoch_samples=3_000) == "release", "a branch takes 124 steps of 32 samples, 3,968"
+    assert verdict(samples=320_000 - 3_968) == "release", "it would end in the next epoch"
+    # It gives back 2 x 60 + 3 x 64 steps, 9,984 samples, and 5 % of 640,000 are 32,000.
+    assert verdict({**READY, "given_back": 22_016}) == "branch"
+    assert verdict({**READY, "given_back": 22_017}) == "release"
+    assert verdict({**READY, "worth": 0.0}, total_samples=6_400_000, samples=330_000) == "release", "the warm-up"
+    assert Auto(guard=False, probe=False).review(LONG, 2.0, dict(READY))[0] == "release"
+    # At the gain of S nothing above it is tried, and without lower ones there is nothing to compare.
+    assert Auto(guard=False, lower=False).review(LONG, 2.0, {**READY, "fixed": 4.0})[0] == "release"
+
+
+class Killed(BaseException):
+    """A kill -9, as far as the run is concerned."""
+
+
+def test_a_run_killed_at_every_step_of_a_probe_equals_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Branches of 4 steps, scored in 2 more: what the account says was given back is what was computed too often."""
+    for name, value in {"_BRANCH": 4, "_SCORED": 8, "_SCORES": 2, "_COST": 0.8, "_PROBES_AT": (0.3, 0.6)}.items():
+        monkeypatch.setattr(auto_rule, name, value)
+    config = RunConfig(workload="digits-mlp", trace="constant(workers=16)", rule="auto(limit=0.1)", epochs=4, lr=0.01)
+    whole = train(config, tmp_path / "whole")
+    events = [event for event in whole.events if event.what == "probe"]
+    assert len(events) == 2
+    inside = [row.step for row in whole.steps if "probe" in row.stats]
+    assert len(inside) == 2 * 3 * 6
+
+    def killed_at(step: int) -> Callbacks:
+        def on_step(row: Any) -> None:
+            if row.step == step:
+                raise Killed
+
+        return Callbacks(on_step=on_step)
+
+    for step in inside:
+        with pytest.raises(Killed):
+            train(config, tmp_path / "killed", callbacks=killed_at(step), checkpoint_every_s=0)
+    killed = train(config, tmp_path / "killed")
+    assert killed.end is not None and whole.end is not None
+    assert killed.end.weights_sha256 == whole.end.weights_sha256
+    assert [row.stats for row in killed.steps] == [row.stats for row in whole.steps]
+    assert [event for event in killed.events if event.what == "probe"] == events
+    computed = sum(row.batch for row in whole.steps)
+    assert computed - sum(row.stats.get("given_back", 0) for row in whole.steps) == whole.end.samples
+    write_report(tmp_path / "whole", out=tmp_path / "report")
+    assert "2 probes, of which" in (tmp_path / "report" / "index.html").read_text()

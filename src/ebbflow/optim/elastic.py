@@ -479,7 +479,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             step = self._ranks.agree(step)
         self.stop_requested = step.stop
         if not step.weight > 0:
-            self._skip(self._context(batch=micro_batch.batch, workers=micro_batch.workers))
+            self.skip_step(self._context(batch=micro_batch.batch, workers=micro_batch.workers))
             return
         if taken.weight > 0:
             taken.put_back()
@@ -528,7 +528,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         elif not _UnscaledStep(self.param_groups, update).run(self._scaler):
             if self._meter is not None:
                 self._meter.discard()
-            self._skip(context)
+            self.skip_step(context)
 
     def update(self, context: StepContext, measurement: Measurement | None = None, norm: float | None = None) -> Update:
         """Take one step with the mean gradient in `.grad`: ask the rule, scale the rates, step, restore the rates.
@@ -543,7 +543,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             if not math.isfinite(norm) and self.on_nonfinite != "ignore":
                 if self.on_nonfinite == "stop":
                     raise Diverged(f"the norm of the gradient is {norm} at step {context.step}")
-                return self._skip(context)
+                return self.skip_step(context)
             if self.clip is not None:
                 stats = {"gradient_norm": norm, "clipped": float(norm > self.clip)}
                 if norm > self.clip:
@@ -596,7 +596,12 @@ class ElasticOptimizer(torch.optim.Optimizer):
         """
         self._rule_state = self.rule.after_restore(self._rule_state, reviewed)
 
-    def _skip(self, context: StepContext) -> Update:
+    def rule_interrupted(self) -> None:
+        """Called when the states that the rule had asked to keep were not saved with this one."""
+        self._rule_state = self.rule.interrupted(self._rule_state)
+
+    def skip_step(self, context: StepContext) -> Update:
+        """Count the samples of a step whose gradient is not used."""
         self._set_base_rates(context)
         stats = {"skipped": 1.0} | ({"progress": self._progress} if self.by_gain else {})
         base = float(self.param_groups[0]["lr"])

@@ -239,7 +239,7 @@ def _train_values(metrics: Sequence[Mapping[str, float | None]], name: str) -> A
     return values if np.isfinite(values).any() else _EMPTY
 
 
-_BOOKKEEPING = frozenset({"lineage", "parent", "fork", "given_back"})
+_BOOKKEEPING = frozenset({"lineage", "parent", "fork", "given_back", "probe", "probed"})
 """Numbers in the rows that identify states and count samples, and are nothing to draw."""
 
 
@@ -251,9 +251,17 @@ def _note(run: Run) -> str:
         parts.append(run.end.text)
     if resumes := sum(event.what == "resumed" for event in run.events):
         parts.append(f"resumed {resumes} time{'s' if resumes > 1 else ''}")
-    if given_back := [row.stats["given_back"] for row in run.steps if "given_back" in row.stats]:
+    back = [row.stats for row in run.steps if "given_back" in row.stats]
+    if given_back := [stats["given_back"] for stats in back if "probe" not in stats]:
         times = "once" if len(given_back) == 1 else f"{len(given_back)} times"
         parts.append(f"went back to a snapshot {times}, {sum(given_back):,.0f} samples were trained on again")
+    if probed := [row.stats["probed"] for row in run.steps if "probed" in row.stats]:
+        samples = sum(stats["given_back"] for stats in back if "probe" in stats)
+        moved = sum(factor not in (0.0, 1.0) for factor in probed)
+        parts.append(
+            f"{len(probed)} probe{'s' if len(probed) > 1 else ''}, of which {moved} changed the coefficient; "
+            f"{samples:,.0f} samples of other branches were given back"
+        )
     if dropped := sum(row.stats.get("dropped", 0) for row in run.steps):
         parts.append(f"{dropped:,.0f} of {run.steps[-1].samples:,} samples were dropped")
     if changes := [event.text for event in run.events if event.what == "code changed"]:

@@ -121,7 +121,8 @@ STATISTICS = (
     ),
     Statistic(
         column="coefficient", title="Coefficient", label="coefficient of the gain",
-        caption="The coefficient of the rule auto, which is halved whenever the run goes back to a snapshot.",
+        caption="The coefficient of the rule auto, which is halved whenever the run goes back to a snapshot, and may "
+        "change after a probe.",
     ),
     Statistic(
         column="progress", title="Progress", label="reference steps",

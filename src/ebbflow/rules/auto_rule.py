@@ -21,6 +21,14 @@ _SNAPSHOT_EVERY = 0.01  # part of the run between snapshots, as long as it is gu
 _TOO_HIGH = 1.1  # of the loss of the first step
 _DEVIATIONS = 3.0
 _FEW = 3  # differences of losses
+_RESTORES = 2  # how often the guard may go back
+_PROBES_AT = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)  # parts of the run
+_BRANCH = 60  # steps of a branch; the weights of the second half are averaged
+_SCORED = 2048  # samples on which a branch is scored, at least
+_SCORES = 8  # steps in which it is scored, at least
+_FACTORS = (1.0, 0.5, 2.0)  # of the coefficient, the present one first
+_COST = 0.05  # most samples that probes may give back, as a part of the run
+_BETTER = 0.01  # of the loss
 
 
 @register_rule(
@@ -36,7 +44,7 @@ _FEW = 3  # differences of losses
 class Auto(Rule):
     """m = min(S, c r), with r the measured gain, or c sqrt(S) where the optimizer normalises the gradient.
 
-    S = B/B0, r is the gain of AdaScale, and the coefficient c begins at 1 and never exceeds it.
+    S = B/B0 and r is the gain of AdaScale; the multiplier never exceeds S. The coefficient c begins at 1.
 
     Warm-up: from zero, until the steps so far are worth 5 % of the reference run: in gain for SGD, in sqrt(S) for the
     others, so that it takes longer the larger the batch. It ends after a quarter of the run at the latest (`limit`).
@@ -46,50 +54,65 @@ class Auto(Rule):
     finite, or is more than 1.1 times that of the first step and three standard deviations above it, is taken for damage
     (of the first four steps, one of more than twice that loss). The run then goes back to its last snapshot, with half
     the coefficient and twice the warm-up; the samples since the snapshot are given back and trained on again. This
-    happens at most `restores` times. Snapshots are taken before the first step and after every hundredth of the run, as
+    happens at most twice. Snapshots are taken before the first step and after every hundredth of the run, as
     long as the loss is below that of the first step, and kept in the memory of the host. The deviation is that between
     the losses of consecutive steps. In a loop of your own around `ElasticOptimizer`, which does not see the loss,
     nothing is guarded.
 
-    A run without an end is taken to have 20,000 reference steps.
+    Probe: at 5, 10, 20, 40, 60 and 80 % of the samples, once warm-up and guard are over, 60 steps are trained three
+    times from the same state, with c, c/2 and 2c. Each branch is scored by its loss on the samples that follow, 2,048
+    or more in eight steps or more, with the mean of its last 30 weights and without training on them. Another
+    coefficient than c wins only if its loss is lower by 1 % and by two standard errors of the paired differences. The
+    run goes on from the end of the winning branch; everything else is given back. Probes give back at most 5 % of the
+    run's samples in all, so that a run of fewer than about 3,000 steps has none. A probe needs an epoch that is longer
+    than it, and it is abandoned, and c kept, when the number of workers changes. Its states are kept in the memory of
+    the host, three at most.
+
+    A run without an end is taken to have 20,000 reference steps, and has no probes.
 
     Suits: a first run on a model that nobody has tuned for large batches. How it compares with fixed rules is still to
     be measured; until then it is not the default.
     """
 
     limit: float = param(0.25, doc="longest warm-up, as a part of the run, 0 to 1")
-    restores: int = param(2, doc="how often the run may go back to a snapshot; 0 is no guard")
+    guard: bool = param(True, doc="whether early damage is undone")
+    probe: bool = param(True, doc="whether long runs compare coefficients")
+    averaged: bool = param(True, doc="whether a probe scores averaged weights, or the last ones")
+    lower: bool = param(True, doc="whether a probe tries c/2, too, or only 2c")
 
     def __post_init__(self) -> None:
         if not 0 <= self.limit <= 1:
             raise SpecError(f"auto: limit is {self.limit:g}; expected 0 (no warm-up) to 1 (the whole run)")
-        if self.restores < 0:
-            raise SpecError(f"auto: restores is {self.restores}; expected 0 or more")
 
     @property
     def guards(self) -> bool:
-        """Whether the run may go back to a snapshot."""
-        return self.restores > 0
+        """Whether the run may go back to an earlier state."""
+        return self.guard or self.probe
 
     def init(self) -> State:
         """The coefficient, the warm-up, the ramp, and what the guard has seen."""
         return {
-            "coefficient": 1.0, "warm_up": 1.0, "worth": 0.0, "ramp": None, "restored": 0, "guarded": self.guards,
-            "first_loss": None, "last_loss": None, "differences": 0, "squares": 0.0, "snapshots": 0,
+            "coefficient": 1.0, "warm_up": 1.0, "worth": 0.0, "fixed": 1.0, "ramp": None, "restored": 0,
+            "guarded": self.guard, "first_loss": None, "last_loss": None, "differences": 0, "squares": 0.0,
+            "snapshots": 0, "probe": None, "probes": 0, "given_back": 0, "probed": None,
         }  # fmt: skip
 
     def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
-        """Rate, ramp, warm-up, in this order."""
+        """Rate, ramp, warm-up, in this order; zero where a branch is scored, so that nothing is learned then."""
         gain = whole_gain(context)
-        root = math.sqrt(context.ratio)
-        most, fixed = (root, root) if context.adaptive else (context.ratio, gain)
-        scaling = Scaling(lr=min(most, state["coefficient"] * fixed))
+        fixed = math.sqrt(context.ratio) if context.adaptive else gain
+        scaling = Scaling(lr=_limited(context, state["coefficient"] * fixed))
         scaling, ramp = Ramp().modify(context, scaling, state["ramp"])
         worth = state["worth"] + fixed
         done = self._warmed(context, state["warm_up"], worth)
         stats = {"gain": gain, "coefficient": state["coefficient"], "warming": float(done < 1)}
+        if state["probed"] is not None:
+            stats["probed"] = state["probed"]
+        if state["probe"] is not None:
+            stats["probe"] = float(state["probe"]["branch"] + 1)
+            done = 0.0 if state["probe"]["steps"] >= _BRANCH else done
         scaling = scaling.map_lr(lambda m: m * done).with_stats(**stats, **noise_stats(context.moments))
-        return scaling, {**state, "worth": worth, "ramp": ramp}
+        return scaling, {**state, "worth": worth, "fixed": fixed, "ramp": ramp, "probed": None}
 
     def _warmed(self, context: StepContext, length: float, worth: float) -> float:
         """Which part of the rate the warm-up allows."""
@@ -99,9 +122,11 @@ class Auto(Rule):
         return min(1.0, max(by_worth, by_limit))
 
     def review(self, context: StepContext, loss: float, state: State) -> tuple[Verdict, State]:
-        """Go back after damage, keep a snapshot where there is none yet, and stop looking after 5 % of the samples."""
+        """Go back after damage and keep snapshots, as long as the run is guarded; then probe."""
+        if state["probe"] is not None:
+            return self._probing(context, loss, state)
         if not state["guarded"]:
-            return "release", state
+            return self._unguarded(context, state)
         part = (context.samples + context.batch) / _total(context)
         first = state["first_loss"]
         if first is None:
@@ -114,7 +139,7 @@ class Auto(Rule):
                 "coefficient": state["coefficient"] / 2,
                 "warm_up": state["warm_up"] * 2,
                 "restored": restored,
-                "guarded": restored < self.restores,
+                "guarded": restored < _RESTORES,
             }
         if part >= _GUARDED and self._warmed(context, 2 * state["warm_up"], state["worth"]) == 1:
             return "release", {**state, "guarded": False}
@@ -138,11 +163,116 @@ class Auto(Rule):
         deviation = math.sqrt(state["squares"] / count / 2)
         return loss > max(first + (_TOO_HIGH - 1) * abs(first), first + _DEVIATIONS * deviation)
 
+    # The probe ----------------------------------------------------------------------------------------------------
+
+    def _unguarded(self, context: StepContext, state: State) -> tuple[Verdict, State]:
+        """Begin a probe where one is due."""
+        total, done, index = context.total_samples, context.samples + context.batch, state["probes"]
+        if not (self.probe and total) or index >= len(_PROBES_AT) or done < _PROBES_AT[index] * total:
+            return "release", state
+        if self._warmed(context, state["warm_up"], state["worth"]) < 1:
+            return "release", state
+        base = state["coefficient"]
+        tried = [factor for factor in _FACTORS if self.lower or factor >= 1]
+        rates = {_limited(context, base * factor * state["fixed"]): factor for factor in reversed(tried)}
+        factors = [factor for factor in tried if factor in rates.values()]  # those that make a difference
+        steps = max(_SCORES, math.ceil(_SCORED / context.batch))
+        branch = (_BRANCH + steps) * context.batch
+        cost = ((len(factors) - 1) * _BRANCH + len(factors) * steps) * context.batch
+        epoch = context.epoch_samples
+        if len(factors) < 2 or state["given_back"] + cost > _COST * total or (epoch and branch > epoch):
+            return "release", {**state, "probes": index + 1}
+        if epoch and done % epoch + branch >= epoch:
+            return "release", state  # it would not fit into the rest of this epoch
+        return "branch", {
+            **state,
+            "probe": {
+                "branch": 0, "steps": 0, "factors": factors, "base": base, "workers": context.workers, "scores": steps,
+                "losses": [[] for _ in factors],
+            },
+        }  # fmt: skip
+
+    def _probing(self, context: StepContext, loss: float, state: State) -> tuple[Verdict, State]:
+        """One step further in a probe."""
+        probe = state["probe"]
+        branch, steps = probe["branch"], probe["steps"] + 1
+        now = {**state, "probe": {**probe, "steps": steps}, "given_back": state["given_back"] + context.batch}
+        if context.workers != probe["workers"]:
+            return self._abandoned(now)
+        if not math.isfinite(loss):
+            return self._ended(now, [math.inf]) if branch else self._abandoned(now)
+        if steps == _BRANCH:
+            return ("score average" if self.averaged else "score"), now
+        if steps < _BRANCH:
+            return ("average" if self.averaged and steps > _BRANCH // 2 else "continue"), now
+        losses = [*probe["losses"][branch], loss]
+        now["probe"]["losses"] = [*probe["losses"][:branch], losses, *probe["losses"][branch + 1 :]]
+        return self._ended(now, losses) if len(losses) == probe["scores"] else ("continue", now)
+
+    def _ended(self, state: State, losses: list[float]) -> tuple[Verdict, State]:
+        """What follows the last step of a branch: the next one, or the end of the probe."""
+        probe = state["probe"]
+        branch, factors = probe["branch"], probe["factors"]
+        found = [*probe["losses"][:branch], losses]
+        best = _winner(found)
+        if branch + 1 < len(factors):
+            following = {
+                **probe, "branch": branch + 1, "steps": 0, "losses": [*found, *probe["losses"][branch + 1 :]],
+            }  # fmt: skip
+            coefficient = probe["base"] * factors[branch + 1]
+            return ("next" if best < branch else "lead"), {**state, "probe": following, "coefficient": coefficient}
+        return ("adopt" if best < branch else "adopt last"), self._decided(state, factors[best])
+
+    def _abandoned(self, state: State) -> tuple[Verdict, State]:
+        """Go on with the coefficient of before, from where its branch ended, or is."""
+        probe = state["probe"]
+        if probe["branch"]:
+            return "adopt", self._decided(state, 1.0, probed=0.0)
+        return ("adopt last" if probe["steps"] > _BRANCH else "release"), self._decided(state, 1.0, probed=0.0)
+
+    def _decided(self, state: State, factor: float, *, probed: float | None = None) -> State:
+        return {
+            **state, "probe": None, "probes": state["probes"] + 1, "coefficient": state["probe"]["base"] * factor,
+            "probed": factor if probed is None else probed,
+        }  # fmt: skip
+
+    def interrupted(self, state: State) -> State:
+        """Without its probe, whose states were lost."""
+        return state if state["probe"] is None else self._decided(state, 1.0, probed=0.0)
+
     def after_restore(self, snapshot: State, state: State) -> State:
-        """What was learned from the damage goes on, the rest is as it was at the snapshot."""
-        kept = ("coefficient", "warm_up", "restored", "guarded", "first_loss")
+        """What was learned from the damage or the probe goes on, the rest is as it was at the snapshot."""
+        kept = (
+            "coefficient", "warm_up", "restored", "guarded", "first_loss", "probe", "probes", "given_back", "probed",
+        )  # fmt: skip
         last = state["first_loss"] if snapshot["last_loss"] is None else snapshot["last_loss"]
         return {**snapshot, "last_loss": last, **{name: state[name] for name in kept}}
+
+
+def _limited(context: StepContext, multiplier: float) -> float:
+    """At most S; below the reference batch at most what the family has there."""
+    most = max(context.ratio, math.sqrt(context.ratio)) if context.adaptive else context.ratio
+    return min(most, multiplier)
+
+
+def _winner(losses: list[list[float]]) -> int:
+    """The branch to go on with: the first, unless the losses of another are lower by 1 % and two standard errors.
+
+    >>> first = [2.0, 2.2]
+    >>> _winner([first, [1.9, 2.1], [1.8, 2.0]]), _winner([first, [1.9, 2.3]]), _winner([first, [math.inf]])
+    (2, 0, 0)
+    """
+    first = losses[0]
+    best, most = 0, 0.0
+    for branch, others in enumerate(losses[1:], start=1):
+        if len(others) < len(first):
+            continue
+        gains = [a - b for a, b in zip(first, others, strict=True)]
+        mean = math.fsum(gains) / len(gains)
+        spread = math.sqrt(math.fsum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1) / len(gains))
+        if mean > max(most, _BETTER * abs(math.fsum(first)) / len(first), 2 * spread):
+            best, most = branch, mean
+    return best
 
 
 def _total(context: StepContext) -> float:

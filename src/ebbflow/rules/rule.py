@@ -31,9 +31,28 @@ __all__ = [
 
 State = Any
 """What a rule remembers: None, or a value that JSON can hold."""
-Verdict = Literal["continue", "snapshot", "restore", "release"]
-"""What a rule asks for after a step: to go on; to keep the present state as the snapshot; to go back to the snapshot;
-to go on without a snapshot."""
+Verdict = Literal[
+    "continue", "snapshot", "restore", "release",
+    "branch", "average", "score", "score average", "next", "lead", "adopt", "adopt last",
+]  # fmt: skip
+"""What a rule asks for after a step.
+
+    continue        go on
+    snapshot        keep the present state as the snapshot
+    restore         go back to the snapshot
+    release         go on without any state that was kept
+
+A rule compares branches from one state, of which one is kept:
+
+    branch          keep the present state; the first branch begins
+    average         add the present weights to the average of the branch
+    score           the branch ends: keep the present state as its end, and go on in order to score it
+    score average   the same, with the average of the branch, the present weights included, as the weights
+    next            give up the branch that was scored; the next one begins at the state of `branch`
+    lead            the same, but its end is the best so far
+    adopt           give it up, and go on from the best end so far
+    adopt last      go on from its end
+"""
 MEASURABLE = frozenset({"moments", "layers"})
 """What a rule may need: noise and signal of the whole model, and of each layer."""
 
@@ -159,7 +178,7 @@ class Rule(_Part, ABC):
 
     @property
     def guards(self) -> bool:
-        """Whether `review` may ask to go back to a snapshot, so that snapshots are kept."""
+        """Whether `review` may ask to go back to an earlier state, so that states are kept."""
         return False
 
     @abstractmethod
@@ -173,6 +192,10 @@ class Rule(_Part, ABC):
     def after_restore(self, snapshot: State, state: State) -> State:
         """The state with which the run goes on from a snapshot; `state` is that of `review`, which asked for it."""
         return snapshot
+
+    def interrupted(self, state: State) -> State:
+        """The state with which the run goes on where the states that it had kept were not saved with it."""
+        return state
 
 
 class Modifier(_Part, ABC):
@@ -224,6 +247,10 @@ class RuleChain(Rule):
     def after_restore(self, snapshot: State, state: State) -> State:
         """What the rule keeps; modifiers are as they were at the snapshot."""
         return [self.rule.after_restore(snapshot[0], state[0]), *snapshot[1:]]
+
+    def interrupted(self, state: State) -> State:
+        """What the rule keeps; modifiers keep all."""
+        return [self.rule.interrupted(state[0]), *state[1:]]
 
     def __str__(self) -> str:
         return self.text

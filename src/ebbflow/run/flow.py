@@ -65,6 +65,10 @@ class Flow:
     """The run ends after this many steps, if not before; 0 stands for no limit."""
     snapshot: Mapping[str, Any] | None = None
     """The state to which the run goes back if the rule asks for it; tensors are in the memory of the host."""
+    branches: Mapping[str, Any] | None = None
+    """While the rule compares branches: the state at their `start`, the `best` end so far, the end of the `last` one,
+    which is being scored, all in the memory of the host; the `sum` of the weights of the present one and their
+    `count`."""
     on_gradients: Callable[[], None] | None = None
     """Called when the mean gradient of a committed step is in `.grad`, before the rule and the optimizer."""
 
@@ -100,7 +104,7 @@ class Flow:
             self.engine.request(self.growth.useful)
         size = self.engine.participants(self.step)  #                    traces, plan: who, and how much
         if self.optimizer.rule.guards and self.step == 0 and self.snapshot is None:
-            self._take_snapshot()
+            self.snapshot = self._kept_state()
         if self.growth is not None:
             size = self.growth.allow(size)
         if self.drop is not None:
@@ -149,8 +153,15 @@ class Flow:
             )
         if self.on_gradients is not None:
             self.on_gradients()
-        update = self.optimizer.update(context, measurement, norm=gradients.norm)  # rules, optim: the step
-        self.engine.applied(context)
+        diverged: Diverged | None = None
+        try:
+            update = self.optimizer.update(context, measurement, norm=gradients.norm)  # rules, optim: the step
+        except Diverged as error:
+            if not self.optimizer.rule.guards:
+                raise
+            diverged, update = error, self.optimizer.skip_step(context)
+        else:
+            self.engine.applied(context)
         if update.applied and self.average is not None:
             self.average.update(context.ratio)
         if not update.applied and self.statistics is not None:
@@ -163,7 +174,11 @@ class Flow:
         if self.growth is not None:
             seconds = gradients.seconds if gradients.seconds is not None else size.duration_s or None
             self.growth.observe(batch=batch, workers=size.workers, seconds=seconds, **_observations(gradients))
-        given_back = self._review(context, gradients.loss) if update.applied and self.snapshot is not None else {}
+        given_back: dict[str, float] = {}
+        if self.optimizer.rule.guards and (update.applied or diverged):
+            given_back = self._review(context, gradients.loss if update.applied else math.nan)
+        if diverged and not given_back:
+            raise diverged
         self.wall_s += time.perf_counter() - step.began
         return StepRow(  #                                               record: what happened
             step=context.step,
@@ -181,32 +196,68 @@ class Flow:
             stats={**(self.growth.stats if self.growth is not None else {}), **update.stats, **drops, **given_back},
         )
 
-    def _take_snapshot(self) -> None:
-        """Keep the present state."""
+    def _kept_state(self) -> dict[str, Any]:
+        """The present state, to be kept."""
         self.engine.sync()
-        state = _in_host_memory({**self.state_dict(), "snapshot": None})
-        self.snapshot = {**state, "known": self.engine.snapshot_taken()}
+        state = _in_host_memory({**self.state_dict(), "snapshot": None, "branches": None})
+        return {**state, "known": self.engine.snapshot_taken()}
 
     def _review(self, context: StepContext, loss: float) -> dict[str, float]:
-        """Do what the rule asks for after a step: keep the state, forget the snapshot, or go back to it.
+        """Do what the rule asks for after a step: keep the state, forget what was kept, or go back to it.
 
         Returns the samples that were given back, under the name that they have in the record. The steps go on counting,
-        and so does the time: going back costs what was computed since the snapshot.
+        and so does the time: going back costs what was computed since.
         """
         verdict = self.optimizer.review(context, loss)
-        if verdict == "snapshot":
-            self._take_snapshot()
-        elif verdict == "release":
-            self.snapshot = None
-        if verdict != "restore" or self.snapshot is None:
-            return {}
-        snapshot, step, wall_s, done = self.snapshot, self.step, self.wall_s, self.ledger.total
+        kept = dict(self.branches or {})
+        match verdict:
+            case "snapshot":
+                self.snapshot = self._kept_state()
+            case "release":
+                self.snapshot = self.branches = None
+            case "restore" if self.snapshot is not None:
+                return self._go_back(self.snapshot)
+            case "branch":
+                self.branches = {"start": self._kept_state()}
+            case "average" | "score average" | "score":
+                self._score(verdict, kept)
+            case "next" | "lead":
+                best = kept.pop("last") if verdict == "lead" else kept.get("best")
+                self.branches = {"start": kept["start"], "best": best}
+                return self._go_back(kept["start"])
+            case "adopt" | "adopt last":
+                self.branches = None
+                return self._go_back(kept["best" if verdict == "adopt" else "last"])
+        return {}
+
+    def _score(self, verdict: str, kept: dict[str, Any]) -> None:
+        """Add the weights to the average of a branch; at its end keep the state, and put the average in its place."""
+        self.engine.sync()
+        weights = dict(self.engine.model.named_parameters())
+        if verdict != "score":
+            summed = kept.get("sum") or {name: torch.zeros_like(weight) for name, weight in weights.items()}
+            kept["sum"] = {name: summed[name].to(weight.device) + weight.detach() for name, weight in weights.items()}
+            kept["count"] = kept.get("count", 0) + 1
+        if verdict != "average":
+            kept["last"] = self._kept_state()
+        if verdict == "score average":
+            summed, count = kept.pop("sum"), kept.pop("count")
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    weight.copy_(summed[name] / count)
+            if self.engine.replicated:
+                self.engine.snapshot_loaded(kept["last"]["known"])
+        self.branches = kept
+
+    def _go_back(self, state: Mapping[str, Any]) -> dict[str, float]:
+        """Go on from a state that was kept; what the rule has learned since goes on."""
+        kept, step, wall_s, done = (self.snapshot, self.branches), self.step, self.wall_s, self.ledger.total
         reviewed = self.optimizer.state_dict()["rule_state"]
         # A copy: torch's optimizers go on with the tensors that they load.
-        self.load_state_dict(_in_host_memory(snapshot), origin="the snapshot")
+        self.load_state_dict(_in_host_memory(state), origin="the snapshot")
         self.optimizer.rule_restored(reviewed)
-        self.snapshot, self.step, self.wall_s = snapshot, step, wall_s
-        self.engine.snapshot_loaded(snapshot["known"])
+        (self.snapshot, self.branches), self.step, self.wall_s = kept, step, wall_s
+        self.engine.snapshot_loaded(state["known"])
         return {"given_back": float(done - self.ledger.total)}
 
     @property
@@ -236,8 +287,8 @@ class Flow:
             "step": self.step,
             "wall_s": self.wall_s,
         }
-        if self.snapshot is not None and weights:
-            state["snapshot"] = self.snapshot
+        if weights:
+            state |= {name: kept for name in ("snapshot", "branches") if (kept := getattr(self, name)) is not None}
         if not weights:
             del optimizer["inner"]
             return state
@@ -270,7 +321,9 @@ class Flow:
             self.ledger = Ledger(samples=self.ledger.samples, epoch=int(state["ledger"]["epoch"]))
         self.step = int(state["step"])
         self.wall_s = float(state["wall_s"])
-        self.snapshot = state.get("snapshot")
+        self.snapshot, self.branches = state.get("snapshot"), state.get("branches")
+        if self.branches is None:
+            self.optimizer.rule_interrupted()
         self.engine.load_state_dict(state.get("engine") or {})
 
 

@@ -35,6 +35,19 @@ def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     return found
 
 
+def _probe_text(factor: float, coefficient: float) -> str:
+    """What came of a probe.
+
+    >>> _probe_text(2.0, 2.0)
+    'the coefficient is 2 from here on, 2 times what it was'
+    """
+    if not factor:
+        return f"abandoned: the workers changed; the coefficient stays {coefficient:g}"
+    if factor == 1:
+        return f"the coefficient stays {coefficient:g}: no other was better"
+    return f"the coefficient is {coefficient:g} from here on, {factor:g} times what it was"
+
+
 class RowWriter(Protocol):
     """Where the rows of a record go."""
 
@@ -141,7 +154,9 @@ class TrainingLoop:
         if self.flow.ledger.position == 0 and (dropped := row.stats.get("dropped_in_epoch")):
             text = f"{dropped:,.0f} of the {self.flow.ledger.samples:,} samples of epoch {row.epoch} were dropped"
             self.event("dropped samples", text, step=row.step)
-        if "given_back" in row.stats:
+        if (factor := row.stats.get("probed")) is not None:
+            self.event("probe", _probe_text(factor, row.stats["coefficient"]), step=row.step)
+        if "given_back" in row.stats and "probe" not in row.stats:
             back = f"{row.stats['given_back']:.0f} samples are given back and trained on again"
             self.event("went back", f"the loss was {row.loss:.4g}: back to the last snapshot, {back}", step=row.step)
         check_loss(row)
