@@ -1,91 +1,81 @@
 """A small GPT-2, trained from scratch by the Trainer of transformers, in the shape of its `run_clm.py`.
 
     python examples/transformers_trainer.py
+    ebbflow launch --replicas 3 examples/transformers_trainer.py    # as replicas of a live fleet
 
-The lines marked `# elastic` make the difference to an ordinary script; docs/own-loops.md shows it.
+The lines marked `# elastic` make the difference to an ordinary script; docs/integrations.md shows it.
 """
 
+import os
 import random
 import tempfile
 
 import torch
-from torch.optim import AdamW
-from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
-from ebbflow import BatchPlan, ElasticOptimizer, ElasticSampler  # elastic
+from ebbflow.integrations.transformers import ElasticTrainer  # elastic
 
-EPOCHS, BLOCK = 3, 16
 WORDS = ["the", "fleet", "grows", "and", "shrinks", "while", "a", "model", "learns", "from", "every", "sample", "once"]
-# Two to eight workers with 8 sequences each, another number every two minutes.  # elastic
-PLAN = BatchPlan.from_trace("random-levels(2, 8, every=2min)", "follow(8)", step_time="20s")  # elastic
+LENGTH = 16
 
 
-class Blocks(Dataset):
-    """Blocks of equal length of a tokenized text."""
+class Sentences(Dataset):
+    """Sequences of 4 to 16 tokens, in which every second token follows from the one before it."""
 
-    def __init__(self, blocks=300):
-        tokens = random.Random(0).choices(range(len(WORDS)), k=blocks * BLOCK // 2)
-        self.tokens = torch.tensor([(token, (token + 1) % len(WORDS)) for token in tokens]).view(blocks, BLOCK)
+    def __init__(self, count=300):
+        draw = random.Random(0)
+        pairs = [draw.choices(range(len(WORDS)), k=draw.randint(2, LENGTH // 2)) for _ in range(count)]
+        self.tokens = [[t for one in tokens for t in (one, (one + 1) % len(WORDS))] for tokens in pairs]
 
     def __len__(self):
         return len(self.tokens)
 
     def __getitem__(self, i):
-        return {"input_ids": self.tokens[i], "labels": self.tokens[i]}
+        return {"input_ids": self.tokens[i]}
 
 
-class ElasticTrainer(Trainer):  # elastic
-    def get_train_dataloader(self):
-        sampler = self.optimizer.sampler
-        return DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
+def pad(samples):
+    """Pads a batch to its longest sequence; the labels of the padding are -100, which the loss leaves out."""
+    length = max(len(sample["input_ids"]) for sample in samples)
+    rows = [sample["input_ids"] + [-100] * (length - len(sample["input_ids"])) for sample in samples]
+    labels = torch.tensor(rows)
+    return {"input_ids": labels.clamp(min=0), "attention_mask": (labels >= 0).long(), "labels": labels}
 
 
-class StopWhenFinished(TrainerCallback):  # elastic
-    """Ends the training after the last sample of the last epoch, since the Trainer itself counts micro-batches."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = self.optimizer.finished
-
-
-def main(plan=PLAN, local_batch=8, folder=None, resume=None, **settings):
+def main(folder, elastic=None, resume=None, samples=300, **settings):
     torch.manual_seed(0)
-    data = Blocks()
-    sizes = {"vocab_size": len(WORDS), "n_positions": BLOCK, "n_embd": 32, "n_layer": 1, "n_head": 2}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-    optimizer = AdamW(model.parameters(), lr=3e-3)
-    sampler = ElasticSampler(data, plan, local_batch=local_batch)  # elastic
-    optimizer = ElasticOptimizer(  # elastic
-        optimizer, rule="sqrt", base_batch=16, sampler=sampler, schedule="cosine", epochs=EPOCHS, clip=1.0
-    )
+    sizes = {"vocab_size": len(WORDS), "n_positions": LENGTH, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     arguments = {
         "output_dir": folder,
-        "num_train_epochs": 2 * EPOCHS,  # elastic; an upper bound
-        "max_grad_norm": 0,  # elastic; clip= above
-        "lr_scheduler_type": "constant",  # elastic; schedule= above
-        "ignore_data_skip": True,  # elastic; the sampler resumes by itself
+        "num_train_epochs": 3,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 10,
         "save_strategy": "epoch",
+        "logging_steps": 10,
         "report_to": "none",
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    trainer = ElasticTrainer(  # elastic
+    # Two to eight workers with 8 sequences each, another number every two minutes.  # elastic
+    spot = {"trace": "random-levels(2, 8, every=2min)", "step_time": "20s"}  # elastic
+    live = {"engine": "live"}  # elastic; as a replica of `ebbflow launch`
+    fleet = live if "EBBFLOW_LIGHTHOUSE" in os.environ else spot  # elastic
+    trainer = ElasticTrainer(
         model=model,
         args=TrainingArguments(**arguments | settings),
-        train_dataset=data,
-        data_collator=default_data_collator,
-        optimizers=(optimizer, None),  # elastic
-        callbacks=[StopWhenFinished(optimizer)],  # elastic
+        train_dataset=Sentences(samples),
+        data_collator=pad,
+        elastic={"rule": "sqrt", "base_batch": 16, **fleet, **(elastic or {})},  # elastic
     )
     result = trainer.train(resume_from_checkpoint=resume)
-    print(f"mean loss {result.training_loss:.4f}")
-    return model, optimizer, result.training_loss
+    print(f"mean loss {result.training_loss:.4f} after {trainer.state.global_step} steps")
+    return trainer
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as output:
-        main(folder=output)
+        main(output)

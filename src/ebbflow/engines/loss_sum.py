@@ -17,7 +17,7 @@ from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Measurement
 from ebbflow.torch_api import foreach_mul_
 
-__all__ = ["LossSum", "check_scalar", "mean_over_samples", "normalise"]
+__all__ = ["LossSum", "check_scalar", "mean_over_samples", "normalise", "rescaled"]
 
 
 class LossSum(NamedTuple):
@@ -77,6 +77,11 @@ def normalise(
         raise ConfigError(f"the counts of the step's losses add up to {counted:g}; expected 0 or more")
     factor = batch / counted if counted != 0 else float(batch)
     foreach_mul_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
+    return rescaled(gradients, factor)
+
+
+def rescaled(gradients: Gradients, factor: float) -> Gradients:
+    """What is known about the gradients of a step, if the loss is multiplied by a factor; `.grad` stays as it is."""
     return replace(
         gradients,
         loss=gradients.loss * factor,

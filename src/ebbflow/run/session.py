@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from ebbflow.core.plugins import load_plugins
 from ebbflow.data.ledger import Assignment
 from ebbflow.engines.base import EngineMaker, Gradients
-from ebbflow.engines.loss_sum import LossSum, check_scalar
+from ebbflow.engines.loss_sum import LossSum, check_scalar, rescaled
 from ebbflow.engines.replica_step import LoadedMicroBatch, Loss
 from ebbflow.errors import ConfigError, Diverged
 from ebbflow.optim.elastic import ElasticOptimizer, multiply_rates
@@ -65,6 +65,7 @@ class SessionStep:
         self._opened = opened
         self._reduction = session._reduction
         self._gradients: Gradients | None = None
+        self._loss_scale = 1.0
         self._earlier_losses: torch.Tensor | None = None
         self._current: LoadedMicroBatch | None = None
         self._own_loop = False
@@ -94,18 +95,26 @@ class SessionStep:
             yield (micro_batch.inputs, micro_batch.targets) if pair else micro_batch.inputs
         self._current = None
 
-    def backward(self, loss: torch.Tensor, *, count: torch.Tensor | float | None = None, last: bool = True) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        count: torch.Tensor | float | None = None,
+        last: bool = True,
+        loss_scale: float = 1.0,
+    ) -> None:
         """Instead of `loss.backward()`: the mean loss over the micro-batch, weighted as the step's mean needs it.
 
         With `count`, `loss` is a sum over that many tokens, boxes or pixels, and the step divides by the count of all
         its micro-batches. A micro-batch with several losses (a GAN) calls it for each, with `last=False` for all but
-        the last one, whose count is the one that counts.
+        the last one, whose count is the one that counts. With a `loss_scale`, the same for all micro-batches, the
+        gradients are scaled by it after `combine`, as a GradScaler expects them; what is recorded and measured is not.
         """
         if self._current is None:
             raise ConfigError("backward() was called outside of `for x, y in step`; call it once for each micro-batch")
         check_scalar(loss)
-        samples = self._current.samples
-        loss = self._mean(loss, samples) if count is None else loss / samples
+        samples, self._loss_scale = self._current.samples, loss_scale
+        loss = (self._mean(loss, samples) if count is None else loss / samples) * loss_scale
         if not last:
             (loss * self._current.weight).backward()  # type: ignore[no-untyped-call]
             earlier = self._earlier_losses
@@ -135,7 +144,8 @@ class SessionStep:
         session calls both; loops that have steps from `Session.next_step` do it themselves.
         """
         engine, opened = self._engine, self._opened
-        self._gradients = engine.combine() if self._own_loop else engine.gradients(opened.assignment, opened.size)
+        gradients = engine.combine() if self._own_loop else engine.gradients(opened.assignment, opened.size)
+        self._gradients = rescaled(gradients, 1 / self._loss_scale) if self._loss_scale != 1 else gradients
         if self._session.flow.commit(opened):
             return True
         self._session._after(None)

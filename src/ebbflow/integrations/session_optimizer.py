@@ -1,0 +1,126 @@
+"""What a framework's loop sees of a session: an optimizer that applies its steps, and a scheduler that follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ebbflow.errors import ConfigError
+from ebbflow.record import StepRow
+from ebbflow.run.session import Session, SessionStep
+
+__all__ = ["ReferenceSteps", "SessionOptimizer", "refuse_settings"]
+
+
+class SessionOptimizer(torch.optim.Optimizer):
+    """The optimizer of a framework's loop: `step` applies the step of a session whose gradient is in `.grad`.
+
+    The framework sees the base rates in the parameter groups, and one update per step, so that its scheduler, its
+    clipping and its GradScaler do what they do in an ordinary loop. The rate is multiplied inside of `step` only.
+    `state_dict` holds everything but the weights, which the framework saves itself: the inner optimizer, the rule and
+    its averages, and the position in the data. It does not depend on the number of processes.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.combined: SessionStep | None = None
+        """The step whose gradient is in `.grad`; None where the session has ended before it was complete."""
+        self.row: StepRow | None = None
+        """What the latest step did."""
+        self._elastic = session.flow.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the wrapped optimizer, with the base rates."""
+        return self._elastic.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the wrapped optimizer."""
+        return self._elastic.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the wrapped optimizer."""
+        return self._elastic.defaults
+
+    _step_supports_amp_scaling = (
+        True  # a GradScaler then always calls step(), which counts the samples of a skipped one
+    )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Call the closure, which computes the gradient of a step, and apply the step."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        step, self.combined = self.combined, None
+        if step is None:
+            return result
+        loss_scale = getattr(self, "grad_scale", None)  # set by a GradScaler that has not unscaled the gradients
+        if loss_scale is not None:
+            for parameter in self._elastic.layers:
+                if parameter.grad is not None:
+                    parameter.grad.div_(loss_scale)
+        self.row = step.apply()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing happens: every step of a session begins without gradients."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights, at the last complete step, in plain containers."""
+        return {name: value for name, value in self.session.flow.state_dict().items() if name not in ("model", "rng")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, with any number of processes; a state of other data is refused."""
+        self.session.flow.load_state_dict(state_dict, origin="the checkpoint")
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Call the hook before every update: it sees the wrapped optimizer."""
+        return self._elastic.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Call the hook after every update: it sees the wrapped optimizer."""
+        return self._elastic.register_step_post_hook(hook)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters to the wrapped optimizer."""
+        self._elastic.add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        return f"SessionOptimizer({self._elastic!r})"
+
+
+class ReferenceSteps:
+    """An LR scheduler of torch that counts reference steps: one for every `base_batch` samples of progress.
+
+    The framework calls `step` after every update, as before. Whether these had many samples or few, the base rate is
+    the same function of the samples as in a run at the reference batch: it does not depend on the history of the fleet,
+    and a replica that joins late has the rate of the others.
+    """
+
+    def __init__(self, scheduler: Any, session: Session) -> None:
+        self._scheduler = scheduler
+        self._optimizer = session.flow.optimizer
+
+    def step(self, *arguments: Any) -> None:
+        """Bring the scheduler to the present progress."""
+        scheduler = self._scheduler
+        due = int(self._optimizer.progress / self._optimizer.base_batch + 1e-6)  # sums of gains are rounded
+        if scheduler.last_epoch > due:  # the rule went back to a snapshot
+            scheduler.last_epoch = max(0, due - 1)
+        while scheduler.last_epoch < due:
+            scheduler.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+def refuse_settings(settings: dict[str, Any], instead: dict[str, str]) -> None:
+    """Refuse settings of a session that the framework has itself; `instead` names what to set there."""
+    for name, other in instead.items():
+        if name in settings:
+            raise ConfigError(f"{name} is given for the session, but the framework has it: set {other} instead")
