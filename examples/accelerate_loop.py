@@ -2,7 +2,7 @@
 
     python examples/accelerate_loop.py
 
-The lines marked `# elastic` make the difference to an ordinary script; docs/own-loops.md shows it.
+The lines marked `# elastic` make the difference to an ordinary script; docs/integrations.md shows it.
 """
 
 import tempfile
@@ -14,30 +14,28 @@ from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from ebbflow import BatchPlan, ElasticOptimizer, ElasticSampler  # elastic
+from ebbflow.integrations.accelerate import prepare  # elastic
 
 EPOCHS = 4
 # Two to eight workers with 16 samples each, another number every two minutes.  # elastic
-PLAN = BatchPlan.from_trace("random-levels(2, 8, every=2min)", "follow(16)", step_time="20s")  # elastic
+SPOT = {"trace": "random-levels(2, 8, every=2min)", "step_time": "20s", "epochs": EPOCHS}  # elastic
 
 
-def main(plan=PLAN, local_batch=16, folder=None, resume=False, epochs=None):
+def main(fleet=SPOT, batch_size=16, folder=None, resume=False, epochs=None):
     torch.manual_seed(0)
     digits = load_digits()
     inputs, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
     data = TensorDataset(inputs, labels)
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    sampler = ElasticSampler(data, plan, local_batch=local_batch)  # elastic
-    loader = DataLoader(data, batch_sampler=sampler)  # elastic
+    loader = DataLoader(data, batch_size=batch_size, shuffle=True)
     optimizer = AdamW(model.parameters(), lr=3e-3)
-    optimizer = ElasticOptimizer(optimizer, rule="sqrt", base_batch=32, sampler=sampler)  # elastic
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    elastic = {"rule": "sqrt", "base_batch": 32, **fleet}  # elastic
+    model, optimizer, loader = prepare(accelerator, model, optimizer, loader, **elastic)  # elastic
     if resume:
         accelerator.load_state(folder)
-        loader.set_epoch(sampler.epoch)  # elastic
 
-    for epoch in range(sampler.epoch, epochs or EPOCHS):  # elastic
+    for epoch in range(loader.batch_sampler.epoch, epochs or EPOCHS):  # elastic
         for x, y in loader:
             loss = nn.functional.cross_entropy(model(x), y)
             accelerator.backward(loss)

@@ -203,11 +203,10 @@ def test_max_steps_count_steps_at_the_reference_batch(tmp_path: Path) -> None:
 # Saving and precision ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["sqrt", "adascale"])
-def test_a_run_that_was_saved_in_the_middle_of_an_epoch_ends_with_the_same_weights(rule: str, tmp_path: Path) -> None:
+def test_a_run_that_was_saved_in_the_middle_of_an_epoch_ends_with_the_same_weights(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 6, "lr_scheduler_type": "cosine", "num_train_epochs": 2}
-    made = trained(tmp_path, {"rule": rule}, **settings)
-    again = trained(tmp_path / "again", {"rule": rule}, resume=str(tmp_path / "checkpoint-6"), **settings)
+    made = trained(tmp_path, {"rule": "adascale"}, **settings)
+    again = trained(tmp_path / "again", {"rule": "adascale"}, resume=str(tmp_path / "checkpoint-6"), **settings)
     assert torch.equal(weights(made.model), weights(again.model))
     assert again.state.global_step == made.state.global_step
     expected = {row["step"]: row.get("learning_rate") for row in made.state.log_history if "loss" in row}
@@ -322,11 +321,11 @@ def test_the_mixin_makes_any_trainer_elastic(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_trainers_are_replicas_of_a_live_fleet(tmp_path: Path) -> None:
-    """Three replicas: every sample counts once, and all have the same weights."""
+    """Two replicas: every sample counts once, and all have the same weights."""
     pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
     from ebbflow.live import read_fleet
 
-    command = [sys.executable, "-m", "ebbflow", "launch", "--replicas", "3", "--out", str(tmp_path / "fleet")]
+    command = [sys.executable, "-m", "ebbflow", "launch", "--replicas", "2", "--out", str(tmp_path / "fleet")]
     script = tmp_path / "replica.py"
     script.write_text(
         "from ebbflow.workloads.torchvision_import import import_torchvision\n"
