@@ -11,6 +11,7 @@
     |   |-- DataError         a data set that is missing or not of the expected form
     |   |-- RecordError       a record that cannot be read
     |   `-- CheckpointError   a checkpoint of another run, or a damaged one
+    |       `-- UnreadableCheckpoints   there are checkpoints, and none of them can be read
     |-- LedgerError           a step that would lose or repeat a sample; a bug of ours or of an engine
     |-- OutputError           the disk is full, the folder is read-only  (also an OSError)
     |-- StorageUnreachable    a disk or bucket does not answer now       (also an OSError)
@@ -29,7 +30,7 @@ from __future__ import annotations
 __all__ = [
     "BrokenExtra", "CheckpointError", "CodeChanged", "ConfigError", "DataError", "Diverged", "EbbflowError",
     "InputError", "LedgerError", "MissingExtra", "OutputError", "PlanError", "RankLost", "RecordError", "SpecError",
-    "StorageUnreachable", "TraceError", "UnitError",
+    "StorageUnreachable", "TraceError", "UnitError", "UnreadableCheckpoints",
 ]  # fmt: skip
 
 
@@ -75,6 +76,10 @@ class RecordError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint is damaged or belongs to another run."""
+
+
+class UnreadableCheckpoints(CheckpointError):
+    """There are checkpoints, and all of them are damaged or of an earlier version."""
 
 
 class LedgerError(EbbflowError):

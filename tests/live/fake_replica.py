@@ -40,8 +40,9 @@ def write_status(own: Path, state: str, step: int, *, reason: str = "") -> None:
 
 def save_final_state(job: Path, step: int) -> None:
     """What a launcher looks for: a checkpoint of the last step, and the final weights."""
-    (job / "checkpoints").mkdir(exist_ok=True)
-    (job / "checkpoints" / f"step-{step:09d}-{0:012x}.ckpt").touch()
+    checkpoint = job / "checkpoints" / f"step-{step:09d}-{0:012x}-{0:08x}"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "ebbflow.json").touch()
     (job / "weights.pt").touch()
 
 

@@ -15,8 +15,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
-
 HEARTBEAT_MS = 600
 os.environ["RUST_LOG"] = "error"  # read when torchft is loaded
 # The server of Python 3.11 that loads modules beforehand does not know this process's path, but the environment's.
@@ -153,9 +151,8 @@ class TestFleet:
 
 def final_state(folder: Path) -> dict[str, Any]:
     """What the newest checkpoint of a fleet holds."""
-    import io
+    from ebbflow.live.checkpoints import Checkpoints
 
-    from ebbflow.live.replica_files import Checkpoints, read_checkpoint
-
-    path = Checkpoints(folder / "checkpoints", on_event=lambda what, text: None).names()[0]
-    return torch.load(io.BytesIO(read_checkpoint(path)), weights_only=True)
+    found = Checkpoints(folder / "checkpoints", on_event=lambda what, text: None).newest()
+    assert found is not None
+    return found[1]

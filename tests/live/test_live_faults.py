@@ -100,6 +100,11 @@ def check(
     return account, runs
 
 
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints that were written to their end, newest first."""
+    return sorted((path.parent for path in folder.glob("step-*/ebbflow.json")), reverse=True)
+
+
 ALL = ("r0", "r1", "r2")
 
 
@@ -382,10 +387,11 @@ def test_a_damaged_newest_checkpoint_is_passed_over(fleet: Any, tmp_path: Path) 
     group = fleet(checkpoint_every_s=0.0, hold=0)
     group.start("r0", fault="kill:quorum@4")
     assert group.wait() == {"r0": KILLED}
-    newest, older, *_ = sorted((tmp_path / "checkpoints").glob("*.ckpt"), reverse=True)
-    damaged = bytearray(newest.read_bytes())
+    newest, older, *_ = complete_checkpoints(tmp_path / "checkpoints")
+    shard = newest / "__0_0.distcp"
+    damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 2] ^= 1
-    newest.write_bytes(damaged)
+    shard.write_bytes(damaged)
     group.stop_holding()
     group.start("r0", "r1", all=ALL[:2])
     assert group.wait() == {"r0": 0, "r1": 0}
@@ -464,7 +470,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """The folder of the checkpoints, on a disk of its own that holds one of them and not two."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("a disk of its own takes the right to mount one")
     yield folder
@@ -475,7 +481,7 @@ def test_a_full_disk_costs_checkpoints_and_no_sample(fleet: Any, tmp_path: Path,
     group = fleet(all=ALL[:2], checkpoint_every_s=0.0)
     group.start("r0", "r1", fault="kill:quorum@12")
     assert group.wait() == {"r0": KILLED, "r1": KILLED}
-    (kept,) = tiny_disk.glob("step-*.ckpt")
+    (kept,) = complete_checkpoints(tiny_disk)
     group.start("r0", "r1")
     assert group.wait() == {"r0": 0, "r1": 0}
     account, runs = reports(tmp_path)

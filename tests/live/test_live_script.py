@@ -254,11 +254,12 @@ def test_damaged_checkpoints_are_not_taken_for_no_checkpoints(script: Any, tmp_p
     model, fleet = script()
     with fleet:
         train(model, fleet)
-    for path in (tmp_path / "checkpoints").iterdir():
+    for path in (tmp_path / "checkpoints").glob("*/*.distcp"):
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"all 1 checkpoints in .* are damaged.*--from-scratch"), script()[1]:
-        pass
-    assert status(tmp_path)["state"] == "refused"
+    _, fleet = script(loss=lambda model, x, y: loss_fn(model(x), y))
+    with pytest.raises(CheckpointError, match=r"all 1 checkpoints in .* are damaged.*--from-scratch"), fleet:
+        fleet.run()
+    assert status(tmp_path)["state"] == "refused" and fleet.step == 0
 
 
 def test_nobody_at_the_address_is_explained_and_a_notice_ends_the_wait(

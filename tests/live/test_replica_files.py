@@ -1,75 +1,16 @@
-"""Checkpoints and records of a replica: what a kill or a full disk leaves of them."""
+"""Records of a replica: what a kill or a full disk leaves of them."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import resource
 import signal
 from pathlib import Path
 
 import pytest
 
-from ebbflow.errors import CheckpointError
-from ebbflow.live.replica_files import Checkpoints, ReplicaRecord, read_checkpoint
+from ebbflow.live.replica_files import ReplicaRecord
 from ebbflow.record import Event, Header, read_record
-
-
-def checkpoints(folder: Path) -> tuple[Checkpoints, list[tuple[str, str]]]:
-    heard: list[tuple[str, str]] = []
-    return Checkpoints(folder, keep=2, on_event=lambda what, text: heard.append((what, text))), heard
-
-
-def test_the_last_few_checkpoints_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
-    store, heard = checkpoints(tmp_path / "checkpoints")
-    assert store.newest() is None
-    for step in (5, 10, 100):
-        store.save(b"state %d" % step, step=step, lineage=step)
-        store.wait()
-    assert [path.name for path in store.names()] == [
-        "step-000000100-000000000064.ckpt",
-        "step-000000010-00000000000a.ckpt",
-    ]
-    assert store.newest() == (store.names()[0], b"state 100") and heard == []
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "foreign"])
-def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path: Path, damage: str) -> None:
-    store, heard = checkpoints(tmp_path)
-    for step in (1, 2):
-        store.save(b"x" * 1000, step=step, lineage=0)
-        store.wait()
-    newest, older = store.names()
-    whole = newest.read_bytes()
-    flipped = whole[:-1] + bytes([whole[-1] ^ 1])
-    newest.write_bytes({"cut": whole[:-1], "flipped": flipped, "emptied": b"", "foreign": b"PK\x03\x04"}[damage])
-    with pytest.raises(CheckpointError, match="damaged"):
-        read_checkpoint(newest)
-    assert store.newest() == (older, b"x" * 1000)
-    assert heard[0][0] == "checkpoint damaged" and newest.name in heard[0][1]
-
-
-def _save_on_a_full_disk(folder: Path, answers: multiprocessing.SimpleQueue) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    store, heard = checkpoints(folder)
-    store.save(b"small", step=1, lineage=0)
-    store.wait()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # the system refuses to write more, as a full disk does
-    store.save(bytes(100_000), step=2, lineage=0)
-    store.wait()
-    answers.put((heard, [path.name for path in store.names()], sorted(os.listdir(folder))))  # noqa: PTH208
-
-
-@pytest.mark.process
-def test_a_full_disk_costs_a_checkpoint_and_not_the_training(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    process = context.Process(target=_save_on_a_full_disk, args=(tmp_path, answers))
-    process.start()
-    heard, names, files = answers.get()
-    process.join()
-    assert [what for what, _ in heard] == ["checkpoint failed"] and "training goes on" in heard[0][1]
-    assert names == files == ["step-000000001-000000000000.ckpt"], "the older one is whole, and nothing half-written"
 
 
 def test_a_record_goes_on_after_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:

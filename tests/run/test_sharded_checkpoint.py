@@ -14,8 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from ebbflow.core.storage import COMPLETE
 from ebbflow.errors import CheckpointError, ConfigError, StorageUnreachable
-from ebbflow.run.sharded_checkpoint import COMPLETE, load_state, save_state
+from ebbflow.run.sharded_checkpoint import load_state, save_state
 from live.harness import CONTEXT
 from run import sharding_ranks
 from run.sharding_ranks import Answer, complete_state, make_net, trained_net

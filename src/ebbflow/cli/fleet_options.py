@@ -14,8 +14,8 @@ from ebbflow.errors import ConfigError
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 
 __all__ = [
-    "PASS_THROUGH", "AllowChanges", "Command", "FromScratch", "Gpus", "Grace", "Heartbeat", "JobName",
-    "MaxFailures", "MinReplicas", "Notices", "Out", "ScriptCommand", "Workload", "heartbeat_milliseconds",
+    "PASS_THROUGH", "AllowChanges", "CheckpointPlace", "Command", "FromScratch", "Gpus", "Grace", "Heartbeat",
+    "JobName", "MaxFailures", "MinReplicas", "Notices", "Out", "ScriptCommand", "Workload", "heartbeat_milliseconds",
     "milliseconds", "positive", "script_position", "with_plugins",
 ]  # fmt: skip
 
@@ -52,6 +52,15 @@ FromScratch = Annotated[
 ]
 AllowChanges = Annotated[
     bool, typer.Option("--allow-changes", help="Continue a checkpoint with the changed settings of the script.")
+]
+CheckpointPlace = Annotated[
+    str,
+    typer.Option(
+        "--checkpoints",
+        metavar="FOLDER|URL",
+        help="Where checkpoints go: a folder, or a URL that fsspec knows (s3://bucket/job, gs://...); by default the "
+        "folder checkpoints of the job.",
+    ),
 ]
 Notices = Annotated[
     list[str] | None,

@@ -9,6 +9,7 @@ import typer
 from ebbflow.cli.common import AsJson, PluginFiles, err, out, print_json
 from ebbflow.cli.fleet_options import (
     AllowChanges,
+    CheckpointPlace,
     Command,
     FromScratch,
     Gpus,
@@ -66,6 +67,7 @@ def launch(
     notice: Notices = None,
     from_scratch: FromScratch = False,
     allow_changes: AllowChanges = False,
+    checkpoints: CheckpointPlace = "",
     json: AsJson = False,
 ) -> None:
     """Run a script as a fleet: a lighthouse and replicas on this machine, restarted when they die.
@@ -98,7 +100,7 @@ def launch(
         running = join_fleet(
             program, lighthouse=join, workload=workload, out=out_folder, job=job, name=name, bind=bind,
             min_replicas=min_replicas, heartbeat_timeout_ms=timeout_ms, max_failures=max_failures, gpus=gpus,
-            allow_changes=allow_changes,
+            allow_changes=allow_changes, checkpoints=checkpoints,
         )  # fmt: skip
     else:
         if name is not None:
@@ -110,6 +112,7 @@ def launch(
         running = launch_fleet(
             program, replicas=replicas, workload=workload, out=out_folder, job=job, lighthouse=options,
             max_failures=max_failures, gpus=gpus, from_scratch=from_scratch, allow_changes=allow_changes,
+            checkpoints=checkpoints,
         )  # fmt: skip
     with running as fleet:
         if join is None:

@@ -9,6 +9,7 @@ import typer
 from ebbflow.cli.common import AsJson, PluginFiles, TraceText, err, out, print_json
 from ebbflow.cli.fleet_options import (
     AllowChanges,
+    CheckpointPlace,
     Command,
     FromScratch,
     Gpus,
@@ -58,6 +59,7 @@ def replay(
     gpus: Gpus = 0,
     from_scratch: FromScratch = False,
     allow_changes: AllowChanges = False,
+    checkpoints: CheckpointPlace = "",
     json: AsJson = False,
 ) -> None:
     """Start and kill real replicas on this machine as an availability trace says, and end with an account.
@@ -79,7 +81,7 @@ def replay(
     with launch_fleet(
         with_plugins(command or [], plugin or [], workload=workload), replicas=played.stats().max, workload=workload,
         out=out_folder, job=job, lighthouse=options, max_failures=max_failures, gpus=gpus, from_scratch=from_scratch,
-        allow_changes=allow_changes,
+        allow_changes=allow_changes, checkpoints=checkpoints,
     ) as fleet:  # fmt: skip
         replayed = TraceReplay(fleet, schedule, grace_s=grace_s, finish=finish)
         config = fleet.job.fleet

@@ -10,7 +10,10 @@ from typing import Any
 from ebbflow.core.files import write_whole
 from ebbflow.errors import ConfigError, StorageUnreachable
 
-__all__ = ["Storage", "short_reason"]
+__all__ = ["COMPLETE", "Storage", "short_reason"]
+
+COMPLETE = "ebbflow.json"
+"""Name of the file that is written last into the folder of a checkpoint: without it, there is no checkpoint."""
 
 
 def short_reason(error: BaseException) -> str:

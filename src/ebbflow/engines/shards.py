@@ -8,7 +8,8 @@ that each number counts once and all holders have the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from ebbflow.engines.replica_ranks import ReplicaRanks, is_sharded, local_shard,
 from ebbflow.engines.replica_step import LoadedMicroBatch, ReplicaStep, micro_batch_seed, trained_parameters
 from ebbflow.moments.meters import FlatMeter, FusedMeter, squared_norms
 
-__all__ = ["ShardedGradients", "ShardedStep", "describe_shards", "with_shards", "without_shards"]
+__all__ = ["ShardedGradients", "ShardedStep", "describe_shards", "shard_maker", "with_shards", "without_shards"]
 
 
 class ShardedGradients:
@@ -257,6 +258,26 @@ def with_shards(state: Mapping[str, Any], model: torch.nn.Module, inner: torch.o
     if divided.get("snapshot") is not None:
         divided["snapshot"] = with_shards(divided["snapshot"], model, inner)
     return divided
+
+
+def shard_maker(model: torch.nn.Module, inner: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+    """Make the function with which the shards of this rank are read from a checkpoint (`load_state`).
+
+    A tensor is divided like the parameter that it belongs to, if it has its shape; any other is whole.
+    """
+    like: dict[str, Any] = {**dict(model.named_parameters()), **model.state_dict()}
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+
+    def make(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        part, _, own = name.removeprefix("snapshot.").partition(".")
+        found: Any = like.get(own) if part in ("model", "average") else None
+        if state := re.match(r"optimizer\.inner\.state\.(\d+)\.", f"{part}.{own}"):
+            found = parameters[int(state[1])]
+        if not is_sharded(found) or found.shape != size:
+            return torch.empty(size, dtype=dtype)
+        return torch.empty_like(found, dtype=dtype, requires_grad=False)
+
+    return make
 
 
 def _divided(value: Any, like: Any) -> Any:

@@ -7,6 +7,7 @@ manager server and client, torch's store and a process group, in the thread of t
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import socket
 import threading
@@ -239,6 +240,10 @@ class FleetConnection:
         """Put a text into the store of this replica, where others can read it over the network."""
         if self._store is not None:
             self._store.set(key, text.encode())
+
+    def sends_heartbeats(self, name: str) -> bool:
+        """Whether the lighthouse has heard of a replica, by its name in the group, within the heartbeat timeout."""
+        return self._heartbeat_ages().get(name, math.inf) <= self._heartbeat_timeout_s
 
     def close(self) -> None:
         """Close everything; the lighthouse forgets this replica when its heartbeat times out."""

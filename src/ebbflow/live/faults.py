@@ -6,6 +6,7 @@
     sum         the sum has arrived
     commit      the step counts, and the weights are still the old ones
     step        the step is applied, and not recorded yet
+    save        the final weights are written, and the last checkpoint is not
     announce    before a state is sent
     send        while a state is sent
     announced   before a state is received

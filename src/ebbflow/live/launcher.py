@@ -135,12 +135,18 @@ def launch_fleet(
     gpus: int = 0,
     from_scratch: bool = False,
     allow_changes: bool = False,
+    checkpoints: str = "",
 ) -> Iterator[Supervisor]:
     """Start a lighthouse on this machine, and supervise up to `replicas` replicas that meet there.
 
     `out`: folder of the job, by default runs/ and the name of the job. `from_scratch`: what an earlier launch left
-    there is moved aside. `allow_changes`: see `FleetConfig`. No replica runs before it is requested.
+    there is moved aside. `allow_changes`, `checkpoints`: see `FleetConfig`. No replica runs before it is requested.
     """
+    if from_scratch and checkpoints:
+        raise ConfigError(
+            f"--from-scratch moves the files of the job aside, but not the checkpoints in {checkpoints}; give another "
+            f"--checkpoints"
+        )
     program = replica_command(command, workload=workload)
     name = job or job_name(command, workload=workload)
     folder = (out or Path("runs") / name).resolve()
@@ -159,6 +165,7 @@ def launch_fleet(
             min_replicas=options.min_replicas,
             heartbeat_timeout_ms=options.heartbeat_timeout_ms,
             allow_changes=int(allow_changes),
+            checkpoints=checkpoints,
         )
         threads = max(1, (os.cpu_count() or 1) // max(1, replicas))
         run = Job(command=program, fleet=config, gpus=gpus, threads=threads)
@@ -181,6 +188,7 @@ def join_fleet(
     max_failures: int = 5,
     gpus: int = 0,
     allow_changes: bool = False,
+    checkpoints: str = "",
 ) -> Iterator[Supervisor]:
     """Supervise one replica of a fleet whose lighthouse, at HOST:PORT, runs elsewhere; it is requested already."""
     host, port = parse_address(lighthouse, default_port=DEFAULT_PORT)
@@ -200,6 +208,7 @@ def join_fleet(
         min_replicas=min_replicas,
         heartbeat_timeout_ms=heartbeat_timeout_ms,
         allow_changes=int(allow_changes),
+        checkpoints=checkpoints,
     )
     own = replica_name(name)
     create_secret(config.folder)

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import inspect
 import io
+import math
 import os
 import sys
 import threading
@@ -22,6 +23,7 @@ from contextlib import ExitStack
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ebbflow import workloads
@@ -29,16 +31,24 @@ from ebbflow._version import __version__
 from ebbflow.core.files import hold_lock
 from ebbflow.core.signals import StopSignal
 from ebbflow.engines.base import Engine, EngineParts
-from ebbflow.engines.replica_ranks import replica_ranks
+from ebbflow.engines.replica_ranks import local_shard, replica_ranks
 from ebbflow.engines.replica_step import Loss
-from ebbflow.engines.shards import describe_shards, with_shards, without_shards
-from ebbflow.errors import CheckpointError, ConfigError, Diverged, OutputError
+from ebbflow.engines.shards import describe_shards, shard_maker, with_shards, without_shards
+from ebbflow.errors import (
+    CheckpointError,
+    ConfigError,
+    Diverged,
+    OutputError,
+    StorageUnreachable,
+    UnreadableCheckpoints,
+)
+from ebbflow.live.checkpoints import Checkpoints
 from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished
 from ebbflow.live.faults import ScriptedFaults
 from ebbflow.live.live_engine import LiveEngine, StepSizes, by_policy
 from ebbflow.live.membership import describe_difference, initial_lineage
-from ebbflow.live.protocol import FINAL_WEIGHTS, STATUS_KEY, ReplicaConfig, create_secret, newest_checkpoint
-from ebbflow.live.replica_files import Checkpoints, ReplicaRecord, StatusFile, read_checkpoint
+from ebbflow.live.protocol import FINAL_WEIGHTS, STATUS_KEY, ReplicaConfig, create_secret
+from ebbflow.live.replica_files import ReplicaRecord, StatusFile
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.policies import make_policy
 from ebbflow.record import NoRecord, StepRow
@@ -49,6 +59,7 @@ from ebbflow.run.flow import OpenStep
 from ebbflow.run.header import make_header
 from ebbflow.run.loop import Callbacks, TrainingLoop
 from ebbflow.run.session import Session
+from ebbflow.run.sharded_checkpoint import whole_tensor
 
 __all__ = ["LiveSession", "OnEpoch", "Stateful", "join", "join_workload"]
 
@@ -57,8 +68,9 @@ OnEpoch = Callable[[int], Mapping[str, Any] | None]
 _CHANGEABLE = {"epochs", "max_steps", "schedule", "clip", "policy", "micro_batch", "precision"}
 """What may differ from a checkpoint with `--allow-changes`, besides the hyperparameters of the optimizer."""
 STATE_VERSION = 1
-_OF_THE_FLEET = ("lighthouse", "replica", "folder", "job", "bind")
+_OF_THE_FLEET = ("lighthouse", "replica", "folder", "job", "bind", "checkpoints")
 """What the environment says, unless it is given."""
+_LOOK_AGAIN_S = 0.1
 
 
 class Stateful(Protocol):
@@ -142,7 +154,8 @@ class LiveSession(Session):
         self._rates: list[float] = []
         self._saved_at = time.monotonic()
         self._job = self._describe_job()
-        self._checkpoints = Checkpoints(self.fleet.folder / "checkpoints", on_event=self._event)
+        group = dist.new_group(backend="gloo") if self._ranks.size > 1 else None
+        self._checkpoints = Checkpoints(self.fleet.checkpoint_place, on_event=self._event, group=group)
         device = next(model.parameters()).device
         self._connection = FleetConnection(
             self.fleet, self._job, self, secret=create_secret(self.fleet.folder), device=device, ranks=self._ranks,
@@ -235,7 +248,7 @@ class LiveSession(Session):
             checkpoint_every_s=self._checkpoint_every_s if ranks.size == 1 else 0.0,  # else rank 0 decides
         )
         try:
-            self.refresh()
+            self._begin_with_checkpoint()
         except CheckpointError as error:
             self._status.update("refused", reason=str(error))
             raise
@@ -402,29 +415,48 @@ class LiveSession(Session):
         if not self.finished:
             return
         position = {"step": self.flow.step, "epoch": self.flow.ledger.epoch, "position": self.flow.ledger.position}
-        saves = self._ranks.share(self.engine.first or not (self.fleet.folder / FINAL_WEIGHTS).is_file())
-        if saves and (problem := self._save_final_state()):
+        if not self._first_saves() and (problem := self._save_final_state()):
             self._event("incomplete", problem)
             self._status.update("incomplete", reason=problem, **position)
             return
         self.loop.end("finished")
         self._status.update("finished", reason=None, **position)
 
+    def _final_state_saved(self) -> bool:
+        """Whether somebody has saved the state of this step; the weights are written before the checkpoint."""
+        return self._checkpoints.has(self.flow.step, self.engine.lineage)
+
+    def _first_saves(self) -> bool:
+        """Wait while the first replica of the group saves the final state, unless this is the first one.
+
+        False if this replica is to save it: the first one is gone, or cannot be seen.
+        """
+        group, seen = self._connection.membership.group, False
+        if self._ranks.leads and group is not None and group.rank > 0:
+            alive = True
+            while not seen and alive and not self._leaving():
+                time.sleep(_LOOK_AGAIN_S)
+                alive = self._connection.sends_heartbeats(group.names[0])
+                seen = self._final_state_saved()
+        return self._ranks.share(seen)
+
     def _save_final_state(self) -> str:
-        """Write the last checkpoint and the final weights; what went wrong, or nothing."""
-        self._save_now()
+        """Write the final weights and the last checkpoint; what went wrong, or nothing."""
         average = {"ema": self.flow.average.state_dict()} if self.flow.average is not None else {}
         state: Mapping[str, Any] = {"model": self.model.state_dict(), **average}
         if self._ranks.size > 1:
             state = without_shards(state, whole=True)
-        return self._ranks.share(self._write_final_state(state) if self._ranks.leads else "")
+        if problem := self._ranks.share(self._write_weights(state) if self._ranks.leads else ""):
+            return problem
+        self._fault("save")
+        self._save_now()
+        if not self._ranks.share(self._ranks.leads and self._final_state_saved()):
+            return f"the final state, of step {self.flow.step}, could not be saved; free some space and run it again"
+        return ""
 
-    def _write_final_state(self, state: Mapping[str, Any]) -> str:
-        weights, step = self.fleet.folder / FINAL_WEIGHTS, self.flow.step
-        if (newest_checkpoint(self.fleet.folder) or 0) < step:
-            return f"the final state, of step {step}, could not be saved; free some space and run it again"
+    def _write_weights(self, state: Mapping[str, Any]) -> str:
         try:
-            save_checkpoint(weights, state)
+            save_checkpoint(self.fleet.folder / FINAL_WEIGHTS, state)
         except OutputError as error:
             return f"the final weights could not be saved: {error}"
         return ""
@@ -441,10 +473,11 @@ class LiveSession(Session):
             self._save()
 
     def _save(self) -> None:
-        """Write a checkpoint in the background. The ranks of a replica collect the whole state for it."""
-        data = self.pack(whole=True)
-        if self._ranks.leads:
-            self._checkpoints.save(data, step=self.flow.step, lineage=self.engine.lineage)
+        """Write a checkpoint in the background. Weights that are not finite are not saved: nobody could go on."""
+        norm = float(torch.nn.utils.get_total_norm([local_shard(one.detach()) for one in self.model.parameters()]))
+        if not all(self._ranks.gather(math.isfinite(norm))):
+            raise Diverged(f"the weights are not finite after step {self.flow.step}")
+        self._checkpoints.save(self._complete_state(), step=self.flow.step, lineage=self.engine.lineage)
 
     def _save_now(self) -> None:
         """Write the last checkpoint, after any that is under way."""
@@ -452,18 +485,21 @@ class LiveSession(Session):
         self._save()
         self._checkpoints.wait()
 
-    def pack(self, *, whole: bool = False) -> memoryview:
-        """Write the state after the last committed step; reading it back executes nothing.
-
-        Of a sharded model these are the shards of this rank, or with `whole` everything, for which all ranks of the
-        replica call this.
-        """
-        buffer = io.BytesIO()
+    def _complete_state(self) -> dict[str, Any]:
+        """The state after the last committed step."""
         extras = {name: extra.state_dict() for name, extra in self._extras.items()}
         own = {"version": STATE_VERSION, "job": self._job, "lineage": self.engine.lineage, "extras": extras}
         own["fork"] = self.engine.fork  # a replica that receives this state records the same parent as the others
-        state = {**own, **self.flow.state_dict()}
-        torch.save(without_shards(state, whole=whole) if self._ranks.size > 1 else state, buffer)
+        return {**own, **self.flow.state_dict()}
+
+    def pack(self) -> memoryview:
+        """Write the state after the last committed step; reading it back executes nothing.
+
+        Of a sharded model these are the shards of this rank.
+        """
+        buffer = io.BytesIO()
+        state = self._complete_state()
+        torch.save(without_shards(state) if self._ranks.size > 1 else state, buffer)
         return buffer.getbuffer()
 
     def unpack(self, data: bytes | memoryview, origin: str = "the state of a peer") -> tuple[int, int]:
@@ -475,6 +511,9 @@ class LiveSession(Session):
             state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many kinds for damaged bytes; all mean the same
             raise CheckpointError(f"{origin} cannot be read: {str(error).partition(chr(10))[0][:200]}") from None
+        return self._load_complete_state(state, origin)
+
+    def _load_complete_state(self, state: Any, origin: str) -> tuple[int, int]:
         if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
             raise CheckpointError(
                 f"{origin} is not of this version of ebbflow; delete it, or use the version that wrote it"
@@ -504,13 +543,25 @@ class LiveSession(Session):
 
     def refresh(self) -> tuple[int, int] | None:
         """Load the newest checkpoint if it is further than this state; return its steps and lineage, or None."""
-        found = self._checkpoints.newest(beyond=self.flow.step) if self._ranks.leads else None
-        path = self._ranks.share(found[0] if found is not None else None)
-        if path is None:
+        make = shard_maker(self.model, self._optimizer.inner) if self._ranks.size > 1 else whole_tensor
+        found = self._checkpoints.newest(beyond=self.flow.step, make=make)
+        if found is None:
             return None
-        state = self.unpack(found[1] if found is not None else read_checkpoint(path), str(path))
-        self._event("restored", f"from {path.name}")
-        return state
+        name, state = found
+        loaded = self._load_complete_state(state, f"the checkpoint {name}")
+        self._event("restored", f"from {name}")
+        return loaded
+
+    def _begin_with_checkpoint(self) -> None:
+        """Load the newest checkpoint. If none can be read, the peers may have the state.
+
+        Should there be no peers, the checkpoints are read once more before the first step, and then it is an error. A
+        checkpoint of another job is one at once.
+        """
+        try:
+            self.refresh()
+        except (StorageUnreachable, UnreadableCheckpoints) as error:
+            self._event("no checkpoint", f"{error}; the state of a peer is used if there is one")
 
 
 def _hyperparameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -549,7 +600,7 @@ def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any, **
 
     Settings are those of a `Session`: epochs, local_batch (samples of one replica per step), rule, base_batch,
     schedule, policy (a text, or a function (step, replicas) -> (workers, samples)), seed, micro_batch, precision, ema,
-    clip, ... lighthouse, replica, folder, job and bind are what the environment says unless given.
+    clip, ... lighthouse, replica, folder, job, bind and checkpoints are what the environment says unless given.
     """
     return LiveSession(model, optimizer, data, **settings)
 

@@ -10,7 +10,7 @@ says whether an error ended it. SIGTERM tells it to leave: it finishes its step 
     <folder>/replicas/<name>/log.txt       everything that the replica printed, of all incarnations
     <folder>/replicas/<name>/status.json   what it is doing now
     <folder>/replicas/<name>/record.jsonl  the steps that it committed
-    <folder>/checkpoints/
+    <folder>/checkpoints/                  unless they are elsewhere (`FleetConfig.checkpoints`)
     <folder>/weights.pt                    the final weights, which torch.load(weights_only=True) reads
 """
 
@@ -42,8 +42,8 @@ from ebbflow.errors import ConfigError, OutputError
 __all__ = [
     "DEFAULT_PORT", "EXIT_RESTART", "FINAL_WEIGHTS", "HEARTBEAT_INTERVAL_S", "HEARTBEAT_TIMEOUT_MS", "LOOPBACK",
     "SECRET_VARIABLE", "STATUS_KEY", "FleetConfig", "LighthouseStatus", "ReplicaConfig", "ReplicaStatus",
-    "checkpoint_files", "create_secret", "fetch_heartbeat_ages", "fetch_lighthouse_status", "fetch_statuses",
-    "find_folder", "find_secret", "format_address", "is_loopback", "local_address_towards", "newest_checkpoint",
+    "create_secret", "fetch_heartbeat_ages", "fetch_lighthouse_status", "fetch_statuses",
+    "find_folder", "find_secret", "format_address", "is_loopback", "local_address_towards",
     "parse_address", "parse_bind", "parse_heartbeat_ages", "parse_lighthouse_page", "parse_status",
     "read_lighthouse_address", "read_status", "read_statuses", "replica_folder", "write_fleet_file",
 ]  # fmt: skip
@@ -59,7 +59,6 @@ EXIT_RESTART = 75
 """Exit code (EX_TEMPFAIL) with which a replica asks to be started again."""
 FINAL_WEIGHTS = "weights.pt"
 """Name of the file with the final weights, in the folder of a job."""
-_CHECKPOINT_NAME = re.compile(r"step-(\d{9})-[0-9a-f]{12}\.ckpt")
 SECRET_VARIABLE = "EBBFLOW_SECRET"
 """Environment variable with the secret of the job; without it, the file in the folder of the job has it."""
 _SECRET_FILE = "secret"
@@ -161,12 +160,18 @@ class FleetConfig:
     heartbeat_timeout_ms: int = param(
         HEARTBEAT_TIMEOUT_MS, doc="a replica whose last heartbeat is older is dead; as at the lighthouse"
     )
+    checkpoints: str = param("", doc="folder or URL (s3://, gs://) of the checkpoints; `checkpoints` in the folder")
     allow_changes: int = param(0, doc="1: a checkpoint may have other settings; those of the script are used")
 
     def __post_init__(self) -> None:
         for name in ("min_replicas", "heartbeat_timeout_ms"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more")
+
+    @property
+    def checkpoint_place(self) -> str:
+        """Folder or URL of the checkpoints."""
+        return self.checkpoints or str(self.folder / "checkpoints")
 
     def for_replica(self, replica: str) -> ReplicaConfig:
         """Give the configuration of one replica."""
@@ -362,17 +367,6 @@ def _number_or_text(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, int | float | str) and not isinstance(value, bool) else None
-
-
-def newest_checkpoint(folder: Path) -> int | None:
-    """The step of the newest checkpoint of a job by its name; None if there is none."""
-    return max((int(path.name[5:14]) for path in checkpoint_files(folder / "checkpoints")), default=None)
-
-
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The files of checkpoints in a folder, newest first."""
-    found = [path for path in folder.glob("step-*.ckpt") if _CHECKPOINT_NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: path.name, reverse=True)
 
 
 def read_status(folder: Path, replica: str) -> ReplicaStatus | None:

@@ -1,14 +1,9 @@
-"""The files of a replica: its record, which outlives it, its status, which is about now, and checkpoints.
-
-Checkpoints are for the loss of the whole fleet; a single replica receives the state of a peer. A checkpoint begins with
-one line of text that has the length and the SHA-256 of the rest.
-"""
+"""The files of a replica: its record, which outlives it, and its status, which is about now."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import os
 import threading
@@ -18,20 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ebbflow.core.files import write_whole
-from ebbflow.errors import CheckpointError, OutputError
-from ebbflow.live.protocol import ReplicaStatus, checkpoint_files
+from ebbflow.errors import OutputError
+from ebbflow.live.protocol import ReplicaStatus
 from ebbflow.record import Event, Header, RecordWriter, Row, StepRow
 
-__all__ = ["Checkpoints", "ReplicaRecord", "StatusFile", "read_checkpoint"]
+__all__ = ["ReplicaRecord", "StatusFile"]
 
 _LOG = logging.getLogger(__name__)
 _STATUS_EVERY_S = 0.5
 _SPEED_OVER_S = 2.0
-_CHECKPOINT_HEAD = b"ebbflow-fleet 1"
-
-
-# Record and status ----------------------------------------------------------------------------------------------------
 
 
 class ReplicaRecord:
@@ -157,80 +147,3 @@ class StatusFile:
             temporary.write_text(text)
             temporary.replace(self._path)
         self._publish(text)
-
-
-# Checkpoints ----------------------------------------------------------------------------------------------------------
-
-
-class Checkpoints:
-    """The checkpoints in a folder, of which the newest are kept. Replicas that share a disk share the folder."""
-
-    def __init__(self, folder: Path, *, keep: int = 3, on_event: Callable[[str, str], None]) -> None:
-        """`keep`: how many are kept. `on_event(what, text)`: called for damaged files and failures, from any thread."""
-        self.folder = folder
-        self.keep = keep
-        self.on_event = on_event
-        self._writing: threading.Thread | None = None
-
-    def names(self) -> list[Path]:
-        """List the files, newest first."""
-        return checkpoint_files(self.folder)
-
-    def newest(self, *, beyond: int = -1) -> tuple[Path, bytes] | None:
-        """Read the newest undamaged checkpoint beyond a step; damaged ones are reported and passed over.
-
-        If there are checkpoints and all of them are damaged, that is a CheckpointError: training would begin anew.
-        """
-        names = self.names()
-        for path in names:
-            if int(path.name[5:14]) <= beyond:
-                return None
-            try:
-                return path, read_checkpoint(path)
-            except CheckpointError as error:
-                self.on_event("checkpoint damaged", f"{error}; the one before it is used")
-        if names and beyond <= 0:
-            raise CheckpointError(
-                f"all {len(names)} checkpoints in {self.folder} are damaged; restore one of them, or begin anew with "
-                f"`ebbflow launch --from-scratch`, which keeps the old files beside the new ones"
-            )
-        return None
-
-    def save(self, data: bytes | memoryview, *, step: int, lineage: int) -> None:
-        """Write a checkpoint in the background. If an earlier one is still being written, this one is skipped."""
-        if self._writing is not None and self._writing.is_alive():
-            return
-        path = self.folder / f"step-{step:09d}-{lineage:012x}.ckpt"
-        self._writing = threading.Thread(target=self._write, args=(path, data), name="ebbflow-checkpoint")
-        self._writing.start()
-
-    def _write(self, path: Path, data: bytes | memoryview) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, b"\n".join((_head(data), data)))
-        except (OutputError, OSError) as error:
-            self.on_event("checkpoint failed", f"{error}; training goes on, and the next one is tried")
-            return
-        for old in self.names()[self.keep :]:
-            with contextlib.suppress(OSError):
-                old.unlink()
-
-    def wait(self) -> None:
-        """Wait until the checkpoint under way is written."""
-        if self._writing is not None:
-            self._writing.join()
-
-
-def read_checkpoint(path: Path) -> bytes:
-    """Read what was saved in a file; a CheckpointError if the file is not exactly that."""
-    try:
-        head, _, body = path.read_bytes().partition(b"\n")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    if head != _head(body):
-        raise CheckpointError(f"{path} is damaged: its length or its checksum is not what its first line says")
-    return body
-
-
-def _head(body: bytes | memoryview) -> bytes:
-    return b"%s bytes=%d sha256=%s" % (_CHECKPOINT_HEAD, len(body), hashlib.sha256(body).hexdigest().encode())

@@ -16,14 +16,16 @@ from typing import Literal, Self
 
 from ebbflow.core.endings import Ending
 from ebbflow.core.signals import StopSignal
+from ebbflow.core.storage import Storage
 from ebbflow.core.units import plural
+from ebbflow.errors import StorageUnreachable
+from ebbflow.live.checkpoint_names import list_checkpoints
 from ebbflow.live.processes import ChildProcess, LighthouseProcess
 from ebbflow.live.protocol import (
     EXIT_RESTART,
     FINAL_WEIGHTS,
     FleetConfig,
     ReplicaStatus,
-    newest_checkpoint,
     read_status,
     replica_folder,
 )
@@ -269,12 +271,16 @@ class Supervisor:
         """
         if self.lighthouse is None:
             return ""
-        folder = self.job.fleet.folder
-        newest = newest_checkpoint(folder)
-        if newest is None or newest < step:
-            found = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
+        config = self.job.fleet
+        try:
+            complete, _ = list_checkpoints(Storage(config.checkpoint_place))
+        except StorageUnreachable as error:
+            return f"whether the final state, of step {step}, is saved cannot be seen: {error}"
+        if not any(name.step == step for name in complete):
+            found = f"the newest checkpoint is of step {complete[0].step}" if complete else "there is no checkpoint"
             return f"the final state, of step {step}, was not saved: {found}; free some space and run it again"
-        return "" if (folder / FINAL_WEIGHTS).is_file() else f"{folder / FINAL_WEIGHTS} was not written"
+        weights = config.folder / FINAL_WEIGHTS
+        return "" if weights.is_file() else f"{weights} was not written"
 
     def request(self, name: str) -> None:
         """Keep a replica running from the next `poll` on, also one that left, finished or was given up before."""

@@ -34,13 +34,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ebbflow.core.storage import Storage, short_reason
+from ebbflow.core.storage import COMPLETE, Storage, short_reason
 from ebbflow.errors import CheckpointError, StorageUnreachable
 
-__all__ = ["COMPLETE", "MakeTensor", "load_state", "save_state"]
+__all__ = ["MakeTensor", "load_state", "save_state", "whole_tensor"]
 
-COMPLETE = "ebbflow.json"
-"""The file that makes a folder a checkpoint."""
 VERSION = 1
 _REST = "ebbflow"
 _TENSOR = "__tensor__"
@@ -50,7 +48,8 @@ MakeTensor = Callable[[str, torch.Size, torch.dtype], torch.Tensor]
 """(name, global size, type) -> the tensor into which it is read: a whole one, or a DTensor for this rank's shard."""
 
 
-def _whole(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def whole_tensor(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in the memory of the host, into which a whole one is read."""
     return torch.empty(size, dtype=dtype)
 
 
@@ -78,7 +77,7 @@ def save_state(folder: str | Path, state: Mapping[str, Any], *, group: dist.Proc
 
 
 def load_state(
-    folder: str | Path, *, make: MakeTensor = _whole, group: dist.ProcessGroup | None = None
+    folder: str | Path, *, make: MakeTensor = whole_tensor, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """Read what `save_state` wrote, by any number of ranks and into any sharding.
 
@@ -160,11 +159,17 @@ class _Digested:
         self._stream = stream
         self.sha256 = hashlib.sha256()
         self.bytes = 0
+        self.problem: Exception | None = None
+        """Why it could not be written. `torch.save` would say that it is at an unexpected position."""
 
     def write(self, data: Any) -> Any:
         self.sha256.update(data)
         self.bytes += memoryview(data).nbytes
-        return self._stream.write(data)
+        try:
+            return self._stream.write(data)
+        except Exception as problem:
+            self.problem = problem
+            raise
 
     def tell(self) -> int:
         return self.bytes
@@ -189,7 +194,10 @@ class _DigestedFiles(FileSystemBase):
                 yield stream
                 return
             digested = _Digested(stream)
-            yield digested
+            try:
+                yield digested
+            except Exception as error:
+                raise digested.problem or error from None
         name = str(path).rpartition("/")[2]
         self.described[name] = {"bytes": digested.bytes, "sha256": digested.sha256.hexdigest()}
 

@@ -1,0 +1,149 @@
+"""The checkpoints of a fleet, for the loss of all its replicas at once; a single replica receives the state of a peer.
+
+They are folders that `save_state` (`run/sharded_checkpoint.py`) wrote to a disk that all replicas see, or to a bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from ebbflow.core.storage import COMPLETE, Storage
+from ebbflow.errors import CheckpointError, StorageUnreachable, UnreadableCheckpoints
+from ebbflow.live.checkpoint_names import CheckpointName, list_checkpoints, outdated_checkpoints
+from ebbflow.run.sharded_checkpoint import MakeTensor, load_state, save_state, whole_tensor
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """The checkpoints in a folder or bucket, of which the newest are kept. All replicas of a fleet share the place.
+
+    Training stops only while a state is copied into the memory of the host; a thread writes it. With a `group`, all its
+    ranks call `newest` and `save` at the same point of the training, and the group belongs to the checkpoints alone.
+    """
+
+    def __init__(
+        self,
+        place: str | Path,
+        *,
+        keep: int = 3,
+        on_event: Callable[[str, str], None],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`place`: a folder, or a URL such as s3://bucket/job. `keep`: how many are kept. `on_event(what, text)`:
+        called for damaged checkpoints and failures, from any thread. `group`: the ranks that have the state together.
+        """
+        self.storage = Storage(place)
+        self.keep = keep
+        self.on_event = on_event
+        self.group = group
+        self._writing: threading.Thread | None = None
+        # It keeps the memory of the last copy for the next one.
+        self._stager = DefaultStager(StagingOptions(*[False] * 4))
+
+    def newest(
+        self, *, beyond: int = -1, make: MakeTensor = whole_tensor
+    ) -> tuple[CheckpointName, dict[str, Any]] | None:
+        """Read the newest undamaged checkpoint beyond a step; damaged ones are reported and passed over.
+
+        Raises UnreadableCheckpoints if there are some and none can be used: training would begin anew; and
+        StorageUnreachable if the place does not answer. `make`: see `load_state`.
+        """
+        names = self._shared(lambda: list_checkpoints(self.storage)[0])
+        for name in names:
+            if name.step <= beyond:
+                return None
+            try:
+                return name, load_state(self._place(name), make=make, group=self.group)
+            except CheckpointError as error:
+                self.on_event("checkpoint damaged", f"{error}; the one before it is used")
+        if beyond <= 0:
+            self._refuse_to_begin_anew(names)
+        return None
+
+    def _refuse_to_begin_anew(self, names: list[CheckpointName]) -> None:
+        advice = "begin anew with `ebbflow launch --from-scratch`, which keeps the old files beside the new ones"
+        if names:
+            raise UnreadableCheckpoints(
+                f"all {len(names)} checkpoints in {self.storage.location} are damaged; restore one of them, or {advice}"
+            )
+        if self._shared(lambda: any(name.endswith(".ckpt") for name in self.storage.names())):
+            raise UnreadableCheckpoints(
+                f"{self.storage.location} has checkpoints of an earlier version of ebbflow (*.ckpt), which this one "
+                f"does not read; finish the job with that version, or {advice}"
+            )
+
+    def has(self, step: int, lineage: int) -> bool:
+        """Whether a state is saved, by whomever; False if that cannot be seen. Any rank may ask by itself."""
+        try:
+            return any((name.step, name.lineage) == (step, lineage) for name in list_checkpoints(self.storage)[0])
+        except StorageUnreachable:
+            return False
+
+    def save(self, state: Mapping[str, Any], *, step: int, lineage: int) -> None:
+        """Copy a state, and write it in the background.
+
+        If an earlier one is still being written, this one is skipped; ranks of a group, which must all do the same,
+        wait for it instead.
+        """
+        if self._writing is not None and self._writing.is_alive() and self.group is None:
+            return
+        self.wait()
+        name = self._shared(lambda: CheckpointName.new(step, lineage))
+        try:
+            staged = self._stager.stage(dict(state))
+        except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
+            self.on_event("checkpoint failed", f"the state cannot be copied: {error}; training goes on")
+            return
+        self._writing = threading.Thread(target=self._write, args=(name, staged), name="ebbflow-checkpoint")
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint under way is written."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+
+    def _write(self, name: CheckpointName, state: Mapping[str, Any]) -> None:
+        try:
+            save_state(self._place(name), state, group=self.group)
+        except StorageUnreachable as error:
+            self.on_event("checkpoint failed", f"{error}; training goes on, and the next one is tried")
+            self._remove(name)
+            return
+        with contextlib.suppress(StorageUnreachable):  # the next one tries again
+            for old in outdated_checkpoints(name, *list_checkpoints(self.storage), keep=self.keep):
+                self._remove(old)
+
+    def _remove(self, name: CheckpointName) -> None:
+        if self.group is None or dist.get_rank(self.group) == 0:
+            # What is half removed must not look complete.
+            with contextlib.suppress(StorageUnreachable, FileNotFoundError):
+                self.storage.remove(str(name), COMPLETE)
+            with contextlib.suppress(StorageUnreachable, FileNotFoundError):
+                self.storage.remove(str(name))
+
+    def _place(self, name: CheckpointName) -> str:
+        return f"{self.storage.location.rstrip('/')}/{name}"
+
+    def _shared(self, find: Callable[[], Any]) -> Any:
+        """What rank 0 finds, or the error that it raises."""
+        if self.group is None:
+            return find()
+        found: list[Any] = [None, None]
+        if dist.get_rank(self.group) == 0:
+            try:
+                found[0] = find()
+            except StorageUnreachable as error:
+                found[1] = str(error)
+        dist.broadcast_object_list(found, group=self.group, group_src=0)
+        if found[1] is not None:
+            raise StorageUnreachable(found[1])
+        return found[0]
