@@ -160,7 +160,7 @@ class FleetConfig:
     heartbeat_timeout_ms: int = param(
         HEARTBEAT_TIMEOUT_MS, doc="a replica whose last heartbeat is older is dead; as at the lighthouse"
     )
-    checkpoints: str = param("", doc="folder or URL (s3://, gs://) of the checkpoints; `checkpoints` in the folder")
+    checkpoints: str = param("", doc="folder or URL of the checkpoints, if they are not in the folder")
     allow_changes: int = param(0, doc="1: a checkpoint may have other settings; those of the script are used")
 
     def __post_init__(self) -> None:
