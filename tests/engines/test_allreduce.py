@@ -3,15 +3,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from ebbflow.engines import allreduce
 from ebbflow.engines.allreduce import AllReduce
+from ebbflow.engines.process_group import PeerLost
 from ebbflow.errors import ConfigError
-from ebbflow.moments.meters import HookMeter
+from ebbflow.moments.meters import FlatMeter, FusedMeter, HookMeter
 from engines.allreduce_rank import STEPS, train
 
 
@@ -142,3 +147,130 @@ def test_bad_input_is_refused() -> None:
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigError, match="sparse"):
         AllReduce(table.parameters())(samples=1, batch=1)
+
+
+# Buckets --------------------------------------------------------------------------------------------------------------
+
+
+class TwoEqualRanks:
+    """A reduction that doubles what it gets, as if another rank had the same; it notes what began inside a pass."""
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.begun: list[tuple[bool, int]] = []
+
+    def begin(self, part: torch.Tensor) -> Callable[[], None]:
+        self.begun.append((self.inside, part.numel()))
+
+        def wait() -> None:
+            part.mul_(2)
+
+        return wait
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.inside = True
+        loss.backward()
+        self.inside = False
+
+
+METERS = [None, HookMeter, FlatMeter, FusedMeter]
+
+
+@pytest.mark.parametrize("kind", METERS)
+def test_buckets_are_sent_while_the_last_backward_pass_goes_on(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of 2 x 2 + 2 numbers: a bucket has at least 24 bytes, so that each layer is one."""
+    monkeypatch.setattr(allreduce, "BUCKET_BYTES", 24)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    parameters, x = [*model.parameters()], torch.randn(6, 2)
+    meter = kind(parameters, layers=False) if kind is not None else None
+    ranks = TwoEqualRanks()
+    combine = AllReduce(parameters, meter=meter, begin=ranks.begin)
+    expected = torch.autograd.grad(model(x).square().sum(1).mean(), parameters)
+    for step in range(3):
+        model.zero_grad()
+        if meter is not None:
+            meter.discard()
+        ranks.begun = []
+        for start, stop in ((0, 4), (4, 6)):
+            if stop == 6:
+                combine.overlap()
+            # Each rank has 6 of 12 samples, and each micro-batch is weighted with its part of all of them.
+            ranks.backward(model(x[start:stop]).square().sum(1).sum() / 12)
+            if meter is not None:
+                meter.close_micro_batch(stop - start, (stop - start) / 12)
+        measured = combine(samples=6, batch=12, scale=6 / 12)
+        torch.testing.assert_close([parameter.grad for parameter in parameters], [*expected])
+        assert measured is None or measured.micro_batches == 4
+        # The first pass shows whether every parameter gets one gradient; the last bucket has the statistics, too.
+        assert [inside for inside, _ in ranks.begun] == [step > 0] * 3 + [False]
+        assert [numbers for _, numbers in ranks.begun[:3]] == [6, 6, 6]
+
+
+def test_a_rank_without_samples_or_without_a_gradient_sends_the_same_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allreduce, "BUCKET_BYTES", 8)
+    first, second, third = parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    ranks = TwoEqualRanks()
+    combine = AllReduce(parameters, begin=ranks.begin)
+    sent = []
+    for step, used in enumerate(([*parameters], [first, third], [])):
+        for parameter in parameters:
+            parameter.grad = None
+        ranks.begun = []
+        if used:
+            combine.overlap()
+            ranks.backward(torch.stack([parameter.sum() for parameter in used]).sum() / 2)
+        combine(samples=4 if used else 0, batch=8, scale=0.5)
+        sent.append([numbers for _, numbers in ranks.begun])
+        if step == 1:  # the bucket of the parameter without a gradient, and the one after it, wait for the end
+            assert [inside for inside, _ in ranks.begun] == [True, False, False]
+            assert first.grad is not None and first.grad.tolist() == [1.0, 1.0] and second.grad is None
+    assert sent[0] == sent[1] == sent[2]
+
+
+def test_a_parameter_with_several_gradients_in_one_pass_waits_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reentrant checkpointing of a shared layer: its gradient comes in two parts."""
+    monkeypatch.setattr(allreduce, "BUCKET_BYTES", 8)
+    shared, last = nn.Linear(2, 2), nn.Linear(2, 2)
+    parameters = [*shared.parameters(), *last.parameters()]
+    ranks = TwoEqualRanks()
+    combine = AllReduce(parameters, begin=ranks.begin)
+    x = torch.randn(4, 2, requires_grad=True)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = None
+        combine.overlap()
+        hidden = checkpoint(shared, checkpoint(shared, x, use_reentrant=True), use_reentrant=True)
+        ranks.backward(last(hidden).sum() / 2)
+        combine(samples=4, batch=8, scale=0.5)
+    assert not any(inside for inside, _ in ranks.begun)
+    expected = torch.autograd.grad(last(shared(shared(x))).sum(), parameters)
+    torch.testing.assert_close([parameter.grad for parameter in parameters], [*expected])
+
+
+def test_a_loss_of_a_peer_inside_a_backward_pass_is_raised_when_the_step_is_combined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(allreduce, "BUCKET_BYTES", 8)
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    ranks, lost = TwoEqualRanks(), [False]
+
+    def begin(part: torch.Tensor) -> Callable[[], None]:
+        if lost[0]:
+            raise PeerLost("gone")
+        return ranks.begin(part)
+
+    combine = AllReduce(parameters, begin=begin)
+    for lost[0] in (False, True, False):
+        for parameter in parameters:
+            parameter.grad = None
+        combine.overlap()
+        ranks.backward(torch.stack([parameter.sum() for parameter in parameters]).sum() / 2)
+        if lost[0]:
+            with pytest.raises(PeerLost, match="gone"):
+                combine(samples=1, batch=2, scale=0.5)
+            assert [parameter.grad.tolist() for parameter in parameters] == [[0.5, 0.5], [0.5, 0.5]], "kept"  # type: ignore[union-attr]
+            combine.renew()
+        else:
+            combine(samples=1, batch=2, scale=0.5)
+    assert [parameter.grad.tolist() for parameter in parameters] == [[1.0, 1.0], [1.0, 1.0]]  # type: ignore[union-attr]

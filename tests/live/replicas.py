@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from contract.suite import EPOCHS, counted_loss, make_data, make_model, nested
+from ebbflow.engines import allreduce
 from ebbflow.engines.base import Faults
 from ebbflow.live.live_session import join
 from ebbflow.live.protocol import fetch_heartbeat_ages
@@ -47,6 +48,7 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     """
     os.environ.update({**environment, **arguments.get("environment", {})})
     torch.set_num_threads(1)
+    allreduce.BUCKET_BYTES = arguments.get("bucket_bytes", allreduce.BUCKET_BYTES)
     enter_network(arguments.get("network"))
     x, y = make_data()
     model = make_model(batch_norm=arguments.get("batch_norm", True))

@@ -2,12 +2,20 @@
 
 Each process weights its gradients with its part of the step's samples and lays them out in one persistent buffer. What
 it measured and what else the processes tell each other lie behind the gradients in the same buffer: beside a gradient,
-a few more numbers cost nothing."""
+a few more numbers cost nothing.
+
+A large model is sent in buckets, as DistributedDataParallel does it. The last parameters, whose gradients a backward
+pass finds first, are the first bucket, so that the buckets travel while the backward pass goes on. The numbers beside
+the gradient are in the last bucket. All processes send the same buckets in the same order; when each of them begins is
+their own affair, so that a process without samples, or without a gradient for some parameter, just begins later."""
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +25,15 @@ from ebbflow.engines.loss_sum import normalise
 from ebbflow.errors import ConfigError, RankLost
 from ebbflow.moments.estimate import Measurement
 from ebbflow.moments.meters import Meter, squared_norms
-from ebbflow.torch_api import foreach_copy_
+from ebbflow.torch_api import foreach_add_, foreach_copy_, foreach_mul_
 
-__all__ = ["AllReduce", "StepAllReduce", "StepPart"]
+__all__ = ["AllReduce", "BeginAllReduce", "StepAllReduce", "StepPart"]
+
+BeginAllReduce = Callable[[torch.Tensor], Callable[[], None]]
+"""Begins to add up a tensor over the processes, in place; the result is called to wait for the sum."""
+
+BUCKET_BYTES = 4 << 20
+"""Least size of a bucket, except the last one. On a link of 1 Gbit/s it travels for 34 ms."""
 
 
 class AllReduce:
@@ -45,17 +59,29 @@ class AllReduce:
         group: dist.ProcessGroup | None = None,
         fields: Mapping[str, int] | None = None,
         all_reduce: Callable[[torch.Tensor], None] | None = None,
+        begin: BeginAllReduce | None = None,
     ) -> None:
         """`meter` has measured the same parameters. None, or one that is off: nothing is measured and nothing paid.
 
         A meter is on or off in all processes alike. `fields`: name -> length of further vectors that are added up in
         the same message; write to `combine[name]` before a call and read the sum from it afterwards. `all_reduce` adds
-        up a tensor over the processes in place, where they are not a group of `torch.distributed`."""
+        up a tensor over the processes in place, where they are not a group of `torch.distributed`. With `begin` instead
+        the message is sent in buckets, and `overlap` may be used."""
         self.parameters = tuple(parameters)
         self.meter = meter
         self.group = group
         self._all_reduce = all_reduce or self._by_torch
+        self._begin = begin
         self._fields = dict(fields or {})
+        self._indices = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self._hooked = False
+        self._arrivals: Counter[int] | None = (
+            None  # by parameter: gradients of the last backward pass, if it is watched
+        )
+        self._missing: list[int] = []  # by bucket: gradients that this pass has not found yet
+        self._repeats = False  # whether a parameter gets several gradients in one backward pass
+        self._begun: list[Callable[[], None]] = []  # waits for each bucket that is on its way
+        self._failure: Exception | None = None
         if not self.parameters:
             raise ConfigError("there are no gradients to combine: no parameters were given")
         if meter is not None and {*map(id, meter.parameters)} != {*map(id, self.parameters)}:
@@ -77,8 +103,78 @@ class AllReduce:
         parts = self._buffer.split(lengths)  # type: ignore[no-untyped-call]
         self._flat, self._statistics, self._present = parts[:3]
         self._named: dict[str, torch.Tensor] = dict(zip(self._fields, parts[3:], strict=True))
-        vectors = self._flat.split([parameter.numel() for parameter in self.parameters])
-        self._views = [part.view_as(parameter) for part, parameter in zip(vectors, self.parameters, strict=True)]
+        backwards = self.parameters[::-1]  # the order in which a backward pass finds the gradients, more or less
+        vectors = self._flat.split([parameter.numel() for parameter in backwards])
+        self._views = [part.view_as(parameter) for part, parameter in zip(vectors, backwards, strict=True)][::-1]
+        self._buckets = self._cut(BUCKET_BYTES if self._begin is not None else self._buffer.nbytes)
+        self._bucket_of = {index: number for number, (members, _) in enumerate(self._buckets) for index in members}
+        self._begun, self._failure, self._arrivals = [], None, None
+
+    def _cut(self, least: int) -> list[tuple[range, torch.Tensor]]:
+        """The parameters of each bucket, and its part of the buffer; the last one has everything else, too."""
+        size, cuts, last = self._buffer.element_size(), [(len(self.parameters), 0)], 0
+        offset = 0
+        for index in range(len(self.parameters) - 1, 0, -1):
+            offset += self.parameters[index].numel()
+            if (offset - last) * size >= least:
+                cuts.append((index, offset))
+                last = offset
+        ends = [*cuts[1:], (0, self._buffer.numel())]
+        return [
+            (range(stop, start), self._buffer[low:high]) for (start, low), (stop, high) in zip(cuts, ends, strict=True)
+        ]
+
+    def overlap(self) -> None:
+        """Send each bucket as soon as the backward pass that follows has found its gradients; the last pass of a step.
+
+        `.grad`, with what the meter has taken out of it, must then be this process's part of the mean gradient: the
+        mean over its samples, times samples/batch. Whatever changes `.grad` after the pass is not seen. The first pass
+        of all is only watched: where a parameter gets several gradients in one pass (reentrant checkpointing), every
+        bucket waits for the end of the pass.
+        """
+        if self._begin is None or self._repeats or self._begun or len(self._buckets) == 1:
+            return
+        self._arrivals = Counter()
+        trained = [parameter.requires_grad for parameter in self.parameters]
+        self._missing = [sum(trained[index] for index in members) for members, _ in self._buckets]
+        if not self._hooked:
+            me = weakref.ref(self)  # the hooks do not keep this object alive
+
+            def arrived(parameter: torch.Tensor) -> None:
+                if (owner := me()) is not None:
+                    owner._arrived(parameter)
+
+            hooked: list[Any] = [parameter for parameter in self.parameters if parameter.requires_grad]
+            handles = [parameter.register_post_accumulate_grad_hook(arrived) for parameter in hooked]
+            weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        """A gradient is in `.grad`."""
+        if self._arrivals is None:
+            return
+        index = self._indices[id(parameter)]
+        self._arrivals[index] += 1
+        if not self._hooked:
+            return  # the first pass
+        if self._arrivals[index] > 1:
+            self._failure = ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one backward pass, after the "
+                f"first one was sent; use checkpointing with use_reentrant=False"
+            )
+        self._missing[self._bucket_of[index]] -= 1
+        last = len(self._buckets) - 1
+        while self._failure is None and len(self._begun) < last and not self._missing[len(self._begun)]:
+            self._send_next(1.0)
+
+    def _send_next(self, weight: float) -> None:
+        """Begin to add up the next bucket. An error is raised when the step is combined."""
+        assert self._begin is not None
+        members, part = self._buckets[len(self._begun)]
+        try:
+            self._put_gradients(members, weight)
+            self._begun.append(self._begin(part))
+        except Exception as error:  # this may be inside of a backward pass, which is to end first
+            self._failure = error
 
     def __getitem__(self, field: str) -> torch.Tensor:
         """A field of the message: what this process says before a call, the sum over all processes after it."""
@@ -90,22 +186,51 @@ class AllReduce:
         All processes call it in every step, those without a sample too. `scale`: what the mean in `.grad` was
         multiplied with.
         """
-        complete = self.fill(samples=samples, batch=batch, scale=scale)
-        self._all_reduce(self._buffer)
+        self._check(samples, batch)
+        weight = samples / batch / scale
+        if self._arrivals is not None and not self._hooked:  # the first backward pass was watched
+            self._hooked, self._repeats = True, any(count > 1 for count in self._arrivals.values())
+        self._arrivals = None
+        complete = self._put_rest(samples=samples, batch=batch, scale=scale)
+        if self._begin is None:
+            self._put_gradients(range(len(self.parameters)), weight)
+            self._all_reduce(self._buffer)
+        else:
+            while self._failure is None and len(self._begun) < len(self._buckets):
+                self._send_next(weight)
+            if self._failure is not None:
+                raise self._failure
+            for wait in self._begun:
+                wait()
+            self._begun = []
         self._take_gradients(complete)
         meter = self._measuring
         return self._measurement(meter, batch) if meter is not None else None
 
-    def fill(self, *, samples: float, batch: float, scale: float = 1.0) -> bool:
-        """Write this process's part into the message; whether it has a gradient for every parameter."""
+    def fill(self, *, samples: float, batch: float, scale: float = 1.0) -> None:
+        """Write this process's part into the message."""
+        self._check(samples, batch)
+        self._put_rest(samples=samples, batch=batch, scale=scale)
+        self._put_gradients(range(len(self.parameters)), samples / batch / scale)
+
+    @staticmethod
+    def _check(samples: float, batch: float) -> None:
         if not 0 <= samples <= batch or not batch > 0:
             raise ConfigError(f"this rank has {samples} of a step's {batch} samples; expected 0 to {batch}")
+
+    def _put_rest(self, *, samples: float, batch: float, scale: float) -> bool:
+        """Write what lies behind the gradients; whether this process has a gradient for every parameter."""
         meter = self._measuring
         if meter is not None:
             self._put_statistics(meter, samples, batch, scale)
         else:
             self._statistics.zero_()
-        return self._put_gradients(samples / batch / scale)
+        present = [samples > 0 and parameter.grad is not None for parameter in self.parameters]
+        if all(present) or not any(present):
+            self._present.fill_(float(all(present)))  # no copy to a device
+        else:
+            self._present.copy_(torch.tensor(present))
+        return all(present)
 
     @property
     def _measuring(self) -> Meter | None:
@@ -138,31 +263,32 @@ class AllReduce:
         self._statistics[-1:].copy_(tally.mismatch)
 
     @torch.no_grad()
-    def _put_gradients(self, weight: float) -> bool:
-        """Whether this process has a gradient for every parameter."""
-        if weight == 0:
-            self._flat.zero_()  # whatever an idle process has in .grad, a NaN too
-            self._present.zero_()
-            return False
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                view.zero_()
-            elif gradient.is_sparse:
+    def _put_gradients(self, members: range, weight: float) -> None:
+        """Write the gradients of these parameters into the message, with what a meter has taken out of `.grad`."""
+        inside = self._measuring if self._arrivals is not None else None  # of a pass that the meter has not closed yet
+        views, found, added, earlier = [], [], [], []
+        for index in members:
+            gradient = self.parameters[index].grad
+            if gradient is None or weight == 0:  # whatever an idle process has in .grad, a NaN too
+                self._views[index].zero_()
+                continue
+            if gradient.is_sparse:
                 raise ConfigError(
                     f"a gradient of shape {tuple(gradient.shape)} is sparse; only dense gradients can be combined: use "
                     f"sparse=False in the embedding"
                 )
-            elif gradient.dtype == view.dtype:
-                torch.mul(gradient, weight, out=view)
-            else:
-                view.copy_(gradient).mul_(weight)
-        present = [parameter.grad is not None for parameter in self.parameters]
-        if all(present):
-            self._present.fill_(1.0)  # no copy to a device
-        else:
-            self._present.copy_(torch.tensor(present))
-        return all(present)
+            views.append(self._views[index])
+            found.append(gradient)
+            if inside is not None and (sums := inside.earlier(self.parameters[index])) is not None:
+                added.append(self._views[index])
+                earlier.append(sums)
+        if not views:
+            return
+        foreach_copy_(views, found)
+        if added:
+            foreach_add_(added, earlier)
+        if weight != 1:
+            foreach_mul_(views, weight)
 
     def _take_gradients(self, complete: bool) -> None:
         """`complete`: every parameter is known to have a gradient."""
@@ -222,21 +348,26 @@ class StepAllReduce:
         sums: Sequence[torch.Tensor],
         flags: Sequence[str] = (),
         all_reduce: Callable[[torch.Tensor], None] | None = None,
+        begin: BeginAllReduce | None = None,
     ) -> None:
         """`sums`: batch-norm statistics summed over this process's micro-batches, each weighted with its part of the
         whole step; they are overwritten with the sums over all processes. `flags`: names of numbers that each process
-        says and all add up."""
+        says and all add up. `all_reduce`, `begin`: as for AllReduce."""
         self._sums = list(sums)
         self._sizes = [tensor.numel() for tensor in self._sums]
         self._flags = tuple(flags)
         fields = {"loss": 1, "micro_batches": 1, "count": 1, **dict.fromkeys(flags, 1), "batch_norm": sum(self._sizes)}
-        self._message = AllReduce(parameters, meter=meter, fields=fields, all_reduce=all_reduce)
+        self._message = AllReduce(parameters, meter=meter, fields=fields, all_reduce=all_reduce, begin=begin)
         self.flags: dict[str, float] = dict.fromkeys(flags, 0.0)
         """Sum over the processes of what each said in the latest step."""
 
     def renew(self) -> None:
         """Make a new buffer, after a collective that was abandoned and may still write into the old one."""
         self._message.renew()
+
+    def overlap(self) -> None:
+        """Send gradients while the backward pass that follows goes on: see AllReduce."""
+        self._message.overlap()
 
     @torch.no_grad()
     def message(self, part: StepPart) -> torch.Tensor:

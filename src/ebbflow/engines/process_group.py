@@ -164,6 +164,7 @@ class ProcessGroup:
         self._fault = fault
         self._gloo: Any = None
         self._nccl: Any = None
+        self._begun: list[dist.Work] = []
 
     def connect(self) -> None:
         """Connect with the other processes, which all call this."""
@@ -186,17 +187,28 @@ class ProcessGroup:
 
         After a `PeerLost` the tensor is undefined, and may be written to for a while: use another one afterwards.
         """
+        self.begin_all_reduce(tensor)()
+
+    def begin_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin an `all_reduce`; the result waits for the sum. All processes begin theirs in the same order."""
         if self.size == 1:
             self._fault("allreduce")
-            return
+            return lambda: None
         options = dist.AllreduceOptions()  # by default a sum
         options.timeout = self._timeout
         group = self._gloo if tensor.device.type == "cpu" else self._nccl
-        self._wait(self._begin(lambda: group.allreduce([tensor], options), "allreduce"))
-        if tensor.device.type != "cpu" and self._nccl_factory is not None:
-            error = self._nccl.errored()  # waits for the device
-            if error is not None:
-                raise PeerLost(_first_line(error))
+        work = self._begin(lambda: group.allreduce([tensor], options), "allreduce")
+        self._begun.append(work)
+
+        def wait() -> None:
+            self._wait(work)
+            self._begun.remove(work)
+            if tensor.device.type != "cpu" and self._nccl_factory is not None:
+                error = self._nccl.errored()  # waits for the device
+                if error is not None:
+                    raise PeerLost(_first_line(error))
+
+        return wait
 
     def send(self, data: memoryview, to: int) -> None:
         """Send the bytes of a writable buffer to a rank that receives them."""
@@ -254,6 +266,10 @@ class ProcessGroup:
         """Drop the connections, so that nobody waits for this process any longer. May be called from any thread."""
         if self._nccl is not None and self._nccl_factory is not None:
             self._nccl.abort()
+        if any(not work.is_completed() for work in self._begun):
+            # Freeing the group waits for its collectives, some of which may wait for a process that has given up, too.
+            threading.Thread(target=list.clear, args=([self._gloo, *self._begun],), daemon=True).start()
+        self._begun = []
         self._gloo = self._nccl = None
         while self._stores:
             self._stores.pop().close()

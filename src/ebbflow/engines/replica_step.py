@@ -177,6 +177,8 @@ class LoadedMicroBatch(NamedTuple):
     samples: int
     weight: float
     """What its loss is multiplied with before the backward pass."""
+    last: bool = False
+    """Whether it is the last one of this process in the step."""
 
 
 class ReplicaStep:
@@ -200,9 +202,11 @@ class ReplicaStep:
         precision: Precision = "fp32",
         needs: Collection[str] = (),
         parameters: Iterable[torch.nn.Parameter] | None = None,
+        before_last: Callable[[], None] = lambda: None,
         after_backward: Callable[[], None] = lambda: None,
     ) -> None:
-        """`samples`: size of an epoch. `needs`: what to measure. `after_backward` is called after every micro-batch."""
+        """`samples`: size of an epoch. `needs`: what to measure. `before_last` is called before the last backward pass
+        of a step, `after_backward` after every micro-batch."""
         self.model = model
         self.parameters = trained_parameters(model, parameters)
         self.meter = measuring(self.parameters, needs)
@@ -219,6 +223,7 @@ class ReplicaStep:
         self._seed = seed
         self._precision = precision
         self._device_type = self.parameters[0].device.type
+        self._before_last = before_last
         self._after_backward = after_backward
         self._generators = generators(model)
         self._reset = ModelReset(model)
@@ -256,19 +261,22 @@ class ReplicaStep:
         micro-batches, which makes them means.
         """
         own = whole if whole is not None else sum(micro_batch.size for micro_batch in micro_batches)
-        for micro_batch in micro_batches:
+        for number, micro_batch in enumerate(micro_batches, start=1):
             seed = micro_batch_seed(self._seed, epoch, micro_batch.start)
             for generator in self._generators:
                 generator.manual_seed(seed)
             inputs, targets = as_pair(self._fetch(self._indices(epoch, micro_batch)))
             with self.batch_norm.micro_batch(micro_batch.size / batch):
-                yield LoadedMicroBatch(inputs, targets, micro_batch.size, micro_batch.size / own)
+                last = number == len(micro_batches)
+                yield LoadedMicroBatch(inputs, targets, micro_batch.size, micro_batch.size / own, last)
             self._after_backward()
 
     def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
         """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""
         mean, count = mean_over_samples(loss, micro_batch.samples)
         weighted = mean * micro_batch.weight
+        if micro_batch.last:
+            self._before_last()
         weighted.backward()  # type: ignore[no-untyped-call]
         if self.meter is not None:
             self.meter.close_micro_batch(micro_batch.samples, micro_batch.weight)

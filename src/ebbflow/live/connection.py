@@ -214,6 +214,11 @@ class FleetConnection:
             raise PeerLost(lost or "another rank of this replica lost its peer")
         of_replica.copy_(answer[:-1])
 
+    def begin_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to replace a tensor by its sum over the participants of the step; the result waits for the sum."""
+        assert self._group is not None
+        return self._group.begin_all_reduce(tensor)
+
     @property
     def wants_lighthouse(self) -> bool:
         """What this replica tells the other participants in a step (`Membership.wants_lighthouse`)."""

@@ -3,6 +3,7 @@
     quorum      the participants are known, nothing is computed yet
     backward    after the backward pass of a micro-batch
     allreduce   while the gradients are added up
+    bucket      the same, while the backward pass goes on
     sum         the sum has arrived
     commit      the step counts, and the weights are still the old ones
     step        the step is applied, and not recorded yet

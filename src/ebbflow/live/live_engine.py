@@ -108,7 +108,7 @@ class LiveEngine(Engine):
         }  # fmt: skip
         if connection.ranks.size > 1:
             self._sharded = ShardedStep(model, fetch, loss, ranks=connection.ranks, **settings)
-        self._replica = self._sharded or ReplicaStep(model, fetch, loss, **settings)
+        self._replica = self._sharded or ReplicaStep(model, fetch, loss, before_last=self._overlap, **settings)
         of_rank = self._sharded.gradients.numbers if self._sharded is not None else 0
         self._batch_norm = self._replica.batch_norm
         self._combine = StepAllReduce(
@@ -117,6 +117,7 @@ class LiveEngine(Engine):
             sums=self._batch_norm.sums,
             flags=("leaving", "lighthouse", "seconds", "timed"),
             all_reduce=lambda message: connection.all_reduce(message, of_rank=of_rank),
+            begin=None if self._sharded is not None else self._begin_sum,
         )
         self.fork: int | None = None
         """The lineage of the snapshot from which the next step goes on, if the run has just gone back to one."""
@@ -138,6 +139,7 @@ class LiveEngine(Engine):
         self._kept: tuple[int, KeptPart] | None = None
         """What this replica has computed of a step that failed, and the lineage of the state before that step."""
         self._arrived = False
+        self._in_last_pass = False
         self._failure = ""
         self._leavers: frozenset[int] = frozenset()
 
@@ -221,9 +223,23 @@ class LiveEngine(Engine):
         """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""
         self._replica.backward(loss, micro_batch)
 
+    def _overlap(self) -> None:
+        """The last backward pass of this replica begins: gradients may be sent while it goes on."""
+        assert self._quorum is not None
+        if len(self._quorum.participants) > 1:
+            self._in_last_pass = True
+            self._combine.overlap()
+
+    def _begin_sum(self, part: torch.Tensor) -> Callable[[], None]:
+        wait = self.connection.begin_all_reduce(part)
+        if self._in_last_pass:
+            self._fault("bucket")
+        return wait
+
     def abandon(self) -> None:
         """Give up the open step: the model is what it was before the step."""
         self._replica.abandon()
+        self._combine.renew()
         self._kept = None
 
     def combine(self) -> Gradients:
@@ -232,6 +248,7 @@ class LiveEngine(Engine):
         own = self._earlier + self._share
         samples, batch = sum(self._micro_batches[number].size for number in own), self._assignment.batch
         self._replica.check_complete(samples)
+        self._in_last_pass = False
         leaving, leads = self._leaving(), self.connection.ranks.leads
         if self._sharded is not None:
             self._sharded.gradients.collect()

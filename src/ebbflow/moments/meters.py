@@ -154,6 +154,10 @@ class Meter(ABC):
     def resume(self) -> None:
         """Go on with the step whose sums were taken: the micro-batches that follow are added to those before."""
 
+    def earlier(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """What the closed micro-batches of the step have added up for a parameter, if that is not in its `.grad`."""
+        return None
+
     @abstractmethod
     def check(self, mismatch: float) -> None:
         """Raise a ConfigError if the mismatch of a tally shows that `.grad` was not the mean of the micro-batches."""
@@ -492,6 +496,12 @@ class _AddingMeter(Meter):
         """Sum of the gradients of the closed micro-batches, by parameter."""
         self.touched: set[int] = set()
         """Numbers of the parameters that had a gradient in this step."""
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+
+    def earlier(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The sum over the closed micro-batches, for a parameter that had a gradient in them."""
+        number = self._numbers[id(parameter)]
+        return self._sums[number] if number in self.touched else None
 
     def put_back(self) -> None:
         """Set `.grad` to what autograd would have accumulated there."""

@@ -1,0 +1,180 @@
+"""A step of the live engine against DDP over a limited link: two replicas in network namespaces, `tc tbf` between them.
+
+Both train the same model (13M parameters, 50 MB of gradients) in the same two processes and take turns, so that other
+load on the machine affects both alike; the ratio is the median over the turns. Both send gradients in buckets while the
+backward pass goes on. Needs root, the programs ip and tc, and a kernel with tbf; otherwise it says so and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+LIMIT = 1.05
+LOCAL, STEPS, WIDTH, LAYERS = 256, 3, 1024, 12
+HUB, ENDS = "ebblink-hub", ("ebblink-0", "ebblink-1")
+SUBNET = "10.78.0"
+
+
+def replica(rank: int, rule: str, turns: int, bucket_bytes: int | None) -> None:
+    """One of the two processes; rank 0 prints (seconds of DDP, seconds of live) for each turn."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+
+    import ebbflow.live
+    from ebbflow.engines import allreduce
+
+    if bucket_bytes is not None:
+        allreduce.BUCKET_BYTES = bucket_bytes
+
+    class Endless:
+        def __len__(self) -> int:
+            return 1 << 22
+
+        def batch(self, indices: Any, *, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, y
+
+    def make_model() -> nn.Module:
+        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Linear(WIDTH, 10))
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    torch.manual_seed(0)
+    x, y = torch.randn(LOCAL, WIDTH), torch.arange(LOCAL) % 10
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{SUBNET}.10:29511", rank=rank, world_size=2
+    )  # its gloo finds the link by GLOO_SOCKET_IFNAME
+    plain = DistributedDataParallel(make_model())
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-4, momentum=0.9)
+
+    def ddp_step() -> None:
+        plain_optimizer.zero_grad()
+        cross_entropy(plain(x), y).backward()
+        plain_optimizer.step()
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    with ebbflow.live.join(
+        model, optimizer, Endless(), epochs=1, local_batch=LOCAL, base_batch=LOCAL, rule=rule, checkpoint_every_s=1e9
+    ) as fleet:
+        dist.barrier()
+        steps = iter(fleet)
+        step = next(steps)
+
+        def live_step() -> None:
+            nonlocal step
+            for inputs, targets in step:
+                step.backward(cross_entropy(model(inputs), targets))
+            step = next(steps)
+
+        def seconds(what: Any) -> float:
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                what()
+            dist.barrier()
+            return time.perf_counter() - began
+
+        for turn in range(turns + 2):
+            order = (ddp_step, live_step) if turn % 2 else (live_step, ddp_step)
+            taken = {what: seconds(what) for what in order}
+            if rank == 0 and turn >= 2:
+                print(json.dumps([taken[ddp_step] / STEPS, taken[live_step] / STEPS]), flush=True)
+        sys.stdout.flush()
+        os._exit(0)  # in the middle of an epoch, on purpose
+
+
+def run(*command: str, inside: str | None = None) -> None:
+    subprocess.run([*(["ip", "netns", "exec", inside] if inside else []), *command], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def network(rate: str) -> Iterator[None]:
+    """A namespace with a bridge for the lighthouse, and one for each replica, whose link has this rate each way."""
+    try:
+        run("ip", "netns", "add", HUB)
+        run("ip", "link", "add", "bridge", "type", "bridge", inside=HUB)
+        run("ip", "addr", "add", f"{SUBNET}.1/24", "dev", "bridge", inside=HUB)
+        run("ip", "link", "set", "bridge", "up", inside=HUB)
+        for number, space in enumerate(ENDS):
+            run("ip", "netns", "add", space)
+            run("ip", "link", "add", f"r{number}", "type", "veth", "peer", "name", "eth", "netns", space, inside=HUB)
+            run("ip", "link", "set", f"r{number}", "master", "bridge", "up", inside=HUB)
+            run("ip", "addr", "add", f"{SUBNET}.{10 + number}/24", "dev", "eth", inside=space)
+            run("ip", "link", "set", "eth", "up", inside=space)
+            run("ip", "link", "set", "lo", "up", inside=space)
+            limit = ("tbf", "rate", rate, "burst", "1mb", "latency", "100ms")
+            run("tc", "qdisc", "add", "dev", "eth", "root", *limit, inside=space)
+            run("tc", "qdisc", "add", "dev", f"r{number}", "root", *limit, inside=HUB)
+        yield
+    finally:
+        for space in (HUB, *ENDS):
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+
+
+def measure(rate: str, rule: str, turns: int, bucket_bytes: int | None) -> list[tuple[float, float]]:
+    lighthouse = f"{SUBNET}.1:29510"
+    with network(rate), tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ, "RUST_LOG": "error", "EBBFLOW_LIGHTHOUSE": lighthouse, "EBBFLOW_FOLDER": folder,
+            "GLOO_SOCKET_IFNAME": "eth", "EBBFLOW_MIN_REPLICAS": "2",
+        }  # fmt: skip
+        serve = [sys.executable, "-m", "ebbflow", "lighthouse", "--bind", lighthouse, "--min-replicas", "2"]
+        processes = [subprocess.Popen(["ip", "netns", "exec", HUB, *serve], env=environment, stdout=subprocess.DEVNULL)]
+        for rank, space in enumerate(ENDS):
+            own = {**environment, "EBBFLOW_REPLICA": f"r{rank}", "EBBFLOW_BIND": f"{SUBNET}.{10 + rank}"}
+            more = ["--bucket-bytes", str(bucket_bytes)] if bucket_bytes is not None else []
+            command = [sys.executable, __file__, "--rank", str(rank), "--rule", rule, "--turns", str(turns), *more]
+            processes.append(
+                subprocess.Popen(["ip", "netns", "exec", space, *command], env=own, stdout=subprocess.PIPE)
+            )
+        try:
+            output, _ = processes[1].communicate(timeout=600)
+            processes[2].wait(timeout=60)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    return [tuple(json.loads(line)) for line in output.decode().splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"])
+    parser.add_argument("--rules", nargs="+", default=["linear", "adascale"])
+    parser.add_argument("--bucket-bytes", type=int, help="least size of a bucket; a large number: no overlap")
+    parser.add_argument("--rule", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        return replica(arguments.rank, arguments.rule, arguments.turns, arguments.bucket_bytes)
+    if shutil.which("ip") is None or shutil.which("tc") is None or os.geteuid() != 0:
+        print("skipped: network namespaces and limited links need root and the programs ip and tc")
+        return None
+    print(f"{'link':10}{'rule':10}{'DDP':>10}{'live':>10}{'ratio':>8}{'limit':>8}")
+    for rate in arguments.rates:
+        for rule in arguments.rules:
+            turns = measure(rate, rule, arguments.turns, arguments.bucket_bytes)
+            ddp, live = (statistics.median(column) for column in zip(*turns, strict=True))
+            ratio = statistics.median(ours / theirs for theirs, ours in turns)
+            print(f"{rate:10}{rule:10}{ddp * 1e3:8.1f}ms{live * 1e3:8.1f}ms{ratio:8.3f}{LIMIT:8.2f}", flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()
