@@ -8,7 +8,9 @@ import shutil
 import sys
 import tarfile
 import tomllib
+from collections.abc import Callable
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +21,7 @@ from ebbflow.cli.main import app
 from ebbflow.core.plugins import load_plugins
 from ebbflow.engines.emulated.fused import cut_into_passes
 from ebbflow.moments.estimate import Moments
-from ebbflow.record import read_record
-from ebbflow.report.results import load_results
+from ebbflow.report.results import ArmResult, Results, load_results
 from ebbflow.report.summary import Cell, summarise
 from ebbflow.rules.rule import RULES, Rule, StepContext, make_rule
 from ebbflow.run.assemble import resolve
@@ -87,33 +88,45 @@ def test_batch_norm_s_study_has_steps_of_512_samples() -> None:
         assert (step.samples, f"{step.samples // step.workers} samples") == (512, config.label)
 
 
-def records(folder: str, to: Path) -> list[Path]:
-    with tarfile.open(EVIDENCE / folder / "records.tar.xz") as packed:
-        packed.extractall(to, filter="data")
-    return sorted(to.glob("arms/*/record.jsonl"))
+@pytest.fixture(scope="module")
+def evidence(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
+    """The results of a study from its unpacked rows, read once for all tests."""
+
+    @cache
+    def unpacked(folder: str) -> Results:
+        home = tmp_path_factory.mktemp(folder)
+        with tarfile.open(EVIDENCE / folder / "records.tar.xz") as packed:
+            packed.extractall(home, filter="data")
+        for path in home.glob("arms/*/record.jsonl"):
+            assert '"/' not in path.read_text(), "a path of the machine that it was made on"
+        return load_results(home)
+
+    return unpacked
+
+
+def finished(results: Results) -> list[ArmResult]:
+    """The arms that have a record. The page says which of a study are still to be run."""
+    return [arm for arm in results.arms if arm.status != "missing"]
 
 
 @pytest.mark.parametrize("folder", STUDIES)
-def test_the_records_can_be_read_and_name_no_machine(folder: str, tmp_path: Path) -> None:
-    found = records(folder, tmp_path)
+def test_the_records_can_be_read_and_name_no_machine(folder: str, evidence: Callable[[str], Results]) -> None:
+    found = finished(evidence(folder))
     assert len(found) >= 8
-    for path in found:
-        assert read_record(path).steps
-        assert '"/' not in path.read_text(), "a path of the machine that it was made on"
+    for arm in found:
+        assert (arm.status, arm.damage) == ("finished", "")
+        assert arm.steps
 
 
 @pytest.mark.parametrize("folder", STUDIES)
-def test_the_study_finds_its_runs_again(folder: str, tmp_path: Path) -> None:
+def test_the_study_finds_its_runs_again(folder: str, tmp_path: Path, evidence: Callable[[str], Results]) -> None:
     """Runs are known by what they compute: these were made before settings that exist now, and on another machine."""
-    home = with_traces(folder, tmp_path)
-    arms = {arm.id: arm.config for arm in load_study(str(home / "study.toml")).arms()}
-    found = records(folder, tmp_path / "out")
-    assert {path.parent.name for path in found} <= set(arms)  # the page says what is still to be run
-    for path in found:
-        config, record = arms[path.parent.name], read_record(path)
-        recorded = record.header.config
+    arms = {arm.id: arm.config for arm in load_study(str(with_traces(folder, tmp_path) / "study.toml")).arms()}
+    for arm in finished(evidence(folder)):
+        config = arms[arm.id]
+        assert arm.header is not None
+        recorded = arm.header.config
         assert (config.rule, config.label, config.seed) == tuple(recorded[key] for key in ("rule", "trace", "seed"))
-        assert record.status == "finished"
 
 
 BATCHES = {f"batch {batch}": f"{batch:,}" for batch in (1024, 2048, 4096, 8192, 16384)}
@@ -168,11 +181,12 @@ def tables(page: str) -> dict[str, list[dict[str, str]]]:
 
 
 @pytest.mark.parametrize("folder", STUDIES)
-def test_every_result_of_the_report_stands_in_its_place_on_the_page(folder: str, tmp_path: Path) -> None:
+def test_every_result_of_the_report_stands_in_its_place_on_the_page(
+    folder: str, evidence: Callable[[str], Results]
+) -> None:
     """Two digits after the point in LENA's Table 1, else one; in brackets what the paper has."""
-    records(folder, tmp_path)
     page = tables((EVIDENCE / f"{folder.split('-')[0]}.md").read_text())
-    results = load_results(tmp_path)
+    results = evidence(folder)
     cells = [cell for cell in summarise(results.arms, results.config).cells if cell.values]
     assert len(cells) >= 8
     digits = 2 if folder == "lena-table1" else 1
