@@ -8,7 +8,7 @@ PARALLEL ?= --numprocesses 2 --dist loadfile
 # constraints.txt pins everything that is installed here, torch above all.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test quick check format docs bench clean
+.PHONY: demo test quick check format docs dist bench clean
 
 demo: $(VENV)/.installed     ## three rules on two spot traces: a table and an HTML report
 	$(BIN)/ebbflow demo
@@ -29,9 +29,17 @@ format: $(VENV)/.dev         ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: $(VENV)/.dev           ## the pages that are generated: API reference and rules
+docs: $(VENV)/.dev           ## generated pages (API, rules), and all pages as a site in build/site
 	$(BIN)/python docs/generate_api.py
 	$(BIN)/ebbflow rules cards docs/rules
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+dist: $(VENV)/.dev           ## wheel and sdist in build/dist; the wheel must run the demo in an environment of its own
+	rm -rf build/dist build/clean
+	$(BIN)/python -m build --no-isolation --outdir build/dist
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/python -m pip install --quiet --constraint constraints.txt build/dist/*.whl
+	cd build && clean/bin/ebbflow demo --out demo
 
 bench: $(VENV)/.dev          ## every benchmark: ours, the peer, the ratio, from one run
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

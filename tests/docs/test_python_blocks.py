@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,3 +37,10 @@ def test_the_programs_of_the_page_about_dask_run(tmp_path: Path) -> None:
         )
         assert result.returncode == 0, result.stderr
         assert result.stdout.splitlines()[-1] in expected
+
+
+def test_the_code_of_the_page_for_people_in_a_hurry_runs() -> None:
+    (program,) = PYTHON.findall((ROOT / "docs" / "which-rule.md").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    exec(compile(program, "which-rule.md", "exec"), names)
+    assert str(names["optimizer"].rule) == "adascale+statewarmup(0.05)"

@@ -14,6 +14,7 @@ from ebbflow.cli.choose_command import choose_verb
 from ebbflow.cli.common import err
 from ebbflow.cli.compare_command import compare
 from ebbflow.cli.demo_command import demo
+from ebbflow.cli.doctor_command import doctor
 from ebbflow.cli.fleet_options import PASS_THROUGH, ScriptCommand
 from ebbflow.cli.launch_command import launch
 from ebbflow.cli.lighthouse_command import lighthouse
@@ -59,6 +60,7 @@ app.command("launch", cls=ScriptCommand, context_settings=PASS_THROUGH)(launch)
 app.command("status")(status)
 app.command("replay", cls=ScriptCommand, context_settings=PASS_THROUGH)(replay)
 app.command("lighthouse")(lighthouse)
+app.command("doctor")(doctor)
 app.command("replica", hidden=True)(replica)
 
 
