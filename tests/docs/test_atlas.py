@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from ebbflow.record import End, Header, Run, StepRow, ValidationRow
+from ebbflow.rules.families import candidate_rules
+from ebbflow.run.config import RunConfig
 from ebbflow.studies.grid import check_arms
 
 ATLAS = Path(__file__).parents[2] / "docs" / "evidence" / "atlas"
@@ -25,8 +27,8 @@ def regrets() -> dict[str, Any]:
     return runpy.run_path(str(ATLAS / "regrets.py"))
 
 
-# 5 models x (5 fleets x 3 rates x 6 rules + 3 fleets x 3 rates x 9 rules); 2 x 2 x 3 x 6; 2 x 1 x 3 x 9.
-@pytest.mark.parametrize(("name", "arms"), [("cpu", 855), ("gpu", 72), ("gpu-long", 54)])
+# 5 models x (5 fleets x 3 rates x 6 rules + 2 fleets x 3 rates x 8 rules); 2 x 2 x 3 x 6; 2 x 1 x 3 x 8.
+@pytest.mark.parametrize(("name", "arms"), [("cpu", 690), ("gpu", 72), ("gpu-long", 48)])
 def test_every_arm_of_an_atlas_can_be_run(atlas: dict[str, Any], name: str, arms: int) -> None:
     study = atlas["make_study"](name, images="images", text="text")
     assert len(study.arms()) == len({arm.id for arm in study.arms()}) == arms
@@ -45,7 +47,7 @@ def test_each_half_of_the_atlas_has_every_model_fleet_rate_and_length(atlas: dic
                     seen[atlas["half"](cpu, model.workload, fleet, rate, length)].append(
                         (model.workload, length, fleet, rate)
                     )
-    assert sum(map(len, seen.values())) == 120
+    assert sum(map(len, seen.values())) == 105
     assert abs(len(seen["report"]) - len(seen["development"])) <= 2
     for axis in range(4):
         assert {place[axis] for place in seen["report"]} == {place[axis] for place in seen["development"]}
@@ -89,6 +91,32 @@ def test_a_record_becomes_a_row(atlas: dict[str, Any]) -> None:
         "rule": "auto", "seed": 1, "score": 0.5, "higher": True, "steps": 7, "samples": 448, "wall_s": 6.0,
         "restores": 1, "probes": 2, "moves": 1, "given_back": 264,
     }  # fmt: skip
+
+
+def test_the_long_runs_on_images_are_the_candidates_of_eight_tournaments(atlas: dict[str, Any]) -> None:
+    """`choose` compares the fixed rules of the family at three base rates: exactly what the atlas trains to its end."""
+    agreement = runpy.run_path(str(ATLAS.parent / "choose" / "agreement.py"))
+    cells = agreement["atlas_cells"](Path("images"))
+    assert len({cell["name"] for cell in cells}) == len(cells) == 8
+    arms = [arm.config for arm in atlas["make_study"]("cpu", images="images", text="text").arms()]
+    for cell in cells:
+        own = [
+            config for config in arms
+            if config.workload == cell["workload"] and config.label.startswith(f"{cell['fleet']},")
+            and config.label.endswith("long") and not config.rule.startswith("auto")
+        ]  # fmt: skip
+        base = RunConfig(workload=cell["workload"], trace=cell["trace"], **cell["settings"])
+        rows = [
+            {"workload": config.workload, "fleet": cell["fleet"], "length": "long", "rule": config.rule, "seed": 0,
+             "rate": float(config.label.split(", ")[1][1:]), "score": 0.5, "wall_s": 2.0} for config in own
+        ]  # fmt: skip
+        scores, seconds = agreement["atlas_scores"](rows, cell)
+        family = "adam" if "vit" in cell["workload"] else "sgd"
+        rules = candidate_rules(family, epochs=22)
+        assert set(scores) == {f"{rule} x{rate}" for rule in rules for rate in ("0.25", "1", "4")}
+        assert seconds == 24.0
+        (same,) = [config for config in own if config.rule == rules[0] and ", x1," in config.label]
+        assert base.replace(rule=rules[0], validate_every=22).fingerprint() == same.fingerprint()
 
 
 FIXED = ("adascale+statewarmup(0.05)", "linear+warmup(0.15ep, start=0)")
