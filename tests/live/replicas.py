@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from contract.suite import EPOCHS, counted_loss, make_data, make_model, nested
-from ebbflow.engines import allreduce
+from ebbflow.engines import allreduce, process_group
 from ebbflow.engines.base import Faults
+from ebbflow.live import equality
 from ebbflow.live.live_session import join
 from ebbflow.live.protocol import fetch_heartbeat_ages
 from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.torch_api import gloo_group
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.sources import TensorSource
 
@@ -36,8 +38,9 @@ class NotedSource(TensorSource):
     file: Path
 
     def batch(self, indices: Any, *, train: bool) -> Any:
-        with self.file.open("a") as file:
-            print(*indices.tolist(), file=file)
+        if train:
+            with self.file.open("a") as file:
+                print(*indices.tolist(), file=file)
         return super().batch(indices, train=train)
 
 
@@ -58,14 +61,22 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
             torch.nn.init.normal_(parameter)
     rule, counted = arguments.get("rule", "linear"), arguments.get("counted", False)
     optimizer = ElasticOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rule, base_batch=8, epoch_samples=len(x),
+        torch.optim.SGD(model.parameters(), lr=arguments.get("lr", 0.1), momentum=arguments.get("momentum", 0.9)),
+        rule, base_batch=8, epoch_samples=len(x),
         memory_steps=arguments.get("memory_steps", 1000.0),
     )  # fmt: skip
+    change(model, x, arguments.get("change", ""))
+    if (said := arguments.get("backend_says")) is not None:
+        break_backend(said)
+    equality.CHECK_EVERY = arguments.get("check_every", equality.CHECK_EVERY)
     hold, full_speed = arguments.get("hold"), Path(environment["EBBFLOW_FOLDER"]) / "full-speed"
 
     def pace(row: Any) -> None:
         if hold is not None and row.step >= hold and not full_speed.exists():
             time.sleep(0.2)
+        if row.step == arguments.get("tamper"):
+            with torch.no_grad():
+                next(model.parameters()).add_(1.0)
 
     data: TensorSource = NestedSource(x, y) if counted else TensorSource(x, y)
     if arguments.get("note"):
@@ -89,6 +100,28 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
             folder, own = Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"]
             together(folder, environment["EBBFLOW_LIGHTHOUSE"], own, everybody)
         fleet.run()
+
+
+def change(model: Any, x: torch.Tensor, what: str) -> None:
+    """Make this replica another one than the others, in a way that no setting tells."""
+    if what == "activation":
+        place = next(name for name, one in model.named_modules() if isinstance(one, torch.nn.ReLU))
+        model.set_submodule(place, torch.nn.SiLU())
+    elif what == "data":
+        x[-1] += 1.0
+
+
+def break_backend(said: str) -> None:
+    """Let every sum of tensors fail, as NCCL fails for two processes on one GPU."""
+
+    class Broken:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.whole = gloo_group(*arguments, **options)
+
+        def allreduce(self, *_: Any) -> None:
+            raise RuntimeError(said)
+
+    process_group.gloo_group = Broken  # type: ignore[assignment]
 
 
 def enter_network(name: str | None) -> None:

@@ -11,12 +11,12 @@ from typer.core import TyperCommand
 
 from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError
-from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
+from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S, Transport
 
 __all__ = [
     "PASS_THROUGH", "AllowChanges", "CheckpointPlace", "Command", "FromScratch", "Gpus", "Grace", "Heartbeat",
-    "JobName", "MaxFailures", "MinReplicas", "Notices", "Out", "ScriptCommand", "Workload", "heartbeat_milliseconds",
-    "milliseconds", "positive", "script_position", "with_plugins",
+    "JobName", "MaxFailures", "MinReplicas", "Notices", "Out", "ScriptCommand", "TransportName", "Workload",
+    "heartbeat_milliseconds", "milliseconds", "positive", "script_position", "with_plugins",
 ]  # fmt: skip
 
 PASS_THROUGH = {"ignore_unknown_options": True}
@@ -72,6 +72,13 @@ Notices = Annotated[
     ),
 ]
 Gpus = Annotated[int, typer.Option(help="GPUs per replica; 0 leaves CUDA_VISIBLE_DEVICES alone.")]
+
+TransportName = Annotated[
+    Transport,
+    typer.Option(
+        "--transport", help="What carries the gradients of GPUs; with gloo, replicas may share a GPU. auto is nccl."
+    ),
+]
 
 
 def with_plugins(command: Sequence[str], plugins: Sequence[str], *, workload: str | None) -> list[str]:

@@ -20,6 +20,7 @@ from ebbflow.cli.fleet_options import (
     MinReplicas,
     Notices,
     Out,
+    TransportName,
     Workload,
     heartbeat_milliseconds,
     positive,
@@ -64,6 +65,7 @@ def launch(
     grace: Grace = "30s",
     max_failures: MaxFailures = 5,
     gpus: Gpus = 0,
+    transport: TransportName = "auto",
     notice: Notices = None,
     from_scratch: FromScratch = False,
     allow_changes: AllowChanges = False,
@@ -100,7 +102,7 @@ def launch(
         running = join_fleet(
             program, lighthouse=join, workload=workload, out=out_folder, job=job, name=name, bind=bind,
             min_replicas=min_replicas, heartbeat_timeout_ms=timeout_ms, max_failures=max_failures, gpus=gpus,
-            allow_changes=allow_changes, checkpoints=checkpoints,
+            transport=transport, allow_changes=allow_changes, checkpoints=checkpoints,
         )  # fmt: skip
     else:
         if name is not None:
@@ -111,8 +113,8 @@ def launch(
         )
         running = launch_fleet(
             program, replicas=replicas, workload=workload, out=out_folder, job=job, lighthouse=options,
-            max_failures=max_failures, gpus=gpus, from_scratch=from_scratch, allow_changes=allow_changes,
-            checkpoints=checkpoints,
+            max_failures=max_failures, gpus=gpus, transport=transport, from_scratch=from_scratch,
+            allow_changes=allow_changes, checkpoints=checkpoints,
         )  # fmt: skip
     with running as fleet:
         if join is None:

@@ -18,6 +18,7 @@ from ebbflow.cli.fleet_options import (
     JobName,
     MaxFailures,
     Out,
+    TransportName,
     Workload,
     heartbeat_milliseconds,
     positive,
@@ -57,6 +58,7 @@ def replay(
     grace: Grace = "30s",
     max_failures: MaxFailures = 5,
     gpus: Gpus = 0,
+    transport: TransportName = "auto",
     from_scratch: FromScratch = False,
     allow_changes: AllowChanges = False,
     checkpoints: CheckpointPlace = "",
@@ -80,8 +82,8 @@ def replay(
     options = LighthouseOptions(heartbeat_timeout_ms=heartbeat_milliseconds(heartbeat_timeout))
     with launch_fleet(
         with_plugins(command or [], plugin or [], workload=workload), replicas=played.stats().max, workload=workload,
-        out=out_folder, job=job, lighthouse=options, max_failures=max_failures, gpus=gpus, from_scratch=from_scratch,
-        allow_changes=allow_changes, checkpoints=checkpoints,
+        out=out_folder, job=job, lighthouse=options, max_failures=max_failures, gpus=gpus, transport=transport,
+        from_scratch=from_scratch, allow_changes=allow_changes, checkpoints=checkpoints,
     ) as fleet:  # fmt: skip
         replayed = TraceReplay(fleet, schedule, grace_s=grace_s, finish=finish)
         config = fleet.job.fleet

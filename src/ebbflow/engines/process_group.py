@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import queue
+import re
 import threading
 import time
 from collections import Counter
@@ -28,7 +29,7 @@ from ebbflow.core.key_store import KeyStore, KeyStoreClient, StoreLost
 from ebbflow.torch_api import Store, gloo_group
 
 __all__ = [
-    "Fault", "NcclFactory", "PeerLost", "ProcessGroup", "TorchStore", "no_fault", "open_store",
+    "BackendFailed", "Fault", "NcclFactory", "PeerLost", "ProcessGroup", "TorchStore", "no_fault", "open_store",
 ]  # fmt: skip
 
 Fault = Callable[[str], None]
@@ -39,10 +40,20 @@ NcclFactory = Callable[["TorchStore", int, int, timedelta], Any]
 
 _POLL = timedelta(seconds=0.5)  # how often it is asked who has stopped
 _CHUNK = 1 << 26  # bytes per message
+_CONNECTION_LOST = re.compile(
+    r"abort|broken pipe|clos|connect|network|peer|refused|remote|reset|route|socket|store|time ?d? ?out|unreachable",
+    re.I,
+)
+"""What gloo says when a connection broke or could not be made. Everything else is a failure of gloo itself."""
 
 
 class PeerLost(Exception):
     """A peer has gone or did not answer in time; the process group cannot be used any more."""
+
+
+class BackendFailed(PeerLost):
+    """The backend failed, perhaps for a reason that has nothing to do with a peer: if it fails again with the same
+    peers, it will fail for ever."""
 
 
 def no_fault(point: str) -> None:
@@ -121,9 +132,10 @@ class TorchStore(Store):
 class ProcessGroup:
     """Processes that add up tensors and send each other bytes, until one of them is lost.
 
-    CPU tensors and bytes are sent by gloo, bound to one address; CUDA tensors by NCCL. Bytes carry a code that takes
-    the secret to compute, and others are refused; tensors that are added up carry none. After a `PeerLost` the group
-    cannot be used any more. A group of one process connects with nobody.
+    CPU tensors and bytes are sent by gloo, bound to one address; CUDA tensors by NCCL, or by gloo, too, through the
+    memory of the host: NCCL refuses two processes on one GPU. Bytes carry a code that takes the secret to compute, and
+    others are refused; tensors that are added up carry none. After a `PeerLost` the group cannot be used any more. A
+    group of one process connects with nobody.
     """
 
     def __init__(
@@ -137,6 +149,7 @@ class ProcessGroup:
         connect_s: float,
         timeout_s: float,
         device: torch.device | str = "cpu",
+        by_nccl: bool = True,
         store: KeyStore | None = None,
         nccl: NcclFactory | None = None,
         stopped: Callable[[], Sequence[str]] | None = None,
@@ -145,7 +158,7 @@ class ProcessGroup:
         """`rendezvous`: HOST:PORT/PREFIX of the store where the processes meet. `host`: the address that this process
         listens on. `secret`: of the store. `connect_s`: how long connecting may take. `timeout_s`: how long a
         collective may take. `store`: the store of the rendezvous, in the process that serves it for this group alone;
-        closed with the group. `nccl`: makes the NCCL
+        closed with the group. `by_nccl`: whether NCCL carries CUDA tensors, or gloo. `nccl`: makes the NCCL
         group; by default torch's own, whose collectives cannot be aborted. `stopped`: asked every half second while a
         collective takes that long; it names the peers that will not answer, and the collective is given up."""
         self.rendezvous = rendezvous
@@ -153,6 +166,9 @@ class ProcessGroup:
         self.size = size
         self.host = host
         self.device = torch.device(device)
+        self._by_nccl = self.device.type == "cuda" and by_nccl
+        self.backend_failed = False
+        """Whether the last failure was one of the backend (`BackendFailed`)."""
         self._secret = secret
         self._stores: list[TorchStore] = []
         self._transfers: Counter[tuple[int, int]] = Counter()
@@ -175,12 +191,17 @@ class ProcessGroup:
             store = TorchStore(self.rendezvous, self._secret, timeout_s=self._connect_timeout.total_seconds())
             self._stores = [store]
             self._gloo = gloo_group(store, self.rank, self.size, host=self.host, timeout=self._connect_timeout)
-            if self.device.type == "cuda":
-                self._stores.append(store.below("nccl"))
-                make = self._nccl_factory or backend.ProcessGroupNCCL
-                self._nccl = make(self._stores[-1], self.rank, self.size, self._timeout)
         except RuntimeError as error:
-            raise PeerLost(f"the processes could not connect: {_first_line(error)}") from None
+            raise _lost(error, "the processes could not connect: ") from None
+        if self._by_nccl:
+            make = self._nccl_factory or backend.ProcessGroupNCCL
+            try:
+                self._stores.append(store.below("nccl"))
+                self._nccl = make(self._stores[-1], self.rank, self.size, self._timeout)
+            except StoreLost as error:
+                raise PeerLost(f"the processes could not connect: {error}") from None
+            except RuntimeError as error:
+                raise BackendFailed(f"NCCL could not connect: {_words(error)}") from None
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace the tensor by its sum over the group, with the same bits in every process.
@@ -196,19 +217,31 @@ class ProcessGroup:
             return lambda: None
         options = dist.AllreduceOptions()  # by default a sum
         options.timeout = self._timeout
-        group = self._gloo if tensor.device.type == "cpu" else self._nccl
-        work = self._begin(lambda: group.allreduce([tensor], options), "allreduce")
+        by_nccl = self._by_nccl and tensor.device.type != "cpu"
+        group = self._nccl if by_nccl else self._gloo
+        try:
+            work = self._begin(lambda: group.allreduce([tensor], options), "allreduce")
+        except PeerLost as problem:
+            raise self._noted(problem, by_nccl=by_nccl) from None
         self._begun.append(work)
 
         def wait() -> None:
-            self._wait(work)
-            self._begun.remove(work)
-            if tensor.device.type != "cpu" and self._nccl_factory is not None:
-                error = self._nccl.errored()  # waits for the device
-                if error is not None:
-                    raise PeerLost(_first_line(error))
+            try:
+                self._wait(work)
+                self._begun.remove(work)
+                error = self._nccl.errored() if by_nccl and self._nccl_factory is not None else None
+                if error is not None:  # asking for it has waited for the device
+                    raise PeerLost(_words(error))
+            except PeerLost as problem:
+                raise self._noted(problem, by_nccl=by_nccl) from None
 
         return wait
+
+    def _noted(self, problem: PeerLost, *, by_nccl: bool) -> PeerLost:
+        """What a failed sum means: whatever NCCL says may have nothing to do with a peer."""
+        noted = BackendFailed(f"NCCL: {problem}") if by_nccl else problem
+        self.backend_failed = isinstance(noted, BackendFailed)
+        return noted
 
     def send(self, data: memoryview, to: int) -> None:
         """Send the bytes of a writable buffer to a rank that receives them."""
@@ -283,7 +316,7 @@ class ProcessGroup:
         try:
             work = begin()
         except RuntimeError as error:
-            raise PeerLost(_first_line(error)) from None
+            raise _lost(error) from None
         self._fault(point)
         return work
 
@@ -295,7 +328,7 @@ class ProcessGroup:
                 work.wait(_POLL) if self._stopped is not None else work.wait()
             except RuntimeError as error:
                 if self._stopped is None or work.is_completed():
-                    raise PeerLost(_first_line(error)) from None
+                    raise _lost(error) from None
                 return False
             return True
 
@@ -322,7 +355,7 @@ class ProcessGroup:
             except queue.Empty:
                 return False
             if error is not None:
-                raise PeerLost(_first_line(error))
+                raise _lost(error)
             return True
 
         self._wait_until(ended, work)
@@ -356,6 +389,16 @@ def _hold(held: tuple[Any, ...], timeout: timedelta) -> None:
     time.sleep(timeout.total_seconds() + 1)
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).partition("\n")[0]
-    return text.rpartition("] ")[2][:200] if text.startswith("[") else text[:200]
+def _lost(error: BaseException, before: str = "") -> PeerLost:
+    """What a failure of gloo means."""
+    lost = isinstance(error, StoreLost) or _CONNECTION_LOST.search(str(error)) is not None
+    return (PeerLost if lost else BackendFailed)(before + _words(error))
+
+
+def _words(error: BaseException) -> str:
+    """What a backend says: the first line of its message, and behind it what NCCL calls the last error."""
+    text = str(error)
+    first = text.partition("\n")[0]
+    first = first.rpartition("] ")[2][:200] if first.startswith("[") else first[:200]
+    last = text.partition("Last error:")[2].strip()
+    return f"{first}: {last.partition(chr(10))[0][:200]}" if last else first

@@ -22,7 +22,7 @@ import torch
 
 from ebbflow.core.key_store import KeyStore, NotAuthenticated, StoreLost
 from ebbflow.data.ledger import Assignment
-from ebbflow.engines.process_group import Fault, PeerLost, ProcessGroup, no_fault, open_store
+from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, ProcessGroup, no_fault, open_store
 from ebbflow.engines.replica_ranks import ReplicaRanks
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
@@ -35,6 +35,7 @@ from ebbflow.live.membership_events import (
     Connect,
     ConnectionFailed,
     DropConnections,
+    GiveUp,
     GroupConnected,
     Handshake,
     HandshakeFailed,
@@ -66,6 +67,7 @@ from ebbflow.live.membership_events import (
     Tick,
     ToldToLeave,
     Unregister,
+    WeightsDiffer,
 )
 from ebbflow.live.protocol import (
     HEARTBEAT_INTERVAL_S,
@@ -75,7 +77,7 @@ from ebbflow.live.protocol import (
     parse_address,
 )
 
-__all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransferableState"]
+__all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransferableState", "TransportUnusable"]
 
 _CONNECT_TIMEOUT_S = 10.0  # for the handshake, and for connecting
 _COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send heartbeats
@@ -94,6 +96,10 @@ class LeftFleet(Exception):
 
 class TrainingFinished(Exception):
     """There is no next step: the state that this replica has, or just received, is that of a finished job."""
+
+
+class TransportUnusable(ConfigError):
+    """The backend that carries the gradients fails again and again, although no replica was lost."""
 
 
 class TransferableState(Protocol):
@@ -234,8 +240,13 @@ class FleetConnection:
         return instruction if isinstance(instruction, LeaveFleet) else None
 
     def failed(self, reason: str) -> None:
-        """Report that the step does not count on this replica."""
-        self._run(StepFailed(now=monotonic(), reason=reason))
+        """Report that the step does not count on this replica. Raises `TransportUnusable` if it never will."""
+        backend = self._group is not None and self._group.backend_failed
+        self._run(StepFailed(now=monotonic(), reason=reason, backend=backend))
+
+    def weights_differ(self) -> None:
+        """Report that the weights of this replica are not those of most participants."""
+        self._run(WeightsDiffer(now=monotonic()))
 
     def return_to_lighthouse(self) -> None:
         """Ask the lighthouse before the next step, even if the group goes on by itself."""
@@ -270,7 +281,7 @@ class FleetConnection:
         while todo or self._pending is not None:
             if todo:
                 instruction = todo.popleft()
-                if isinstance(instruction, ComputeStep | LeaveFleet | Refuse):
+                if isinstance(instruction, ComputeStep | GiveUp | LeaveFleet | Refuse):
                     self._pending, last = None, instruction
                     break
                 outcome = self._execute(instruction)
@@ -280,7 +291,16 @@ class FleetConnection:
             if outcome is not None:
                 todo.extend(self.membership.handle(outcome))
         self.ranks.share((None, last, self.membership.state))
-        return last
+        return self._unless_given_up(last)
+
+    def _unless_given_up(self, instruction: Instruction | None) -> Instruction | None:
+        if not isinstance(instruction, GiveUp):
+            return instruction
+        advice = "give each replica a GPU of its own (--gpus 1), or let gloo carry the gradients (--transport gloo)"
+        raise TransportUnusable(
+            f"the gradients cannot be added up, although no replica was lost: {instruction.reason}"
+            f"{'. If replicas share a GPU, ' + advice if self._device.type == 'cuda' else ''}"
+        )
 
     def _follow(self) -> Instruction | None:
         """Do what rank 0 of this replica says, until it has an instruction for the training loop."""
@@ -289,7 +309,7 @@ class FleetConnection:
             instruction, last, state = self.ranks.share(said)
             if instruction is None:
                 self.membership.state = state
-                return last
+                return self._unless_given_up(last)
             self.ranks.gather(self._execute_here(instruction))
 
     def _execute(self, instruction: Instruction) -> MembershipEvent | None:
@@ -474,6 +494,7 @@ class FleetConnection:
             connect_s=_CONNECT_TIMEOUT_S,
             timeout_s=_COLLECTIVE_TIMEOUT_S,
             device=self._device,
+            by_nccl=self.config.transport != "gloo",
             nccl=torchft_api.nccl_group,
             stopped=lambda: without_heartbeat(others, self._heartbeat_ages(), self._heartbeat_timeout_s),
             fault=self._fault,
@@ -482,7 +503,7 @@ class FleetConnection:
             self._group.connect()
         except PeerLost as error:
             self._drop()
-            return ConnectionFailed(now=monotonic(), reason=str(error))
+            return _connection_failed(error)
         return GroupConnected(now=monotonic())
 
     def _heartbeat_ages(self) -> dict[str, float]:
@@ -502,7 +523,7 @@ class FleetConnection:
             for rank in receivers:
                 self._group.send(data, rank)
         except PeerLost as error:
-            return ConnectionFailed(now=monotonic(), reason=str(error))
+            return _connection_failed(error)
         return StateSent(now=monotonic())
 
     def _receive_state(self, source: int) -> MembershipEvent:
@@ -510,6 +531,10 @@ class FleetConnection:
         try:
             data = self._group.receive(source)
         except PeerLost as error:
-            return ConnectionFailed(now=monotonic(), reason=str(error))
+            return _connection_failed(error)
         step, lineage = self.state.unpack(data)
         return StateReceived(now=monotonic(), step=step, lineage=lineage, size=len(data))
+
+
+def _connection_failed(error: PeerLost) -> ConnectionFailed:
+    return ConnectionFailed(now=monotonic(), reason=str(error), backend=isinstance(error, BackendFailed))

@@ -34,6 +34,7 @@ from ebbflow.live.protocol import (
     FINAL_WEIGHTS,
     HEARTBEAT_TIMEOUT_MS,
     FleetConfig,
+    Transport,
     create_secret,
     format_address,
     is_loopback,
@@ -133,6 +134,7 @@ def launch_fleet(
     lighthouse: LighthouseOptions | None = None,
     max_failures: int = 5,
     gpus: int = 0,
+    transport: Transport = "auto",
     from_scratch: bool = False,
     allow_changes: bool = False,
     checkpoints: str = "",
@@ -164,6 +166,7 @@ def launch_fleet(
             bind=options.bind,
             min_replicas=options.min_replicas,
             heartbeat_timeout_ms=options.heartbeat_timeout_ms,
+            transport=transport,
             allow_changes=int(allow_changes),
             checkpoints=checkpoints,
         )
@@ -187,6 +190,7 @@ def join_fleet(
     heartbeat_timeout_ms: int = HEARTBEAT_TIMEOUT_MS,
     max_failures: int = 5,
     gpus: int = 0,
+    transport: Transport = "auto",
     allow_changes: bool = False,
     checkpoints: str = "",
 ) -> Iterator[Supervisor]:
@@ -207,6 +211,7 @@ def join_fleet(
         bind=bind,
         min_replicas=min_replicas,
         heartbeat_timeout_ms=heartbeat_timeout_ms,
+        transport=transport,
         allow_changes=int(allow_changes),
         checkpoints=checkpoints,
     )

@@ -29,6 +29,7 @@ from ebbflow.engines.loss_sum import LossSum
 from ebbflow.engines.process_group import Fault, PeerLost, no_fault
 from ebbflow.engines.replica_step import Fetch, LoadedMicroBatch, Loss, Precision, ReplicaStep
 from ebbflow.engines.shards import ShardedStep
+from ebbflow.live import equality
 from ebbflow.live.connection import FleetConnection
 from ebbflow.live.membership import fork_lineage
 from ebbflow.live.membership_events import ComputeStep, KeptPart
@@ -115,10 +116,14 @@ class LiveEngine(Engine):
             self._replica.parameters,
             meter=self._replica.meter,
             sums=self._batch_norm.sums,
-            flags=("leaving", "lighthouse", "seconds", "timed"),
+            flags=("leaving", "lighthouse", "seconds", "timed", "weights", "differ"),
             all_reduce=lambda message: connection.all_reduce(message, of_rank=of_rank),
             begin=None if self._sharded is not None else self._begin_sum,
         )
+        self._weights: int | None = None
+        """The number of the weights at the last comparison, as long as this replica takes part."""
+        self._differ = False
+        """Whether the sum of these numbers said that not all were the same."""
         self.fork: int | None = None
         """The lineage of the snapshot from which the next step goes on, if the run has just gone back to one."""
         self._leaving = leaving
@@ -252,6 +257,7 @@ class LiveEngine(Engine):
         leaving, leads = self._leaving(), self.connection.ranks.leads
         if self._sharded is not None:
             self._sharded.gradients.collect()
+        number = self._weights_number()
         now = time.monotonic()
         seconds, self._combined = now - self._combined if self._combined is not None else 0.0, now
         try:
@@ -268,9 +274,12 @@ class LiveEngine(Engine):
                 lighthouse=float(self.connection.wants_lighthouse),
                 seconds=seconds if leads else 0.0,
                 timed=float(leads and seconds > 0),
+                weights=float(number) if leads else 0.0,
+                differ=float(self._differ),
             )
             self._earlier = self._share = ()  # what this replica computed is no longer there by itself
             self._leavers = self._who_leaves(leaving) if self._combine.flags["leaving"] else frozenset()
+            self._compare_weights(number)
             self._fault("sum")
         except PeerLost as reason:
             self._failure = str(reason)
@@ -283,6 +292,50 @@ class LiveEngine(Engine):
         # Clocks differ between replicas, which must decide alike: all use the mean of what was said.
         timed = self._combine.flags["timed"]
         return replace(gradients, seconds=self._combine.flags["seconds"] / timed if timed else None)
+
+    def _weights_number(self) -> int:
+        """The number of this replica's weights, in a step in which they are compared; else 0."""
+        assert self._quorum is not None
+        step, ranks = self._quorum.step, self.connection.ranks
+        if step % equality.CHECK_EVERY:
+            return 0
+        if self._quorum.rank in self._quorum.receiving:
+            self._weights = None
+            return 0
+        numbers = ranks.gather(equality.weights_number(self._replica.parameters, step))
+        self._weights = (sum(place * number for place, number in enumerate(numbers, start=1)) - 1) % 65535 + 1
+        return self._weights
+
+    def _compare_weights(self, number: int) -> None:
+        """Notice that the weights of replicas differ, and in the step after that, of which; that one is healed.
+
+        Every replica sees whether the sum is that of equal numbers; at least one sees it, if they differ. It says so in
+        the next step, so that all ask together. That step is lost for all of them.
+        """
+        assert self._quorum is not None
+        names, said = self._quorum.participants, self._combine.flags
+        asked = said["differ"] > 0
+        if number:
+            self._differ = said["weights"] != number * len(computing_ranks(self._quorum))
+        if not asked:
+            return
+        self._differ = False
+        numbers = torch.zeros(len(names), dtype=torch.float64, device=self._replica.parameters[0].device)
+        if self.connection.ranks.leads and self._weights is not None:
+            numbers[self._quorum.rank] = self._weights + 1.0
+        self.connection.all_reduce(numbers)
+        different = equality.different_ranks([int(one) - 1 if one else None for one in numbers.tolist()])
+        if not different:
+            return
+        self._weights = None
+        if self._quorum.rank in different:
+            self.lineage = fork_lineage(self.lineage, self._quorum.rank)
+            self.connection.weights_differ()
+        raise PeerLost(
+            f"the weights of {', '.join(names[rank] for rank in different)} differ from those of most replicas, "
+            f"although all committed the same steps; it receives the state of the others. Something in its script or "
+            f"on its machine changes weights in another way"
+        )
 
     def _who_leaves(self, leaving: bool) -> frozenset[int]:
         """Find the ranks that leave by one more, tiny all-reduce, in the rare step in which a replica leaves."""

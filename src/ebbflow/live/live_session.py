@@ -43,7 +43,8 @@ from ebbflow.errors import (
     UnreadableCheckpoints,
 )
 from ebbflow.live.checkpoints import Checkpoints
-from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished
+from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished, TransportUnusable
+from ebbflow.live.equality import sample_digest, structure_digest
 from ebbflow.live.faults import ScriptedFaults
 from ebbflow.live.live_engine import LiveEngine, StepSizes, by_policy
 from ebbflow.live.membership import describe_difference, initial_lineage
@@ -68,7 +69,7 @@ OnEpoch = Callable[[int], Mapping[str, Any] | None]
 _CHANGEABLE = {"epochs", "max_steps", "schedule", "clip", "policy", "micro_batch", "precision"}
 """What may differ from a checkpoint with `--allow-changes`, besides the hyperparameters of the optimizer."""
 STATE_VERSION = 1
-_OF_THE_FLEET = ("lighthouse", "replica", "folder", "job", "bind", "checkpoints")
+_OF_THE_FLEET = ("lighthouse", "replica", "folder", "job", "bind", "checkpoints", "transport")
 """What the environment says, unless it is given."""
 _LOOK_AGAIN_S = 0.1
 
@@ -158,9 +159,8 @@ class LiveSession(Session):
         self._checkpoints = Checkpoints(self.fleet.checkpoint_place, on_event=self._event, group=group)
         device = next(model.parameters()).device
         self._connection = FleetConnection(
-            self.fleet, self._job, self, secret=create_secret(self.fleet.folder), device=device, ranks=self._ranks,
-            leaving=self._leaving,
-            on_event=self._event, fault=self._fault,
+            self.fleet, {**self._job, **self._compared(device)}, self, secret=create_secret(self.fleet.folder),
+            device=device, ranks=self._ranks, leaving=self._leaving, on_event=self._event, fault=self._fault,
         )  # fmt: skip
         self._status = StatusFile(
             self.fleet.own_folder / "status.json" if self._ranks.leads else None,
@@ -198,6 +198,19 @@ class LiveSession(Session):
             "torch": torch.__version__.partition("+")[0],
             "model": f"{len(state)} tensors, {sum(value.numel() for value in state.values())} numbers, shapes {digest}",
             **{name: str(value) for name, value in settings.items()},
+        }
+
+    def _compared(self, device: torch.device) -> dict[str, str]:
+        """What else must be the same for all replicas that compute together; a checkpoint does not know of it."""
+        if self.fleet.transport == "nccl" and device.type != "cuda":
+            raise ConfigError(
+                f"transport is 'nccl', but the model is on {device}; use gloo or auto, or move it to a GPU"
+            )
+        auto = "nccl" if device.type == "cuda" else "gloo"
+        return {
+            "structure of the model": structure_digest(self.model),
+            "data": sample_digest(self.task.train),
+            "transport": auto if self.fleet.transport == "auto" else self.fleet.transport,
         }
 
     def _make_engine(self, parts: EngineParts) -> Engine:
@@ -292,6 +305,8 @@ class LiveSession(Session):
                 return
             text = f"{type(error).__name__}: {error}"
             status: Literal["diverged", "failed"] = "diverged" if isinstance(error, Diverged) else "failed"
+            if isinstance(error, TransportUnusable) and self.engine.established:
+                self._save_now()  # all replicas end with this error
             self.loop.end(status, text)
             state = "refused" if isinstance(error, CheckpointError | ConfigError) else status
             self._status.update(state, step=self.step, reason=text.partition("\n")[0][:500])

@@ -36,6 +36,7 @@ from ebbflow.live.membership_events import (
     Connect,
     ConnectionFailed,
     DropConnections,
+    GiveUp,
     GroupConnected,
     Handshake,
     HandshakeFailed,
@@ -67,17 +68,21 @@ from ebbflow.live.membership_events import (
     Tick,
     ToldToLeave,
     Unregister,
+    WeightsDiffer,
 )
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 
 __all__ = [
-    "Agreement", "Membership", "MembershipPhase", "QuorumGroup", "agree", "describe_difference",
+    "UNKNOWN", "Agreement", "Membership", "MembershipPhase", "QuorumGroup", "agree", "describe_difference",
     "extend_lineage", "fork_lineage", "initial_lineage", "without_heartbeat",
 ]  # fmt: skip
 
+UNKNOWN = "unknown"
+"""What a replica says in its handshake of what it cannot tell; it agrees with everything."""
 _RETRY_PAUSE_S = 0.2  # before an unreachable lighthouse is tried again
 _OBJECTION_PAUSE_S = 0.1  # before the lighthouse is asked for a better quorum
 _MAX_OBJECTIONS = 5
+_MAX_BACKEND_FAILURES = 5  # with the same replicas and no committed step between
 _MAX_FOREIGN = 3  # attempts with another secret, before a replica that never met one with its own gives up
 _EXPLAIN_AFTER_S = 10.0  # for which a replica waits for the others without a word
 _LINEAGE_BITS = 48  # a double, and so any reader of JSON, holds such a number exactly
@@ -118,7 +123,7 @@ def agree(handshakes: Sequence[Handshake]) -> Agreement:
         established or handshakes,
         key=lambda handshake: (handshake.state.step if established else 0, votes[_job_key(handshake)]),
     ).job
-    incompatible = frozenset(rank for rank, handshake in enumerate(handshakes) if handshake.job != job)
+    incompatible = frozenset(rank for rank, one in enumerate(handshakes) if _different_keys(one.job, job))
     compatible = [rank for rank in range(len(handshakes)) if rank not in incompatible]
     furthest = max(compatible, key=lambda rank: (handshakes[rank].state.established, handshakes[rank].state.step))
     lineage = handshakes[furthest].state.lineage
@@ -131,7 +136,13 @@ def agree(handshakes: Sequence[Handshake]) -> Agreement:
 
 
 def _job_key(handshake: Handshake) -> str:
-    return json.dumps(sorted(handshake.job.items()))
+    return json.dumps(sorted(item for item in handshake.job.items() if item[1] != UNKNOWN))
+
+
+def _different_keys(own: Mapping[str, str], fleet: Mapping[str, str]) -> list[str]:
+    """In which respects two jobs differ; what is not known of one of them is no difference."""
+    keys = [key for key in {**own, **fleet} if own.get(key) != fleet.get(key)]
+    return [key for key in keys if UNKNOWN not in (own.get(key), fleet.get(key))]
 
 
 def describe_difference(own: Mapping[str, str], fleet: Mapping[str, str]) -> str:
@@ -140,7 +151,7 @@ def describe_difference(own: Mapping[str, str], fleet: Mapping[str, str]) -> str
     >>> describe_difference({"seed": "1", "rule": "linear"}, {"seed": "2", "rule": "linear"})
     "seed is '1' here and '2' in the fleet"
     """
-    keys = [key for key in {**own, **fleet} if own.get(key) != fleet.get(key)]
+    keys = _different_keys(own, fleet)
     return "; ".join(f"{key} is {own.get(key)!r} here and {fleet.get(key)!r} in the fleet" for key in keys)
 
 
@@ -256,6 +267,8 @@ class Membership:
         self._wait_for_others_until = 0.0
         self._handshake_deadline = 0.0
         self._next_heartbeat_check = 0.0
+        self._backend_failures = 0
+        self._failed_names: tuple[str, ...] = ()  # with which the backend failed
         self._met_others = False  # has exchanged handshakes, so that its secret is that of the fleet
         self._foreign = 0  # attempts that failed because another replica has another secret
         self._reported = ""
@@ -513,7 +526,7 @@ class Membership:
         group = self.group
         assert group is not None
         self.phase = MembershipPhase.IDLE
-        self._commit_failures = self._objections = 0
+        self._commit_failures = self._objections = self._backend_failures = 0
         self._last_participants = group.names
         self.state = ReplicaState(
             step=self.state.step + 1,
@@ -546,6 +559,12 @@ class Membership:
         )
         return [*self._drop(), *self._connect(following)]
 
+    def _on_weights_differ(self, event: WeightsDiffer) -> list[Instruction]:
+        # It is no longer established, so that its state does not count; the training loop gives it another lineage, so
+        # that it receives that of the others.
+        self.state = dataclasses.replace(self.state, established=False)
+        return []
+
     def _on_lighthouse_wanted(self, event: LighthouseWanted) -> list[Instruction]:
         self._independent_since = None
         return []
@@ -566,7 +585,19 @@ class Membership:
         return [Unregister(), Refuse(difference)]
 
     def _on_failure(self, event: ConnectionFailed | StepFailed) -> list[Instruction]:
-        return self._fail(event.reason, event.now)
+        group = self.group or self._forming
+        if not event.backend or group is None:
+            return self._fail(event.reason, event.now)
+        # A peer that was lost is missing in the next quorum. Whatever fails with the same replicas as before, such as
+        # NCCL with two of them on one GPU, would fail for ever.
+        self._backend_failures = self._backend_failures + 1 if group.names == self._failed_names else 1
+        self._failed_names = group.names
+        if self._backend_failures < _MAX_BACKEND_FAILURES:
+            return self._fail(event.reason, event.now)
+        dropped = self._drop()
+        self.name = self.store = ""
+        self.phase = MembershipPhase.REFUSED
+        return [RecordEvent("lost", event.reason), *dropped, Unregister(), GiveUp(event.reason)]
 
     def _fail(self, reason: str, now: float, pause_s: float = 0.0) -> list[Instruction]:
         """Give the group up, and begin again if a step is requested."""
@@ -612,6 +643,7 @@ _HANDLERS: Mapping[type[MembershipEvent], _Handler] = {
     StateSent: (Membership._on_state_sent, {MembershipPhase.HEALING}),
     StepCommitted: (Membership._on_step_committed, {MembershipPhase.COMPUTING}),
     StepFailed: (Membership._on_failure, {MembershipPhase.COMPUTING}),
+    WeightsDiffer: (Membership._on_weights_differ, {MembershipPhase.COMPUTING}),
     LighthouseWanted: (Membership._on_lighthouse_wanted, {MembershipPhase.IDLE, MembershipPhase.COMPUTING}),
     ToldToLeave: (Membership._on_told_to_leave, frozenset(MembershipPhase)),
     Tick: (Membership._on_time, frozenset(MembershipPhase)),

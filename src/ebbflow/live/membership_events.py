@@ -16,11 +16,12 @@ from ebbflow.data.ledger import Assignment
 
 __all__ = [
     "AskLighthouse", "CheckHeartbeats", "CheckpointLoaded", "ComputeStep", "Connect", "ConnectionFailed",
-    "DropConnections", "MembershipEvent", "GroupConnected", "Handshake", "HandshakeFailed", "HandshakesReceived",
+    "DropConnections", "MembershipEvent", "GiveUp", "GroupConnected", "Handshake", "HandshakeFailed",
+    "HandshakesReceived",
     "HeartbeatsReceived", "Instruction", "KeptPart", "LeaveFleet", "LighthouseUnreachable", "LighthouseWanted",
     "LoadCheckpoint", "NoNewerCheckpoint", "QuorumFormed", "ReceiveState", "RecordEvent", "Refuse", "Register",
     "Registered", "ReplicaState", "SendHandshake", "SendState", "Started", "StateReceived", "StateSent",
-    "StepCommitted", "StepFailed", "StepRequested", "Tick", "ToldToLeave", "Unregister",
+    "StepCommitted", "StepFailed", "StepRequested", "Tick", "ToldToLeave", "Unregister", "WeightsDiffer",
 ]  # fmt: skip
 
 
@@ -187,6 +188,8 @@ class ConnectionFailed(MembershipEvent):
     """The quorum group could not be connected, or broke while the state was sent."""
 
     reason: str
+    backend: bool = False
+    """Whether the backend failed, for a reason that may have nothing to do with a peer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +236,13 @@ class StepFailed(MembershipEvent):
     """The sum of the step's gradients did not arrive here."""
 
     reason: str
+    backend: bool = False
+    """Whether the backend failed, for a reason that may have nothing to do with a peer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsDiffer(MembershipEvent):
+    """The weights of this replica are not those of most participants, although their lineage is the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,6 +370,13 @@ class Refuse(Instruction):
     """End this replica with an error: it is incompatible with the fleet."""
 
     difference: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp(Instruction):
+    """End this replica with an error: the backend fails again and again with the same replicas."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from ebbflow.core.files import read_text, write_whole
 from ebbflow.core.key_store import KeyStoreClient, StoreLost
@@ -49,6 +49,9 @@ __all__ = [
 ]  # fmt: skip
 
 LOOPBACK = "127.0.0.1"
+Transport = Literal["auto", "nccl", "gloo"]
+"""What carries the gradients of GPUs: NCCL, which refuses two processes on one GPU; gloo, through the memory of the
+host; auto is NCCL. Everything else is carried by gloo."""
 DEFAULT_PORT = 29510
 """The port of torchft's lighthouse."""
 HEARTBEAT_INTERVAL_S = 0.1
@@ -161,12 +164,17 @@ class FleetConfig:
         HEARTBEAT_TIMEOUT_MS, doc="a replica whose last heartbeat is older is dead; as at the lighthouse"
     )
     checkpoints: str = param("", doc="folder or URL of the checkpoints, if they are not in the folder")
+    transport: Transport = param(
+        "auto", doc="what carries the gradients of GPUs: nccl, gloo (replicas may share a GPU), or auto, which is nccl"
+    )
     allow_changes: int = param(0, doc="1: a checkpoint may have other settings; those of the script are used")
 
     def __post_init__(self) -> None:
         for name in ("min_replicas", "heartbeat_timeout_ms"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more")
+        if self.transport not in typing.get_args(Transport):
+            raise ConfigError(f"transport is {self.transport!r}; expected {', '.join(typing.get_args(Transport))}")
 
     @property
     def checkpoint_place(self) -> str:
@@ -227,7 +235,7 @@ class ReplicaConfig(FleetConfig):
                     missing[variable] = one.name
                 continue
             try:
-                values[one.name] = types[one.name](value)
+                values[one.name] = str(value) if one.name == "transport" else types[one.name](value)
             except ValueError:
                 raise ConfigError(f"{variable} is {value!r}; expected a whole number") from None
         if missing:

@@ -1,0 +1,139 @@
+"""Whether replicas are the same: what their models are made of, what their data are, and what their weights are.
+
+Replicas compute the same steps only if model, data and optimizer are the same in each. Structure and data are compared
+before they connect; weights travel as one number with the message of a step every `CHECK_EVERY` steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ebbflow.live.membership import UNKNOWN
+from ebbflow.workloads.sources import Source
+
+__all__ = ["CHECK_EVERY", "different_ranks", "sample_digest", "structure_digest", "weights_number"]
+
+CHECK_EVERY = 100
+"""Steps from one comparison of the weights to the next."""
+_SAMPLES = 8
+_NUMBERS = (1 << 16) - 1
+"""How many numbers a digest of weights can be. The sum of those of 256 replicas is exact in float32."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def structure_digest(model: torch.nn.Module) -> str:
+    """Give a digest of what a model is made of, besides the shapes of its tensors.
+
+    It depends on names, classes and settings of all modules (as they print them), on the names that their `forward`
+    uses, on functions among their attributes such as `self.act = F.relu`, on names, shapes and types of buffers, and on
+    the content of buffers that are not part of `state_dict`, which no peer sends. It does not depend on weights, nor on
+    other attributes. A model that differs only in numbers inside the code of `forward` has the same digest.
+
+    >>> first, second = torch.nn.Sequential(torch.nn.ReLU()), torch.nn.Sequential(torch.nn.Tanh())
+    >>> structure_digest(first) == structure_digest(second)
+    False
+    """
+    digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        code = getattr(type(module).forward, "__code__", None)
+        functions = [f"{key}={value.__qualname__}" for key, value in vars(module).items() if _is_function(value)]
+        printed = re.sub(r"0x[0-9a-f]+", "", module.extra_repr())  # addresses differ between processes
+        digest.update(repr((name, type(module).__qualname__, printed, sorted(functions))).encode())
+        digest.update(repr(sorted(code.co_names) if code is not None else None).encode())
+        for key, buffer in module.named_buffers(recurse=False):
+            digest.update(repr((name, key, tuple(buffer.shape), str(buffer.dtype))).encode())
+            if key in module._non_persistent_buffers_set:
+                _add_content(digest, buffer)
+    return digest.hexdigest()[:12]
+
+
+def _is_function(value: object) -> bool:
+    return isinstance(value, FunctionType | type(torch.relu))
+
+
+def sample_digest(source: Source) -> str:
+    """Give a digest of eight samples, evenly spaced; `UNKNOWN` if they cannot be read, or differ when read again.
+
+    Torch's, numpy's and Python's global generators are left as they were.
+    """
+    count = len(source)
+    indices = np.unique(np.linspace(0, count - 1, min(_SAMPLES, count)).astype(np.int64))
+    before = torch.random.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        first, again = (_read(source, indices) for _ in range(2))
+    except Exception:  # whatever a data set raises is raised again where the sample is needed
+        return UNKNOWN
+    finally:
+        torch.random.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+    return first if first == again else UNKNOWN
+
+
+def _read(source: Source, indices: Any) -> str:
+    torch.default_generator.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    digest = hashlib.sha256()
+    _add_content(digest, source.batch(indices, train=False))
+    return digest.hexdigest()[:12]
+
+
+def _add_content(digest: Any, value: Any) -> None:
+    """Add tensors, arrays, numbers and texts in any nesting of containers; of anything else, its type."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        digest.update(repr((tuple(value.shape), str(value.dtype))).encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, np.ndarray):
+        digest.update(repr((value.shape, str(value.dtype))).encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        for key in value:
+            digest.update(repr(key).encode())
+            _add_content(digest, value[key])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _add_content(digest, one)
+    else:
+        digest.update((repr(value) if isinstance(value, str | bytes | int | float) else type(value).__name__).encode())
+
+
+@torch.no_grad()
+def weights_number(parameters: Iterable[torch.Tensor], step: int) -> int:
+    """Give a number from 1 to 65535 by the bits of all parameters, of the shards that this process has, and the step.
+
+    Weights that differ anywhere have another number, but for one case in 65535; the step makes it another case at the
+    next comparison. Costs one pass over the parameters and one synchronisation with their device.
+    """
+    sums = []
+    for parameter in parameters:
+        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        numbers = torch.view_as_real(own) if own.is_complex() else own
+        sums.append(numbers.view(_INTEGERS[numbers.element_size()]).sum(dtype=torch.int64))
+    said = torch.stack(sums).tolist()
+    return 1 + int.from_bytes(hashlib.sha256(repr((step, said)).encode()).digest()[:8], "big") % _NUMBERS
+
+
+def different_ranks(numbers: Sequence[int | None]) -> list[int]:
+    """Name the ranks whose weights differ from those of most; of equally many, the lower rank is right.
+
+    `numbers`: `weights_number` by rank; None where it is not known, since the replica has just joined.
+
+    >>> different_ranks([7, 9, 9, None]), different_ranks([7, 9]), different_ranks([None, 9])
+    ([0], [1], [])
+    """
+    known = [number for number in numbers if number is not None]
+    if not known:
+        return []
+    counted = Counter(known)
+    right = max(known, key=lambda number: counted[number])  # the first of the largest
+    return [rank for rank, number in enumerate(numbers) if number is not None and number != right]

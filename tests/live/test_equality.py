@@ -1,0 +1,222 @@
+"""Replicas that are not the same: noticed before they compute together, or by their weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from live.harness import TestFleet
+
+pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
+
+from contract.suite import EPOCHS, SAMPLES
+from ebbflow.live.accounting import read_fleet
+from ebbflow.live.equality import different_ranks, sample_digest, structure_digest, weights_number
+from ebbflow.live.membership import UNKNOWN, agree
+from ebbflow.live.membership_events import Handshake, ReplicaState
+from ebbflow.workloads.prefetch import DatasetSource
+from ebbflow.workloads.sources import TensorSource
+from live import replicas
+
+# The structure of a model ---------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A model whose activation is a function, and with a buffer that no peer sends."""
+
+    def __init__(self, act: Any = F.relu, scale: float = 1.0) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 3)
+        self.act = act
+        self.register_buffer("scale", torch.tensor([scale]), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.fc(x)) * self.scale
+
+
+class OtherForward(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.fc(x)) * self.scale
+
+
+OtherForward.__qualname__ = Net.__qualname__
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda: nn.Sequential(nn.ReLU()), lambda: nn.Sequential(nn.Tanh())),
+        (lambda: nn.LeakyReLU(0.1), lambda: nn.LeakyReLU(0.2)),
+        (lambda: nn.Dropout(0.1), lambda: nn.Dropout(0.2)),
+        (Net, lambda: Net(F.gelu)),
+        (Net, lambda: Net(torch.tanh)),
+        (Net, lambda: Net(scale=2.0)),
+        (Net, OtherForward),
+        (lambda: nn.BatchNorm1d(3), lambda: nn.BatchNorm1d(3, track_running_stats=False)),
+    ],
+)
+def test_models_that_compute_something_else_have_another_digest(one: Any, other: Any) -> None:
+    assert structure_digest(one()) == structure_digest(one()) != structure_digest(other())
+
+
+def test_weights_and_statistics_do_not_belong_to_the_structure() -> None:
+    one, other = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
+    other(torch.randn(5, 2))
+    assert structure_digest(one) == structure_digest(other)
+
+
+# The data -------------------------------------------------------------------------------------------------------------
+
+
+def changed(x: torch.Tensor, y: torch.Tensor, sample: int) -> TensorSource:
+    other = x.clone()
+    other[sample] = 0
+    return TensorSource(other, y)
+
+
+def test_data_of_other_content_have_another_digest() -> None:
+    x, y = torch.randn(20, 3), torch.arange(20)
+    whole = sample_digest(TensorSource(x, y))
+    assert whole == sample_digest(TensorSource(x.clone(), y)) != sample_digest(TensorSource(x, y.flip(0)))
+    # 8 of 20 samples are looked at, 19/7 = 2.7 apart: 0, 2, 5, 8, 10, 13, 16 and 19
+    assert [i for i in range(20) if sample_digest(changed(x, y, i)) != whole] == [0, 2, 5, 8, 10, 13, 16, 19]
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    def __init__(self, read: Callable[[int], Any]) -> None:
+        self.read = read
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, number: int) -> Any:
+        return self.read(number)
+
+
+def test_transforms_that_draw_from_global_generators_do_not_matter_and_the_generators_stay() -> None:
+    source = DatasetSource(Samples(lambda i: (torch.rand(2) + np.random.rand() + random.random(), i)))
+    before = torch.get_rng_state(), random.getstate()
+    first = sample_digest(source)
+    assert first == sample_digest(source) != UNKNOWN
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+def test_data_that_cannot_be_compared_agree_with_everything() -> None:
+    own = np.random.default_rng()
+    assert sample_digest(DatasetSource(Samples(lambda i: (own.random(3), i)))) == UNKNOWN
+
+    def missing(number: int) -> Any:
+        raise FileNotFoundError("no such image")
+
+    assert sample_digest(DatasetSource(Samples(missing))) == UNKNOWN
+
+    def says(data: str, lr: str = "1") -> Handshake:
+        return Handshake(name=data, store="", state=ReplicaState(step=0, lineage=1), job={"lr": lr, "data": data})
+
+    assert agree([says("a"), says(UNKNOWN), says("a")]).incompatible == frozenset()
+    assert agree([says("a"), says(UNKNOWN, lr="2"), says("b"), says("a")]).incompatible == {1, 2}
+
+
+# The weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_one_changed_weight_gives_another_number(dtype: torch.dtype) -> None:
+    one = [torch.ones(4, 3, dtype=dtype).t(), torch.zeros(2, dtype=dtype)]
+    other = [tensor.clone() for tensor in one]
+    assert weights_number(one, 5) == weights_number(other, 5) != weights_number(one, 6)
+    other[0][2, 1] *= 1 + 2**-7  # the last bit of a bfloat16
+    assert weights_number(one, 5) != weights_number(other, 5)
+
+
+def test_most_replicas_are_right_and_of_two_the_first() -> None:
+    assert different_ranks([4, 4, 5]) == [2] and different_ranks([5, 4, 4, None]) == [0]
+    assert different_ranks([5, 4]) == [1] and different_ranks([1, 2, 3]) == [1, 2]
+    assert different_ranks([4, 4]) == different_ranks([None, None]) == []
+
+
+# Real fleets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Callable[..., TestFleet]]:
+    made: list[TestFleet] = []
+
+    def make(**arguments: Any) -> TestFleet:
+        made.append(TestFleet(tmp_path, replicas.tiny, arguments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.process
+def test_replicas_that_differ_in_rate_momentum_activation_or_data_are_refused(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(all=["r0", "r1"], hold=3)
+    group.start("r0", "r1")
+    group.trains("r0", "r1", step=4)
+    odd = {
+        "rate": ({"lr": 0.2}, "optimizer.lr is '0.2' here and '0.1' in the fleet"),
+        "momentum": ({"momentum": 0.8}, "optimizer.momentum is '0.8' here"),
+        "activation": ({"change": "activation"}, "structure of the model is"),
+        "data": ({"change": "data"}, "data is"),
+    }
+    for name, (settings, _) in odd.items():
+        group.start(name, **settings)
+    group.wait(*odd)
+    for name, (_, said) in odd.items():
+        status = group.status(name)
+        assert status["state"] == "refused" and said in status["reason"], name
+    group.stop_holding()
+    assert group.wait("r0", "r1") == {"r0": 0, "r1": 0}
+    for name in odd:
+        (tmp_path / "replicas" / name / "record.jsonl").unlink()
+    account, _ = read_fleet(tmp_path)
+    assert account.mistakes == () and account.samples == EPOCHS * SAMPLES
+
+
+@pytest.mark.process
+def test_a_replica_whose_weights_are_changed_is_named_and_receives_those_of_the_others(
+    fleet: Any, tmp_path: Path
+) -> None:
+    # r0 changes its weights after its step 5. They are compared in step 8, and step 9 finds whose they are.
+    group = fleet(all=["r0", "r1", "r2"], check_every=4)
+    group.start("r1", "r2")
+    group.start("r0", tamper=5)
+    assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
+    account, runs = read_fleet(tmp_path)
+    assert account.mistakes == () and account.samples == EPOCHS * SAMPLES
+    assert len({run.end.weights_sha256 if run.end else "none" for run in runs}) == 1
+    received = {}
+    for run in runs:
+        texts = [event.text for event in run.events if event.what == "lost"]
+        assert [text for text in texts if text.startswith("the weights of r0:") and "differ" in text], texts
+        received[run.path.parent.name] = [event.step for event in run.events if event.what == "received"]
+    assert received == {"r0": [9], "r1": [], "r2": []}
+
+
+@pytest.mark.process
+def test_a_backend_that_fails_for_ever_ends_the_fleet_with_what_it_said(fleet: Any) -> None:
+    lines = (
+        "NCCL error in: NCCLUtils.cpp:77, invalid usage, NCCL version 2.27.5",
+        "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
+        "Last error:",
+        "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 41000",
+    )
+    group = fleet(all=["r0", "r1"], backend_says="\n".join(lines))
+    group.start("r0", "r1")
+    codes = group.wait()
+    assert set(codes.values()) == {1}
+    for name in codes:
+        status = group.status(name)
+        assert status["state"] == "refused" and "Duplicate GPU detected" in status["reason"]
+        assert "no replica was lost" in status["reason"]
