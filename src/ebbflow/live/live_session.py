@@ -305,8 +305,8 @@ class LiveSession(Session):
                 return
             text = f"{type(error).__name__}: {error}"
             status: Literal["diverged", "failed"] = "diverged" if isinstance(error, Diverged) else "failed"
-            if isinstance(error, TransportUnusable) and self.engine.established:
-                self._save_now()  # all replicas end with this error
+            if isinstance(error, TransportUnusable) and self.engine.established and self.engine.first:
+                self._save_now()  # all replicas end with this error, and none of them is lost
             self.loop.end(status, text)
             state = "refused" if isinstance(error, CheckpointError | ConfigError) else status
             self._status.update(state, step=self.step, reason=text.partition("\n")[0][:500])
