@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from ebbflow.data.ledger import Ledger
 from ebbflow.errors import RecordError
 from ebbflow.live.accounting import JobAccount, account, account_lines, read_account, surviving_steps
-from ebbflow.record import Header, RecordWriter, StepRow, ValidationRow
+from ebbflow.record import Event, Header, RecordWriter, StepRow, ValidationRow
 
 SAMPLES = 23
 
@@ -68,7 +67,38 @@ def test_a_lost_or_repeated_sample_is_a_mistake(second: StepRow, what: str) -> N
 
 def test_missing_rows_are_a_mistake() -> None:
     found = account([node(1, 10, 6, 2, 1)], epoch_samples=10)
-    assert any("rows of the steps before it are missing" in mistake for mistake in found.mistakes)
+    assert found.mistakes == ("the rows of steps 0 to 0 are in no record",) and found.missing == 1
+
+
+def test_rows_that_are_in_no_record_are_no_lost_samples(tmp_path: Path) -> None:
+    # Steps 1 and 2, samples 4 to 8 of epoch 0 and 0 to 4 of epoch 1, were written by nobody.
+    write(tmp_path, "r0", [row(0, 4, 1, 0, time=1.0), row(3, 16, 4, 3, time=4.0)])
+    found = read_account(tmp_path)
+    assert (found.steps, found.missing_steps, found.given_up_steps, found.epochs) == (2, 2, 0, 2)
+    lines = account_lines(LAUNCHER, found)
+    assert lines[2:4] == [
+        "whether every sample was committed exactly once cannot be said:",
+        "    the rows of steps 1 to 2 are in no record",
+    ]
+
+
+def test_the_line_that_the_fleet_is_on_counts_and_not_the_longest_one() -> None:
+    # Both commit steps 0 and 1 and die, with r2, which goes on alone to step 3 and never comes back. The next fleet
+    # begins at the checkpoint after step 0 (lineage 1) and has come to step 1: fewer samples, and the present line.
+    shared = [node(0, 2, 2, 1, 0), node(1, 4, 2, 2, 1)]
+    alone = [node(2, 6, 2, 3, 2), node(3, 8, 2, 4, 3)]
+    again = [node(1, 5, 3, 12, 1)]
+    found = account([*shared, *again], [*shared, *again], [*shared, *alone], epoch_samples=10)
+    assert [row.stats["lineage"] for row in found.steps] == [1, 12]
+    assert found.exactly_once and found.given_up == 3
+
+
+def test_living_replicas_that_gave_up_their_steps_are_on_the_line_of_those_they_joined() -> None:
+    # r0 trains alone to step 3; r1 begins a line of its own, from step 0, and r0 receives its state.
+    alone = [node(0, 3, 3, 1, 0), node(1, 6, 3, 2, 1), node(2, 9, 3, 3, 2)]
+    other = [node(0, 2, 2, 21, 20), node(1, 4, 2, 22, 21)]
+    found = account([*alone, other[1]], other, epoch_samples=10)
+    assert [row.stats["lineage"] for row in found.steps] == [21, 22] and found.given_up == 3
 
 
 def test_a_record_of_no_fleet_is_refused() -> None:
@@ -80,30 +110,34 @@ def test_a_record_of_no_fleet_is_refused() -> None:
         surviving_steps([other])
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=60), st.randoms())
-def test_any_history_of_restores_is_accounted_for(history: list[tuple[int, int]], shuffled: random.Random) -> None:
-    """Steps of any size; now and then the fleet goes back to an earlier state and trains on from there."""
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=60))
+def test_any_history_of_restores_is_accounted_for(history: list[tuple[int, int, int]]) -> None:
+    """Steps of any size by one or both of two replicas; now and then the fleet goes back to an earlier state and trains
+    on from there."""
     states = [(Ledger(samples=SAMPLES), 0, 0)]  # ledger, step, lineage
-    rows = []
-    for number, (batch, back) in enumerate(history, start=1):
+    records: list[list[StepRow]] = [[], []]
+    for number, (batch, back, who) in enumerate(history, start=1):
         if back == 3 and len(states) > 1:
             del states[-1]  # its rows stay in the records
         ledger, step, lineage = states[-1]
         assignment = ledger.assign(batch)
         after = ledger.commit(assignment)
-        rows.append(
-            StepRow(
-                step=step, time_s=0, wall_s=0, epoch=assignment.epoch, samples=after.total, workers=1,
-                batch=assignment.batch, micro_batches=1, lr_base=0.1, lr=0.1, multiplier=1.0, loss=0.0,
-                stats={"lineage": number, "parent": lineage},
-            )
+        row = StepRow(
+            step=step, time_s=0, wall_s=0, epoch=assignment.epoch, samples=after.total, workers=1,
+            batch=assignment.batch, micro_batches=1, lr_base=0.1, lr=0.1, multiplier=1.0, loss=0.0,
+            stats={"lineage": number, "parent": lineage},
         )  # fmt: skip
+        for replica in (0, 1):
+            if who & (replica + 1):
+                records[replica].append(row)
         states.append((after, step + 1, number))
-    shuffled.shuffle(rows)
-    found = account(rows, epoch_samples=SAMPLES)
+    found = account(*records, epoch_samples=SAMPLES)
     assert found.exactly_once
-    assert found.samples == max(row.samples for row in rows)
     assert found.given_up + len(found.steps) == len(history)
+    ends = [record[-1].stats["lineage"] for record in records if record]
+    assert found.steps[-1].stats["lineage"] in ends
+    if len(set(ends)) == 1:  # all records say where the fleet is
+        assert found.steps[-1].stats["lineage"] == len(history)
 
 
 # The account of a job -------------------------------------------------------------------------------------------------
@@ -119,7 +153,7 @@ def row(step: int, stop: int, lineage: int, parent: int, *, time: float, workers
     )  # fmt: skip
 
 
-def write(folder: Path, replica: str, rows: Sequence[StepRow | ValidationRow]) -> None:
+def write(folder: Path, replica: str, rows: Sequence[StepRow | ValidationRow | Event]) -> None:
     with RecordWriter(folder / "replicas" / replica / "record.jsonl") as record:
         record.write(Header(config={"epoch_samples": 8}))
         for item in rows:
@@ -165,6 +199,19 @@ def test_steps_lost_with_the_whole_fleet_are_given_up_and_no_replica_measured_th
     assert (account.given_up_steps, account.given_up_samples) == (1, 4)
     assert [(change.step, change.lost_s) for change in account.changes] == [(1, None)]
     assert any("1 steps (4 samples) were lost" in line for line in account_lines(LAUNCHER, account))
+
+
+def test_a_standstill_of_an_unchanged_fleet_has_its_cost(tmp_path: Path) -> None:
+    # Two replicas, half a second per step. Before step 3 the lighthouse is dead for five minutes; the workers are the
+    # same two before and after. The gap is 301.5 s, of which half a second is usual.
+    times = [1.0, 1.5, 2.0, 303.5, 304.0]
+    steps = [row(step, 4 * step + 4, step + 1, step, time=time) for step, time in enumerate(times)]
+    lost = Event(step=3, what="lost", text="the lighthouse at 127.0.0.1:1 does not answer")
+    write(tmp_path, "r0", [*steps[:3], lost, *steps[3:]])
+    write(tmp_path, "r1", steps)
+    found = read_account(tmp_path)
+    assert [(change.step, change.before, change.after, change.lost_s) for change in found.changes] == [(3, 2, 2, 301.0)]
+    assert account_lines(LAUNCHER, found)[-1] == "changes of the fleet: 1, delay 5.0 min (median), at most 5.0 min"
 
 
 def test_a_lost_sample_is_a_problem(tmp_path: Path) -> None:

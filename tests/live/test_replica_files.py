@@ -28,21 +28,23 @@ def test_a_record_goes_on_after_a_kill_in_the_middle_of_a_line(tmp_path: Path) -
     assert run.damage == ""
 
 
-def _write_on_a_full_disk(path: Path) -> None:
+def _write_on_a_full_disk(path: Path, rows: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    journal = ReplicaRecord(path, Header)
+    record = ReplicaRecord(path, Header)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, resource.RLIM_INFINITY))
-    for step in range(5):
-        journal.event(step, "members", "r0")
+    for step in range(rows):
+        record.event(step, "members", "r0")
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    journal.event(5, "members", "r0")
-    journal.close()
+    record.event(rows, "members", "r0")
+    record.close()
 
 
 @pytest.mark.process
-def test_rows_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=_write_on_a_full_disk, args=(tmp_path / "r.jsonl",))
+@pytest.mark.parametrize("rows", [5, 5000], ids=["few", "more than a buffer holds"])
+def test_rows_wait_in_memory_while_the_disk_is_full(tmp_path: Path, rows: int) -> None:
+    path = tmp_path / "r.jsonl"
+    process = multiprocessing.get_context("fork").Process(target=_write_on_a_full_disk, args=(path, rows))
     process.start()
     process.join()
     assert process.exitcode == 0
-    assert [event.step for event in read_record(tmp_path / "r.jsonl").events] == [0, 1, 2, 3, 4, 5]
+    assert [event.step for event in read_record(path).events] == list(range(rows + 1))

@@ -2,11 +2,12 @@
 
 Every committed step is a row in the record of each replica that committed it, with two numbers among its `stats`: the
 *lineage* of the state after it and the *parent*, the lineage of the state before it. The rows are thus the nodes of a
-tree. The surviving steps are the path from the last state back to the first; steps beside it were committed by replicas
-that then died or received the state of others. Nothing that a launcher saw is used.
+tree. The surviving steps are the path from the state that the fleet is on back to the first; steps beside it were
+committed by replicas that then died or received the state of others. Nothing that a launcher saw is used, and no clock
+of a file: which state the fleet is on follows from the order of the rows in each record.
 
-What a change of the fleet cost is measured by the replicas that were there before and after it: how much later than
-usual they began the next step.
+What an interruption cost is measured by the replicas that were there before and after it: how much later than usual
+they began the next step.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+_INTERRUPTIONS = ("lost", "members", "waiting")
+"""Events in the record of a replica that belong to no ordinary step."""
+
+
 # The surviving steps --------------------------------------------------------------------------------------------------
 
 
@@ -43,7 +48,10 @@ class Account:
     epochs: int
     """Epochs of which every sample was committed, or dropped by policy."""
     mistakes: tuple[str, ...]
-    """Lost or repeated samples, one sentence each. If empty, every sample of these epochs counts exactly once."""
+    """Lost or repeated samples, and missing rows, one sentence each. If empty, every sample of these epochs counts
+    exactly once."""
+    missing: int = 0
+    """Number of steps whose rows are in no record, so that nobody can say what they trained on."""
 
     @property
     def exactly_once(self) -> bool:
@@ -61,48 +69,84 @@ class Account:
         return sum(int(row.stats.get("dropped", 0)) for row in self.steps)
 
 
-def account(rows: Iterable[StepRow], *, epoch_samples: int) -> Account:
-    """Account for all rows of all replicas, in any order, each as often as it was written."""
-    nodes = {_lineage(row): row for row in rows}
-    steps = surviving_steps(nodes.values())
-    mistakes = []
-    expected = (0, 0)  # epoch and position at which the next step must begin
-    for row in steps:
+def account(*records: Iterable[StepRow], epoch_samples: int) -> Account:
+    """Account for the steps of all replicas. `records`: the rows of each, in the order in which it wrote them."""
+    rows = [list(record) for record in records]
+    nodes = {_lineage(row): row for record in rows for row in record}
+    steps = surviving_steps(*rows)
+    mistakes, missing = [], 0
+    expected, before = (0, 0), -1  # where the next step must begin, and the number of the last one
+    for row, parent in zip(steps, [0, *map(_lineage, steps)], strict=False):
         covered = row.batch + int(row.stats.get("dropped", 0))
         start = row.samples - covered - row.epoch * epoch_samples
         stop = start + covered
-        if (row.epoch, start) != expected:
+        if row.step > before + 1 and parent != _parent(row):
+            missing += row.step - before - 1
+            mistakes.append(f"the rows of steps {before + 1} to {row.step - 1} are in no record")
+        elif (row.epoch, start) != expected:
             mistakes.append(
                 f"step {row.step} has samples {start} to {stop} of epoch {row.epoch}, but the step before ended at "
                 f"sample {expected[1]} of epoch {expected[0]}"
             )
-        expected = (row.epoch + 1, 0) if stop == epoch_samples else (row.epoch, stop)
-    if steps and steps[0].step != 0:
-        mistakes.append(f"the records begin with step {steps[0].step}: rows of the steps before it are missing")
+        expected, before = ((row.epoch + 1, 0) if stop == epoch_samples else (row.epoch, stop)), row.step
     return Account(
         steps=tuple(steps),
         given_up=len(nodes) - len(steps),
         epoch_samples=epoch_samples,
         epochs=expected[0],
         mistakes=tuple(mistakes),
+        missing=missing,
     )
 
 
-def surviving_steps(rows: Iterable[StepRow]) -> list[StepRow]:
-    """Follow the parents from the row that came furthest back to the first one; the result is in order."""
-    nodes = {_lineage(row): row for row in rows}
-    if not nodes:
-        return []
-    parents = {_parent(row) for row in nodes.values()}
-    leaves = [row for lineage, row in nodes.items() if lineage not in parents]
-    # A step after which the run went back to a snapshot leads nowhere: what counts ends at the snapshot, until then.
-    ends = [nodes.get(int(_stat(row, "fork"))) if "given_back" in row.stats else row for row in leaves]
-    known = [row for row in ends if row is not None]
-    row: StepRow | None = max(reversed(known), key=lambda end: end.samples, default=None)  # of equals the last written
+def surviving_steps(*records: Iterable[StepRow]) -> list[StepRow]:
+    """The steps from the first one to the state that the fleet is on, in order.
+
+    Every record ends with a step of the line on which its replica was last. A replica that has rows of one line and
+    then rows of another has left the first one for the second: a line that was left, and not the other way round, is
+    not the fleet's. Among lines of which the records do not say more, that with the most samples counts.
+    """
+    rows = [list(record) for record in records]
+    nodes = {_lineage(row): row for record in rows for row in record}
+    lines = [_path(_end(record[-1], nodes), nodes) for record in rows if record]
+    ends = {_lineage(line[-1]): line for line in lines if line}
+    inner = {_lineage(row) for line in ends.values() for row in line[:-1]}
+    lines = [line for end, line in ends.items() if end not in inner]
+    members = [{_lineage(row) for row in line} for line in lines]
+
+    def left(one: set[int], other: set[int]) -> bool:
+        """Whether a replica went over from the first line to the second."""
+        only_one, only_other = one - other, other - one
+        for record in rows:
+            on_one = [i for i, row in enumerate(record) if _lineage(row) in only_one]
+            on_other = [i for i, row in enumerate(record) if _lineage(row) in only_other]
+            if on_one and on_other and on_one[0] < on_other[-1]:
+                return True
+        return False
+
+    current = [
+        line
+        for line, own in zip(lines, members, strict=True)
+        if not any(left(own, other) and not left(other, own) for other in members if other is not own)
+    ]
+    return max(reversed(current or lines), key=lambda line: line[-1].samples, default=[])
+
+
+def _end(row: StepRow, nodes: Mapping[int, StepRow]) -> StepRow | None:
+    """The state after a last row. A step after which the run went back leads nowhere: it is the snapshot's, until then."""
+    return nodes.get(int(_stat(row, "fork"))) if "given_back" in row.stats else row
+
+
+def _path(row: StepRow | None, nodes: Mapping[int, StepRow]) -> list[StepRow]:
+    """Follow the parents to the first row. Where a parent's row is missing, the last row of an earlier step goes on."""
     path: list[StepRow] = []
     while row is not None:
         path.append(row)
-        row = nodes.get(_parent(row))
+        step, parent = row.step, _parent(row)
+        row = nodes.get(parent)
+        if row is None and step > 0:
+            earlier = [node for node in nodes.values() if node.step < step and "given_back" not in node.stats]
+            row = max(reversed(earlier), key=lambda node: node.step, default=None)
     return path[::-1]
 
 
@@ -128,8 +172,7 @@ def read_fleet(folder: Path) -> tuple[Account, Sequence[Run]]:
     sizes = {int(run.header.config["epoch_samples"]) for run in runs}
     if len(sizes) != 1:
         raise RecordError(f"{folder}: the replicas' records are of epochs of {sorted(sizes)} samples; expected one job")
-    rows = [row for run in runs for row in run.steps]
-    return account(rows, epoch_samples=sizes.pop()), runs
+    return account(*(run.steps for run in runs), epoch_samples=sizes.pop()), runs
 
 
 def read_fleet_run(folder: Path) -> Run:
@@ -158,7 +201,8 @@ def read_fleet_run(folder: Path) -> Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetChange:
-    """A step with another number of workers than the step before, or with which a fleet begins again."""
+    """A step before which the fleet changed, or stood still: another number of workers than in the step before, a
+    quorum group that was formed anew, a lighthouse that did not answer, or a fleet that begins again."""
 
     step: int
     """The first step after the change."""
@@ -180,7 +224,9 @@ class JobAccount:
     epoch_samples: int = 0
     exactly_once: bool = True
     problems: tuple[str, ...] = ()
-    """Lost or repeated samples, one sentence each; or why the records cannot be read."""
+    """Lost or repeated samples and missing rows, one sentence each; or why the records cannot be read."""
+    missing_steps: int = 0
+    """Steps whose rows are in no record: whether their samples count once cannot be said."""
     given_up_steps: int = 0
     """Steps that a replica committed and the fleet did not keep, because the replica or the whole fleet was lost."""
     given_up_samples: int = 0
@@ -220,6 +266,7 @@ def read_account(folder: Path) -> JobAccount:
         epoch_samples=found.epoch_samples,
         exactly_once=found.exactly_once,
         problems=found.mistakes,
+        missing_steps=found.missing,
         given_up_steps=len(given_up),
         given_up_samples=sum(row.batch for row in given_up.values()),
         changes=tuple(fleet_changes(found.steps, runs)),
@@ -229,22 +276,24 @@ def read_account(folder: Path) -> JobAccount:
 
 
 def fleet_changes(steps: Sequence[StepRow], runs: Iterable[Run]) -> Iterable[FleetChange]:
-    """Find the steps whose fleet is not that of the step before, and what each change cost.
+    """Find the steps before which the fleet changed or stood still, and what that cost.
 
     The usual time is the median between two steps of the fleet before, or of all fleets if that made only one step.
     """
+    runs = list(runs)
     gaps = _gaps(runs)
+    interrupted = {event.step for run in runs for event in run.events if event.what in _INTERRUPTIONS}
     pairs = [
         (before, after, gaps.get((before.stats["lineage"], after.stats["lineage"])))
         for before, after in pairwise(steps)
     ]
     usual: dict[int, list[float]] = {}
     for before, after, gap in pairs:
-        if gap is not None and before.workers == after.workers:
+        if gap is not None and before.workers == after.workers and after.step not in interrupted:
             usual.setdefault(before.workers, []).append(gap)
     every = [gap for some in usual.values() for gap in some] or [0.0]
     for before, after, gap in pairs:
-        if before.workers != after.workers or gap is None:
+        if before.workers != after.workers or gap is None or after.step in interrupted:
             typical = statistics.median(usual.get(before.workers) or every)
             lost = None if gap is None else round(max(0.0, gap - typical), 4)
             yield FleetChange(step=after.step, before=before.workers, after=after.workers, lost_s=lost)
@@ -279,6 +328,11 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
     }
 
 
+def _doubt(account: JobAccount) -> str:
+    only_missing = account.missing_steps and all(problem.startswith("the rows of") for problem in account.problems)
+    return "whether every sample was committed exactly once cannot be said:" if only_missing else "NOT exactly once:"
+
+
 def account_lines(launcher: Mapping[str, Any], account: JobAccount | None) -> list[str]:
     """Write the account for people: what the launcher saw, then what the records say, if they are here."""
 
@@ -301,7 +355,7 @@ def account_lines(launcher: Mapping[str, Any], account: JobAccount | None) -> li
         once = "every sample was committed exactly once per epoch"
         if account.dropped:
             once = f"every sample was committed at most once per epoch; {account.dropped} were dropped by the policy"
-        lines.append(once if account.exactly_once else "NOT exactly once:")
+        lines.append(once if account.exactly_once else _doubt(account))
     lines += [f"    {problem}" for problem in account.problems[:20]]
     if account.given_up_steps:
         lines.append(

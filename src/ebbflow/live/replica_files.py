@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ebbflow.errors import OutputError
 from ebbflow.live.protocol import ReplicaStatus
-from ebbflow.record import Event, Header, RecordWriter, Row, StepRow
+from ebbflow.record import Event, Header, RecordWriter, Row, StepRow, encode
 
 __all__ = ["ReplicaRecord", "StatusFile"]
 
@@ -35,23 +34,34 @@ class ReplicaRecord:
         """`header`: called only if there is no record yet."""
         size = _size_of_whole_lines(path)
         self._lock = threading.Lock()  # checkpoints are written, and fail, in a thread of their own
+        self._waiting = bytearray()  # what is not in the file yet
         self._disk_full = False
-        self._record = RecordWriter(path, resume_at=size)
+        RecordWriter(path, resume_at=size).close()  # makes the file, or cuts it back to whole lines
+        self._path = path
+        self._file = path.open("ab", buffering=0)  # a buffer would forget what a full disk does not take
         if size is None:
             self.write(header())
 
     def write(self, row: Row) -> None:
         """Append a row. While the disk is full, rows wait in memory and training goes on."""
         with self._lock:
+            self._waiting += encode(row).encode() + b"\n"
             try:
-                self._record.write(row)
-                self._record.push()
-            except OutputError as error:
+                self._write_waiting()
+            except OSError as error:
                 if not self._disk_full:
-                    _LOG.warning("%s; until then the newest rows are in memory only", error)
+                    _LOG.warning(
+                        "%s cannot be written: %s; free some space: until then the newest rows are in memory only",
+                        self._path, error.strerror,
+                    )  # fmt: skip
                 self._disk_full = True
             else:
                 self._disk_full = False
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            written = self._file.write(self._waiting)
+            del self._waiting[:written]  # a disk that fills up takes a part of a row; the rest follows later
 
     def event(self, step: int, what: str, text: str) -> None:
         """Append an event, and log it."""
@@ -64,11 +74,11 @@ class ReplicaRecord:
 
     def close(self) -> None:
         """Write what is still in memory, and close the file."""
-        with self._lock:
+        with self._lock, self._file:
             try:
-                self._record.close()
-            except OutputError as error:
-                _LOG.warning("%s; the newest rows are lost", error)
+                self._write_waiting()
+            except OSError as error:
+                _LOG.warning("%s cannot be written: %s; the newest rows are lost", self._path, error.strerror)
 
 
 def _size_of_whole_lines(path: Path) -> int | None:
