@@ -2,6 +2,9 @@
 
 train      write a status, count steps, leave on SIGTERM, finish after --steps
 stubborn   the same, but ignore SIGTERM
+past       the same as train, with a clock that was set back by an hour
+import     need a package that is not there, and end with a warning that is never the same
+usage      refuse its options
 crash      exit with code 3 before the first step
 again      exit with code 75, at the third start finish
 first      r0 finishes after --steps, the others do not
@@ -16,6 +19,8 @@ raise      commit three steps, then raise
 
 from __future__ import annotations
 
+import argparse
+import atexit
 import json
 import os
 import signal
@@ -25,12 +30,13 @@ import time
 from pathlib import Path
 
 leaving = False
+late = 0.0
 
 
 def write_status(own: Path, state: str, step: int, *, reason: str = "") -> None:
     body = {
         "pid": os.getpid(), "incarnation": "a", "step": step, "epoch": 0, "position": step, "members": 2, "batch": 64,
-        "lr": 0.2, "multiplier": 2.0, "samples_per_s": 640.0, "loss": 0.5, "time": time.time(), "state": state,
+        "lr": 0.2, "multiplier": 2.0, "samples_per_s": 640.0, "loss": 0.5, "time": time.time() - late, "state": state,
         "reason": reason,
     }  # fmt: skip
     new = own / "status.new"
@@ -54,6 +60,16 @@ def on_notice(*_: object) -> None:
 def main(mode: str, steps: int) -> int:
     own = Path(os.environ["EBBFLOW_FOLDER"]) / "replicas" / os.environ["EBBFLOW_REPLICA"]
     print(f"mode {mode}")
+    if mode == "past":
+        global late
+        late = 3600.0
+    if mode == "import":
+        try:
+            import no_such_package  # noqa: F401
+        finally:
+            atexit.register(lambda: print(f"[W {time.time()}] Warning: the process group was not destroyed"))
+    if mode == "usage":
+        argparse.ArgumentParser().parse_args(["--no-such-option"])
     if mode == "crash":
         print("ZeroDivisionError: the bug of this script")
         return 3

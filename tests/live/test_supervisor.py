@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +18,8 @@ from ebbflow.core.endings import Ending
 from ebbflow.core.signals import StopSignal
 from ebbflow.errors import ConfigError
 from ebbflow.live import supervisor as supervising
-from ebbflow.live.protocol import FleetConfig, read_status
+from ebbflow.live.processes import LighthouseOptions, LighthouseProcess
+from ebbflow.live.protocol import FleetConfig, fetch_lighthouse_status, parse_address, read_status
 from ebbflow.live.supervisor import FleetEvent, Job, ProcessEnd, RestartPolicy, Supervisor, supervise
 from live.fakes import alive, until
 
@@ -88,8 +93,34 @@ def test_the_same_exception_at_the_same_step_is_final_at_the_third_time_although
 
 
 def test_the_same_failure_before_joining_is_final_at_the_second_time() -> None:
-    syntax = raised("SyntaxError: invalid syntax", step=None, state=None)
-    assert given_up_after(RestartPolicy(max_failures=5), *[syntax] * 5) == 2
+    bug = raised("NameError: name 'x' is not defined", step=None, state=None)
+    assert given_up_after(RestartPolicy(max_failures=5), *[bug] * 5) == 2
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        raised("SyntaxError: invalid syntax", step=None, state=None),
+        raised("ModuleNotFoundError: No module named 'timm'", step=None, state=None),
+        raised("ebbflow.errors.MissingExtra: ebbflow launch needs torchft", step=None, state=None),
+        raised("ebbflow.errors.DataError: /data: no such folder", step=None, state=None),
+        raised("ImportError: cannot import name 'x'", step=100, state="failed"),
+        raised("error: unrecognized arguments: --lrr", step=None, state=None, code=2),
+    ],
+    ids=lambda end: end.error.partition(":")[0],
+)
+def test_an_error_that_another_start_would_repeat_is_final_at_once(end: ProcessEnd) -> None:
+    assert RestartPolicy(max_failures=5).judge(end, 1, 1) == ("refused", 0.0)
+
+
+def test_an_error_that_may_pass_is_not_final() -> None:
+    for end in (
+        raised("ebbflow.errors.StorageUnreachable: s3://b: cannot be listed", step=None, state=None),
+        raised("OSError: [Errno 28] No space left on device"),
+        raised("ebbflow.errors.OutputError: weights.pt cannot be written", code=2, state="training"),
+        raised("ModuleNotFoundError: No module named 'x'", code=-9),
+    ):
+        assert RestartPolicy(max_failures=5).judge(end, 1, 1) == ("restart", 0.0)
 
 
 # The supervisor -------------------------------------------------------------------------------------------------------
@@ -152,6 +183,25 @@ def test_a_script_with_a_bug_is_given_up_with_the_end_of_its_log(fake_job: MakeJ
     assert "replica r0, incarnation 2" in log
 
 
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [
+        ("import", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("usage", "fake_replica.py: error: unrecognized arguments: --no-such-option"),
+    ],
+)
+def test_a_missing_package_or_a_wrong_option_ends_at_once_with_the_message(
+    fake_job: MakeJob, mode: str, reason: str
+) -> None:
+    seen = Seen()
+    with Supervisor(fake_job(mode)) as fleet, StopSignal() as stop:
+        fleet.request("r0")
+        ending, text = supervise(fleet, stop=stop, grace_s=20, on_event=seen.append, on_poll=lambda: None)
+    assert seen.of("r0") == ["started", "refused"]
+    assert (ending, text) == (Ending.WRONG_INPUT, f"r0: {reason}")
+    assert reason in seen[-1].lines
+
+
 def test_code_75_asks_to_be_started_again(fake_job: MakeJob) -> None:
     seen = Seen()
     with Supervisor(fake_job("again"), policy=QUICK) as fleet:
@@ -173,6 +223,80 @@ def test_a_replica_that_is_told_to_leave_leaves_by_itself_and_stays_away(fake_jo
     assert seen.of("r0") == ["started", "told to leave", "left"]
     assert status is not None
     assert status.state == "left"
+
+
+def test_a_clock_that_was_set_back_does_not_turn_left_into_finished(fake_job: MakeJob) -> None:
+    """The job finished once before, with fewer epochs, and its status is still there, from the future as it seems."""
+    job = fake_job("past")
+    old = job.fleet.folder / "replicas" / "r0" / "status.json"
+    old.parent.mkdir(parents=True)
+    old.write_text(f'{{"state": "finished", "step": 10, "batch": 64, "time": {time.time() + 3600}}}')
+    seen = Seen()
+    with Supervisor(job) as fleet:
+        fleet.request("r0")
+        poll_until(fleet, seen, lambda: training(fleet, "r0"))
+        seen.extend(fleet.stop("r0"))
+        poll_until(fleet, seen, lambda: not fleet.active)
+    assert seen.of("r0") == ["started", "told to leave", "left"]
+
+
+def test_a_replica_whose_log_cannot_be_written_runs_without_one(fake_job: MakeJob) -> None:
+    job = fake_job("train", 5)
+    log = job.fleet.folder / "replicas" / "r1" / "log.txt"
+    log.mkdir(parents=True)  # what is in the way of the log
+    seen = Seen()
+    with Supervisor(job) as fleet:
+        fleet.request("r0")
+        fleet.request("r1")
+        poll_until(fleet, seen, lambda: not fleet.active)
+    assert seen.of("r0") == seen.of("r1") == ["started", "finished"]
+    (started,) = [event for event in seen if event.replica == "r1" and event.what == "started"]
+    assert f"{log} cannot be written (Is a directory): what it prints is lost" in started.text
+
+
+def test_a_replica_that_cannot_be_started_does_not_end_the_others(
+    fake_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen()
+    with Supervisor(fake_job("train"), policy=QUICK) as fleet:
+        fleet.request("r0")
+        poll_until(fleet, seen, lambda: training(fleet, "r0"))
+        no_memory = OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", lambda *_, **__: (_ for _ in ()).throw(no_memory))
+            fleet.request("r1")
+            seen.extend(fleet.poll())
+        assert seen.of("r1") == ["died"] and "cannot be run: Resource temporarily unavailable" in seen[-1].text
+        poll_until(fleet, seen, lambda: training(fleet, "r1"))
+        assert training(fleet, "r0")
+
+
+def test_a_lighthouse_whose_port_is_taken_at_a_restart_does_not_end_the_fleet(
+    fake_job: MakeJob, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchft", reason="the lighthouse is torchft's: pip install 'ebbflow[live]'")
+    lighthouse = LighthouseProcess(tmp_path / "lighthouse", LighthouseOptions())
+    host, port = parse_address(lighthouse.address)
+    seen = Seen()
+
+    def free() -> bool:
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
+            return True
+        return False
+
+    with Supervisor(fake_job("train"), lighthouse) as fleet:
+        fleet.request("r0")
+        poll_until(fleet, seen, lambda: training(fleet, "r0"))
+        lighthouse._child.kill()
+        until(free)
+        with socket.create_server((host, port)):
+            poll_until(fleet, seen, lambda: "lighthouse down" in seen.of(""))
+        poll_until(fleet, seen, lambda: seen.of("").count("lighthouse restarted") > 1)
+        until(lambda: not free())
+        assert fetch_lighthouse_status(lighthouse.address).quorum_id == 0
+        assert training(fleet, "r0") and seen.of("r0") == ["started"]
+    down = next(event.text for event in seen if event.what == "lighthouse down")
+    assert "cannot listen on" in down and "the next try is in 1 s" in down
 
 
 def test_a_replica_that_does_not_leave_in_time_is_killed(fake_job: MakeJob) -> None:
@@ -326,8 +450,8 @@ def test_a_job_is_judged_by_its_files_and_not_by_the_exit_code_of_the_script(
 class _NoLighthouse:
     """One that runs on this machine and never dies."""
 
-    def restart_if_dead(self) -> bool:
-        return False
+    def restart_if_dead(self) -> None:
+        return None
 
     def close(self) -> None:
         pass

@@ -133,7 +133,7 @@ def surviving_steps(*records: Iterable[StepRow]) -> list[StepRow]:
 
 
 def _end(row: StepRow, nodes: Mapping[int, StepRow]) -> StepRow | None:
-    """The state after a last row. A step after which the run went back leads nowhere: it is the snapshot's, until then."""
+    """The state after a last row. A step after which the run went back leads nowhere: the snapshot is the state."""
     return nodes.get(int(_stat(row, "fork"))) if "given_back" in row.stats else row
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 from ebbflow.core.files import write_whole
 from ebbflow.errors import ConfigError, OutputError
@@ -29,6 +29,8 @@ __all__ = ["ChildProcess", "LighthouseOptions", "LighthouseProcess", "listen", "
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_BYTES = 20_000
 _LIGHTHOUSE_START_S = 60.0
+_LIGHTHOUSE_STAYS_S = 60.0  # one that ran for so long was not ended by what ends it at its start
+_LONGEST_PAUSE_S = 30.0
 
 
 # Any program ----------------------------------------------------------------------------------------------------------
@@ -69,12 +71,10 @@ class ChildProcess:
         self.log = log
         self.began = time.time()
         """When it was started, in seconds since 1970."""
+        self.log_problem = ""
+        """Why what it prints is lost, if its log cannot be written."""
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as file:
-                self._log_start = file.tell()
-                file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n".encode())
-                file.flush()
+            with self._open_log(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n") as file:
                 self._process = subprocess.Popen(
                     list(command),
                     env=dict(environment),
@@ -87,7 +87,24 @@ class ChildProcess:
         except FileNotFoundError as problem:
             raise ConfigError(f"{command[0]} cannot be run: {problem.strerror}") from None
         except OSError as problem:
-            raise OutputError(f"{log} or {command[0]}: {problem.strerror}") from problem
+            raise OutputError(f"{command[0]} cannot be run: {problem.strerror}") from problem
+
+    def _open_log(self, first_line: str) -> IO[bytes]:
+        """Open the log, or, since a program without a log is better than none, the null device."""
+        self._log_start = 0
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            file = self.log.open("ab", buffering=0)
+            self._log_start = file.tell()
+            try:
+                file.write(first_line.encode())
+            except OSError:
+                file.close()
+                raise
+        except OSError as problem:
+            self.log_problem = f"{self.log} cannot be written ({problem.strerror}): what it prints is lost"
+            return Path(os.devnull).open("ab")
+        return file
 
     @property
     def pid(self) -> int:
@@ -187,39 +204,63 @@ class LighthouseProcess:
     """A lighthouse as a child process. When it is restarted, it keeps its address."""
 
     def __init__(self, folder: Path, options: LighthouseOptions) -> None:
+        """Start it and wait until it listens; a ConfigError if it does not."""
         self.folder = folder
         self.options = options
-        self._child, self.address = self._launch()
-
-    def _launch(self) -> tuple[ChildProcess, str]:
-        options, address_file = self.options, self.folder / "address"
+        self._failures = 0  # starts in a row after which it did not stay
+        self._restart_at: float | None = None
+        address_file = folder / "address"
         address_file.unlink(missing_ok=True)
-        child = ChildProcess(
+        self._child = self._start("--address-file", str(address_file))
+        deadline = time.monotonic() + _LIGHTHOUSE_START_S
+        while not address_file.exists():
+            if self._child.exit_code() is not None or time.monotonic() > deadline:
+                self._child.kill()
+                raise ConfigError("the lighthouse did not start:\n" + "\n".join(self._child.log_tail(5)))
+            time.sleep(0.02)
+        self.address = address_file.read_text()
+        self.options = replace(options, port=parse_address(self.address)[1])
+
+    def _start(self, *more: str) -> ChildProcess:
+        options = self.options
+        self._began = time.monotonic()
+        return ChildProcess(
             [
                 sys.executable, "-m", "ebbflow", "lighthouse",
                 "--bind", format_address(options.bind, options.port),
                 "--min-replicas", str(options.min_replicas),
                 "--heartbeat-timeout", f"{options.heartbeat_timeout_ms}ms",
                 "--join-timeout", f"{options.join_timeout_ms}ms",
-                "--address-file", str(address_file),
+                *more,
             ],
             environment=os.environ, log=self.folder / "log.txt", title="lighthouse",
         )  # fmt: skip
-        deadline = time.monotonic() + _LIGHTHOUSE_START_S
-        while not address_file.exists():
-            if child.exit_code() is not None or time.monotonic() > deadline:
-                child.kill()
-                raise ConfigError("the lighthouse did not start:\n" + "\n".join(child.log_tail(5)))
-            time.sleep(0.02)
-        return child, address_file.read_text()
 
-    def restart_if_dead(self) -> bool:
-        """Start it again, on the same port, if it has died; return whether it had."""
+    def restart_if_dead(self) -> tuple[Literal["lighthouse restarted", "lighthouse down"], str] | None:
+        """Start it again, on the same port, if it has died: at once, then after pauses. What happened, or None.
+
+        This neither waits nor fails: replicas go on for a while without a lighthouse, and a port that somebody else has
+        taken may become free again.
+        """
         if self._child.exit_code() is None:
-            return False
-        self.options = replace(self.options, port=parse_address(self.address)[1])
-        self._child, self.address = self._launch()
-        return True
+            return None
+        now = time.monotonic()
+        if self._restart_at is None:
+            self._failures = 1 if now - self._began > _LIGHTHOUSE_STAYS_S else self._failures + 1
+            pause = min(_LONGEST_PAUSE_S, 2.0 ** (self._failures - 2)) if self._failures > 1 else 0.0
+            self._restart_at = now + pause
+            if pause:
+                said = next((line for line in reversed(self._child.log_tail()) if line.strip()), "no reason is known")
+                return "lighthouse down", f"{said}; the next try is in {pause:g} s"
+        if now < self._restart_at:
+            return None
+        self._restart_at = None
+        try:
+            self._child = self._start()
+        except (OutputError, ConfigError) as problem:
+            self._restart_at = now + _LONGEST_PAUSE_S
+            return "lighthouse down", f"{problem}; the next try is in {_LONGEST_PAUSE_S:g} s"
+        return "lighthouse restarted", self._child.log_problem
 
     def close(self) -> None:
         """End it."""

@@ -6,7 +6,9 @@ Its user says which replicas are requested (`request`, `stop`) and when to look 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +20,7 @@ from ebbflow.core.endings import Ending
 from ebbflow.core.signals import StopSignal
 from ebbflow.core.storage import Storage
 from ebbflow.core.units import plural
-from ebbflow.errors import StorageUnreachable
+from ebbflow.errors import ConfigError, InputError, OutputError, StorageUnreachable
 from ebbflow.live.checkpoint_names import list_checkpoints
 from ebbflow.live.processes import ChildProcess, LighthouseProcess
 from ebbflow.live.protocol import (
@@ -79,8 +81,19 @@ class Job:
 
 Verdict = Literal["finished", "left", "incomplete", "diverged", "refused", "restart", "gave up"]
 
+
+def _permanent_errors() -> set[str]:
+    """Names of the exceptions that say that an input, the code or its packages cannot be used."""
+    found: set[type[Exception]] = set()
+    todo: list[type[Exception]] = [InputError, ImportError, SyntaxError]
+    while todo:
+        found.add(kind := todo.pop())
+        todo += kind.__subclasses__()
+    return {kind.__name__ for kind in found}
+
+
 _SAME_FAILURE = 3  # the same exception at the same step, although steps were committed between
-_SAME_FAILURE_BEFORE_JOINING = 2  # such as a syntax error
+_SAME_FAILURE_BEFORE_JOINING = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +112,15 @@ class ProcessEnd:
     """What it raised: the reason in its status file, else the last line of its log."""
 
     @property
+    def permanent(self) -> bool:
+        """Whether every other start would end in the same way: a missing package, a wrong option, a syntax error.
+
+        Exit code 2 stands for wrong input, for this command as for argparse; after joining it may have other reasons.
+        """
+        kind = self.error.partition(":")[0].rpartition(".")[2]
+        return self.code > 0 and (kind in _permanent_errors() or (self.code == 2 and self.state is None))
+
+    @property
     def failure(self) -> tuple[int | None, str] | None:
         """What a failure has in common with its repetition; None if a signal ended the process, or nothing is known."""
         return (self.step, self.error) if self.code > 0 and self.code != EXIT_RESTART and self.error else None
@@ -108,9 +130,10 @@ class ProcessEnd:
 class RestartPolicy:
     """When a replica that died is started again: the first time at once, then after pauses that double.
 
-    A script with a bug is not started for ever. Deaths are counted as consecutive while no incarnation between them
-    committed a step. The same exception at the same step is final at the third time even if steps were committed
-    between, and before joining the fleet at the second time. Both limits are at most `max_failures`.
+    An error that another start would repeat, such as a missing package, is final at once. A script with another bug is
+    not started for ever, either. Deaths are counted as consecutive while no incarnation between them committed a step.
+    The same exception at the same step is final at the third time even if steps were committed between, and before
+    joining the fleet at the second time. Both limits are at most `max_failures`.
     """
 
     max_failures: int = 5
@@ -142,6 +165,8 @@ class RestartPolicy:
             return "left", 0.0
         if end.state in ("diverged", "refused"):
             return ("diverged" if end.state == "diverged" else "refused"), 0.0
+        if end.permanent:
+            return "refused", 0.0
         if end.code == 0:
             return ("finished" if end.state == "finished" else "incomplete"), 0.0
         limit = _SAME_FAILURE_BEFORE_JOINING if end.state is None else _SAME_FAILURE
@@ -181,7 +206,7 @@ class FleetEvent:
     """Empty for the lighthouse."""
     what: Literal[
         "started", "waiting", "told to leave", "killed", "died", "left", "finished", "incomplete", "diverged",
-        "refused", "gave up", "lighthouse restarted",
+        "refused", "gave up", "lighthouse restarted", "lighthouse down",
     ]  # fmt: skip
     text: str = ""
     lines: tuple[str, ...] = ()
@@ -315,8 +340,8 @@ class Supervisor:
     def poll(self) -> list[FleetEvent]:
         """Look at every process once and do what is due; return what has happened since the last call."""
         events = []
-        if self.lighthouse is not None and self.lighthouse.restart_if_dead():
-            events.append(FleetEvent(time=time.time(), replica="", what="lighthouse restarted"))
+        if self.lighthouse is not None and (happened := self.lighthouse.restart_if_dead()):
+            events.append(FleetEvent(time=time.time(), replica="", what=happened[0], text=happened[1]))
         for replica in self.replicas.values():
             if replica.child is not None:
                 events += self._check(replica, replica.child)
@@ -325,22 +350,42 @@ class Supervisor:
         return events
 
     def _start(self, replica: SupervisedReplica) -> FleetEvent:
+        """Start a replica. What keeps one from starting does not end the others."""
         replica.incarnations += 1
         replica.status = replica.first_step = replica.kill_at = None
-        replica.child = ChildProcess(
-            self.job.command,
-            environment=self.job.environment(replica.name, slot=replica.slot, base=dict(os.environ)),
-            log=replica_folder(self.job.fleet.folder, replica.name) / "log.txt",
-            title=f"replica {replica.name}, incarnation {replica.incarnations}",
-        )
-        return FleetEvent(
-            time=replica.child.began, replica=replica.name, what="started", text=f"process {replica.child.pid}"
-        )
+        folder = replica_folder(self.job.fleet.folder, replica.name)
+        with contextlib.suppress(OSError):  # so that every status is of this incarnation, whatever clocks say
+            (folder / "status.json").unlink()
+        try:
+            replica.child = child = ChildProcess(
+                self.job.command,
+                environment=self.job.environment(replica.name, slot=replica.slot, base=dict(os.environ)),
+                log=folder / "log.txt",
+                title=f"replica {replica.name}, incarnation {replica.incarnations}",
+            )
+        except (ConfigError, OutputError) as problem:
+            if not any(other.running for other in self.replicas.values()):
+                raise
+            return self._not_started(replica, problem)
+        text = "; ".join(filter(None, (f"process {child.pid}", child.log_problem)))
+        return FleetEvent(time=child.began, replica=replica.name, what="started", text=text)
+
+    def _not_started(self, replica: SupervisedReplica, problem: Exception) -> FleetEvent:
+        end = ProcessEnd(code=1, state=None, progressed=False, error=f"{type(problem).__name__}: {problem}")
+        replica.failures = self.policy.failures(replica.failures, end)
+        verdict, pause = self.policy.judge(end, replica.failures)
+        replica.deaths += 1
+        if verdict == "restart":
+            replica.not_before = time.monotonic() + pause
+            text = f"{problem}; trying again" + (f" in {pause:g} s" if pause else "")
+            return FleetEvent(time=time.time(), replica=replica.name, what="died", text=text)
+        replica.outcome, replica.reason = ("refused" if verdict == "refused" else "gave up"), str(problem)
+        return FleetEvent(time=time.time(), replica=replica.name, what=replica.outcome, text=replica.reason)
 
     def _check(self, replica: SupervisedReplica, child: ChildProcess) -> list[FleetEvent]:
         code = child.exit_code()  # before the status is read, so that the last status of a process is seen
         status = read_status(self.job.fleet.folder, replica.name)
-        if status is not None and status.time >= child.began:  # else it is from an earlier incarnation
+        if status is not None:
             waits = status.state == "waiting" and (replica.status is None or replica.status.reason != status.reason)
             replica.status = status
             replica.trained = replica.trained or status.batch is not None
@@ -397,7 +442,8 @@ class Supervisor:
             count = max(replica.failures, replica.repeats)
             text = f"{describe_exit(code)}, {count} {plural(count, 'time')} in a row {times}; see {child.log}"
             return FleetEvent(time=now, replica=replica.name, what="gave up", text=text, lines=tuple(child.log_tail()))
-        return FleetEvent(time=now, replica=replica.name, what=verdict, text=replica.reason)
+        lines = tuple(child.log_tail()) if state is None else ()  # what it printed before it could join
+        return FleetEvent(time=now, replica=replica.name, what=verdict, text=replica.reason, lines=lines)
 
     def close(self) -> None:
         """Kill whatever still runs, the lighthouse last."""
@@ -490,7 +536,12 @@ _ENDINGS = {
 """The first of these that happened to a replica is the ending of a job that nobody finished or stopped."""
 
 
+_EXCEPTION = re.compile(r"[\w.]*[A-Z]\w*(Error|Exception|Extra|Exit|Interrupt)(:|$)")
+
+
 def _last_line(child: ChildProcess) -> str:
-    """The last line of a log with text in it: that of a traceback, if an exception ended the process."""
-    lines = [line.strip() for line in child.log_tail() if line.strip() and not line.startswith("--- ")]
-    return lines[-1] if lines else ""
+    """The last line of a log that names an exception, as tracebacks end, or else the last one with words in it."""
+    lines = [line.strip(" \u2502") for line in child.log_tail() if not line.startswith("--- ")]
+    raised = [line for line in lines if _EXCEPTION.match(line)]
+    words = [line for line in lines if any(character.isalnum() for character in line)]
+    return (raised or words or [""])[-1]
