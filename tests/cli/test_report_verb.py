@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from cli.answers import Ebbflow
 from ebbflow.report.report_page import write_report
 from ebbflow.report.results import load_results
@@ -35,6 +37,7 @@ def test_what_is_not_a_study_is_refused(ebbflow: Ebbflow, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_target_and_a_price_give_time_and_cost_to_it(study: Path, tmp_path: Path, ebbflow: Ebbflow) -> None:
     arm = str(study / "arms" / "digits-mlp_gpu_constant_s0")
     answer = ebbflow("report", arm, "--out", str(tmp_path / "r"), "--target", "0.8", "--spot-price", "2", "--json")

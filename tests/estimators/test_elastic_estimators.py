@@ -349,6 +349,7 @@ def test_a_loss_of_its_own_trains_a_subclass_as_in_skorch() -> None:
         np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_record_of_a_fit_can_be_reported(tmp_path: Path) -> None:
     settings = {"max_epochs": 2, "record": tmp_path / "fits", "train_split": ValidSplit(5), "random_state": 0}
     fixed = EbbflowClassifier(**settings, batch_size=30).fit(DIGITS, LABELS)

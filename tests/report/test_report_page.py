@@ -103,6 +103,7 @@ def test_text_of_a_record_cannot_become_markup(tmp_path: Path, make_record: Call
     assert html.escape(evil) in text
 
 
+@pytest.mark.slow
 def test_an_earlier_report_is_replaced_and_nothing_else(tmp_path: Path, make_record: Callable[..., Path]) -> None:
     path = make_record(tmp_path / "run" / "record.jsonl", last=(0.9,))
     first = write_report(path)
@@ -125,6 +126,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, make_record: Ca
         write_report(path, out=tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_a_report_that_fails_half_way_leaves_the_old_one(
     tmp_path: Path, make_record: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_trace_that_is_too_short_for_going_back_says_what_to_do(tmp_path: Path
     assert train(config.replace(repeat=True), tmp_path / "repeated").status == "finished"
 
 
+@pytest.mark.slow
 def test_the_report_shows_the_coefficient_and_that_the_run_went_back(tmp_path: Path) -> None:
     config = RunConfig(workload="digits-mlp", trace="constant(workers=16)", rule="auto", lr=1.0, epochs=3)
     train(config, tmp_path / "run")

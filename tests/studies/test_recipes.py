@@ -110,6 +110,7 @@ def test_recipes_of_tables_hold_the_published_values(name: str) -> None:
         assert value.what == "steps" or 0.05 < value.value < 0.96
 
 
+@pytest.mark.slow
 def test_lena_takes_the_paper_s_batches_and_warm_ups() -> None:
     for table, baseline in ((1, [128]), (2, []), (3, [])):
         for half, warmup in (("", "warmup(5.5ep, start=0)"), ("-cifar100", "warmup(8.25ep, start=0)")):

@@ -40,6 +40,7 @@ TARGETS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_loss_of_ssd300_is_that_of_torchvision_and_its_backbone_can_be_loaded(tmp_path):
     vgg = import_torchvision(needed_for="a test").models.vgg
     features = vgg.make_layers(vgg.cfgs["D"])  # VGG-16's convolutions, without its large linear layers

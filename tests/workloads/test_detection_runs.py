@@ -67,6 +67,7 @@ def weights(out: Path) -> torch.Tensor:
     return torch.cat([tensor.double().flatten() for tensor in saved.values()])
 
 
+@pytest.mark.slow
 def test_loop_and_fused_train_alike_and_the_header_says_what_was_left_out(coco, tmp_path):
     runs = [trained(coco, tmp_path / engine, SMALL, engine=engine, rule="sqrt") for engine in ("loop", "fused")]
     assert [row.batch for row in runs[0].steps] == [6, 4, 2]  # three workers, two, and the end of the epoch
@@ -79,6 +80,7 @@ def test_loop_and_fused_train_alike_and_the_header_says_what_was_left_out(coco, 
     assert (task["train_samples"], task["left_out"]) == (12, {"train": {"crowd boxes": 1}})
 
 
+@pytest.mark.slow
 def test_a_step_does_not_depend_on_how_its_images_are_shared(coco, tmp_path):
     """Six workers of one image, or one of six: with fixed batch norm, the same mean over all matched anchors."""
     settings: dict[str, Any] = {"engine": "fused", "batch_norm": "frozen"}
@@ -90,6 +92,7 @@ def test_a_step_does_not_depend_on_how_its_images_are_shared(coco, tmp_path):
     torch.testing.assert_close(weights(tmp_path / "1"), weights(tmp_path / "6"), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_with_augmentation_ends_with_the_same_weights_bit_for_bit(coco, tmp_path):
     text = "coco-ssd512(network=resnet18, size=64)"
     whole = trained(coco, tmp_path / "whole", text)

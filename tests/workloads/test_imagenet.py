@@ -101,6 +101,7 @@ def run(data: Path, out: Path, *, kill_at: int | None = None, **settings: object
 # ---- networks and recipes ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -230,6 +231,7 @@ if "test-plain-mobilenet" not in workloads.WORKLOADS.names():
     workloads.register("test-plain-mobilenet", recipe=workloads.recipe("imagenet-mobilenet"))(plain_mobilenet)
 
 
+@pytest.mark.slow
 def test_fused_workers_on_shards_agree_with_the_loop_on_folders(folder, shards, tmp_path):
     loop, fused = (
         run(data, tmp_path / engine, workload="test-plain-mobilenet", engine=engine, epochs=3)

@@ -245,6 +245,7 @@ def test_a_folder_of_another_layout_is_told_which_are_read(tmp_path):
         workloads.build("ade20k-fcn")
 
 
+@pytest.mark.slow
 def test_the_backbone_begins_with_the_weights_of_a_file(folder, tmp_path):
     weights = import_torchvision(needed_for="this test").models.resnet50(weights=None).state_dict()
     torch.save(weights, tmp_path / "resnet50.pth")

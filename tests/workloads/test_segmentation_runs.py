@@ -155,6 +155,7 @@ def test_an_interrupted_run_ends_with_the_same_weights_bit_for_bit(scenes, tmp_p
     assert parts.validations[-1].metrics == whole.validations[-1].metrics
 
 
+@pytest.mark.slow
 def test_the_network_of_the_workload_trains_on_either_engine_with_every_batch_norm(all_scenes, tmp_path):
     scenes = link(all_scenes, tmp_path / "scenes", train=8, val=16)
     text = "ade20k-fcn(classes=11, void=11, size=32)"

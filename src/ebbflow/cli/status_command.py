@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ebbflow.cli.common import AsJson, err, out, print_json
+from ebbflow.cli.status_server import serve_page
 from ebbflow.errors import ConfigError
-from ebbflow.live.fleet_status import combine, members_table
+from ebbflow.live.fleet_status import FleetStatus, combine, members_table
 from ebbflow.live.protocol import (
     DEFAULT_PORT,
     fetch_lighthouse_status,
@@ -22,6 +24,7 @@ from ebbflow.live.protocol import (
     read_lighthouse_address,
     read_statuses,
 )
+from ebbflow.report.fleet_page import FleetHistory, fleet_page, fleet_view
 
 __all__ = ["status"]
 
@@ -41,6 +44,13 @@ def status(
     price: Annotated[
         float | None, typer.Option(min=0, help="USD per hour of one worker: adds what progress costs now.")
     ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve a page that refreshes while the job runs, until Ctrl-C.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any that is free.")] = 8765,
+    bind: Annotated[
+        str, typer.Option(help="Address of the page. Everybody who reaches it can read the status; nobody is asked.")
+    ] = "127.0.0.1",
     json: AsJson = False,
 ) -> None:
     """Show the replicas of a fleet, its step, batch, rate and samples per second, and, where noise is measured, what a
@@ -50,18 +60,36 @@ def status(
         address = read_lighthouse_address(folder)
     else:
         address = format_address(*parse_address(fleet, default_port=DEFAULT_PORT))
-    lighthouse = fetch_lighthouse_status(address)
     folder = folder or find_folder(address, Path("runs"))
-    if folder is not None:
-        statuses = read_statuses(folder)
-    else:
-        try:
-            statuses = fetch_statuses(lighthouse, find_secret(None))
-        except ConfigError as problem:
-            err.print(f"only the lighthouse was asked, not the replicas: {problem}", markup=False, soft_wrap=True)
-            statuses = {}
-    found = combine(address, lighthouse, statuses, price=price)
+    if serve:
+        history = FleetHistory(folder)
+
+        def view() -> dict[str, Any]:
+            history.read()
+            return fleet_view(_ask(address, folder, price=price), history, price=price)
+
+        def tell(url: str) -> None:
+            err.print(f"the page is at {url}; Ctrl-C ends it, the job goes on", markup=False, soft_wrap=True)
+
+        name = folder.name if folder else address
+        with contextlib.suppress(KeyboardInterrupt):
+            serve_page(fleet_page(name), view, bind=bind, port=port, on_start=tell)
+        return
+    found = _ask(address, folder, price=price)
     if json:
         print_json(dataclasses.asdict(found))
     else:
         out.print(members_table(found))
+
+
+def _ask(address: str, folder: Path | None, *, price: float | None) -> FleetStatus:
+    """What the lighthouse and the replicas say now."""
+    lighthouse = fetch_lighthouse_status(address)
+    if folder is not None:
+        return combine(address, lighthouse, read_statuses(folder), price=price)
+    try:
+        statuses = fetch_statuses(lighthouse, find_secret(None))
+    except ConfigError as problem:
+        err.print(f"only the lighthouse was asked, not the replicas: {problem}", markup=False, soft_wrap=True)
+        statuses = {}
+    return combine(address, lighthouse, statuses, price=price)
