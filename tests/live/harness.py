@@ -73,7 +73,8 @@ class TestFleet:
             port = free.getsockname()[1]
         for rank in range(ranks):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-            environment = {key: str(value) for key, value in {**own, "MASTER_PORT": port}.items()}
+            shared = {"MASTER_PORT": port, **more.get("environment_of_all", {})}
+            environment = {key: str(value) for key, value in {**own, **shared}.items()}
             self.start(name, fault=(faults or {}).get(rank, ""), environment=environment, **more)
             self.processes[f"{name}.{rank}"] = self.processes.pop(name)
 

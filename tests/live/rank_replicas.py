@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +53,12 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         make(model.parameters(), lr=rate, **settings), arguments.get("rule", "linear"), base_batch=8,
         epoch_samples=len(x), clip=arguments.get("clip"),
     )  # fmt: skip
+    hold, full_speed = arguments.get("hold"), Path(environment["EBBFLOW_FOLDER"]) / "full-speed"
+
+    def pace(row: Any) -> None:
+        if hold is not None and row.step >= hold and not full_speed.exists():
+            time.sleep(0.2)
+
     with join(
         model,
         optimizer,
@@ -62,6 +70,7 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         seed=7,
         loss=cross_entropy,
         data_mesh=data_mesh,
+        on_commit=pace,
         checkpoint_every_s=arguments.get("checkpoint_every_s", 60.0),
     ) as fleet:
         if rank == 0:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from live.harness import TestFleet
+from live.fakes import processes_with
+from live.harness import TestFleet, eventually
 
 pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
 
 from contract.suite import SAMPLES, make_data, make_model
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.emulated import LoopEngine
+from ebbflow.engines.replica_ranks import replica_ranks
+from ebbflow.errors import ConfigError
 from ebbflow.live.accounting import Account, read_fleet
-from ebbflow.live.protocol import FINAL_WEIGHTS
+from ebbflow.live.protocol import FINAL_WEIGHTS, read_status
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.batch_plan import StepSize
 from ebbflow.record import StepRow
@@ -31,6 +38,7 @@ pytestmark = pytest.mark.process
 
 KILLED = -signal.SIGKILL
 BOTH = ("r0", "r1")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "live_fsdp.py"
 
 
 @pytest.fixture
@@ -98,8 +106,7 @@ def test_two_replicas_of_two_ranks_with_fsdp_train_as_the_unsharded_model(fleet:
     assert account.steps[-1].stats["noise"] > 0
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("point", ["backward", "allreduce"])
+@pytest.mark.parametrize(("victim", "point"), [(0, "allreduce"), (1, "backward"), (1, "allreduce")])
 def test_one_killed_rank_takes_its_replica_and_nothing_else(
     fleet: Any, tmp_path: Path, victim: int, point: str
 ) -> None:
@@ -112,3 +119,133 @@ def test_one_killed_rank_takes_its_replica_and_nothing_else(
     account = check(tmp_path, rule="adascale")
     assert [row.workers for row in account.steps[:6]] == [2] * 6
     assert {row.workers for row in account.steps[8:]} == {1}
+
+
+def test_a_replica_that_comes_back_heals_rank_to_rank(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(optimizer="Adam", rule="adascale", hold=8, max_steps=30)
+    group.start_ranks("r0", 2)
+    group.start_ranks("r1", 2, faults={1: "kill:allreduce@6"})
+    assert group.wait("r1.1") == {"r1.1": KILLED}
+    group.wait("r1.0")
+    group.start_ranks("r1", 2)
+    group.trains("r0", "r1", step=8, members=2)
+    group.stop_holding()
+    assert set(group.wait().values()) == {0}
+    account = check(tmp_path, optimizer="Adam", rule="adascale")
+    _, runs = read_fleet(tmp_path)
+    assert "received" in [event.what for run in runs for event in run.events]
+    assert account.steps[-1].workers == 2
+
+
+KINDS = {
+    "ddp": {"rule": "adascale", "clip": 0.05, "batch_norm": False},
+    "tensor": {"rule": "adascale", "clip": 0.05},
+    "both": {"rule": "adascale", "ranks": 4},
+    "fsdp": {"rule": "linear", "clip": 0.05, "ranks": 3, "local_batch": 7, "micro_batch": 4},
+}
+
+
+@pytest.mark.parametrize("inside", ["ddp", "tensor", "fsdp", pytest.param("both", marks=pytest.mark.long)])
+def test_any_parallelism_inside_trains_as_the_unsharded_model(fleet: Any, tmp_path: Path, inside: str) -> None:
+    arguments = dict(KINDS[inside])
+    ranks = arguments.pop("ranks", 2)
+    group = fleet(inside=inside, max_steps=10, **arguments)
+    for name in BOTH:
+        group.start_ranks(name, ranks)
+    assert set(group.wait().values()) == {0}
+    account = check(tmp_path, **arguments)
+    assert len(account.steps) == 10
+
+
+def test_a_replica_whose_ranks_differ_and_one_of_another_number_of_ranks_are_refused(
+    fleet: Any, tmp_path: Path
+) -> None:
+    group = fleet(all=("r0",), hold=3)
+    group.start_ranks("r0", 2)
+    group.trains("r0", step=1)
+    group.start_ranks("r1", 2, all=("r1",), rates={1: 0.2})
+    group.start_ranks("r2", 3, all=("r2",))
+    for name, ranks in {"r1": 2, "r2": 3}.items():
+        assert set(group.wait(*(f"{name}.{rank}" for rank in range(ranks))).values()) == {1}
+        assert group.status(name)["state"] == "refused"
+    assert "optimizer.lr is '0.1' on rank 0 and '0.2' on rank 1" in group.status("r1")["reason"]
+    assert "ranks is '3, samples over 3' here and '2, samples over 2' in the fleet" in group.status("r2")["reason"]
+    group.stop_holding()
+    assert group.wait("r0.0", "r0.1") == {"r0.0": 0, "r0.1": 0}
+    check(tmp_path)
+
+
+def test_a_checkpoint_continues_with_another_number_of_ranks(fleet: Any, tmp_path: Path) -> None:
+    arguments = {"optimizer": "Adam", "rule": "adascale", "local_batch": 6, "micro_batch": 3}
+    group = fleet(all=("r0",), max_steps=8, **arguments)
+    group.start_ranks("r0", 2)
+    assert set(group.wait().values()) == {0}
+    group.forget_who_was_here()
+    (tmp_path / FINAL_WEIGHTS).unlink()
+    group.start_ranks("r0", 3, max_steps=16, environment_of_all={"EBBFLOW_ALLOW_CHANGES": "1"})
+    assert set(group.wait("r0.0", "r0.1", "r0.2").values()) == {0}
+    assert len(check(tmp_path, **arguments).steps) == 16
+
+
+def test_ranks_that_nobody_connected_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="one of 2 ranks"):
+        replica_ranks(make_model(), environ={"RANK": "0", "WORLD_SIZE": "2"})
+
+
+# Real commands --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_launch_starts_a_replica_again_of_which_one_rank_was_killed(tmp_path: Path) -> None:
+    out = tmp_path / "job"
+    command = [sys.executable, "-m", "ebbflow", "launch", "--replicas", "2", "--ranks-per-replica", "2", "--json"]
+    with subprocess.Popen([*command, "--out", str(out), str(EXAMPLE)], stdout=subprocess.PIPE, text=True) as launcher:
+        try:
+            eventually(lambda: step_of(out, "r0") > 20 < step_of(out, "r1"), "both train", within_s=240)
+            (victim,) = [p for p in processes_with(f"EBBFLOW_FOLDER={out}") if rank_of(p) == ("r1", "1")]
+            os.kill(victim, signal.SIGKILL)
+            answer, _ = launcher.communicate(timeout=240)
+        finally:
+            launcher.terminate()
+    account = json.loads(answer)
+    assert launcher.returncode == 0 and account["status"] == "finished" and account["deaths"] == 1
+    assert account["exactly_once"] and account["epochs"] == 10
+    assert processes_with(f"EBBFLOW_FOLDER={out}") == []
+
+
+@pytest.mark.long
+def test_replicas_that_torchrun_started_train_together(tmp_path: Path) -> None:
+    with TestFleet(tmp_path, rank_replicas.sharded) as group:
+        processes = {}
+        for name in BOTH:
+            variables = {
+                "EBBFLOW_LIGHTHOUSE": f"127.0.0.1:{group.port}",
+                "EBBFLOW_REPLICA": name,
+                "EBBFLOW_FOLDER": str(tmp_path),
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+            run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+            processes[name] = subprocess.Popen(run, env={**os.environ, **variables})
+        try:
+            eventually(lambda: group.status("r1").get("members", 0) == 2, "both train", within_s=240)
+            processes["r1"].send_signal(signal.SIGTERM)
+            assert processes["r0"].wait(timeout=240) == 0
+            processes["r1"].wait(timeout=60)
+        finally:
+            for process in processes.values():
+                process.terminate()
+                process.wait(timeout=60)
+        assert group.status("r1")["state"] == "left"
+    account, _ = read_fleet(tmp_path)
+    assert account.exactly_once and account.epochs == 10
+
+
+def step_of(folder: Path, name: str) -> int:
+    status = read_status(folder, name)
+    return (status.step or 0) if status is not None else 0
+
+
+def rank_of(process: int) -> tuple[str, str]:
+    pairs = (pair.partition("=") for pair in Path(f"/proc/{process}/environ").read_text().split("\0"))
+    found = {name: value for name, _, value in pairs}
+    return found.get("EBBFLOW_REPLICA", ""), found.get("RANK", "")

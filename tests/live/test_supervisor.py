@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import signal
@@ -21,7 +22,7 @@ from ebbflow.live import supervisor as supervising
 from ebbflow.live.processes import LighthouseOptions, LighthouseProcess
 from ebbflow.live.protocol import FleetConfig, fetch_lighthouse_status, parse_address, read_status
 from ebbflow.live.supervisor import FleetEvent, Job, ProcessEnd, RestartPolicy, Supervisor, supervise
-from live.fakes import alive, until
+from live.fakes import alive, processes_with, until
 
 pytestmark = pytest.mark.process
 
@@ -492,3 +493,27 @@ def test_a_replica_that_left_by_itself_is_not_started_again(fake_job: MakeJob) -
         return False
 
     assert run_to_the_end(fleet, stop_when=send_it_once) == (Ending.STOPPED, [("r0", "started"), ("r0", "left")])
+
+
+def test_the_ranks_of_a_replica_end_and_start_together(fake_job: MakeJob, tmp_path: Path) -> None:
+    def ranks() -> dict[str, int]:
+        found = {}
+        for process in processes_with(f"EBBFLOW_FOLDER={tmp_path}"):
+            said = Path(f"/proc/{process}/environ").read_text().split("\0")
+            found |= {part: process for part in said if part.startswith("RANK=")}
+        return found
+
+    seen = Seen()
+    with Supervisor(dataclasses.replace(fake_job("train"), ranks=3), policy=QUICK) as fleet:
+        fleet.request("r0")
+        poll_until(fleet, seen, lambda: len(ranks()) == 3 and fleet.replicas["r0"].progressed)
+        first = ranks()
+        assert sorted(first) == ["RANK=0", "RANK=1", "RANK=2"]
+        os.kill(first["RANK=2"], signal.SIGKILL)
+        poll_until(fleet, seen, lambda: seen.of("r0").count("started") == 2 and len(ranks()) == 3)
+        assert seen.of("r0") == ["started", "died", "started"] and "SIGKILL" in seen[1].text
+        assert set(ranks().values()).isdisjoint(first.values()) and not any(map(alive, first.values()))
+        fleet.stop("r0")
+        poll_until(fleet, seen, lambda: not fleet.active)  # all of them got the signal
+    folder = tmp_path / "job" / "replicas" / "r0"
+    assert sorted(path.name for path in folder.glob("log*.txt")) == ["log-rank1.txt", "log-rank2.txt", "log.txt"]

@@ -15,7 +15,8 @@ from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S, Transport
 
 __all__ = [
     "PASS_THROUGH", "AllowChanges", "CheckpointPlace", "Command", "FromScratch", "Gpus", "Grace", "Heartbeat",
-    "JobName", "MaxFailures", "MinReplicas", "Notices", "Out", "ScriptCommand", "TransportName", "Workload",
+    "JobName", "MaxFailures", "MinReplicas", "Notices", "Out", "Ranks", "ScriptCommand", "TransportName", "Workload",
+    "check_ranks",
     "heartbeat_milliseconds", "milliseconds", "positive", "script_position", "with_plugins",
 ]  # fmt: skip
 
@@ -72,6 +73,13 @@ Notices = Annotated[
     ),
 ]
 Gpus = Annotated[int, typer.Option(help="GPUs per replica; 0 leaves CUDA_VISIBLE_DEVICES alone.")]
+Ranks = Annotated[
+    int,
+    typer.Option(
+        "--ranks-per-replica",
+        help="Processes per replica, which torch.distributed connects; the script shards its model over them.",
+    ),
+]
 
 TransportName = Annotated[
     Transport,
@@ -145,6 +153,16 @@ class ScriptCommand(TyperCommand):
         if place < len(args):
             args = [*args[:place], "--", *args[place:]]
         return super().parse_args(ctx, args)
+
+
+def check_ranks(ranks: int, *, gpus: int) -> None:
+    """Refuse a number of ranks that a replica cannot have."""
+    positive(ranks, "ranks-per-replica")
+    if gpus and gpus < ranks:
+        raise ConfigError(
+            f"a replica has {ranks} ranks (--ranks-per-replica) and {gpus} GPUs (--gpus); give each rank a GPU of "
+            f"its own, or leave --gpus out and choose the devices in the script"
+        )
 
 
 def positive(value: int, name: str) -> int:

@@ -20,8 +20,10 @@ from ebbflow.cli.fleet_options import (
     MinReplicas,
     Notices,
     Out,
+    Ranks,
     TransportName,
     Workload,
+    check_ranks,
     heartbeat_milliseconds,
     positive,
     with_plugins,
@@ -65,6 +67,7 @@ def launch(
     grace: Grace = "30s",
     max_failures: MaxFailures = 5,
     gpus: Gpus = 0,
+    ranks: Ranks = 1,
     transport: TransportName = "auto",
     notice: Notices = None,
     from_scratch: FromScratch = False,
@@ -90,6 +93,7 @@ def launch(
     notices = [NOTICES.make(text) for text in notice or ()]
     positive(replicas, "replicas")
     positive(min_replicas, "min-replicas")
+    check_ranks(ranks, gpus=gpus)
     grace_s = parse_seconds(grace)
     timeout_ms = heartbeat_milliseconds(heartbeat_timeout)
     if join is not None:
@@ -102,7 +106,7 @@ def launch(
         running = join_fleet(
             program, lighthouse=join, workload=workload, out=out_folder, job=job, name=name, bind=bind,
             min_replicas=min_replicas, heartbeat_timeout_ms=timeout_ms, max_failures=max_failures, gpus=gpus,
-            transport=transport, allow_changes=allow_changes, checkpoints=checkpoints,
+            ranks=ranks, transport=transport, allow_changes=allow_changes, checkpoints=checkpoints,
         )  # fmt: skip
     else:
         if name is not None:
@@ -113,7 +117,7 @@ def launch(
         )
         running = launch_fleet(
             program, replicas=replicas, workload=workload, out=out_folder, job=job, lighthouse=options,
-            max_failures=max_failures, gpus=gpus, transport=transport, from_scratch=from_scratch,
+            max_failures=max_failures, gpus=gpus, ranks=ranks, transport=transport, from_scratch=from_scratch,
             allow_changes=allow_changes, checkpoints=checkpoints,
         )  # fmt: skip
     with running as fleet:

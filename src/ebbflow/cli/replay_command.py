@@ -18,8 +18,10 @@ from ebbflow.cli.fleet_options import (
     JobName,
     MaxFailures,
     Out,
+    Ranks,
     TransportName,
     Workload,
+    check_ranks,
     heartbeat_milliseconds,
     positive,
     with_plugins,
@@ -58,6 +60,7 @@ def replay(
     grace: Grace = "30s",
     max_failures: MaxFailures = 5,
     gpus: Gpus = 0,
+    ranks: Ranks = 1,
     transport: TransportName = "auto",
     from_scratch: FromScratch = False,
     allow_changes: AllowChanges = False,
@@ -75,6 +78,7 @@ def replay(
     load_plugins(plugin or [])
     if max_workers is not None:
         positive(max_workers, "max-workers")
+    check_ranks(ranks, gpus=gpus)
     duration_s = parse_seconds(duration) if duration else None
     grace_s = parse_seconds(grace)
     played = adapt_trace(load(trace), speed=speed, max_workers=max_workers, duration_s=duration_s)
@@ -82,8 +86,8 @@ def replay(
     options = LighthouseOptions(heartbeat_timeout_ms=heartbeat_milliseconds(heartbeat_timeout))
     with launch_fleet(
         with_plugins(command or [], plugin or [], workload=workload), replicas=played.stats().max, workload=workload,
-        out=out_folder, job=job, lighthouse=options, max_failures=max_failures, gpus=gpus, transport=transport,
-        from_scratch=from_scratch, allow_changes=allow_changes, checkpoints=checkpoints,
+        out=out_folder, job=job, lighthouse=options, max_failures=max_failures, gpus=gpus, ranks=ranks,
+        transport=transport, from_scratch=from_scratch, allow_changes=allow_changes, checkpoints=checkpoints,
     ) as fleet:  # fmt: skip
         replayed = TraceReplay(fleet, schedule, grace_s=grace_s, finish=finish)
         config = fleet.job.fleet

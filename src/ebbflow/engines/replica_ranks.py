@@ -8,7 +8,9 @@ and tells the others what was decided. A rank that dies ends its replica: whoeve
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +26,7 @@ from ebbflow.errors import ConfigError, RankLost
 
 __all__ = ["ReplicaRanks", "is_sharded", "local_shard", "replica_ranks", "samples_of_rank"]
 
+_SHORT = 2048  # bytes of the first message of a shared value
 _TIMEOUT = timedelta(days=30)  # ranks wait for rank 0, which may wait for the fleet; a dead one is noticed at once
 
 Value = TypeVar("Value")
@@ -53,6 +56,7 @@ class ReplicaRanks:
         self.size = dist.get_world_size(group) if group is not None else 1
         self.data_rank, self.data_size = data_rank, data_size
         self._group = group
+        self._groups: list[dist.ProcessGroup] = [] if group is None else [group]
         self.counts = self.gather(data_rank).index(data_rank) == self.rank
         """Whether this rank is the first of those with the same samples, so that it counts their loss."""
 
@@ -65,10 +69,25 @@ class ReplicaRanks:
         """The `value` of rank 0, on every rank; it must be picklable."""
         if self._group is None:
             return value
-        box = [value if self.leads else None]
+        # Most values fit into the first message, beside their length; torch's own function takes two for any value.
+        data = pickle.dumps(value) if self.leads else b""
+        head = torch.zeros(_SHORT, dtype=torch.uint8)
+        body = b"".join((len(data).to_bytes(8, "big"), data))
+        head[: len(body[:_SHORT])] = torch.frombuffer(bytearray(body[:_SHORT]), dtype=torch.uint8)
+        self._broadcast(head)
+        received = head.numpy().tobytes()
+        length = int.from_bytes(received[:8], "big")
+        rest = torch.zeros(max(0, length + 8 - _SHORT), dtype=torch.uint8)
+        if len(rest):
+            if self.leads:
+                rest = torch.frombuffer(bytearray(body[_SHORT:]), dtype=torch.uint8)
+            self._broadcast(rest)
+        shared: Value = pickle.loads((received + rest.numpy().tobytes())[8 : 8 + length])
+        return shared
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
         with _peers():
-            dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]  # type: ignore[return-value]
+            dist.broadcast(tensor, src=0, group=self._group)
 
     def gather(self, value: Value) -> list[Value]:
         """The values of all ranks, on every rank."""
@@ -87,7 +106,25 @@ class ReplicaRanks:
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """A group of some ranks, for tensors on their device; all ranks call this. None stands for all."""
-        return None if len(ranks) == self.size else dist.new_group(list(ranks))
+        return None if len(ranks) == self.size else self._kept(dist.new_group(list(ranks)))
+
+    def another_group(self) -> dist.ProcessGroup | None:
+        """Another gloo group of all ranks, for a thread of its own; all ranks call this. None for a single process."""
+        return None if self._group is None else self._kept(dist.new_group(backend="gloo", timeout=_TIMEOUT))
+
+    def _kept(self, group: Any) -> dist.ProcessGroup:
+        self._groups.append(group)
+        return self._groups[-1]
+
+    def close(self) -> None:
+        """End all groups that were made here; torch's default group stays.
+
+        torch may abort a process that ends with a group which is still referred to.
+        """
+        for group in self._groups:
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)
+        self._groups, self._group = [], None
 
     def check_same(self, described: Mapping[str, str]) -> None:
         """Refuse ranks that run other code, or hold other shards, than rank 0."""

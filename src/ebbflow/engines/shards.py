@@ -118,7 +118,7 @@ def _piece(parameter: torch.Tensor) -> tuple[tuple[int, int], ...]:
         return ()
     dtensor: Any = parameter
     where = dtensor.device_mesh.get_coordinate()
-    return tuple((i, where[i]) for i, placement in enumerate(dtensor.placements) if placement.is_shard())
+    return tuple((i, where[i]) for i, placement in enumerate(dtensor.placements) if not placement.is_replicate())
 
 
 def describe_shards(parameters: Iterable[torch.Tensor]) -> str:

@@ -134,6 +134,7 @@ def launch_fleet(
     lighthouse: LighthouseOptions | None = None,
     max_failures: int = 5,
     gpus: int = 0,
+    ranks: int = 1,
     transport: Transport = "auto",
     from_scratch: bool = False,
     allow_changes: bool = False,
@@ -170,8 +171,8 @@ def launch_fleet(
             allow_changes=int(allow_changes),
             checkpoints=checkpoints,
         )
-        threads = max(1, (os.cpu_count() or 1) // max(1, replicas))
-        run = Job(command=program, fleet=config, gpus=gpus, threads=threads)
+        threads = max(1, (os.cpu_count() or 1) // max(1, replicas * ranks))
+        run = Job(command=program, fleet=config, gpus=gpus, threads=threads, ranks=ranks)
         with Supervisor(run, process, RestartPolicy(max_failures=max_failures)) as fleet:
             yield fleet
 
@@ -190,6 +191,7 @@ def join_fleet(
     heartbeat_timeout_ms: int = HEARTBEAT_TIMEOUT_MS,
     max_failures: int = 5,
     gpus: int = 0,
+    ranks: int = 1,
     transport: Transport = "auto",
     allow_changes: bool = False,
     checkpoints: str = "",
@@ -217,7 +219,7 @@ def join_fleet(
     )
     own = replica_name(name)
     create_secret(config.folder)
-    run = Job(command=program, fleet=config, gpus=gpus)
+    run = Job(command=program, fleet=config, gpus=gpus, ranks=ranks)
     with (
         _hold_folder(replica_folder(config.folder, own)),
         Supervisor(run, None, RestartPolicy(max_failures=max_failures)) as fleet,

@@ -61,6 +61,7 @@ from ebbflow.run.header import make_header
 from ebbflow.run.loop import Callbacks, TrainingLoop
 from ebbflow.run.session import Session
 from ebbflow.run.sharded_checkpoint import whole_tensor
+from ebbflow.run.torchrun import RankGroup, rank_info
 
 __all__ = ["LiveSession", "OnEpoch", "Stateful", "join", "join_workload"]
 
@@ -155,11 +156,12 @@ class LiveSession(Session):
         self._rates: list[float] = []
         self._saved_at = time.monotonic()
         self._job = self._describe_job()
-        group = dist.new_group(backend="gloo") if self._ranks.size > 1 else None
+        group = self._ranks.another_group()
         self._checkpoints = Checkpoints(self.fleet.checkpoint_place, on_event=self._event, group=group)
         device = next(model.parameters()).device
+        secret = create_secret(self.fleet.folder) if self._ranks.leads else b""
         self._connection = FleetConnection(
-            self.fleet, {**self._job, **self._compared(device)}, self, secret=create_secret(self.fleet.folder),
+            self.fleet, {**self._job, **self._compared(device)}, self, secret=self._ranks.share(secret),
             device=device, ranks=self._ranks, leaving=self._leaving, on_event=self._event, fault=self._fault,
         )  # fmt: skip
         self._status = StatusFile(
@@ -238,11 +240,12 @@ class LiveSession(Session):
 
     def _open(self, stack: ExitStack) -> TrainingLoop:
         own, ranks = self.fleet.own_folder, self._ranks
+        stack.callback(ranks.close)
         if ranks.leads:
             busy = f"{own} is in use by another replica of this name; give each replica a name of its own"
             stack.enter_context(hold_lock(own / "replica.lock", busy=busy))
         try:
-            ranks.check_same(self._job)
+            ranks.check_same(self._connection.membership.job)
         except ConfigError as error:
             self._status.update("refused", reason=str(error))
             raise
@@ -503,7 +506,9 @@ class LiveSession(Session):
     def _complete_state(self) -> dict[str, Any]:
         """The state after the last committed step."""
         extras = {name: extra.state_dict() for name, extra in self._extras.items()}
-        own = {"version": STATE_VERSION, "job": self._job, "lineage": self.engine.lineage, "extras": extras}
+        # A checkpoint has whole tensors, which any number of ranks can divide.
+        job = {name: value for name, value in self._job.items() if name not in ("ranks", "shards")}
+        own = {"version": STATE_VERSION, "job": job, "lineage": self.engine.lineage, "extras": extras}
         own["fork"] = self.engine.fork  # a replica that receives this state records the same parent as the others
         return {**own, **self.flow.state_dict()}
 
@@ -628,10 +633,21 @@ join.__signature__ = _shown.replace(  # type: ignore[attr-defined]
 
 
 def join_workload(config: RunConfig, **settings: Any) -> LiveSession:
-    """Join a fleet that trains a workload; `run()` trains to the end. `settings`: what else `join` takes."""
+    """Join a fleet that trains a workload; `run()` trains to the end. `settings`: what else `join` takes.
+
+    A replica of several ranks shards the model by `fully_shard`.
+    """
     config.check_engine("live")
     config = resolve(config).replace(label="")  # the label is that of a trace
-    task = workloads.build(config.workload, data=config.data, seed=config.seed, device=config.device)
+    here = rank_info(os.environ)
+    device = RankGroup(here).device(config.device)
+    task = workloads.build(config.workload, data=config.data, seed=config.seed, device=device)
+    if here is not None:
+        from torch.distributed.fsdp import fully_shard
+
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        fully_shard(task.model)
     evaluate = make_evaluate(task, config.train_scores)
     session = LiveSession(
         task.model,

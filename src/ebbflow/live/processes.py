@@ -1,4 +1,4 @@
-"""Child processes of a launcher: any program, and the lighthouse, where the replicas of a fleet meet.
+"""Child processes of a launcher: any program, the ranks of a replica, and the lighthouse, where replicas meet.
 
 torchft's lighthouse listens on the address that it is given and on no other. Whoever reaches that port can join the
 fleet and kill replicas (its status page has a button for that), so it belongs on loopback or on a network of the fleet
@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,10 @@ from ebbflow.errors import ConfigError, OutputError
 from ebbflow.live.protocol import HEARTBEAT_TIMEOUT_MS, LOOPBACK, format_address, parse_address
 from ebbflow.live.torchft_api import start_lighthouse
 
-__all__ = ["ChildProcess", "LighthouseOptions", "LighthouseProcess", "listen", "serve_lighthouse"]
+__all__ = [
+    "ChildProcess", "LighthouseOptions", "LighthouseProcess", "ReplicaProcesses", "listen", "rank_environment",
+    "serve_lighthouse",
+]  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_BYTES = 20_000
@@ -143,6 +147,98 @@ class ChildProcess:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # the group has the number of its first process
+
+
+# The ranks of a replica -----------------------------------------------------------------------------------------------
+
+
+def rank_environment(rank: int, ranks: int, *, port: int) -> dict[str, str]:
+    """The variables by which the ranks of a replica on one machine find each other, as torchrun sets them.
+
+    >>> rank_environment(1, 2, port=29500)["LOCAL_RANK"]
+    '1'
+    """
+    variables = {
+        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port,
+    }  # fmt: skip
+    return {name: str(value) for name, value in variables.items()}
+
+
+class ReplicaProcesses:
+    """The processes of one replica, one per rank, which end together: when one fails, the others are killed.
+
+    Signals are sent to all of them. Rank 0 writes to `log`, rank 1 to `log-rank1.txt` beside it, and so on.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, title: str, ranks: int = 1
+    ) -> None:
+        self.log = log
+        self._ranks: list[ChildProcess] = []
+        self._failed: int | None = None
+        port = 0
+        if ranks > 1:
+            with socket.create_server((LOOPBACK, 0)) as free:  # if it is taken before rank 0 has it, the replica dies
+                port = free.getsockname()[1]
+        try:
+            for rank in range(ranks):
+                own = rank_environment(rank, ranks, port=port) if ranks > 1 else {}
+                self._ranks.append(
+                    ChildProcess(
+                        command,
+                        environment={**environment, **own},
+                        log=log.with_name(f"log-rank{rank}.txt") if rank else log,
+                        title=f"{title}, rank {rank}" if ranks > 1 else title,
+                    )
+                )
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def log_problem(self) -> str:
+        """Why what a rank prints is lost, if its log cannot be written."""
+        return next((process.log_problem for process in self._ranks if process.log_problem), "")
+
+    @property
+    def began(self) -> float:
+        """When the first process was started, in seconds since 1970."""
+        return self._ranks[0].began
+
+    @property
+    def pid(self) -> int:
+        """Process number of rank 0."""
+        return self._ranks[0].pid
+
+    def exit_code(self) -> int | None:
+        """None while the replica runs, 0 if all ranks ended with it, else the code of the rank that failed first.
+
+        Of several that failed since the last call, one that a signal ended comes first: the others end because of it.
+        """
+        codes = [process.exit_code() for process in self._ranks]
+        if self._failed is None:
+            failed = [(code, rank) for rank, code in enumerate(codes) if code]
+            if failed:
+                self._failed = min(failed)[1]
+                self.kill()
+        if self._failed is not None:
+            return codes[self._failed]
+        return None if None in codes else 0
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all ranks that still run."""
+        for process in self._ranks:
+            process.send(number)
+
+    def kill(self) -> None:
+        """Kill all ranks, with all that they started, and wait for their end."""
+        for process in self._ranks:
+            process.kill()
+
+    def log_tail(self, lines: int = 15) -> list[str]:
+        """Read the last lines of the log of the rank that failed, or of rank 0."""
+        return self._ranks[self._failed or 0].log_tail(lines)
 
 
 # The lighthouse -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ebbflow.core.storage import Storage
 from ebbflow.core.units import plural
 from ebbflow.errors import ConfigError, InputError, OutputError, StorageUnreachable
 from ebbflow.live.checkpoint_names import list_checkpoints
-from ebbflow.live.processes import ChildProcess, LighthouseProcess
+from ebbflow.live.processes import LighthouseProcess, ReplicaProcesses
 from ebbflow.live.protocol import (
     EXIT_RESTART,
     FINAL_WEIGHTS,
@@ -52,7 +53,9 @@ class Job:
     gpus: int = 0
     """GPUs per replica; 0 leaves CUDA_VISIBLE_DEVICES alone."""
     threads: int = 0
-    """CPU threads per replica, unless OMP_NUM_THREADS is set already; 0 leaves it alone."""
+    """CPU threads per process, unless OMP_NUM_THREADS is set already; 0 leaves it alone."""
+    ranks: int = 1
+    """Processes per replica."""
 
     def environment(self, replica: str, *, slot: int, base: dict[str, str]) -> dict[str, str]:
         """Give the environment of a replica: that of the launcher, and the variables of the fleet.
@@ -74,6 +77,8 @@ class Job:
             visible = base.get("CUDA_VISIBLE_DEVICES", "")
             numbers = visible.split(",") if visible else [str(i) for i in range((slot + 1) * self.gpus)]
             own["CUDA_VISIBLE_DEVICES"] = ",".join(numbers[slot * self.gpus : (slot + 1) * self.gpus])
+        if self.ranks > 1 and sys.platform.startswith("linux"):
+            own["GLOO_SOCKET_IFNAME"] = base.get("GLOO_SOCKET_IFNAME") or "lo"  # the ranks are on this machine
         return {**base, **own}
 
 
@@ -220,7 +225,7 @@ class SupervisedReplica:
     name: str
     slot: int
     requested: bool = True
-    child: ChildProcess | None = None
+    child: ReplicaProcesses | None = None
     incarnations: int = 0
     deaths: int = 0
     """Number of ends that nobody asked for."""
@@ -357,8 +362,9 @@ class Supervisor:
         with contextlib.suppress(OSError):  # so that every status is of this incarnation, whatever clocks say
             (folder / "status.json").unlink()
         try:
-            replica.child = child = ChildProcess(
+            replica.child = child = ReplicaProcesses(
                 self.job.command,
+                ranks=self.job.ranks,
                 environment=self.job.environment(replica.name, slot=replica.slot, base=dict(os.environ)),
                 log=folder / "log.txt",
                 title=f"replica {replica.name}, incarnation {replica.incarnations}",
@@ -382,7 +388,7 @@ class Supervisor:
         replica.outcome, replica.reason = ("refused" if verdict == "refused" else "gave up"), str(problem)
         return FleetEvent(time=time.time(), replica=replica.name, what=replica.outcome, text=replica.reason)
 
-    def _check(self, replica: SupervisedReplica, child: ChildProcess) -> list[FleetEvent]:
+    def _check(self, replica: SupervisedReplica, child: ReplicaProcesses) -> list[FleetEvent]:
         code = child.exit_code()  # before the status is read, so that the last status of a process is seen
         status = read_status(self.job.fleet.folder, replica.name)
         if status is not None:
@@ -402,7 +408,7 @@ class Supervisor:
             return [FleetEvent(time=time.time(), replica=replica.name, what="killed", text="it did not leave in time")]
         return []
 
-    def _ended(self, replica: SupervisedReplica, child: ChildProcess, code: int) -> FleetEvent:
+    def _ended(self, replica: SupervisedReplica, child: ReplicaProcesses, code: int) -> FleetEvent:
         replica.child = None
         state = replica.status.state if replica.status else None
         now = time.time()
@@ -539,7 +545,7 @@ _ENDINGS = {
 _EXCEPTION = re.compile(r"[\w.]*[A-Z]\w*(Error|Exception|Extra|Exit|Interrupt)(:|$)")
 
 
-def _last_line(child: ChildProcess) -> str:
+def _last_line(child: ReplicaProcesses) -> str:
     """The last line of a log that names an exception, as tracebacks end, or else the last one with words in it."""
     lines = [line.strip(" \u2502") for line in child.log_tail() if not line.startswith("--- ")]
     raised = [line for line in lines if _EXCEPTION.match(line)]
