@@ -645,8 +645,8 @@ def join_workload(config: RunConfig, **settings: Any) -> LiveSession:
     if here is not None:
         from torch.distributed.fsdp import fully_shard
 
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
         fully_shard(task.model)
     evaluate = make_evaluate(task, config.train_scores)
     session = LiveSession(
