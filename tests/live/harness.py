@@ -42,6 +42,8 @@ class TestFleet:
     target: Callable[..., None]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     processes: dict[str, BaseProcess] = field(default_factory=dict)
+    join_timeout_ms: int = 10_000
+    """How long the lighthouse waits for a replica that sends heartbeats and has not asked for a quorum."""
 
     def __post_init__(self) -> None:
         self.lighthouse: Any = None
@@ -57,7 +59,7 @@ class TestFleet:
                 return LighthouseServer(
                     bind=f"127.0.0.1:{self.port}",
                     min_replicas=1,
-                    join_timeout_ms=10_000,
+                    join_timeout_ms=self.join_timeout_ms,
                     quorum_tick_ms=20,
                     heartbeat_timeout_ms=HEARTBEAT_MS,
                 )

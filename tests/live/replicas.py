@@ -47,7 +47,8 @@ class NotedSource(TensorSource):
 def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     """Train the contract's model.
 
-    `all`: no replica begins without these. `hold`: from this step on every step takes a while (`stop_holding`).
+    `all`: no replica begins without these. `hold`: from this step on every step takes a while (`stop_holding`), by
+    default 0.2 seconds (`hold_s`).
     """
     os.environ.update({**environment, **arguments.get("environment", {})})
     torch.set_num_threads(1)
@@ -73,7 +74,7 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
 
     def pace(row: Any) -> None:
         if hold is not None and row.step >= hold and not full_speed.exists():
-            time.sleep(0.2)
+            time.sleep(arguments.get("hold_s", 0.2))
         if row.step == arguments.get("tamper"):
             with torch.no_grad():
                 next(model.parameters()).add_(1.0)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from live.harness import CONTEXT, HEARTBEAT_MS, TestFleet, final_state
+from live.harness import CONTEXT, HEARTBEAT_MS, TestFleet, eventually, final_state
 
 pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
 
@@ -42,8 +42,8 @@ KILLED = -signal.SIGKILL
 def fleet(tmp_path: Path) -> Iterator[Callable[..., TestFleet]]:
     made: list[TestFleet] = []
 
-    def make(**arguments: Any) -> TestFleet:
-        made.append(TestFleet(tmp_path, replicas.tiny, arguments))
+    def make(join_timeout_ms: int = 10_000, **arguments: Any) -> TestFleet:
+        made.append(TestFleet(tmp_path, replicas.tiny, arguments, join_timeout_ms=join_timeout_ms))
         return made[-1]
 
     yield make
@@ -201,6 +201,42 @@ def test_two_at_once_are_killed(fleet: Any, tmp_path: Path) -> None:
     group.start("r2")
     assert group.wait() == {"r0": KILLED, "r1": KILLED, "r2": 0}
     check(tmp_path, "r2")
+
+
+def test_newcomers_begin_nothing_of_their_own_while_the_only_trainer_is_busy(fleet: Any, tmp_path: Path) -> None:
+    """Two of three replicas that send heartbeats have asked: the lighthouse makes a quorum of them after 0.2 s."""
+    group = fleet(join_timeout_ms=200, hold=2, hold_s=2.0)
+    group.start("r2")
+    group.trains("r2", step=3)
+    group.start("r0", "r1")
+    group.trains(*ALL, step=4, members=3)
+    group.stop_holding()
+    assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
+    account, runs = check(tmp_path, *ALL)
+    assert account.given_up == 0
+    assert what(runs["r0"], "received") and what(runs["r1"], "received")
+
+
+@pytest.mark.parametrize(("first", "second"), [("r1", "r0"), ("r0", "r1")])
+def test_two_kills_shortly_after_one_another_start_no_second_lineage(
+    fleet: Any, tmp_path: Path, first: str, second: str
+) -> None:
+    """The second victim has asked for a quorum already, and the last one may be about to meet it in its store."""
+    group = fleet(all=ALL, join_timeout_ms=1000, hold=4)
+    group.start(*ALL)
+    group.trains(*ALL, step=5, members=3)
+    group.processes[first].kill()
+    time.sleep(0.3)
+    group.processes[second].kill()
+    group.forget_who_was_here()
+    for name in (first, second):
+        group.processes[name].join()
+        group.start(name, all=None)
+    group.trains(*ALL, members=3)
+    group.stop_holding()
+    assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
+    account, _ = check(tmp_path, *ALL)
+    assert account.given_up == 0
 
 
 def test_all_are_killed_and_the_lighthouse_too(fleet: Any, tmp_path: Path) -> None:
@@ -374,15 +410,59 @@ def test_the_lighthouse_is_started_anew_under_a_running_fleet(fleet: Any, tmp_pa
     check(tmp_path, "r0", "r1")
 
 
-def test_a_lighthouse_that_stands_still_for_a_while_costs_no_member(fleet: Any, tmp_path: Path) -> None:
-    """It takes all replicas for dead then, and would form a quorum of whoever asks first."""
-    group = fleet(all=ALL, hold=2)
-    group.lighthouse.shutdown()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        group.port = free.getsockname()[1]
+def lighthouse_process(group: TestFleet) -> Any:
+    """A lighthouse in a process of its own in the place of the one that a fleet has."""
+    if group.lighthouse is not None:
+        group.lighthouse.shutdown()
+        group.lighthouse = None
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            group.port = free.getsockname()[1]
     address = f"127.0.0.1:{group.port}"
     lighthouse = CONTEXT.Process(target=replicas.lighthouse, args=(None, address, HEARTBEAT_MS), daemon=True)
     lighthouse.start()
+    return lighthouse
+
+
+def test_a_lighthouse_that_is_killed_while_a_replica_waits_for_it_is_asked_again(fleet: Any, tmp_path: Path) -> None:
+    """r1 is faster and waits for r0 at the lighthouse most of the time. `trains` gives up after a minute."""
+    group = fleet(all=ALL[:2])
+    lighthouse = lighthouse_process(group)
+    try:
+        group.start("r0", hold=0, hold_s=0.5)
+        group.start("r1")
+        group.trains("r0", "r1", step=3)
+        lighthouse.kill()
+        lighthouse.join()
+        lighthouse = lighthouse_process(group)
+        group.trains("r0", "r1", step=group.status("r1")["step"] + 3, members=2)
+        group.stop_holding()
+        assert group.wait() == {"r0": 0, "r1": 0}
+    finally:
+        lighthouse.kill()
+        lighthouse.join()
+    account, runs = check(tmp_path, "r0", "r1")
+    assert {row.workers for row in account.steps} == {2}
+    members = [text for run in runs.values() for text in what(run, "members")]
+    assert len(set(members)) == 1 and len(members) == 2, "the replicas stay connected with each other"
+
+
+def test_a_replica_that_finds_no_lighthouse_leaves_when_it_is_told_to(fleet: Any, tmp_path: Path) -> None:
+    """What answers there is not a lighthouse."""
+    group = fleet()
+    group.lighthouse.shutdown()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        group.port = other.getsockname()[1]
+        group.start("r0")
+        eventually(lambda: group.status("r0").get("state") == "joining", "r0 looks for a lighthouse")
+        group.signal("r0", signal.SIGTERM)
+        assert group.wait("r0", within_s=30) == {"r0": 0}
+    assert group.status("r0")["state"] == "left"
+
+
+def test_a_lighthouse_that_stands_still_for_a_while_costs_no_member(fleet: Any, tmp_path: Path) -> None:
+    """It takes all replicas for dead then, and would form a quorum of whoever asks first."""
+    group = fleet(all=ALL, hold=2)
+    lighthouse = lighthouse_process(group)
     try:
         group.start(*ALL)
         group.trains(*ALL, step=3, members=3)

@@ -32,6 +32,7 @@ class ToyReplica:
     received_in: str | None = None
     """The quorum group in which it received a state last."""
     leaving: bool = False
+    published: tuple[str, ...] = ()
 
     @property
     def alive(self) -> bool:
@@ -45,7 +46,7 @@ class ToyFleet:
         self.replicas: dict[str, ToyReplica] = {}
         self.handshakes: dict[str, dict[int, m.Handshake]] = {}
         self.asked: dict[str, m.AskLighthouse] = {}
-        self.quorum: tuple[int, tuple[str, ...]] = (0, ())
+        self.quorum = 0
         self.committed = 0
         for _ in range(replicas):
             self.start()
@@ -108,9 +109,9 @@ class ToyFleet:
             event = self.complete(replica, replica.waiting)
             if isinstance(event, m.Tick | m.ToldToLeave):  # the instruction is still not completed
                 self.report(replica, event)
-                if isinstance(replica.todo[0] if replica.todo else None, m.CheckHeartbeats):
+                if replica.todo and isinstance(check := replica.todo[0], m.CheckHeartbeats):
                     replica.todo.popleft()
-                    self.report(replica, m.HeartbeatsReceived(now=self.now, ages=self.ages()))
+                    self.report(replica, self.heartbeats(check))
                 while replica.todo and isinstance(replica.todo[0], m.RecordEvent):
                     replica.todo.popleft()
                 if replica.todo:  # it is given up
@@ -126,6 +127,9 @@ class ToyFleet:
     def begin(self, replica: ToyReplica, instruction: m.Instruction) -> m.Instruction | None:
         match instruction:
             case m.RecordEvent():
+                return None
+            case m.PublishGroup():
+                replica.published = instruction.names
                 return None
             case m.DropConnections() | m.Unregister():
                 replica.rendezvous = None
@@ -150,7 +154,7 @@ class ToyFleet:
             case m.Register():
                 return m.Registered(now=now, name=replica.name, store=replica.name)
             case m.CheckHeartbeats():
-                return m.HeartbeatsReceived(now=now, ages=self.ages())
+                return self.heartbeats(instruction)
             case m.LoadCheckpoint():
                 return m.NoNewerCheckpoint(now=now)
             case m.AskLighthouse():
@@ -240,15 +244,27 @@ class ToyFleet:
         registered = [replica for replica in self.replicas.values() if replica.membership.name]
         return {replica.name: 0.0 if replica.died is None else self.now - replica.died for replica in registered}
 
+    def heartbeats(self, instruction: m.CheckHeartbeats) -> m.HeartbeatsReceived:
+        """The answer of the lighthouse, and of the living replicas that are asked."""
+        ages = self.ages()
+        asked = [name for name in ages if instruction.besides and name not in instruction.besides]
+        groups = {name: self.replicas[name].published for name in asked if ages[name] <= HEARTBEAT_TIMEOUT_S}
+        return m.HeartbeatsReceived(now=self.now, ages=ages, groups=groups)
+
     def form_quorum(self, names: list[str]) -> None:
         """Answer the requests of these replicas."""
-        number, before = self.quorum
         replicas = tuple(sorted(names))
-        if replicas != before or any(self.asked[name].commit_failures for name in names):
-            number += 1
-        self.quorum = (number, replicas)
+        self.quorum += 1
+        asked = [self.asked.pop(name) for name in replicas]
         for rank, name in enumerate(replicas):
-            del self.asked[name]
             self.replicas[name].waiting = None
-            event = m.QuorumFormed(now=self.now, quorum_id=number, replicas=replicas, rank=rank, store=replicas[0])
+            event = m.QuorumFormed(
+                now=self.now,
+                quorum_id=self.quorum,
+                replicas=replicas,
+                rank=rank,
+                store=replicas[0],
+                groups=tuple(one.group for one in asked),
+                established=tuple(one.established for one in asked),
+            )
             self.report(self.replicas[name], event)

@@ -7,6 +7,8 @@ manager server and client, torch's store and a process group, in the thread of t
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 import queue
 import socket
@@ -49,6 +51,7 @@ from ebbflow.live.membership_events import (
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
+    PublishGroup,
     QuorumFormed,
     ReceiveState,
     RecordEvent,
@@ -85,9 +88,14 @@ _QUORUM_TIMEOUT = timedelta(minutes=5)  # then the lighthouse is asked again: an
 _LEAVE_POLL_S = 0.1
 _PROBE_TIMEOUT_S = 2.0  # for finding out whether anybody listens at the address of the lighthouse
 _HANDSHAKE_POLL_S = 0.02
+_READ_AGAIN_S = 0.1  # before handshakes that not all replicas confirm are read again
+_CONNECT_POLL_S = 0.05
+_STORE_TIMEOUT_S = 2.0  # for reading from the store of another replica
 _AFTER_REFUSAL_S = 1.0  # for handshakes to come after all, when this replica's store has refused a connection
 _BY_ALL_RANKS = (Connect, DropConnections, LoadCheckpoint, SendState, ReceiveState)
 """What every rank of a replica does, when rank 0 says so."""
+_GROUP_KEY = "ebbflow/group"
+"""Key of a replica's quorum group in its store."""
 
 
 class LeftFleet(Exception):
@@ -156,6 +164,8 @@ class FleetConnection:
         self._fault = fault
         # While something is waited for: reports it, or that time has passed.
         self._pending: Callable[[], MembershipEvent] | None = None
+        self._abandoned = threading.Event()  # set if what the last thread does is not waited for any longer
+        self._told_to_leave = False  # whether that was reported
         self._group: ProcessGroup | None = None
         self._server: Any = None
         self._client: Any = None
@@ -283,6 +293,7 @@ class FleetConnection:
                 instruction = todo.popleft()
                 if isinstance(instruction, ComputeStep | GiveUp | LeaveFleet | Refuse):
                     self._pending, last = None, instruction
+                    self._abandoned.set()
                     break
                 outcome = self._execute(instruction)
             else:
@@ -329,7 +340,9 @@ class FleetConnection:
                 sleep(instruction.after_s)
                 self._ask(instruction)
             case CheckHeartbeats():
-                return HeartbeatsReceived(ages=self._heartbeat_ages(), now=monotonic())
+                return self._check_heartbeats(instruction.besides)
+            case PublishGroup():
+                self.publish(_GROUP_KEY, json.dumps(instruction.names))
             case SendHandshake():
                 self._exchange_handshakes(instruction)
             case Connect():
@@ -357,19 +370,19 @@ class FleetConnection:
         self._close_store()
         self._store = KeyStore(self.config.bind, self._secret)
         address = format_address(self.config.bind, self._store.port)
+        name = f"{self.name}@{address}"  # others find the store of a replica by its heartbeat
         try:
+            self._client = torchft_api.lighthouse_client(self.config.lighthouse, connect_timeout=timeout)
             self._server = torchft_api.manager_server(
-                self.name,
+                name,
                 lighthouse=self.config.lighthouse,
                 host=self.config.bind,
-                store=address,
                 heartbeat_interval=timedelta(seconds=HEARTBEAT_INTERVAL_S),
                 connect_timeout=timeout,
             )
         except (RuntimeError, TimeoutError) as error:
             return self._unreachable(f"no lighthouse at {self.config.lighthouse}: {error}")
-        self._client = torchft_api.manager_client(self._server.address(), connect_timeout=timeout)
-        return Registered(now=monotonic(), name=self.name, store=address)
+        return Registered(now=monotonic(), name=name, store=address)
 
     def _nobody_listens(self, deadline: float) -> str:
         """Wait until somebody listens at the address of the lighthouse; why not, if nobody does by the deadline.
@@ -409,83 +422,134 @@ class FleetConnection:
             self._group = None
 
     def _ask(self, request: AskLighthouse) -> None:
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        client = self._client
+        self._abandoned.set()
+        client, name = self._client, self.membership.name
 
-        def ask() -> None:
+        def ask() -> MembershipEvent:
             try:
-                answer = torchft_api.request_quorum(
-                    client, step=request.step, commit_failures=request.commit_failures, timeout=_QUORUM_TIMEOUT
+                quorum = torchft_api.request_quorum(
+                    client,
+                    name=name,
+                    store=self.membership.store,
+                    step=request.step,
+                    data={"group": request.group, "established": str(request.established)},
+                    timeout=_QUORUM_TIMEOUT,
                 )
-            except Exception as error:
-                answer = error
-            answers.put(answer)
-
-        def poll() -> MembershipEvent:
-            try:
-                answer = answers.get(timeout=_LEAVE_POLL_S)
-            except queue.Empty:
-                return ToldToLeave(now=monotonic()) if self._leaving() else Tick(now=monotonic())
-            self._pending = None
-            if isinstance(answer, Exception):
-                reason = f"the lighthouse at {self.config.lighthouse} does not answer: {answer}"
+            except (RuntimeError, TimeoutError) as error:
+                reason = f"the lighthouse at {self.config.lighthouse} does not answer: {error}"
                 return LighthouseUnreachable(now=monotonic(), reason=reason)
+            said = [member.data or {} for member in quorum.participants]
+            names = tuple(member.replica_id for member in quorum.participants)
             return QuorumFormed(
                 now=monotonic(),
-                quorum_id=answer.quorum_id,
-                replicas=tuple(answer.replica_ids),
-                rank=answer.replica_rank,
-                store=answer.store_address,
+                quorum_id=quorum.quorum_id,
+                replicas=names,
+                rank=names.index(name),
+                store=quorum.participants[0].store_address,
+                groups=tuple(str(one.get("group")) for one in said),
+                established=tuple(one.get("established") == str(True) for one in said),
             )
 
+        self._in_background(ask, _LEAVE_POLL_S)
+
+    def _in_background(self, work: Callable[[], MembershipEvent], poll_s: float) -> None:
+        """Begin something that cannot be interrupted in a thread of its own; meanwhile report that time passes."""
+        outcome: queue.SimpleQueue[MembershipEvent | Exception] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                outcome.put(work())
+            except Exception as error:  # raised again in the thread of the training loop
+                outcome.put(error)
+
+        def poll() -> MembershipEvent:
+            if self._leaving() and not self._told_to_leave:
+                self._told_to_leave = True
+                return ToldToLeave(now=monotonic())
+            try:
+                event = outcome.get(timeout=poll_s)
+            except queue.Empty:
+                return Tick(now=monotonic())
+            self._pending = None
+            if isinstance(event, Exception):
+                raise event
+            return event
+
         self._pending = poll
-        # The request cannot be interrupted, so that it has a thread of its own.
-        threading.Thread(target=ask, daemon=True, name="ebbflow-quorum").start()
+        threading.Thread(target=run, daemon=True, name="ebbflow-membership").start()
+
+    def _check_heartbeats(self, besides: Sequence[str]) -> MembershipEvent:
+        ages = self._heartbeat_ages()
+        dead = without_heartbeat(ages, ages, self._heartbeat_timeout_s)
+        asked = sorted(ages.keys() - {*dead, *besides}) if besides else []
+        groups = {name: self._fetch_group(name) for name in asked}
+        return HeartbeatsReceived(now=monotonic(), ages=ages, groups=groups)
+
+    def _fetch_group(self, name: str) -> tuple[str, ...] | None:
+        """Read from the store of a replica in which quorum group it takes part, or took part last; None if unknown."""
+        try:
+            with open_store(name.rpartition("@")[2], self._secret, timeout_s=_STORE_TIMEOUT_S) as store:
+                found = store.get([_GROUP_KEY], timeout_s=0.0)
+            return tuple(str(one) for one in json.loads(found[0])) if found is not None else ()
+        except (StoreLost, ValueError):
+            return None
 
     def _exchange_handshakes(self, instruction: SendHandshake) -> None:
-        keys = [f"handshake/{rank}" for rank in range(instruction.size)]
-        answers: queue.SimpleQueue[tuple[Handshake, ...] | Exception] = queue.SimpleQueue()
-        refused_before = self._store.refused if self._store is not None else 0
-        refused_at: float | None = None
+        """Exchange handshakes, and make sure that all replicas have read the same ones.
 
-        def exchange() -> None:
+        The store may hold handshakes of an earlier quorum with the same number, which a lighthouse that was restarted
+        has given twice. So each replica also sets a key with a digest of all handshakes that it has read: nobody can
+        know the digest of a handshake that has just been written without having read it.
+        """
+        own, ranks = instruction.rank, range(instruction.size)
+        self._abandoned.set()
+        abandoned = self._abandoned = threading.Event()
+
+        def exchange() -> MembershipEvent:
+            deadline = monotonic() + _CONNECT_TIMEOUT_S
             try:
                 with open_store(instruction.rendezvous, self._secret, timeout_s=_CONNECT_TIMEOUT_S) as store:
-                    store.set({keys[instruction.rank]: instruction.handshake.encode().encode()})
-                    found = store.get(keys, timeout_s=_CONNECT_TIMEOUT_S)
-                if found is None:
-                    raise StoreLost("not all replicas answered")
-                answers.put(tuple(Handshake.decode(text) for text in found))
+                    store.set({f"handshake/{own}": instruction.handshake.encode().encode()})
+                    while monotonic() < deadline and not abandoned.is_set():
+                        texts = store.get([f"handshake/{rank}" for rank in ranks], timeout_s=_READ_AGAIN_S)
+                        if texts is None:
+                            continue
+                        digest = hashlib.sha256(b"\0".join(texts)).hexdigest()
+                        store.set({f"confirmed/{own}/{digest}": b""})
+                        if store.get([f"confirmed/{rank}/{digest}" for rank in ranks], timeout_s=_READ_AGAIN_S) is None:
+                            continue
+                        handshakes = tuple(Handshake.decode(text) for text in texts)
+                        return HandshakesReceived(now=monotonic(), handshakes=handshakes)
+                raise StoreLost("not all replicas answered")
             except (StoreLost, ValueError) as error:  # the store ended with the replica that had it
-                answers.put(error)
+                foreign = isinstance(error, NotAuthenticated)
+                return HandshakeFailed(now=monotonic(), reason=f"the handshake failed: {error}", foreign=foreign)
+
+        refused_before = self._store.refused if self._store is not None else 0
+        refused_at: float | None = None
+        self._in_background(exchange, _HANDSHAKE_POLL_S)
+        waiting = self._pending
 
         def poll() -> MembershipEvent:
             nonlocal refused_at
-            now = monotonic()
-            try:
-                answer = answers.get(timeout=_HANDSHAKE_POLL_S)
-            except queue.Empty:
-                if refused_at is None and self._store is not None and self._store.refused > refused_before:
-                    refused_at = now
-                if refused_at is None or now - refused_at < _AFTER_REFUSAL_S:
-                    return Tick(now=now)
-                answer = NotAuthenticated(
-                    "a replica that came to this one's store does not know the secret of this one"
-                )
+            assert waiting is not None
+            event = waiting()
+            if not isinstance(event, Tick):
+                return event
+            if refused_at is None and self._store is not None and self._store.refused > refused_before:
+                refused_at = event.now
+            if refused_at is None or event.now - refused_at < _AFTER_REFUSAL_S:
+                return event
             self._pending = None
-            if isinstance(answer, Exception):
-                foreign = isinstance(answer, NotAuthenticated)
-                return HandshakeFailed(now=monotonic(), reason=f"the handshake failed: {answer}", foreign=foreign)
-            return HandshakesReceived(now=monotonic(), handshakes=answer)
+            reason = "a replica that came to this one's store does not know the secret of this one"
+            return HandshakeFailed(now=event.now, reason=f"the handshake failed: {reason}", foreign=True)
 
         self._pending = poll
-        # Neither connecting nor waiting can be interrupted, so that they have a thread of their own.
-        threading.Thread(target=exchange, daemon=True, name="ebbflow-handshake").start()
 
-    def _connect(self, instruction: Connect) -> MembershipEvent:
+    def _connect(self, instruction: Connect) -> MembershipEvent | None:
         own = instruction.names[instruction.rank]
         others = [name for name in instruction.names if name != own]
-        self._group = ProcessGroup(
+        self._group = group = ProcessGroup(
             instruction.rendezvous + (f"/{self.ranks.rank}" if self.ranks.size > 1 else ""),
             instruction.rank,
             len(instruction.names),
@@ -499,12 +563,19 @@ class FleetConnection:
             stopped=lambda: without_heartbeat(others, self._heartbeat_ages(), self._heartbeat_timeout_s),
             fault=self._fault,
         )
-        try:
-            self._group.connect()
-        except PeerLost as error:
-            self._drop()
-            return _connection_failed(error)
-        return GroupConnected(now=monotonic())
+
+        def connect() -> MembershipEvent:
+            try:
+                with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+                    group.connect()
+            except PeerLost as error:
+                return _connection_failed(error)
+            return GroupConnected(now=monotonic())
+
+        if self.ranks.size > 1:  # they report together
+            return connect()
+        self._in_background(connect, _CONNECT_POLL_S)
+        return None
 
     def _heartbeat_ages(self) -> dict[str, float]:
         return fetch_heartbeat_ages(self.config.lighthouse, timeout_s=self._heartbeat_timeout_s)

@@ -11,9 +11,10 @@ a connection, reads a clock or draws a random number: times, names and what othe
     heal        replicas with another lineage receive the complete state of one that has the right one
     compute     the step; if it is committed, every participant extends its lineage in the same way
 
-If anything fails on the way, the connections are dropped and the lighthouse is asked again. When the lighthouse names
-the same quorum again, the quorum group stays connected. A replica that leaves says so in its last step, and the others
-form the next quorum group among themselves at once: the lighthouse would wait until the leaver's heartbeat times out.
+If anything fails on the way, the connections are dropped and the lighthouse is asked again. If all replicas of the next
+quorum are still connected in the same quorum group, it stays. A replica that leaves says so in its last step, and the
+others form the next quorum group among themselves at once: the lighthouse would wait until the leaver's heartbeat times
+out.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from ebbflow.live.membership_events import (
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
+    PublishGroup,
     QuorumFormed,
     ReceiveState,
     RecordEvent,
@@ -74,14 +76,15 @@ from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 
 __all__ = [
     "UNKNOWN", "Agreement", "Membership", "MembershipPhase", "QuorumGroup", "agree", "describe_difference",
-    "extend_lineage", "fork_lineage", "initial_lineage", "without_heartbeat",
+    "extend_lineage", "fork_lineage", "group_key", "initial_lineage", "without_heartbeat",
 ]  # fmt: skip
 
 UNKNOWN = "unknown"
 """What a replica says in its handshake of what it cannot tell; it agrees with everything."""
 _RETRY_PAUSE_S = 0.2  # before an unreachable lighthouse is tried again
-_OBJECTION_PAUSE_S = 0.1  # before the lighthouse is asked for a better quorum
-_MAX_OBJECTIONS = 5
+_OBJECTION_PAUSE_S = 0.1  # before the lighthouse is asked for a better quorum, and longer the more often it was
+_LONGEST_PAUSE_S = 1.0
+_MAX_OBJECTIONS = 5  # because of a replica that is late
 _MAX_BACKEND_FAILURES = 5  # with the same replicas and no committed step between
 _MAX_FOREIGN = 3  # attempts with another secret, before a replica that never met one with its own gives up
 _EXPLAIN_AFTER_S = 10.0  # for which a replica waits for the others without a word
@@ -174,6 +177,11 @@ def extend_lineage(lineage: int, assignment: Assignment, group: str) -> int:
     return _hash(lineage, assignment.epoch, assignment.start, assignment.stop, group)
 
 
+def group_key(handshakes: Sequence[Handshake]) -> str:
+    """Give the key of a quorum group from the handshakes that all its replicas have. No two groups have the same."""
+    return f"{_hash(*((handshake.name, handshake.attempt) for handshake in handshakes)):012x}"
+
+
 def _hash(*parts: object) -> int:
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[: _LINEAGE_BITS // 8], "big")
@@ -222,7 +230,8 @@ class QuorumGroup:
     """Replicas that compute together, or are about to."""
 
     key: str
-    """A name for this group: no other group, not even one of the same replicas, ever has it."""
+    """A name for this group: no other group, not even one of the same replicas, ever has it. Until the handshakes are
+    there it is empty."""
     rendezvous: str
     names: tuple[str, ...]
     rank: int
@@ -258,11 +267,11 @@ class Membership:
         self._kept: tuple[KeptPart | None, ...] = ()  # of the replicas of the group that forms, for its first step
         self._step_requested = False
         self._told_to_leave = False
-        self._quorum: tuple[int, tuple[str, ...]] = (-1, ())  # the last answer of the lighthouse
-        self._generation = 0  # groups that were formed from that quorum without the lighthouse
+        self._attempt = 0  # requests for a quorum
         self._independent_since: float | None = None  # the group goes on without asking the lighthouse
-        self._commit_failures = 0
+        self._watching_since = 0.0  # since when the lighthouse is there, without interruption as far as is known
         self._objections = 0
+        self._checks = False  # whether this replica asks the living ones that the quorum lacks what they do
         self._last_participants: tuple[str, ...] = ()  # of the last committed step
         self._wait_for_others_until = 0.0
         self._handshake_deadline = 0.0
@@ -303,38 +312,44 @@ class Membership:
         self._reported = ""
         if self.name or not self._explained:
             self._waiting_since, self._explained = event.now, False
+        # A replica that is told to leave takes part in one more step, in which it says so. If it is alone, or the
+        # others do not come, it just leaves.
+        self._wait_for_others_until = event.now + (self.connect_timeout_s if self.group is not None else 0.0)
         if self.group is not None and self._independent_since is not None:
             return self._compute()
-        return self._begin(event.now)
+        return self._begin()
 
     def _register(self, after_s: float = 0.0) -> list[Instruction]:
         self.phase = MembershipPhase.REGISTERING
         return [Register(after_s=after_s)]
 
-    def _begin(self, now: float, after_s: float = 0.0) -> list[Instruction]:
-        """Begin an attempt to form a quorum group."""
+    def _begin(self, after_s: float = 0.0) -> list[Instruction]:
+        """Begin an attempt to form a quorum group, or to go on with the one that is connected."""
         if not self.name:
             return self._register(after_s)
-        # A replica that is told to leave takes part in one more step, in which it says so. If it is alone, or the
-        # others do not come, it just leaves.
-        self._wait_for_others_until = now + (self.connect_timeout_s if self.group is not None else 0.0)
-        failures, self._commit_failures = self._commit_failures, self._commit_failures + 1  # until a step is committed
+        self._attempt += 1
         self.phase = MembershipPhase.ASKING
-        return [AskLighthouse(step=self.state.step, commit_failures=failures, after_s=after_s)]
+        group = self.group.key if self.group is not None else ""
+        return [AskLighthouse(step=self.state.step, group=group, established=self.state.established, after_s=after_s)]
 
     def _on_registered(self, event: Registered) -> list[Instruction]:
         self.name, self.store = event.name, event.store
+        self._watching_since = event.now
         if self._step_requested:
-            return self._begin(event.now)
+            return self._begin()
         self.phase = MembershipPhase.IDLE
         return []
 
     def _on_lighthouse_unreachable(self, event: LighthouseUnreachable) -> list[Instruction]:
+        self._watching_since = event.now
         explained = [RecordEvent("waiting", event.reason)] if self._explanation_due(event.now) else []
         if not self._step_requested:
             self.phase = MembershipPhase.IDLE  # the first step tries again
             return [*explained]
-        return [*explained, *self._fail(event.reason, event.now, _RETRY_PAUSE_S)]
+        if leave := self._leave_if_due(event.now):
+            return leave
+        # The quorum group has nothing to do with it, and stays connected.
+        return [*explained, *self._record_loss(event.reason), *self._begin(_RETRY_PAUSE_S)]
 
     def _explanation_due(self, now: float) -> bool:
         """Whether it is time to say what this replica waits for; once per step."""
@@ -348,44 +363,46 @@ class Membership:
             self.phase = MembershipPhase.IDLE  # the first step leaves
         return self._on_time(event)
 
+    def _leave_if_due(self, now: float) -> list[Instruction]:
+        if self.phase not in (MembershipPhase.ASKING, MembershipPhase.REGISTERING) or not self._told_to_leave:
+            return []
+        if self.phase is MembershipPhase.ASKING and now < self._wait_for_others_until:
+            return []
+        self.phase = MembershipPhase.LEFT
+        return [LeaveFleet(save_state=self.state.established)]
+
     def _on_time(self, event: MembershipEvent) -> list[Instruction]:
-        waits = self.phase is MembershipPhase.ASKING and event.now < self._wait_for_others_until
-        if self.phase in (MembershipPhase.ASKING, MembershipPhase.REGISTERING) and self._told_to_leave and not waits:
-            self.phase = MembershipPhase.LEFT
-            return [LeaveFleet(save_state=self.state.established)]
+        if leave := self._leave_if_due(event.now):
+            return leave
         if self.phase is MembershipPhase.ASKING and self._explanation_due(event.now):
             return [CheckHeartbeats()]
-        if self.phase is MembershipPhase.HANDSHAKE:
+        if self.phase in (MembershipPhase.HANDSHAKE, MembershipPhase.CONNECTING):
             if event.now > self._next_heartbeat_check:
                 self._next_heartbeat_check = event.now + self.heartbeat_timeout_s / 2
                 return [CheckHeartbeats()]
-            if event.now > self._handshake_deadline:
-                return self._fail(
-                    f"not every replica sent its handshake within {self.connect_timeout_s:g} s", event.now
-                )
+            if self.phase is MembershipPhase.HANDSHAKE and event.now > self._handshake_deadline:
+                return self._fail(f"not every replica sent its handshake within {self.connect_timeout_s:g} s")
         return []
 
     def _on_quorum_formed(self, event: QuorumFormed) -> list[Instruction]:
-        quorum = (event.quorum_id, event.replicas)
-        if self.group is not None and quorum == self._quorum:
+        group = self.group
+        if group is not None and event.replicas == group.names and set(event.groups) == {group.key}:
             return self._compute()
-        dropped = self._drop()
-        if event.quorum_id < self._quorum[0]:
-            # Another lighthouse than before, whose numbers may have been used. The new name makes every key a new one.
-            self._quorum = (-1, ())
-            self.name = self.store = ""
-            return [*dropped, Unregister(), *self._fail("the lighthouse was restarted", event.now)]
-        self._quorum, self._generation = quorum, 0
+        if len(event.replicas) < self.min_replicas:
+            reason = f"{len(event.replicas)} replicas are here, and {self.min_replicas} are needed"
+            return self._fail(reason, _LONGEST_PAUSE_S)
         self._forming = QuorumGroup(
-            key="/".join((str(event.quorum_id), *event.replicas)),
-            rendezvous=f"{event.store}/ebbflow/{event.quorum_id}",
+            key="",
+            rendezvous=f"{event.store}/ebbflow/{event.quorum_id}-{_hash(*event.replicas):012x}",
             names=event.replicas,
             rank=event.rank,
         )
-        if self._missing and self._objections < _MAX_OBJECTIONS:
+        # One replica asks those that the quorum lacks what they do: if possible one that knows the lighthouse for long.
+        self._checks = event.rank == (event.established.index(True) if any(event.established) else 0)
+        if self._checks or (self._missing and self._objections < _MAX_OBJECTIONS):
             self.phase = MembershipPhase.CHECKING
-            return [*dropped, CheckHeartbeats()]
-        return [*dropped, *self._send_handshake(event.now, objects=False)]
+            return [CheckHeartbeats(besides=event.replicas if self._checks else ())]
+        return self._send_handshake(event.now, objects=False)
 
     # From a quorum to a connected group -------------------------------------------------------------------------------
 
@@ -402,13 +419,28 @@ class Membership:
             return [RecordEvent("waiting", _explain_wait(here, self.min_replicas))]
         assert self._forming is not None
         if self.phase is MembershipPhase.CHECKING:
-            # A lighthouse that stood still for a moment takes all replicas for dead and forms a quorum of whoever asks
-            # first. A replica that hangs sends heartbeats, too, and the lighthouse rightly leaves it out after a while:
-            # so the number of objections is limited.
-            dead = without_heartbeat(self._missing, event.ages, self.heartbeat_timeout_s)
-            return self._send_handshake(event.now, objects=len(dead) < len(self._missing))
+            return self._send_handshake(event.now, objects=self._objects(event))
         dead = without_heartbeat(self._forming.names, event.ages, self.heartbeat_timeout_s)
-        return self._fail(f"no heartbeat of {', '.join(dead)}", event.now) if dead else []
+        return self._fail(f"no heartbeat of {', '.join(dead)}") if dead else []
+
+    def _objects(self, event: HeartbeatsReceived) -> bool:
+        """Whether this quorum must not compute, by what is known of the living replicas that it lacks.
+
+        It must not as long as others may commit steps meanwhile: those of a quorum group none of whose replicas is in
+        this quorum. A replica that does not say in which group it is may be in such a group, and so may one of which
+        the lighthouse has not heard yet, because it has only just been started.
+        """
+        assert self._forming is not None
+        if self._checks and (not event.ages or event.now - self._watching_since < self.heartbeat_timeout_s):
+            return True
+        ours = set(self._forming.names)
+        if any(group is None or (group and ours.isdisjoint(group)) for group in event.groups.values()):
+            return True
+        # A lighthouse that stood still for a moment takes all replicas for dead and forms a quorum of whoever asks
+        # first. A replica that hangs sends heartbeats, too, and the lighthouse rightly leaves it out after a while:
+        # so the number of these objections is limited.
+        late = len(self._missing) - len(without_heartbeat(self._missing, event.ages, self.heartbeat_timeout_s))
+        return late > 0 and self._objections < _MAX_OBJECTIONS
 
     def _send_handshake(self, now: float, *, objects: bool) -> list[Instruction]:
         assert self._forming is not None
@@ -416,15 +448,22 @@ class Membership:
         self._handshake_deadline = now + self.connect_timeout_s
         self._next_heartbeat_check = now + self.heartbeat_timeout_s
         own = Handshake(
-            name=self.name, store=self.store, state=self.state, job=self.job, objects=objects, kept=self._own_kept
+            name=self.name,
+            store=self.store,
+            state=self.state,
+            job=self.job,
+            objects=objects,
+            attempt=self._attempt,
+            kept=self._own_kept,
         )
         return [
+            PublishGroup(self._forming.names),  # before this replica can commit anything in it
             SendHandshake(
                 rendezvous=self._forming.rendezvous,
                 rank=self._forming.rank,
                 size=len(self._forming.names),
                 handshake=own,
-            )
+            ),
         ]
 
     def _on_handshakes_received(self, event: HandshakesReceived) -> list[Instruction]:
@@ -432,8 +471,10 @@ class Membership:
         self._met_others = self._met_others or len(event.handshakes) > 1
         if any(handshake.objects for handshake in event.handshakes):
             self._objections += 1
-            reason = "the lighthouse left out a replica that still sends heartbeats"
-            return self._fail(reason, event.now, _OBJECTION_PAUSE_S)
+            pause_s = min(_LONGEST_PAUSE_S, _OBJECTION_PAUSE_S * max(1, self._objections - _MAX_OBJECTIONS))
+            reason = "a replica that the lighthouse has left out sends heartbeats and may still be training"
+            explained = [RecordEvent("waiting", reason)] if self._explanation_due(event.now) else []
+            return [*explained, *self._begin(pause_s)]
         self._agreement = agree(event.handshakes)
         if self._forming.rank in self._agreement.incompatible:
             self.name = self.store = ""
@@ -441,20 +482,24 @@ class Membership:
             return [Unregister(), Refuse(describe_difference(self.job, self._agreement.job))]
         if self._agreement.incompatible:
             refused = ", ".join(event.handshakes[rank].name for rank in sorted(self._agreement.incompatible))
-            return self._fail(f"incompatible replicas were refused: {refused}", event.now)
+            return self._fail(f"incompatible replicas were refused: {refused}")
         # A part of a step that follows another state than the one that counts is worth nothing.
         kept = [
             None if rank in self._agreement.transfers else handshake.kept
             for rank, handshake in enumerate(event.handshakes)
         ]
         self._kept = tuple(kept) if any(kept) else ()
+        key = group_key(event.handshakes)
+        address = self._forming.rendezvous.partition("/")[0]
         stores = tuple(handshake.store for handshake in event.handshakes)
-        return self._connect(dataclasses.replace(self._forming, stores=stores))
+        group = dataclasses.replace(self._forming, key=key, rendezvous=f"{address}/ebbflow/{key}", stores=stores)
+        return self._connect(group, event.now)
 
-    def _connect(self, group: QuorumGroup) -> list[Instruction]:
+    def _connect(self, group: QuorumGroup, now: float) -> list[Instruction]:
         self._forming = group
         self.phase = MembershipPhase.CONNECTING
-        return [Connect(rendezvous=group.rendezvous, names=group.names, rank=group.rank)]
+        self._next_heartbeat_check = now + self.heartbeat_timeout_s
+        return [*self._drop(), Connect(rendezvous=group.rendezvous, names=group.names, rank=group.rank)]
 
     def _on_group_connected(self, event: GroupConnected) -> list[Instruction]:
         assert self._forming is not None
@@ -474,7 +519,7 @@ class Membership:
     def _on_checkpoint_loaded(self, event: CheckpointLoaded) -> list[Instruction]:
         self.state = dataclasses.replace(self.state, step=event.step, lineage=event.lineage)
         self._own_kept = None
-        return self._fail("a checkpoint is further than all replicas", event.now)
+        return self._fail("a checkpoint is further than all replicas")
 
     def _on_no_newer_checkpoint(self, event: NoNewerCheckpoint) -> list[Instruction]:
         return self._heal()
@@ -526,7 +571,7 @@ class Membership:
         group = self.group
         assert group is not None
         self.phase = MembershipPhase.IDLE
-        self._commit_failures = self._objections = self._backend_failures = 0
+        self._objections = self._backend_failures = 0
         self._last_participants = group.names
         self.state = ReplicaState(
             step=self.state.step + 1,
@@ -546,18 +591,17 @@ class Membership:
         """Form the next group at once with those who stay. All participants know who leaves, so all do the same."""
         stay = [rank for rank in range(len(group.names)) if rank not in event.leaving]
         if len(stay) < self.min_replicas:
-            return self._fail(f"{len(stay)} replicas are left, and {self.min_replicas} are needed", event.now)
+            return self._fail(f"{len(stay)} replicas are left, and {self.min_replicas} are needed")
         self._last_participants = tuple(group.names[rank] for rank in stay)
-        self._generation += 1
         stores = tuple(group.stores[rank] for rank in stay)
         following = QuorumGroup(
-            key=f"{group.key}+{self._generation}",
-            rendezvous=f"{stores[0]}/ebbflow/{self._quorum[0]}+{self._generation}",
+            key=f"{group.key}+",  # no group has two successors
+            rendezvous=f"{stores[0]}/ebbflow/{group.key}+",
             names=self._last_participants,
             rank=stay.index(group.rank),
             stores=stores,
         )
-        return [*self._drop(), *self._connect(following)]
+        return [PublishGroup(following.names), *self._connect(following, event.now)]
 
     def _on_weights_differ(self, event: WeightsDiffer) -> list[Instruction]:
         # It is no longer established, so that its state does not count; the training loop gives it another lineage, so
@@ -575,10 +619,10 @@ class Membership:
         if not event.foreign or self._met_others:
             # Whoever can reach the lighthouse can take a place in a quorum without knowing the secret. It must not end
             # those that do know it.
-            return self._fail(event.reason, event.now, _OBJECTION_PAUSE_S if event.foreign else 0.0)
+            return self._fail(event.reason, _OBJECTION_PAUSE_S if event.foreign else 0.0)
         self._foreign += 1
         if self._foreign < _MAX_FOREIGN:
-            return self._fail(event.reason, event.now, _OBJECTION_PAUSE_S)
+            return self._fail(event.reason, _OBJECTION_PAUSE_S)
         self.name = self.store = ""
         self.phase = MembershipPhase.REFUSED
         difference = "its secret (EBBFLOW_SECRET, or the file secret in the folder of the job) is not that of the fleet"
@@ -587,30 +631,34 @@ class Membership:
     def _on_failure(self, event: ConnectionFailed | StepFailed) -> list[Instruction]:
         group = self.group or self._forming
         if not event.backend or group is None:
-            return self._fail(event.reason, event.now)
+            return self._fail(event.reason)
         # A peer that was lost is missing in the next quorum. Whatever fails with the same replicas as before, such as
         # NCCL with two of them on one GPU, would fail for ever.
         self._backend_failures = self._backend_failures + 1 if group.names == self._failed_names else 1
         self._failed_names = group.names
         if self._backend_failures < _MAX_BACKEND_FAILURES:
-            return self._fail(event.reason, event.now)
+            return self._fail(event.reason)
         dropped = self._drop()
         self.name = self.store = ""
         self.phase = MembershipPhase.REFUSED
         return [RecordEvent("lost", event.reason), *dropped, Unregister(), GiveUp(event.reason)]
 
-    def _fail(self, reason: str, now: float, pause_s: float = 0.0) -> list[Instruction]:
+    def _fail(self, reason: str, pause_s: float = 0.0) -> list[Instruction]:
         """Give the group up, and begin again if a step is requested."""
-        # A lighthouse that is away for hours is one event in the record.
-        recorded = [RecordEvent("lost", reason)] if reason != self._reported else []
-        self._reported = reason
+        recorded = self._record_loss(reason)
         self._independent_since = None
-        self._commit_failures += 1
+        self._wait_for_others_until = 0.0
         dropped = self._drop()
         if not self._step_requested:
             self.phase = MembershipPhase.IDLE
             return [*recorded, *dropped]
-        return [*recorded, *dropped, *self._begin(now, pause_s)]
+        return [*recorded, *dropped, *self._begin(pause_s)]
+
+    def _record_loss(self, reason: str) -> list[Instruction]:
+        # A lighthouse that is away for hours is one event in the record.
+        recorded = [RecordEvent("lost", reason)] if reason != self._reported else []
+        self._reported = reason
+        return [*recorded]
 
     def _drop(self) -> list[Instruction]:
         if self.group is None:
@@ -631,7 +679,7 @@ _HANDLERS: Mapping[type[MembershipEvent], _Handler] = {
     QuorumFormed: (Membership._on_quorum_formed, {MembershipPhase.ASKING}),
     HeartbeatsReceived: (
         Membership._on_heartbeats_received,
-        {MembershipPhase.ASKING, MembershipPhase.CHECKING, MembershipPhase.HANDSHAKE},
+        {MembershipPhase.ASKING, MembershipPhase.CHECKING, MembershipPhase.HANDSHAKE, MembershipPhase.CONNECTING},
     ),
     HandshakesReceived: (Membership._on_handshakes_received, {MembershipPhase.HANDSHAKE}),
     HandshakeFailed: (Membership._on_handshake_failed, {MembershipPhase.HANDSHAKE}),

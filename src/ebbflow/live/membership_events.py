@@ -19,7 +19,8 @@ __all__ = [
     "DropConnections", "MembershipEvent", "GiveUp", "GroupConnected", "Handshake", "HandshakeFailed",
     "HandshakesReceived",
     "HeartbeatsReceived", "Instruction", "KeptPart", "LeaveFleet", "LighthouseUnreachable", "LighthouseWanted",
-    "LoadCheckpoint", "NoNewerCheckpoint", "QuorumFormed", "ReceiveState", "RecordEvent", "Refuse", "Register",
+    "LoadCheckpoint", "NoNewerCheckpoint", "PublishGroup", "QuorumFormed", "ReceiveState", "RecordEvent", "Refuse",
+    "Register",
     "Registered", "ReplicaState", "SendHandshake", "SendState", "Started", "StateReceived", "StateSent",
     "StepCommitted", "StepFailed", "StepRequested", "Tick", "ToldToLeave", "Unregister", "WeightsDiffer",
 ]  # fmt: skip
@@ -61,7 +62,9 @@ class Handshake:
     job: Mapping[str, str] = field(default_factory=dict)
     """What must be the same for all: job, versions, model, seed, rule, ..."""
     objects: bool = False
-    """Whether it misses a replica that still sends heartbeats: then all ask the lighthouse again."""
+    """Whether this must not become a quorum group, because replicas that it lacks are alive: then all ask again."""
+    attempt: int = 0
+    """How often this replica had asked for a quorum. With the name, it distinguishes this handshake from all others."""
     kept: KeptPart | None = None
     """What it has computed of the step that follows this state, in an attempt that failed."""
 
@@ -86,6 +89,7 @@ class Handshake:
                 state=state,
                 job={str(key): str(value) for key, value in body["job"].items()},
                 objects=bool(body["objects"]),
+                attempt=int(body["attempt"]),
                 kept=kept
                 and KeptPart(
                     workers=int(kept["workers"]),
@@ -145,12 +149,16 @@ class QuorumFormed(MembershipEvent):
     """The lighthouse answered the request for a quorum."""
 
     quorum_id: int
-    """Number of the quorum; the lighthouse increases it if the replicas change or one reports a failed attempt."""
+    """Number of the quorum. A lighthouse that was restarted begins again with 1, so nothing may depend on it alone."""
     replicas: tuple[str, ...]
     """Names by rank."""
     rank: int
     store: str
     """HOST:PORT of the store where the replicas of the quorum meet."""
+    groups: tuple[str, ...]
+    """By rank: the key of the quorum group in which the replica is still connected, or nothing."""
+    established: tuple[bool, ...]
+    """By rank: whether it has committed a step with this fleet since it started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +167,8 @@ class HeartbeatsReceived(MembershipEvent):
 
     ages: Mapping[str, float]
     """Seconds since the last heartbeat of each replica; empty if the lighthouse did not answer."""
+    groups: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
+    """Replicas of the last quorum group of each living replica that was asked for it; None if it did not answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,7 +267,7 @@ class ToldToLeave(MembershipEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick(MembershipEvent):
-    """Time has passed while this replica waits for the lighthouse or for handshakes."""
+    """Time has passed while this replica waits for the lighthouse, for handshakes or for connections."""
 
 
 # Instructions ---------------------------------------------------------------------------------------------------------
@@ -285,8 +295,9 @@ class AskLighthouse(Instruction):
     """Request a quorum; meanwhile report `Tick` and `ToldToLeave` -> `QuorumFormed`, `LighthouseUnreachable`."""
 
     step: int
-    commit_failures: int
-    """Attempts since the last committed step; above 0, the lighthouse forms a new quorum even of the same replicas."""
+    group: str = ""
+    """Key of the quorum group in which this replica is connected, or nothing."""
+    established: bool = False
     after_s: float = 0.0
     """How long to wait before."""
 
@@ -294,6 +305,9 @@ class AskLighthouse(Instruction):
 @dataclass(frozen=True, slots=True)
 class CheckHeartbeats(Instruction):
     """Ask the lighthouse about heartbeats -> `HeartbeatsReceived`."""
+
+    besides: tuple[str, ...] = ()
+    """If not empty: ask all living replicas except these for their quorum group, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,13 +324,20 @@ class SendHandshake(Instruction):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connect(Instruction):
-    """Connect the quorum group -> `GroupConnected`, `ConnectionFailed`."""
+    """Connect the quorum group; meanwhile report `Tick` -> `GroupConnected`, `ConnectionFailed`."""
 
     rendezvous: str
     """HOST:PORT/PREFIX of the store and of the keys in it."""
     names: tuple[str, ...]
     """By rank."""
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishGroup(Instruction):
+    """Tell whoever asks (`CheckHeartbeats`) in which quorum group this replica takes part in steps."""
+
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

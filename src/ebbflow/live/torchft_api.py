@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ebbflow.core.extras import require
 from ebbflow.errors import BrokenExtra, MissingExtra
 
 __all__ = [
-    "SUPPORTED_VERSION", "USED_MEMBERS", "manager_client", "manager_server", "missing_members", "nccl_group",
+    "SUPPORTED_VERSION", "USED_MEMBERS", "lighthouse_client", "manager_server", "missing_members", "nccl_group",
     "request_quorum", "require_torchft", "start_lighthouse",
 ]  # fmt: skip
 
@@ -25,9 +26,9 @@ SUPPORTED_VERSION = "0.2.0"
 """Lighthouse and managers must be of one version, so that pyproject.toml asks for this one."""
 
 USED_MEMBERS = (
-    "LighthouseServer.address", "LighthouseServer.shutdown", "ManagerClient._quorum", "ManagerServer.address",
-    "ManagerServer.shutdown", "QuorumResult.quorum_id", "QuorumResult.replica_ids", "QuorumResult.replica_rank",
-    "QuorumResult.store_address",
+    "LighthouseClient.quorum", "LighthouseServer.address", "LighthouseServer.shutdown", "ManagerServer.shutdown",
+    "Quorum.participants", "Quorum.quorum_id", "QuorumMember.data", "QuorumMember.replica_id",
+    "QuorumMember.store_address",
 )  # fmt: skip
 """What this package uses of torchft's compiled part, public or not; it is looked for when that is loaded."""
 
@@ -89,15 +90,18 @@ def start_lighthouse(
 
 
 def manager_server(
-    name: str, *, lighthouse: str, host: str, store: str, heartbeat_interval: timedelta, connect_timeout: timedelta
+    name: str, *, lighthouse: str, host: str, heartbeat_interval: timedelta, connect_timeout: timedelta
 ) -> Any:
-    """Start the manager server of a replica, which sends its heartbeats; it has `address()` and `shutdown()`."""
+    """Start the manager server of a replica, which sends its heartbeats from a thread of its own; it has `shutdown()`.
+
+    Quorums are not requested from it: if the lighthouse dies meanwhile, it does not report that.
+    """
     return load_compiled_part().ManagerServer(
         replica_id=name,
         lighthouse_addr=f"http://{lighthouse}",
         hostname=host,
         bind=f"[{host}]:0" if ":" in host else f"{host}:0",
-        store_addr=store,
+        store_addr="",
         world_size=1,
         heartbeat_interval=heartbeat_interval,
         connect_timeout=connect_timeout,
@@ -105,22 +109,20 @@ def manager_server(
     )
 
 
-def manager_client(address: str, *, connect_timeout: timedelta) -> Any:
-    """Connect to a manager server."""
-    return load_compiled_part().ManagerClient(address, connect_timeout=connect_timeout)
+def lighthouse_client(address: str, *, connect_timeout: timedelta) -> Any:
+    """Connect to the lighthouse at HOST:PORT, for requests."""
+    return load_compiled_part().LighthouseClient(f"http://{address}", connect_timeout=connect_timeout)
 
 
-def request_quorum(client: Any, *, step: int, commit_failures: int, timeout: timedelta) -> Any:
-    """Wait for the lighthouse's quorum: `quorum_id`, `replica_ids`, `replica_rank`, `store_address`."""
-    return client._quorum(
-        group_rank=0,
-        step=step,
-        checkpoint_metadata="",
-        shrink_only=False,
-        timeout=timeout,
-        init_sync=False,
-        commit_failures=commit_failures,
-    )
+def request_quorum(
+    client: Any, *, name: str, store: str, step: int, data: Mapping[str, str], timeout: timedelta
+) -> Any:
+    """Wait for the lighthouse's quorum: `quorum_id`, and `participants` with their `replica_id`s and what they said.
+
+    The address of the manager is not said, so that the button of the lighthouse's page that kills a replica has no
+    effect.
+    """
+    return client.quorum(replica_id=name, timeout=timeout, store_address=store, step=step, data=dict(data))
 
 
 def nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
