@@ -82,8 +82,8 @@ __all__ = [
 UNKNOWN = "unknown"
 """What a replica says in its handshake of what it cannot tell; it agrees with everything."""
 _RETRY_PAUSE_S = 0.2  # before an unreachable lighthouse is tried again
-_OBJECTION_PAUSE_S = 0.1  # before the lighthouse is asked for a better quorum, and longer the more often it was
-_LONGEST_PAUSE_S = 1.0
+_OBJECTION_PAUSE_S = 0.1  # before the lighthouse is asked for a better quorum
+_TOO_FEW_PAUSE_S = 1.0  # before the lighthouse is asked for a larger one
 _MAX_OBJECTIONS = 5  # because of a replica that is late
 _MAX_BACKEND_FAILURES = 5  # with the same replicas and no committed step between
 _MAX_FOREIGN = 3  # attempts with another secret, before a replica that never met one with its own gives up
@@ -390,7 +390,7 @@ class Membership:
             return self._compute()
         if len(event.replicas) < self.min_replicas:
             reason = f"{len(event.replicas)} replicas are here, and {self.min_replicas} are needed"
-            return self._fail(reason, _LONGEST_PAUSE_S)
+            return self._fail(reason, _TOO_FEW_PAUSE_S)
         self._forming = QuorumGroup(
             key="",
             rendezvous=f"{event.store}/ebbflow/{event.quorum_id}-{_hash(*event.replicas):012x}",
@@ -471,10 +471,10 @@ class Membership:
         self._met_others = self._met_others or len(event.handshakes) > 1
         if any(handshake.objects for handshake in event.handshakes):
             self._objections += 1
-            pause_s = min(_LONGEST_PAUSE_S, _OBJECTION_PAUSE_S * max(1, self._objections - _MAX_OBJECTIONS))
             reason = "a replica that the lighthouse has left out sends heartbeats and may still be training"
             explained = [RecordEvent("waiting", reason)] if self._explanation_due(event.now) else []
-            return [*explained, *self._begin(pause_s)]
+            # The same pause for all, so that they ask again at the same time.
+            return [*explained, *self._begin(_OBJECTION_PAUSE_S)]
         self._agreement = agree(event.handshakes)
         if self._forming.rank in self._agreement.incompatible:
             self.name = self.store = ""
