@@ -510,7 +510,7 @@ def test_replicas_that_cannot_connect_ask_again() -> None:
 def attempt(membership: Membership, number: int, *replicas: str, backend: bool = True) -> list[Instruction]:
     """One more attempt with these replicas, in which the sum of the gradients fails."""
     equal = handshakes(*[(0, 5, True)] * len(replicas))
-    react(membership, requested(), quorum(*replicas, number=number), equal, GroupConnected(now=0))
+    react(membership, requested(), *accepted(*replicas, number=number), equal, GroupConnected(now=0))
     return react(membership, StepFailed(now=0, reason="duplicate GPU", backend=backend))
 
 
@@ -532,26 +532,25 @@ def test_lost_connections_other_replicas_and_committed_steps_are_no_reason_to_gi
     for number in range(20, 30):
         assert GiveUp("duplicate GPU") not in attempt(membership, number, "a", "b")
         equal = handshakes((0, 5, True), (0, 5, True))
-        react(membership, requested(), quorum("a", "b", number=number + 100), equal, GroupConnected(now=0), committed())
-        membership._quorum = (-1, ())
+        react(membership, requested(), *accepted("a", "b"), equal, GroupConnected(now=0), committed())
 
 
 def test_a_newcomer_with_another_secret_gives_up_and_one_that_met_others_does_not() -> None:
     failed = HandshakeFailed(now=0, reason="another secret", foreign=True)
     membership = asking()
     for number in range(1, 3):
-        assert isinstance(react(membership, quorum("a", "b", number=number), failed)[-1], AskLighthouse)
-    (unregister, refused) = react(membership, quorum("a", "b", number=3), failed)
+        assert isinstance(react(membership, *accepted("a", "b", number=number), failed)[-1], AskLighthouse)
+    (unregister, refused) = react(membership, *accepted("a", "b", number=3), failed)
     assert unregister == Unregister() and isinstance(refused, Refuse) and "secret" in refused.difference
     trained = computing("a", "b")
     react(trained, committed(), requested(step=1))
     for number in range(2, 20):  # whoever has no secret can only delay those that have it
-        assert isinstance(react(trained, quorum("a", "b", "x", number=number), failed)[-1], AskLighthouse)
+        assert isinstance(react(trained, *accepted("a", "b", "x", number=number), failed)[-1], AskLighthouse)
 
 
 def test_a_replica_whose_weights_differ_is_no_longer_established() -> None:
     membership = computing("a", "b")
-    react(membership, committed(), requested(step=1), quorum("a", "b"))
+    react(membership, committed(), requested(step=1), quorum("a", "b", group=KEY))
     assert membership.state.established
     react(membership, WeightsDiffer(now=0))
     assert not membership.state.established

@@ -491,6 +491,8 @@ class FleetConnection:
             with open_store(name.rpartition("@")[2], self._secret, timeout_s=_STORE_TIMEOUT_S) as store:
                 found = store.get([_GROUP_KEY], timeout_s=0.0)
             return tuple(str(one) for one in json.loads(found[0])) if found is not None else ()
+        except NotAuthenticated:  # it is of another fleet
+            return ()
         except (StoreLost, ValueError):
             return None
 
