@@ -13,7 +13,8 @@ import torch
 from contract.suite import EPOCHS, counted_loss, make_data, make_model, nested
 from ebbflow.engines import allreduce, process_group
 from ebbflow.engines.base import Faults
-from ebbflow.live import equality
+from ebbflow.engines.process_group import ProcessGroup
+from ebbflow.live import equality, state_transfer
 from ebbflow.live.live_session import join
 from ebbflow.live.protocol import fetch_heartbeat_ages
 from ebbflow.optim.elastic import ElasticOptimizer
@@ -53,7 +54,11 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     os.environ.update({**environment, **arguments.get("environment", {})})
     torch.set_num_threads(1)
     allreduce.BUCKET_BYTES = arguments.get("bucket_bytes", allreduce.BUCKET_BYTES)
+    state_transfer._DESCRIBED = 64  # so that even the tensors of a tiny model are sent as large ones are
     enter_network(arguments.get("network"))
+    folder, own = Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"]
+    if arguments.get("receive_later"):
+        receive_later(folder, own)
     x, y = make_data()
     model = make_model(batch_norm=arguments.get("batch_norm", True))
     if (initial := arguments.get("initial")) is not None:
@@ -70,9 +75,12 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     if (said := arguments.get("backend_says")) is not None:
         break_backend(said)
     equality.CHECK_EVERY = arguments.get("check_every", equality.CHECK_EVERY)
-    hold, full_speed = arguments.get("hold"), Path(environment["EBBFLOW_FOLDER"]) / "full-speed"
+    hold, full_speed = arguments.get("hold"), folder / "full-speed"
 
     def pace(row: Any) -> None:
+        if arguments.get("note"):
+            with (folder / f"{own}.committed").open("a") as file:
+                print(row.step, file=file)
         if hold is not None and row.step >= hold and not full_speed.exists():
             time.sleep(arguments.get("hold_s", 0.2))
         if row.step == arguments.get("tamper"):
@@ -82,7 +90,7 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     data: TensorSource = NestedSource(x, y) if counted else TensorSource(x, y)
     if arguments.get("note"):
         data = NotedSource(x, y)
-        data.file = Path(environment["EBBFLOW_FOLDER"]) / f"{environment['EBBFLOW_REPLICA']}.fetched"
+        data.file = folder / f"{own}.fetched"
 
     with join(
         model,
@@ -98,7 +106,6 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         checkpoint_every_s=arguments.get("checkpoint_every_s", 60.0),
     ) as fleet:
         if (everybody := arguments.get("all")) is not None:
-            folder, own = Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"]
             together(folder, environment["EBBFLOW_LIGHTHOUSE"], own, everybody)
         fleet.run()
 
@@ -123,6 +130,19 @@ def break_backend(said: str) -> None:
             raise RuntimeError(said)
 
     process_group.gloo_group = Broken  # type: ignore[assignment]
+
+
+def receive_later(folder: Path, own: str) -> None:
+    """Let this process receive no tensor of a state before the file `release` is there."""
+    receive = ProcessGroup.receive_tensors
+
+    def waiting(*arguments: Any) -> None:
+        (folder / f"{own}.receiving").touch()
+        while not (folder / "release").exists():
+            time.sleep(0.01)
+        receive(*arguments)
+
+    ProcessGroup.receive_tensors = waiting  # type: ignore[method-assign]
 
 
 def enter_network(name: str | None) -> None:

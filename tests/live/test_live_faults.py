@@ -305,8 +305,46 @@ def test_a_replica_that_misses_a_sum_receives_the_state_of_one_that_has_it(
     assert [row.workers for row in account.steps[5:9]] == [3, 3, 3 - len(losers), 3], "who receives does not compute"
 
 
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_the_others_compute_while_a_new_replica_receives_the_state(fleet: Any, tmp_path: Path) -> None:
+    """r2 receives nothing before r0 has fetched a micro-batch of the step after the last committed one."""
+    group = fleet(all=ALL[:2], hold=2, note=True)
+    group.start("r0", "r1")
+    group.trains("r0", "r1")
+    group.start("r2", receive_later=True)
+    eventually((tmp_path / "r2.receiving").exists, "a transfer")
+    eventually(lambda: lines(tmp_path / "r0.fetched") == lines(tmp_path / "r0.committed") + 1, "a micro-batch")
+    (tmp_path / "release").touch()
+    group.trains(*ALL, members=3)
+    group.stop_holding()
+    assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
+    account, runs = check(tmp_path, *ALL)
+    joined = runs["r2"].steps[0].step
+    assert [row.workers for row in account.steps[joined : joined + 2]] == [2, 3], "it computes from the next step on"
+    fetched = [number for name in ALL for number in (tmp_path / f"{name}.fetched").read_text().split()]
+    assert len(fetched) == EPOCHS * SAMPLES
+
+
+def test_several_new_replicas_are_served_by_several_others(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(hold=2)
+    group.start("r0", "r1", all=ALL[:2])
+    group.trains("r0", "r1")
+    group.start("r2", "r3", all=["r2", "r3"])
+    group.trains("r0", "r1", "r2", "r3", members=4)
+    group.stop_holding()
+    assert set(group.wait().values()) == {0}
+    _, runs = check(tmp_path, "r0", "r1", "r2", "r3")
+    senders = {
+        text.rpartition(" ")[2].partition(":")[0] for name in ("r2", "r3") for text in what(runs[name], "received")
+    }
+    assert senders == {"r0", "r1"}
+
+
 def test_a_new_replica_killed_while_it_receives_the_state(fleet: Any, tmp_path: Path) -> None:
-    group = fleet(all=ALL[:2], hold=2)
+    group = fleet(all=ALL[:2], hold=2, note=True)
     group.start("r0", "r1")
     group.trains("r0", "r1")
     group.start("r2", fault="kill:receive@*")
@@ -314,6 +352,8 @@ def test_a_new_replica_killed_while_it_receives_the_state(fleet: Any, tmp_path: 
     group.stop_holding()
     assert group.wait() == {"r0": 0, "r1": 0, "r2": KILLED}
     check(tmp_path, "r0", "r1")
+    fetched = [number for name in ALL[:2] for number in (tmp_path / f"{name}.fetched").read_text().split()]
+    assert len(fetched) == EPOCHS * SAMPLES, "the others have computed nothing twice"
 
 
 def test_a_replica_killed_while_it_sends_the_state(fleet: Any, tmp_path: Path) -> None:

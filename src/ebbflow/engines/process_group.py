@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -181,6 +181,9 @@ class ProcessGroup:
         self._gloo: Any = None
         self._nccl: Any = None
         self._begun: list[dist.Work] = []
+        self._passing = 0  # messages that are being sent or received
+        self.patience = self._timeout
+        """How long the next collectives may take."""
 
     def connect(self) -> None:
         """Connect with the other processes, which all call this."""
@@ -216,7 +219,7 @@ class ProcessGroup:
             self._fault("allreduce")
             return lambda: None
         options = dist.AllreduceOptions()  # by default a sum
-        options.timeout = self._timeout
+        options.timeout = self.patience
         by_nccl = self._by_nccl and tensor.device.type != "cpu"
         group = self._nccl if by_nccl else self._gloo
         try:
@@ -248,28 +251,58 @@ class ProcessGroup:
         code = self._code(self.rank, to)
         length = len(data).to_bytes(8, "big")
         code.update(length)
-        self._pass_on(self._gloo.send, _tensor(length + code.digest()), to, "announce")
+        self._pass_on(self._connected.send, _tensor(length + code.digest()), to, "announce")
         for chunk in torch.frombuffer(data, dtype=torch.uint8).split(_CHUNK):  # type: ignore[no-untyped-call]
             code.update(chunk.numpy())
-            self._pass_on(self._gloo.send, chunk, to, "send")
-        self._pass_on(self._gloo.send, _tensor(code.digest()), to, "send")
+            self._pass_on(self._connected.send, chunk, to, "send")
+        self._pass_on(self._connected.send, _tensor(code.digest()), to, "send")
 
     def receive(self, source: int) -> memoryview:
         """Receive the bytes that a rank sends; a `PeerLost` if they are not what a process with the secret sent."""
         code = self._code(source, self.rank)
         announced = torch.empty(8 + code.digest_size, dtype=torch.uint8)
-        self._pass_on(self._gloo.recv, announced, source, "announced")
+        self._pass_on(self._connected.recv, announced, source, "announced")
         length = announced.numpy()[:8].tobytes()
         code.update(length)
         _check_code(announced[8:], code, source)
         body = torch.empty(int.from_bytes(length, "big"), dtype=torch.uint8)
         for chunk in body.split(_CHUNK):  # type: ignore[no-untyped-call]
-            self._pass_on(self._gloo.recv, chunk, source, "receive")
+            self._pass_on(self._connected.recv, chunk, source, "receive")
             code.update(chunk.numpy())
         found = torch.empty(code.digest_size, dtype=torch.uint8)
-        self._pass_on(self._gloo.recv, found, source, "receive")
+        self._pass_on(self._connected.recv, found, source, "receive")
         _check_code(found, code, source)
         return body.numpy().data
+
+    def send_tensors(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        """Send the numbers of tensors to a rank that receives them; of one on a GPU a chunk at a time is copied.
+
+        They must not change meanwhile. A thread of its own may do this while others compute and add up.
+        """
+        code = self._code(self.rank, to)
+        for chunk in _chunks(tensors):
+            in_memory = chunk.cpu()
+            code.update(in_memory.numpy().data)
+            self._pass_on(self._connected.send, in_memory, to, "send")
+        self._pass_on(self._connected.send, _tensor(code.digest()), to, "send")
+
+    def receive_tensors(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        """Fill these contiguous tensors of the CPU with the numbers that a rank sends."""
+        code = self._code(source, self.rank)
+        for chunk in _chunks(tensors):
+            self._pass_on(self._connected.recv, chunk, source, "receive")
+            code.update(chunk.numpy().data)
+        found = torch.empty(code.digest_size, dtype=torch.uint8)
+        self._pass_on(self._connected.recv, found, source, "receive")
+        _check_code(found, code, source)
+
+    @property
+    def _connected(self) -> Any:
+        """The gloo group, which another thread may have closed."""
+        gloo = self._gloo
+        if gloo is None:
+            raise PeerLost("the group was closed")
+        return gloo
 
     def _code(self, source: int, to: int) -> hmac.HMAC:
         """The code of a transfer, to which its bytes are added; each transfer of a group has another one."""
@@ -299,7 +332,7 @@ class ProcessGroup:
         """Drop the connections, so that nobody waits for this process any longer. May be called from any thread."""
         if self._nccl is not None and self._nccl_factory is not None:
             self._nccl.abort()
-        if any(not work.is_completed() for work in self._begun):
+        if self._passing or any(not work.is_completed() for work in self._begun):
             # Freeing the group waits for its collectives, some of which may wait for a process that has given up, too.
             threading.Thread(target=list.clear, args=([self._gloo, *self._begun],), daemon=True).start()
         self._begun = []
@@ -332,7 +365,7 @@ class ProcessGroup:
                 return False
             return True
 
-        self._wait_until(ended, work)
+        self._wait_until(ended, work, self.patience)
 
     def _pass_on(self, how: Callable[..., dist.Work], chunk: torch.Tensor, peer: int, point: str) -> None:
         """Send or receive. Gloo breaks the connection when waiting for these is cut short, so a thread waits."""
@@ -358,22 +391,33 @@ class ProcessGroup:
                 raise _lost(error)
             return True
 
-        self._wait_until(ended, work)
+        self._passing += 1
+        try:
+            self._wait_until(ended, work, self._timeout)
+        finally:
+            self._passing -= 1
 
-    def _wait_until(self, ended: Callable[[], bool], work: dist.Work) -> None:
+    def _wait_until(self, ended: Callable[[], bool], work: dist.Work, timeout: timedelta) -> None:
         """Wait until work has ended, or cannot end any more; `ended` itself waits for a while."""
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        deadline = time.monotonic() + timeout.total_seconds()
         while not ended():
             stopped = self._stopped() if self._stopped is not None else ()
             if stopped or time.monotonic() > deadline:
                 self._abandon(work)
-                reason = f"no heartbeat of {', '.join(stopped)}" if stopped else f"no answer in {self._timeout}"
+                reason = f"no heartbeat of {', '.join(stopped)}" if stopped else f"no answer in {timeout}"
                 raise PeerLost(reason)
 
     def _abandon(self, work: dist.Work) -> None:
         """Leave a collective that cannot end; its thread ends by the timeout, and only then may the group be freed."""
         held = (work, self._gloo, self._nccl)
         threading.Thread(target=_hold, args=(held, self._timeout), daemon=True).start()
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The bytes of tensors, as pieces that one message can hold; of a tensor that is not contiguous, of a copy."""
+    for tensor in tensors:
+        if tensor.numel():
+            yield from tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(_CHUNK)  # type: ignore[no-untyped-call]
 
 
 def _tensor(data: bytes) -> torch.Tensor:

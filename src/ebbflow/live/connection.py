@@ -79,10 +79,12 @@ from ebbflow.live.protocol import (
     format_address,
     parse_address,
 )
+from ebbflow.live.state_transfer import put_together, take_apart
 
 __all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransferableState", "TransportUnusable"]
 
 _CONNECT_TIMEOUT_S = 10.0  # for the handshake, and for connecting
+_TRANSFER_S = 24 * 3600.0  # for the collectives of a step in which a replica receives the state
 _COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send heartbeats
 _QUORUM_TIMEOUT = timedelta(minutes=5)  # then the lighthouse is asked again: an answer may have been lost
 _LEAVE_POLL_S = 0.1
@@ -113,11 +115,12 @@ class TransportUnusable(ConfigError):
 class TransferableState(Protocol):
     """The complete state of a replica, which can be sent to a peer and loaded from a checkpoint."""
 
-    def pack(self) -> memoryview:
-        """Write the state after the last committed step; reading it back executes nothing."""
+    def pack(self) -> Any:
+        """The state after the last committed step, in plain containers. Nothing in it changes before the next step is
+        applied."""
 
-    def unpack(self, data: memoryview) -> tuple[int, int]:
-        """Load what `pack` wrote; return its number of committed steps and its lineage."""
+    def unpack(self, state: Any) -> tuple[int, int]:
+        """Load what `pack` returned; return its number of committed steps and its lineage."""
 
     def refresh(self) -> tuple[int, int] | None:
         """Load the newest checkpoint if it is further than this state; return its steps and lineage, or None."""
@@ -167,6 +170,9 @@ class FleetConnection:
         self._abandoned = threading.Event()  # set if what the last thread does is not waited for any longer
         self._told_to_leave = False  # whether that was reported
         self._group: ProcessGroup | None = None
+        self._names: tuple[str, ...] = ()  # of the replicas of the group, by rank
+        self._transfers: list[threading.Thread] = []  # of the state to replicas that need it
+        self._failed_transfers: list[str] = []  # names of replicas that could not receive it
         self._server: Any = None
         self._client: Any = None
         self._store: KeyStore | None = None
@@ -198,7 +204,12 @@ class FleetConnection:
         if not isinstance(instruction, ComputeStep):
             raise LeftFleet
         if self.state.finished:
+            for transfer in self._transfers:
+                transfer.join()
             raise TrainingFinished
+        if self._group is not None:
+            # Those who compute wait for those who receive; whether these still receive anything, the transfer shows.
+            self._group.patience = timedelta(seconds=_TRANSFER_S if instruction.receiving else _COLLECTIVE_TIMEOUT_S)
         return instruction
 
     def all_reduce(self, tensor: torch.Tensor, *, of_rank: int = 0) -> None:
@@ -551,6 +562,7 @@ class FleetConnection:
     def _connect(self, instruction: Connect) -> MembershipEvent | None:
         own = instruction.names[instruction.rank]
         others = [name for name in instruction.names if name != own]
+        self._names, self._transfers, self._failed_transfers = instruction.names, [], []
         self._group = group = ProcessGroup(
             instruction.rendezvous + (f"/{self.ranks.rank}" if self.ranks.size > 1 else ""),
             instruction.rank,
@@ -562,7 +574,10 @@ class FleetConnection:
             device=self._device,
             by_nccl=self.config.transport != "gloo",
             nccl=torchft_api.nccl_group,
-            stopped=lambda: without_heartbeat(others, self._heartbeat_ages(), self._heartbeat_timeout_s),
+            stopped=lambda: [
+                *without_heartbeat(others, self._heartbeat_ages(), self._heartbeat_timeout_s),
+                *self._failed_transfers,
+            ],
             fault=self._fault,
         )
 
@@ -590,23 +605,40 @@ class FleetConnection:
         return CheckpointLoaded(now=monotonic(), step=step, lineage=lineage)
 
     def _send_state(self, receivers: Sequence[int]) -> MembershipEvent:
-        assert self._group is not None
-        data = self.state.pack()
-        try:
-            for rank in receivers:
-                self._group.send(data, rank)
-        except PeerLost as error:
-            return _connection_failed(error)
+        """Begin to send the state, to all receivers at once, while this replica computes the step.
+
+        The state does not change before the step is applied, and the step is not applied before all receivers take part
+        in its sum, which they do when they have everything.
+        """
+        group, names = self._group, self._names
+        assert group is not None
+        description, tensors = take_apart(self.state.pack())
+
+        def send(rank: int) -> None:
+            try:
+                group.send(description, rank)
+                group.send_tensors(tensors, rank)
+            except PeerLost:
+                self._failed_transfers.append(names[rank])  # then the step fails, too
+
+        self._transfers = [
+            threading.Thread(target=send, args=(rank,), daemon=True, name="ebbflow-state") for rank in receivers
+        ]
+        for transfer in self._transfers:
+            transfer.start()
         return StateSent(now=monotonic())
 
     def _receive_state(self, source: int) -> MembershipEvent:
         assert self._group is not None
         try:
-            data = self._group.receive(source)
+            description = self._group.receive(source)
+            state, tensors = put_together(description)
+            self._group.receive_tensors(tensors, source)
         except PeerLost as error:
             return _connection_failed(error)
-        step, lineage = self.state.unpack(data)
-        return StateReceived(now=monotonic(), step=step, lineage=lineage, size=len(data))
+        step, lineage = self.state.unpack(state)
+        size = len(description) + sum(tensor.nbytes for tensor in tensors)
+        return StateReceived(now=monotonic(), step=step, lineage=lineage, size=size)
 
 
 def _connection_failed(error: PeerLost) -> ConnectionFailed:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import hashlib
 import inspect
-import io
 import math
 import os
 import sys
@@ -31,6 +30,7 @@ from ebbflow._version import __version__
 from ebbflow.core.files import hold_lock
 from ebbflow.core.signals import StopSignal
 from ebbflow.engines.base import Engine, EngineParts
+from ebbflow.engines.batches import map_batch
 from ebbflow.engines.replica_ranks import local_shard, replica_ranks
 from ebbflow.engines.replica_step import Loss
 from ebbflow.engines.shards import describe_shards, shard_maker, with_shards, without_shards
@@ -512,26 +512,26 @@ class LiveSession(Session):
         own["fork"] = self.engine.fork  # a replica that receives this state records the same parent as the others
         return {**own, **self.flow.state_dict()}
 
-    def pack(self) -> memoryview:
-        """Write the state after the last committed step; reading it back executes nothing.
+    def pack(self) -> dict[str, Any]:
+        """The state after the last committed step, in plain containers, for a peer that needs it.
 
-        Of a sharded model these are the shards of this rank.
+        Nothing in it changes before the next step is applied, although that is computed meanwhile: the tensors are the
+        model's and the optimizer's own, and what a forward pass may change, buffers and extras, is copied. Of a sharded
+        model these are the shards of this rank.
         """
-        buffer = io.BytesIO()
         state = self._complete_state()
-        torch.save(without_shards(state) if self._ranks.size > 1 else state, buffer)
-        return buffer.getbuffer()
+        buffers = {name for name, _ in self.model.named_buffers()}
+        model = {name: value.clone() if name in buffers else value for name, value in state["model"].items()}
+        extras = map_batch(state["extras"], lambda value: value.clone() if isinstance(value, torch.Tensor) else value)
+        state |= {"model": model, "extras": extras}
+        return without_shards(state) if self._ranks.size > 1 else state
 
-    def unpack(self, data: bytes | memoryview, origin: str = "the state of a peer") -> tuple[int, int]:
-        """Load what `pack` wrote; return its number of committed steps and its lineage.
+    def unpack(self, state: Any) -> tuple[int, int]:
+        """Load what `pack` returned; return its number of committed steps and its lineage.
 
         A state of another job is a CheckpointError and changes nothing.
         """
-        try:
-            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises many kinds for damaged bytes; all mean the same
-            raise CheckpointError(f"{origin} cannot be read: {str(error).partition(chr(10))[0][:200]}") from None
-        return self._load_complete_state(state, origin)
+        return self._load_complete_state(state, "the state of a peer")
 
     def _load_complete_state(self, state: Any, origin: str) -> tuple[int, int]:
         if not isinstance(state, dict) or state.get("version") != STATE_VERSION:

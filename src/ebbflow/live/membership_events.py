@@ -227,7 +227,7 @@ class StateReceived(MembershipEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSent(MembershipEvent):
-    """All peers that needed the state of this replica have received it."""
+    """The state of this replica is on its way to all peers that need it; if one is lost, the step fails."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -352,7 +352,7 @@ class LoadCheckpoint(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SendState(Instruction):
-    """Send the complete state to these ranks -> `StateSent`, `ConnectionFailed`."""
+    """Begin to send the complete state to these ranks, while the step is computed -> `StateSent`."""
 
     to: tuple[int, ...]
 
