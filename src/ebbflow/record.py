@@ -22,7 +22,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -31,11 +31,12 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.trackers import Tracker, tracked_numbers
 from ebbflow.errors import OutputError, RecordError
 
 __all__ = [
-    "End", "Event", "Header", "LayersRow", "NoRecord", "RecordWriter", "Row", "Run", "StepRow", "ValidationRow",
-    "layers_due", "read_record",
+    "End", "Event", "Header", "LayersRow", "NoRecord", "RecordWriter", "Row", "RowTracker", "Run", "StepRow",
+    "ValidationRow", "layers_due", "read_record",
 ]  # fmt: skip
 
 VERSION = 2
@@ -91,6 +92,16 @@ class StepRow:
     stats: Mapping[str, float] = field(default_factory=dict)
     """What else the rule or the engine has to say: gain, noise, signal, ...; with the policy `drop` also `dropped`, the
     samples that the step dropped, and `dropped_in_epoch`, those of its epoch up to this step."""
+
+    def tracked(self, ref_batch: int) -> dict[str, float]:
+        """What trackers and the logs of frameworks show of the step."""
+        return tracked_numbers(
+            workers=self.workers,
+            batch=self.batch,
+            ref_batch=ref_batch,
+            multiplier=self.multiplier,
+            stats=self.stats,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,16 +226,56 @@ def decode(line: str) -> Row:
     return kind(**{name: body[key] for name, key in keys if key in body})
 
 
+class RowTracker:
+    """Sends the rows of a record to a tracker, too, which is opened by the first of them."""
+
+    def __init__(self, make: Callable[[], Tracker], *, ref_batch: int, when: Callable[[], bool] = lambda: True) -> None:
+        """`when`: asked for every row; False if another process sends it."""
+        self._make = make
+        self._ref_batch = ref_batch
+        self._when = when
+        self._tracker: Tracker | None = None
+
+    def write(self, row: Row) -> None:
+        """Send one row: a step, a validation, an event or the end."""
+        if not self._when():
+            return
+        if self._tracker is None:
+            self._tracker = self._make()
+        tracker = self._tracker
+        match row:
+            case StepRow():
+                own = {"lr": row.lr, "lr_base": row.lr_base, "samples": float(row.samples), "epoch": float(row.epoch)}
+                loss = {"loss": row.loss} if row.loss is not None else {}
+                tracker.scalars(row.step, loss | own | row.tracked(self._ref_batch))
+            case ValidationRow():
+                metrics = {f"validation/{name}": value for name, value in row.metrics.items() if value is not None}
+                tracker.scalars(row.step, metrics)
+            case Event():
+                tracker.event(row.step, row.what, row.text)
+            case End():
+                tracker.event(row.steps, row.status, row.text)
+
+    def close(self) -> None:
+        """Let the tracker write what is left."""
+        if self._tracker is not None:
+            self._tracker.close()
+            self._tracker = None
+
+
 class RecordWriter:
-    """Appends rows to a record file.
+    """Appends rows to a record file, and sends them to a tracker if there is one.
 
     `flush` makes what was written so far survive a crash of the process and of the machine and returns the size of
     the file in bytes; `resume_at` cuts the file back to such a size, so that rows written after a checkpoint are not
     repeated when the run continues from it.
     """
 
-    def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
+    tracker: RowTracker | None = None
+
+    def __init__(self, path: Path, *, resume_at: int | None = None, tracker: RowTracker | None = None) -> None:
         self.path = path
+        self.tracker = tracker
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if resume_at is None:
@@ -242,6 +293,8 @@ class RecordWriter:
 
     def write(self, row: Row) -> None:
         """Append one row (buffered)."""
+        if self.tracker is not None:
+            self.tracker.write(row)
         try:
             self._file.write(encode(row) + "\n")
         except OSError as error:
@@ -271,6 +324,8 @@ class RecordWriter:
             finally:
                 with contextlib.suppress(OSError):  # flush has said what there is to say
                     self._file.close()
+                if self.tracker is not None:
+                    self.tracker.close()
 
     def __enter__(self) -> Self:
         return self

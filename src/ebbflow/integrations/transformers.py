@@ -44,6 +44,7 @@ _INSTEAD = {
     "precision": "bf16 or fp16 of TrainingArguments",
     "evaluate": "eval_strategy of TrainingArguments",
     "out": "output_dir of TrainingArguments",
+    "tracker": "report_to of TrainingArguments",
 }
 
 
@@ -262,14 +263,8 @@ class ElasticTrainerMixin(Trainer):  # type: ignore[misc]
         """What the Trainer logs, and with the loss of a step also its batch ratio, multiplier, workers and noise."""
         row = self._applying.row if self._applying is not None else None
         if row is not None and "loss" in logs:
-            logs |= {
-                "workers": row.workers,
-                "batch": row.batch,
-                "batch_ratio": row.batch / self.session.flow.optimizer.base_batch,  # type: ignore[union-attr]
-                "multiplier": row.multiplier,
-            }
-            if "noise_scale" in row.stats:
-                logs["noise_scale"] = row.stats["noise_scale"]
+            assert self.session is not None
+            logs |= row.tracked(self.session.flow.optimizer.base_batch)
         super().log(logs, *arguments, **others)
 
     def _save_checkpoint(self, *arguments: Any, **others: Any) -> None:

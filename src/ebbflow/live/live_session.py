@@ -53,7 +53,7 @@ from ebbflow.live.replica_files import ReplicaRecord, StatusFile
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.policies import make_policy
 from ebbflow.record import NoRecord, StepRow
-from ebbflow.run.assemble import assemble, make_evaluate, make_optimizer, resolve
+from ebbflow.run.assemble import assemble, make_evaluate, make_optimizer, make_tracker, resolve
 from ebbflow.run.checkpoint import save_checkpoint, weights_digest
 from ebbflow.run.config import RunConfig, shows_settings
 from ebbflow.run.flow import OpenStep
@@ -251,7 +251,14 @@ class LiveSession(Session):
             raise
         flow = assemble(self.config, self.task, self._maker, optimizer=self._optimizer)
         flow.max_steps = self._max_steps
-        record = ReplicaRecord(own / "record.jsonl", self._header) if ranks.leads else NoRecord()
+        tracker = make_tracker(  # of the fleet: the rows are the same on all replicas, and the first one sends them
+            self.config,
+            self.fleet.folder,
+            ref_batch=self._optimizer.base_batch,
+            step=lambda: flow.step,
+            when=lambda: self._loop is not None and self.first,
+        )
+        record = ReplicaRecord(own / "record.jsonl", self._header, tracker) if ranks.leads else NoRecord()
         stack.callback(record.close)
         stack.callback(self._checkpoints.wait)
         self._loop = loop = TrainingLoop(

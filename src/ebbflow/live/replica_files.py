@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.live.protocol import ReplicaStatus
-from ebbflow.record import Event, Header, RecordWriter, Row, StepRow, encode
+from ebbflow.record import Event, Header, RecordWriter, Row, RowTracker, StepRow, encode
 
 __all__ = ["ReplicaRecord", "StatusFile"]
 
@@ -30,12 +30,13 @@ class ReplicaRecord:
     records of all replicas together are the history of the fleet (`accounting.py`).
     """
 
-    def __init__(self, path: Path, header: Callable[[], Header]) -> None:
-        """`header`: called only if there is no record yet."""
+    def __init__(self, path: Path, header: Callable[[], Header], tracker: RowTracker | None = None) -> None:
+        """`header`: called only if there is no record yet. `tracker`: where rows go, too."""
         size = _size_of_whole_lines(path)
         self._lock = threading.Lock()  # checkpoints are written, and fail, in a thread of their own
         self._waiting = bytearray()  # what is not in the file yet
         self._disk_full = False
+        self._tracker = tracker
         RecordWriter(path, resume_at=size).close()  # makes the file, or cuts it back to whole lines
         self._path = path
         self._file = path.open("ab", buffering=0)  # a buffer would forget what a full disk does not take
@@ -45,6 +46,8 @@ class ReplicaRecord:
     def write(self, row: Row) -> None:
         """Append a row. While the disk is full, rows wait in memory and training goes on."""
         with self._lock:
+            if self._tracker is not None:
+                self._tracker.write(row)
             self._waiting += encode(row).encode() + b"\n"
             try:
                 self._write_waiting()
@@ -79,6 +82,8 @@ class ReplicaRecord:
                 self._write_waiting()
             except OSError as error:
                 _LOG.warning("%s cannot be written: %s; the newest rows are lost", self._path, error.strerror)
+            if self._tracker is not None:
+                self._tracker.close()
 
 
 def _size_of_whole_lines(path: Path) -> int | None:

@@ -16,6 +16,7 @@ import torch
 
 from ebbflow.core.choices import read_choice
 from ebbflow.core.spec import nearest
+from ebbflow.core.trackers import Tracker, check_tracker, open_tracker, tracked_numbers
 from ebbflow.core.units import whole_number
 from ebbflow.data.sampler import ElasticSampler, MicroBatchInfo
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
@@ -130,6 +131,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         sampler: ElasticSampler | None = None,
         model: torch.nn.Module | None = None,
         stop: StopRequest | None = None,
+        tracker: str | Tracker | None = None,
         schedule: str | Schedule | None = None,
         epochs: int | None = None,
         epoch_samples: int = 0,
@@ -151,7 +153,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
         ("skip"), `Diverged` is raised ("stop"), or nothing is checked, as in torch ("ignore"). With a scaler such steps
         are always skipped. `reduction` says whether the loss of a micro-batch is the mean or the sum over its samples.
         `model` is needed if it is a DistributedDataParallel, which must not combine gradients itself. `stop` is asked
-        after every step whether this process is to stop; `stop_requested` then says it on all ranks.
+        after every step whether this process is to stop; `stop_requested` then says it on all ranks. `tracker`:
+        tensorboard, wandb or mlflow, or several with commas, to which rank 0 sends every step; they write into the
+        folder `runs`, or into the one that is named: `tensorboard(logs)`.
         """
         whole_number(base_batch, "base_batch, the batch at which the rate was tuned,")
         numbers = {"memory_steps": memory_steps, "measure_every": measure_every, "clip": clip}
@@ -198,6 +202,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._scaler = scaler
         self._scale = 1.0  # loss scale of the current step's gradients
         self._stop = stop
+        if isinstance(tracker, str):
+            check_tracker(tracker)
+        self._tracker = tracker if sampler is None or sampler.rank == 0 else None
         self._model = model
         self._without_sync = without_sync(model) if sampler is not None else None
         self._meter = self._make_meter()
@@ -612,7 +619,30 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._samples = context.samples + context.batch
         self.last = update
         self.updated = update.applied
+        if self._tracker is not None:
+            self._track(context, update)
         return update
+
+    def _track(self, context: StepContext, update: Update) -> None:
+        """Send what a step did to the tracker, which is opened at the first one of this process."""
+        if isinstance(self._tracker, str):
+            self._tracker = open_tracker(self._tracker, "runs", name=str(self.rule), step=context.step)
+            weakref.finalize(self, self._tracker.close)
+            self._tracker.settings({"rule": str(self.rule), "base_batch": self.base_batch})
+            if context.step:
+                self._tracker.event(context.step, "resumed", f"after {context.samples} samples")
+        assert self._tracker is not None
+        rates = {"lr": update.lr, "lr_base": update.lr_base, "samples": self._samples}
+        shown = tracked_numbers(
+            workers=context.workers,
+            batch=context.batch,
+            ref_batch=context.ref_batch,
+            multiplier=update.multiplier,
+            stats=update.stats,
+        )
+        self._tracker.scalars(context.step, rates | shown)
+        if not update.applied:
+            self._tracker.event(context.step, "skipped step", "its gradient was not finite")
 
     def _set_base_rates(self, context: StepContext) -> None:
         if self.schedule is None:

@@ -12,6 +12,7 @@ import torch
 
 from ebbflow import workloads
 from ebbflow.core.spec import nearest
+from ebbflow.core.trackers import Tracker, check_tracker, open_tracker
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines import emulated
 from ebbflow.engines.base import ENGINES, EngineMaker, EngineParts
@@ -23,6 +24,7 @@ from ebbflow.optim.optimizers import build_optimizer
 from ebbflow.optim.schedules import Schedule
 from ebbflow.plan import BatchPlan, GrowingPolicy, Growth, make_policy
 from ebbflow.plan.policies import Drop, Policy
+from ebbflow.record import RowTracker
 from ebbflow.rules.rule import Rule
 from ebbflow.run.config import RunConfig, recipe_settings
 from ebbflow.run.flow import Flow
@@ -30,7 +32,7 @@ from ebbflow.run.planning import check_measurable
 from ebbflow.workloads import Task
 from ebbflow.workloads.sources import EvenSubset
 
-__all__ = ["assemble", "engine_maker", "loader_workers", "make_evaluate", "make_optimizer", "resolve"]
+__all__ = ["assemble", "engine_maker", "loader_workers", "make_evaluate", "make_optimizer", "make_tracker", "resolve"]
 
 _ = emulated  # importing it registers the engines loop, fused and auto
 
@@ -146,6 +148,31 @@ def assemble(
         growth=growth,
         drop=policy if isinstance(policy, Drop) else None,
     )
+
+
+def make_tracker(
+    config: RunConfig,
+    folder: Path,
+    *,
+    ref_batch: int,
+    step: Callable[[], int],
+    when: Callable[[], bool] = lambda: True,
+) -> RowTracker | None:
+    """The tracker that the settings name, for the record of a run in its folder; None if they name none.
+
+    `step`: the number of the step at which the tracker is opened. `when`: whether this process sends a row.
+    """
+    if config.tracker is None:
+        return None
+    text, name = config.tracker, f"{config.workload} {config.rule}"
+    check_tracker(text)  # now, and not at the first row
+
+    def make() -> Tracker:
+        tracker = open_tracker(text, folder, name=name, step=step())
+        tracker.settings(config.as_dict())
+        return tracker
+
+    return RowTracker(make, ref_batch=ref_batch, when=when)
 
 
 def loader_workers(config: RunConfig) -> int:

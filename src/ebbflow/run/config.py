@@ -175,6 +175,8 @@ class RunConfig(BaseModel):
     """Device that computes: cpu, cuda, cuda:1, ..."""
     threads: int = setting(1, ge=1, not_for=_OF_THE_PROCESS)
     """CPU threads. Results are equal bit for bit only with the same number of threads."""
+    tracker: str | None = setting(computes=False, not_for={"estimator": "skorch has callbacks for it"})
+    """Where else the record goes: tensorboard, wandb or mlflow; several with commas."""
     plugins: tuple[str, ...] = setting((), computes=False, not_for=_OF_THE_PROCESS)
     """Python files that register rules, workloads, traces and so on of your own."""
 

@@ -262,6 +262,8 @@ class Session:
         self._evaluate = evaluate
         self._callbacks = callbacks or Callbacks()
         self._folder = Path(out) if out is not None else None
+        if self.config.tracker is not None and self._folder is None and type(self) is Session:
+            raise ConfigError(f"tracker is {self.config.tracker!r}, but the session has no folder; give out=, too")
         self._checkpoint_every_s = checkpoint_every_s
         self._stack = ExitStack()
         self._loop: TrainingLoop | None = None

@@ -26,7 +26,15 @@ from ebbflow.core.plugins import load_plugins
 from ebbflow.errors import CheckpointError, CodeChanged, ConfigError
 from ebbflow.plan import BatchPlan
 from ebbflow.record import Event, NoRecord, RecordWriter, Run, read_record
-from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_evaluate, make_optimizer, resolve
+from ebbflow.run.assemble import (
+    assemble,
+    engine_maker,
+    loader_workers,
+    make_evaluate,
+    make_optimizer,
+    make_tracker,
+    resolve,
+)
 from ebbflow.run.checkpoint import load_checkpoint, save_checkpoint
 from ebbflow.run.config import RunConfig, recipe_settings
 from ebbflow.run.device import cpu_settings, enough_memory
@@ -126,7 +134,8 @@ class RunFiles:
         if size is None:  # a checkpoint whose record was deleted must not be taken for one of the new record
             with suppress(OSError):  # opening the record reports what is wrong with the folder
                 checkpoint.unlink()
-        self.record = RecordWriter(path, resume_at=size)
+        tracker = make_tracker(self._config, self.folder, ref_batch=flow.optimizer.base_batch, step=lambda: flow.step)
+        self.record = RecordWriter(path, resume_at=size, tracker=tracker)
         if size is not None:
             self.record.write(Event(step=flow.step, what="resumed", text=f"from {CHECKPOINT}"))
             if changes:

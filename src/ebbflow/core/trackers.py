@@ -1,0 +1,207 @@
+"""Where else the numbers of a run go: TensorBoard, Weights & Biases, MLflow.
+
+A tracker is named by a text: `tensorboard`, `wandb`, `mlflow`, several of them with commas, each with a folder in
+parentheses if it is not to be that of the run: `tensorboard(logs), wandb`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ebbflow.core.extras import require
+from ebbflow.core.spec import nearest
+from ebbflow.errors import ConfigError
+
+__all__ = ["TRACKERS", "Tracker", "check_tracker", "open_tracker", "tracked_numbers"]
+
+
+class Tracker(Protocol):
+    """Takes numbers and texts of a run."""
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        """The settings of the run, once."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers by name, at a step."""
+
+    def event(self, step: int, what: str, text: str) -> None:
+        """Something that happened at a step."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class _TensorBoard:
+    """Event files in `tensorboard/` of the run's folder; `tensorboard --logdir` finds those of all runs below it."""
+
+    def __init__(self, folder: Path, name: str, step: int) -> None:
+        needed = "the tracker tensorboard"
+        require("tensorboard", extra="tensorboard", needed_for=needed)
+        module = require("torch.utils.tensorboard", extra="tensorboard", needed_for=needed)
+        # What an earlier part of the run wrote beyond the step from which it continues is not shown.
+        self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=step or None)
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        lines = [f"| {key} | {value} |" for key, value in values.items()]
+        self._writer.add_text("settings", "\n".join(["| setting | value |", "|---|---|", *lines]), 0)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def event(self, step: int, what: str, text: str) -> None:
+        self._writer.add_text(f"events/{what}", text or what, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    """A run of Weights & Biases in `wandb/` of the run's folder, offline unless WANDB_MODE says otherwise.
+
+    `wandb sync` uploads it. The parts of a run that was interrupted have the same id, and so become one run.
+    """
+
+    def __init__(self, folder: Path, name: str, step: int) -> None:
+        wandb = require("wandb", extra="wandb", needed_for="the tracker wandb")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "ebbflow"),
+            name=name,
+            id=_identity(folder),
+            resume="allow",
+            dir=str(folder),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            settings=wandb.Settings(silent=True),
+            reinit="create_new",
+        )
+        self._run.define_metric("*", step_metric="step")  # its own counter cannot go back, as a resumed run does
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(values), allow_val_change=True)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "step": step})
+
+    def event(self, step: int, what: str, text: str) -> None:
+        self._run.log({"event": f"{what}: {text}" if text else what, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    """A run of MLflow, in a file store in `mlflow/` of the run's folder unless MLFLOW_TRACKING_URI says otherwise.
+
+    A run that continues after an interruption is the same run there.
+    """
+
+    def __init__(self, folder: Path, name: str, step: int) -> None:
+        mlflow = require("mlflow", extra="mlflow", needed_for="the tracker mlflow", package="mlflow-skinny")
+        place = os.environ.get("MLFLOW_TRACKING_URI")
+        if place is None:
+            place = (folder.resolve() / "mlflow").as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # asked for by MLflow 3.17 for any file store
+        self._metric = mlflow.entities.Metric
+        self._client = mlflow.MlflowClient(tracking_uri=place)
+        title = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ebbflow")
+        found = self._client.get_experiment_by_name(title)
+        experiment = found.experiment_id if found is not None else self._client.create_experiment(title)
+        tag = {"ebbflow.run": _identity(folder)}
+        runs = self._client.search_runs([experiment], f"tags.`ebbflow.run` = '{tag['ebbflow.run']}'", max_results=1)
+        run = runs[0] if runs else self._client.create_run(experiment, run_name=name, tags=tag)
+        self._id = run.info.run_id
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self._client.log_param(self._id, name, str(value)[:500])
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in values.items()])
+
+    def event(self, step: int, what: str, text: str) -> None:
+        self._client.set_tag(self._id, f"event.{step:08d}.{what.replace(' ', '-')}", text or what)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+TRACKERS: dict[str, Callable[[Path, str, int], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WandB,
+    "mlflow": _MLflow,
+}
+
+
+def tracked_numbers(
+    *, workers: int, batch: int, ref_batch: int, multiplier: float, stats: Mapping[str, float]
+) -> dict[str, float]:
+    """What trackers and the logs of frameworks show of a step: the fleet, the batch, and what the rule made of it.
+
+    >>> tracked_numbers(workers=4, batch=128, ref_batch=256, multiplier=0.5, stats={"noise_scale": 90.0})
+    {'workers': 4, 'batch': 128, 'batch_ratio': 0.5, 'multiplier': 0.5, 'noise_scale': 90.0}
+    """
+    shown: dict[str, float] = {"workers": workers, "batch": batch, "batch_ratio": batch / ref_batch}
+    shown["multiplier"] = multiplier
+    if stats.get("noise_scale") is not None:
+        shown["noise_scale"] = stats["noise_scale"]
+    return shown
+
+
+def _identity(folder: Path) -> str:
+    """The same for all parts of a run: its folder says which run it is."""
+    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+
+
+class _Several:
+    """Several trackers, with numbers that are finite."""
+
+    def __init__(self, trackers: list[Tracker]) -> None:
+        self._trackers = trackers
+
+    def settings(self, values: Mapping[str, Any]) -> None:
+        for tracker in self._trackers:
+            tracker.settings(values)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+        for tracker in self._trackers:
+            tracker.scalars(step, finite)
+
+    def event(self, step: int, what: str, text: str) -> None:
+        for tracker in self._trackers:
+            tracker.event(step, what, text)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def check_tracker(text: str) -> list[tuple[str, str]]:
+    """The names of trackers in a text and their folders; a ConfigError if there is no such tracker.
+
+    >>> check_tracker("tensorboard(logs/first), wandb")
+    [('tensorboard', 'logs/first'), ('wandb', '')]
+    """
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([^()]*)(?:\((.*)\))?", part.strip())
+        name = match[1].strip() if match is not None else part.strip()
+        if match is None or name not in TRACKERS:
+            raise ConfigError(f"tracker is {text!r}; {nearest(name, list(TRACKERS))}")
+        found.append((name, match[2] or ""))
+    return found
+
+
+def open_tracker(text: str, folder: Path | str, *, name: str, step: int = 0) -> Tracker:
+    """Open the trackers that a text names. `folder`: that of the run. `step`: from which a resumed run continues."""
+    return _Several([TRACKERS[kind](Path(own or folder), name, step) for kind, own in check_tracker(text)])
