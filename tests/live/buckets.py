@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -12,7 +13,8 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 BUCKET = "standin://"
-_DOWN = "STANDIN_BUCKET_DOWN"
+DOWN = "STANDIN_BUCKET_DOWN"
+"""Names a file; the bucket does not answer while it is there."""
 
 
 class StandInBucket(DirFileSystem):
@@ -28,7 +30,7 @@ class StandInBucket(DirFileSystem):
         return path.removeprefix(BUCKET).rstrip("/")
 
     def _join(self, path: Any) -> Any:
-        if os.environ.get(_DOWN):
+        if Path(os.environ.get(DOWN, "/no/such/file")).exists():
             raise ConnectionError("the bucket does not answer")
         return super()._join(self._strip_protocol(path) if isinstance(path, str) else path)
 
@@ -43,8 +45,8 @@ fsspec.register_implementation("standin", StandInBucket, clobber=True)
 @contextmanager
 def bucket_down() -> Iterator[None]:
     """Let the bucket not answer."""
-    os.environ[_DOWN] = "1"
+    os.environ[DOWN] = "/"
     try:
         yield
     finally:
-        del os.environ[_DOWN]
+        del os.environ[DOWN]

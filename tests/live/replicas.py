@@ -21,6 +21,7 @@ from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.torch_api import gloo_group
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.sources import TensorSource
+from live import buckets as buckets  # so that fsspec knows the stand-in
 
 # The first optimizer of a process loads seconds worth of torch: here, once, and not in every replica.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from live.buckets import BUCKET, DOWN
 from live.harness import CONTEXT, HEARTBEAT_MS, TestFleet, eventually, final_state
 
 pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
@@ -535,6 +536,65 @@ def test_a_damaged_newest_checkpoint_is_passed_over(fleet: Any, tmp_path: Path) 
     _, runs = check(tmp_path, "r0", "r1")
     assert newest.name in what(runs["r0"], "checkpoint damaged")[0]
     assert what(runs["r0"], "restored") == [f"from {older.name}"]
+
+
+def test_another_replica_saves_the_final_state_if_the_first_one_dies_while_it_does(fleet: Any, tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").write_bytes(b"of an earlier, shorter run")
+    group = fleet(all=ALL)
+    group.start("r0", fault="kill:save@*")
+    group.start("r1", "r2")
+    assert group.wait() == {"r0": KILLED, "r1": 0, "r2": 0}
+    check(tmp_path, "r1", "r2")
+    assert {group.status(name)["state"] for name in ("r1", "r2")} == {"finished"}
+    final = final_state(tmp_path)
+    assert final["step"] == group.status("r1")["step"]
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)["model"]
+    assert all(torch.equal(weights[name], value) for name, value in final["model"].items())
+
+
+def test_unreadable_checkpoints_do_not_stop_a_replica_that_can_receive_the_state(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(hold=2)
+    group.start("r0")
+    group.trains("r0", step=3)
+    damaged = tmp_path / "checkpoints" / f"step-{2:09d}-{1:012x}-{2:08x}"
+    damaged.mkdir(parents=True)
+    (damaged / "ebbflow.json").write_text("not what it should be")
+    group.start("r1")
+    group.trains("r0", "r1", members=2)
+    group.stop_holding()
+    assert group.wait() == {"r0": 0, "r1": 0}
+    _, runs = check(tmp_path, "r0", "r1")
+    (text,) = what(runs["r1"], "no checkpoint")
+    assert "all 1 checkpoints in" in text and "the state of a peer is used" in text
+    assert what(runs["r1"], "received")
+
+
+def test_a_fleet_goes_on_from_a_bucket(fleet: Any, tmp_path: Path) -> None:
+    bucket = {"EBBFLOW_CHECKPOINTS": f"{BUCKET}{tmp_path}/checkpoints"}
+    group = fleet(all=ALL[:2], checkpoint_every_s=0.0, environment=bucket)
+    group.start("r0", "r1", fault="kill:quorum@12")
+    assert group.wait() == {"r0": KILLED, "r1": KILLED}
+    group.forget_who_was_here()
+    group.start("r0", "r1")
+    assert group.wait() == {"r0": 0, "r1": 0}
+    account, runs = check(tmp_path, "r0", "r1")
+    (restored,) = what(runs["r0"], "restored")
+    assert account.given_up == 12 - int(restored.split("-")[1])
+
+
+def test_a_bucket_that_does_not_answer_costs_checkpoints_and_no_sample(fleet: Any, tmp_path: Path) -> None:
+    bucket = {"EBBFLOW_CHECKPOINTS": f"{BUCKET}{tmp_path}/checkpoints", DOWN: str(tmp_path / "down")}
+    group = fleet(all=ALL[:2], checkpoint_every_s=0.0, hold=2, environment=bucket)
+    group.start("r0", "r1")
+    group.trains("r0", "r1", step=3)
+    (tmp_path / "down").touch()
+    group.stop_holding()
+    assert group.wait() == {"r0": 0, "r1": 0}
+    account, runs = reports(tmp_path)
+    assert account.mistakes == () and account.samples == EPOCHS * SAMPLES
+    assert any("the bucket does not answer" in text for text in what(runs["r0"], "checkpoint failed"))
+    for name in ("r0", "r1"):
+        assert group.status(name)["state"] == "incomplete" and "could not be saved" in group.status(name)["reason"]
 
 
 def test_an_incompatible_replica_is_refused_and_the_fleet_goes_on(fleet: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from live.harness import TestFleet, eventually
+from live.harness import TestFleet, eventually, final_state
 
 pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
 
@@ -140,6 +141,50 @@ def test_a_loss_that_is_no_number_ends_the_run_with_its_reason(script: Any, tmp_
         fleet.run()
     _, (run,) = read_fleet(tmp_path)
     assert run.status == "diverged"
+
+
+def _finite_loss_nan_gradient(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return loss_fn(model(x), y) + (0 * model(x)).sum().sqrt()  # the derivative of the root at 0 is infinite, times 0
+
+
+@pytest.mark.parametrize("setting", ["stop", "skip"])
+def test_a_gradient_that_is_no_number_is_not_applied_although_the_loss_is_finite(
+    script: Any, tmp_path: Path, setting: str
+) -> None:
+    model = make_model()
+    rows: list[Any] = []
+    _, fleet = script(
+        model=model,
+        optimizer=ElasticOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), base_batch=8),
+        on_nonfinite=setting,
+        loss=lambda model, x, y: (_finite_loss_nan_gradient if len(rows) == 3 else cross)(model, x, y),
+        on_commit=rows.append,
+        checkpoint_every_s=0.0,
+    )
+    expected = pytest.raises(Diverged, match="norm of the gradient is nan at step 3")
+    with expected if setting == "stop" else nullcontext(), fleet:
+        fleet.run()
+    assert all(torch.isfinite(value).all() for value in model.parameters())
+    assert [row.step for row in rows if "skipped" in row.stats] == ([3] if setting == "skip" else [])
+    assert all(torch.isfinite(value).all() for value in final_state(tmp_path)["model"].values())
+
+
+def cross(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return loss_fn(model(x), y)
+
+
+def test_weights_that_are_no_numbers_are_not_saved(script: Any, tmp_path: Path) -> None:
+    model = make_model()
+
+    def spoil(row: Any) -> None:
+        if row.step == 4:
+            next(model.parameters()).data.fill_(torch.inf)
+
+    _, fleet = script(model=model, loss=cross, on_commit=spoil, checkpoint_every_s=0.0)
+    with pytest.raises(Diverged, match="the weights are not finite after step 5"), fleet:
+        fleet.run()
+    assert status(tmp_path)["state"] == "diverged"
+    assert all(torch.isfinite(value).all() for value in final_state(tmp_path)["model"].values())
 
 
 def test_a_step_that_is_skipped_leaves_batch_norm_alone(script: Any) -> None:

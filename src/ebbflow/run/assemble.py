@@ -70,6 +70,8 @@ def make_optimizer(
                 "the ElasticOptimizer has a sampler of its own, but here the engine assigns the samples; make it "
                 "without sampler="
             )
+        if given.on_nonfinite == "ignore":  # a run would go on, and save what nobody can go on from
+            given.on_nonfinite = config.on_nonfinite
         return given
     if config.ref_batch is None:
         raise ConfigError("base_batch is missing: at how many samples per step was the optimizer's rate tuned?")
