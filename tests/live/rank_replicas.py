@@ -14,12 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from contract.suite import make_data, make_model
+from contract.suite import counted_loss, make_data, make_model
 from ebbflow.live.live_session import join
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.sources import TensorSource
-from live.replicas import together
+from live.replicas import NestedSource, together
 
 
 def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
@@ -59,16 +59,18 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         if hold is not None and row.step >= hold and not full_speed.exists():
             time.sleep(0.2)
 
+    counted = arguments.get("counted", False)
     with join(
         model,
         optimizer,
-        TensorSource(x, y),
+        NestedSource(x, y) if counted else TensorSource(x, y),
         max_steps=arguments["max_steps"],
         epochs=10,
         local_batch=arguments.get("local_batch", 4),
         micro_batch=arguments.get("micro_batch"),
         seed=7,
-        loss=cross_entropy,
+        loss=counted_loss if counted else cross_entropy,
+        ema=arguments.get("ema"),
         data_mesh=data_mesh,
         on_commit=pace,
         checkpoint_every_s=arguments.get("checkpoint_every_s", 60.0),
@@ -76,4 +78,8 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         if rank == 0:
             folder, own = fleet.fleet.folder, environment["EBBFLOW_REPLICA"]
             together(folder, environment["EBBFLOW_LIGHTHOUSE"], own, arguments["all"])
-        fleet.run()
+        for step in fleet:
+            if counted:
+                for inputs, targets in step:
+                    total, count = counted_loss(model, inputs, targets)
+                    step.backward(total, count=count)

@@ -19,7 +19,7 @@ from live.harness import TestFleet, eventually
 
 pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
 
-from contract.suite import SAMPLES, make_data, make_model
+from contract.suite import SAMPLES, BackAndForth, counted_loss, make_data, make_model, nested
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.engines.replica_ranks import replica_ranks
@@ -27,6 +27,7 @@ from ebbflow.errors import ConfigError
 from ebbflow.live.accounting import Account, read_fleet
 from ebbflow.live.protocol import FINAL_WEIGHTS, read_status
 from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.optim.ema import WeightAverage
 from ebbflow.plan.batch_plan import StepSize
 from ebbflow.record import StepRow
 from ebbflow.run.checkpoint import load_checkpoint
@@ -54,13 +55,14 @@ def fleet(tmp_path: Path) -> Iterator[Callable[..., TestFleet]]:
         one.close()
 
 
-def unsharded(account: Account, **arguments: Any) -> tuple[dict[str, torch.Tensor], list[StepRow]]:
+def unsharded(account: Account, **arguments: Any) -> tuple[dict[str, dict[str, torch.Tensor]], list[StepRow]]:
     """Weights and rows of an emulated run of the unsharded model, with the same replicas in every step."""
-    local = arguments.get("local_batch", 4)
+    split, counted = arguments.get("split", 1), arguments.get("counted", False)
+    local = arguments.get("local_batch", 4) // split
 
     class Plan:
         def at(self, step: int) -> StepSize:
-            workers = account.steps[step].workers
+            workers = account.steps[step].workers * split
             return StepSize(workers=workers, samples=local * workers, time_s=0.0, duration_s=1.0)
 
     x, y = make_data()
@@ -72,24 +74,29 @@ def unsharded(account: Account, **arguments: Any) -> tuple[dict[str, torch.Tenso
         epoch_samples=SAMPLES, clip=arguments.get("clip"),
     )  # fmt: skip
     engine = LoopEngine(
-        model, lambda i: (x[i], y[i]), cross_entropy, Plan(), samples=SAMPLES, seed=7, needs=optimizer.rule.needs,
-        micro_batch=arguments.get("micro_batch"),
+        model, lambda i: nested((x[i], y[i])) if counted else (x[i], y[i]), counted_loss if counted else cross_entropy,
+        Plan(), samples=SAMPLES, seed=7, needs=optimizer.rule.needs, micro_batch=arguments.get("micro_batch"),
     )  # fmt: skip
-    flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
-    return model.state_dict(), [flow.run_step() for _ in account.steps]
+    average = WeightAverage(model, arguments["ema"]) if "ema" in arguments else None
+    flow = Flow(engine, optimizer, Ledger(samples=SAMPLES), average=average)
+    rows = [flow.run_step() for _ in account.steps]
+    return {"model": model.state_dict(), **({"ema": average.state_dict()} if average is not None else {})}, rows
 
 
 def check(folder: Path, **arguments: Any) -> Account:
     """Every sample once; weights and statistics of the unsharded emulated run, to rounding."""
     account, _ = read_fleet(folder)
     assert account.mistakes == ()
-    weights, rows = unsharded(account, **arguments)
-    found = load_checkpoint(folder / FINAL_WEIGHTS)["model"]
-    assert found.keys() == weights.keys()
-    for name, expected in weights.items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    kinds, rows = unsharded(account, **arguments)
+    saved = load_checkpoint(folder / FINAL_WEIGHTS)
+    for kind, weights in kinds.items():
+        assert saved[kind].keys() == weights.keys()
+        for name, expected in weights.items():
+            torch.testing.assert_close(
+                saved[kind][name], expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            )
     for row, expected in zip(account.steps, rows, strict=True):
-        assert (row.batch, row.micro_batches) == (expected.batch, expected.micro_batches)
+        assert (row.batch, row.micro_batches * arguments.get("split", 1)) == (expected.batch, expected.micro_batches)
         assert row.loss == pytest.approx(expected.loss, rel=1e-9)
         for name, value in expected.stats.items():
             assert row.stats[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
@@ -137,11 +144,26 @@ def test_a_replica_that_comes_back_heals_rank_to_rank(fleet: Any, tmp_path: Path
     assert account.steps[-1].workers == 2
 
 
+def test_a_newcomer_receives_the_shards_of_everything_that_belongs_to_the_state(fleet: Any, tmp_path: Path) -> None:
+    """A snapshot to which the run goes back later, and the average of the weights; losses here are sums."""
+    group = fleet(rule=BackAndForth((6, 20)), ema=0.9, counted=True, hold=7, max_steps=40)
+    group.start_ranks("r0", 2)
+    group.start_ranks("r1", 2, faults={0: "kill:sum@4"})
+    assert group.wait("r1.0") == {"r1.0": KILLED}
+    group.wait("r1.1")
+    group.start_ranks("r1", 2)
+    group.trains("r0", "r1", step=8, members=2)
+    group.stop_holding()
+    assert set(group.wait().values()) == {0}
+    account = check(tmp_path, ema=0.9, counted=True)
+    assert not {row.step for row in account.steps} & {*range(3, 21)}, "what was given back is not part of the run"
+
+
 KINDS = {
-    "ddp": {"rule": "adascale", "clip": 0.05, "batch_norm": False},
+    "ddp": {"batch_norm": True, "split": 2},  # each rank normalises its own samples, as a worker does
     "tensor": {"rule": "adascale", "clip": 0.05},
-    "both": {"rule": "adascale", "ranks": 4},
-    "fsdp": {"rule": "linear", "clip": 0.05, "ranks": 3, "local_batch": 7, "micro_batch": 4},
+    "both": {"rule": "lena", "ranks": 4},
+    "fsdp": {"rule": "lena", "clip": 0.05, "ranks": 3, "local_batch": 7, "micro_batch": 4},
 }
 
 
