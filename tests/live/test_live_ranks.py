@@ -145,7 +145,8 @@ def test_a_replica_that_comes_back_heals_rank_to_rank(fleet: Any, tmp_path: Path
 
 
 def test_a_newcomer_receives_the_shards_of_everything_that_belongs_to_the_state(fleet: Any, tmp_path: Path) -> None:
-    """A snapshot to which the run goes back later, and the average of the weights; losses here are sums, and clipped."""
+    """A snapshot to which the run goes back later, and the average of the weights; losses here are sums, and
+    clipped."""
     group = fleet(rule=BackAndForth((6, 20)), ema=0.9, counted=True, clip=0.5, hold=7, max_steps=40)
     group.start_ranks("r0", 2)
     group.start_ranks("r1", 2, faults={0: "kill:sum@4"})
