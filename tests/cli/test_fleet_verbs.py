@@ -104,6 +104,11 @@ def test_a_killed_lighthouse_comes_back_at_its_address(shell: Shell) -> None:
     assert launcher.stderr is not None
     until(lambda: "lighthouse restarted" in launcher.stderr.readline())  # type: ignore[union-attr]
     assert shell.run("status", address)[0] == 0
+    (lighthouse,) = (pid for pid in processes_with(f"--bind\0{address}"))
+    os.kill(lighthouse, signal.SIGSTOP)
+    _, _, shown = shell.run("status", "job")
+    assert "no lighthouse answers" in shown and "r0       training" in shown, "what the files of the replicas say"
+    os.kill(lighthouse, signal.SIGKILL)
     launcher.send_signal(signal.SIGTERM)
     launcher.communicate(timeout=30)
 

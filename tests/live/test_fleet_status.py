@@ -61,6 +61,17 @@ def test_the_status_says_what_a_further_worker_is_worth() -> None:
     assert free is not None and free.now.usd_per_million is None
 
 
+def test_the_status_says_why_a_replica_waits() -> None:
+    why = "2 of at least 3 replicas (--min-replicas) are here: r0, r1"
+    statuses = {"r0": reported("waiting", step=40, reason=why), "r1": reported("training", step=43)}
+    status = combine("127.0.0.1:1", parse_lighthouse_page(LIGHTHOUSE_PAGE), statuses)
+    assert [(m.state, m.reason) for m in status.members] == [("waiting", why), ("training", None)]
+    page = Console(file=io.StringIO(), width=80)
+    page.print(members_table(status))
+    assert isinstance(page.file, io.StringIO)
+    assert f"r0: {why}" in page.file.getvalue()
+
+
 def test_without_status_files_the_lighthouse_is_believed() -> None:
     status = combine("127.0.0.1:1", parse_lighthouse_page(LIGHTHOUSE_PAGE), {})
     assert [(m.name, m.state) for m in status.members] == [("r0", "recovering"), ("r1", "training")]

@@ -84,7 +84,12 @@ def status(
 
 def _ask(address: str, folder: Path | None, *, price: float | None) -> FleetStatus:
     """What the lighthouse and the replicas say now."""
-    lighthouse = fetch_lighthouse_status(address)
+    try:
+        lighthouse = fetch_lighthouse_status(address)
+    except ConfigError:
+        if folder is not None:  # the files say what the replicas were doing, and what they wait for
+            err.print(members_table(combine(address, None, read_statuses(folder), price=price)))
+        raise
     if folder is not None:
         return combine(address, lighthouse, read_statuses(folder), price=price)
     try:

@@ -46,6 +46,8 @@ class KnownReplica:
     """Seconds since its last heartbeat."""
     samples_per_s: float | None = None
     pid: int | None = None
+    reason: str | None = None
+    """Why it is in this state, if it said so: what it waits for, or what ended it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +127,7 @@ def _known(name: str, lighthouse: LighthouseStatus | None, status: ReplicaStatus
         state = status.state
     elif age is None:
         state = status.state if status and status.state == "starting" else "dead"
-    elif name in asked.recovering:
+    elif name in asked.recovering and not (status and status.state == "waiting"):
         state = "recovering"
     else:
         state = status.state if status else ("training" if name in asked.steps else "joining")
@@ -136,6 +138,7 @@ def _known(name: str, lighthouse: LighthouseStatus | None, status: ReplicaStatus
         heard_s=age,
         samples_per_s=status.samples_per_s if status else None,
         pid=status.pid if status else None,
+        reason=status.reason if status else None,
     )
 
 
@@ -193,7 +196,10 @@ def members_table(status: FleetStatus) -> RenderableType:
     alive = sum(member.heard_s is not None for member in status.members)
     quorum = f"quorum {status.quorum}" if status.quorum else "no quorum yet"
     head = f"lighthouse {status.lighthouse}  {quorum}  {alive} alive"
-    return Group(Text(head), table, *_footer(status)) if status.members else Text(f"{head}: nobody has joined")
+    if not status.members:
+        return Text(f"{head}: nobody has joined")
+    reasons = [Text(f"{member.name}: {member.reason}") for member in status.members if member.reason]
+    return Group(Text(head), table, *reasons, *_footer(status))
 
 
 def launcher_table(fleet: Supervisor, status: FleetStatus, *, title: str) -> RenderableType:

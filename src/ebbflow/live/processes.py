@@ -35,6 +35,7 @@ _LOG_TAIL_BYTES = 20_000
 _LIGHTHOUSE_START_S = 60.0
 _LIGHTHOUSE_STAYS_S = 60.0  # one that ran for so long was not ended by what ends it at its start
 _LONGEST_PAUSE_S = 30.0
+_LISTENS = "lighthouse at"
 
 
 # Any program ----------------------------------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ def serve_lighthouse(options: LighthouseOptions, *, address_file: Path | None = 
         address = format_address(options.bind, int(str(server.address()).rpartition(":")[2]))
         if address_file is not None:
             write_whole(address_file, address.encode())
-        print(f"lighthouse at {address}", flush=True)
+        print(f"{_LISTENS} {address}", flush=True)
         signal.sigwait(signals)
         server.shutdown()
     finally:
@@ -305,6 +306,7 @@ class LighthouseProcess:
         self.options = options
         self._failures = 0  # starts in a row after which it did not stay
         self._restart_at: float | None = None
+        self._restarted = False  # and it was not seen to listen yet
         address_file = folder / "address"
         address_file.unlink(missing_ok=True)
         self._child = self._start("--address-file", str(address_file))
@@ -339,6 +341,10 @@ class LighthouseProcess:
         taken may become free again.
         """
         if self._child.exit_code() is None:
+            problem = self._child.log_problem
+            if self._restarted and (problem or any(line.startswith(_LISTENS) for line in self._child.log_tail())):
+                self._restarted = False
+                return "lighthouse restarted", problem
             return None
         now = time.monotonic()
         if self._restart_at is None:
@@ -352,11 +358,11 @@ class LighthouseProcess:
             return None
         self._restart_at = None
         try:
-            self._child = self._start()
-        except (OutputError, ConfigError) as problem:
+            self._child, self._restarted = self._start(), True
+        except (OutputError, ConfigError) as error:
             self._restart_at = now + _LONGEST_PAUSE_S
-            return "lighthouse down", f"{problem}; the next try is in {_LONGEST_PAUSE_S:g} s"
-        return "lighthouse restarted", self._child.log_problem
+            return "lighthouse down", f"{error}; the next try is in {_LONGEST_PAUSE_S:g} s"
+        return None
 
     def close(self) -> None:
         """End it."""
