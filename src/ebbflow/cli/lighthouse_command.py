@@ -9,7 +9,7 @@ import typer
 
 from ebbflow.cli.fleet_options import Heartbeat, MinReplicas, heartbeat_milliseconds, milliseconds, positive
 from ebbflow.live.processes import LighthouseOptions, serve_lighthouse
-from ebbflow.live.protocol import DEFAULT_PORT, HEARTBEAT_TIMEOUT_MS, LOOPBACK, parse_address
+from ebbflow.live.protocol import DEFAULT_PORT, HEARTBEAT_TIMEOUT_MS, LOOPBACK, parse_address, parse_bind
 from ebbflow.live.torchft_api import require_torchft
 
 __all__ = ["lighthouse"]
@@ -28,12 +28,13 @@ def lighthouse(
 ) -> None:
     """Serve the meeting point of a fleet until it is stopped; replicas join it with ebbflow launch --join.
 
-    Whoever reaches its port can join and kill replicas: bind it to an address of the fleet's own network.
+    Its port asks for no secret: whoever reaches it can delay the fleet, though not change what it trains. Bind it to an
+    address of the fleet's own network.
     """
     require_torchft("ebbflow lighthouse")
     host, port = parse_address(bind, default_port=DEFAULT_PORT)
     options = LighthouseOptions(
-        bind=host,
+        bind=parse_bind(host),
         port=port,
         min_replicas=positive(min_replicas, "min-replicas"),
         heartbeat_timeout_ms=heartbeat_milliseconds(heartbeat_timeout),

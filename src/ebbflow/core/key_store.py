@@ -204,6 +204,17 @@ class KeyStore:
         """Set a value."""
         self._do_set({key: _text(value)})
 
+    def complete(self, keys: Sequence[str], value: bytes) -> None:
+        """Give the keys that are missing a value."""
+        with self._changed:
+            self._values = {**dict.fromkeys(keys, _text(value)), **self._values}
+            self._changed.notify_all()
+
+    def forget(self, value: bytes) -> None:
+        """Delete the keys that have a value."""
+        with self._changed:
+            self._values = {key: one for key, one in self._values.items() if one != _text(value)}
+
     def close(self) -> None:
         """Stop serving; whoever waits for a value fails."""
         if self._closed:

@@ -93,9 +93,11 @@ _HANDSHAKE_POLL_S = 0.02
 _READ_AGAIN_S = 0.1  # before handshakes that not all replicas confirm are read again
 _CONNECT_POLL_S = 0.05
 _STORE_TIMEOUT_S = 2.0  # for reading from the store of another replica
-_AFTER_REFUSAL_S = 1.0  # for handshakes to come after all, when this replica's store has refused a connection
+_AFTER_REFUSAL_S = 0.5  # for handshakes to come after all, when this replica's store has refused a connection
 _BY_ALL_RANKS = (Connect, DropConnections, LoadCheckpoint, SendState, ReceiveState)
 """What every rank of a replica does, when rank 0 says so."""
+_REFUSED = b"refused"
+"""What stands in the place of a handshake that will not come."""
 _GROUP_KEY = "ebbflow/group"
 """Key of a replica's quorum group in its store."""
 
@@ -387,7 +389,6 @@ class FleetConnection:
             self._server = torchft_api.manager_server(
                 name,
                 lighthouse=self.config.lighthouse,
-                host=self.config.bind,
                 heartbeat_interval=timedelta(seconds=HEARTBEAT_INTERVAL_S),
                 connect_timeout=timeout,
             )
@@ -527,18 +528,23 @@ class FleetConnection:
                         texts = store.get([f"handshake/{rank}" for rank in ranks], timeout_s=_READ_AGAIN_S)
                         if texts is None:
                             continue
+                        if _REFUSED in texts:
+                            raise StoreLost("a replica of the quorum does not know the secret of the others")
+                        handshakes = tuple(Handshake.decode(text) for text in texts)
                         digest = hashlib.sha256(b"\0".join(texts)).hexdigest()
                         store.set({f"confirmed/{own}/{digest}": b""})
                         if store.get([f"confirmed/{rank}/{digest}" for rank in ranks], timeout_s=_READ_AGAIN_S) is None:
                             continue
-                        handshakes = tuple(Handshake.decode(text) for text in texts)
                         return HandshakesReceived(now=monotonic(), handshakes=handshakes)
                 raise StoreLost("not all replicas answered")
             except (StoreLost, ValueError) as error:  # the store ended with the replica that had it
                 foreign = isinstance(error, NotAuthenticated)
                 return HandshakeFailed(now=monotonic(), reason=f"the handshake failed: {error}", foreign=foreign)
 
-        refused_before = self._store.refused if self._store is not None else 0
+        refused_before = 0
+        if self._store is not None:
+            refused_before = self._store.refused
+            self._store.forget(_REFUSED)  # a quorum may have the number of an earlier one
         refused_at: float | None = None
         self._in_background(exchange, _HANDSHAKE_POLL_S)
         waiting = self._pending
@@ -553,6 +559,9 @@ class FleetConnection:
                 refused_at = event.now
             if refused_at is None or event.now - refused_at < _AFTER_REFUSAL_S:
                 return event
+            if self._store is not None:  # the others need not wait for what will not come
+                prefix = instruction.rendezvous.partition("/")[2]
+                self._store.complete([f"{prefix}/handshake/{rank}" for rank in ranks], _REFUSED)
             self._pending = None
             reason = "a replica that came to this one's store does not know the secret of this one"
             return HandshakeFailed(now=event.now, reason=f"the handshake failed: {reason}", foreign=True)

@@ -1,8 +1,8 @@
 """Child processes of a launcher: any program, the ranks of a replica, and the lighthouse, where replicas meet.
 
-torchft's lighthouse listens on the address that it is given and on no other. Whoever reaches that port can join the
-fleet and kill replicas (its status page has a button for that), so it belongs on loopback or on a network of the fleet
-alone.
+torchft's lighthouse listens on the address that it is given and on no other. It asks for no secret: whoever reaches
+that port can take a place in quorums and so delay the fleet (docs/security.md), so it belongs on loopback or on a
+network of the fleet alone.
 """
 
 from __future__ import annotations

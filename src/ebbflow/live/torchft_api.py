@@ -25,6 +25,8 @@ __all__ = [
 SUPPORTED_VERSION = "0.2.0"
 """Lighthouse and managers must be of one version, so that pyproject.toml asks for this one."""
 
+_NOBODY = "replica.invalid"  # a name that never has an address (RFC 2606)
+
 USED_MEMBERS = (
     "LighthouseClient.quorum", "LighthouseServer.address", "LighthouseServer.shutdown", "ManagerServer.shutdown",
     "Quorum.participants", "Quorum.quorum_id", "QuorumMember.data", "QuorumMember.replica_id",
@@ -89,18 +91,18 @@ def start_lighthouse(
     )
 
 
-def manager_server(
-    name: str, *, lighthouse: str, host: str, heartbeat_interval: timedelta, connect_timeout: timedelta
-) -> Any:
+def manager_server(name: str, *, lighthouse: str, heartbeat_interval: timedelta, connect_timeout: timedelta) -> Any:
     """Start the manager server of a replica, which sends its heartbeats from a thread of its own; it has `shutdown()`.
 
-    Quorums are not requested from it: if the lighthouse dies meanwhile, it does not report that.
+    Quorums are not requested from it: if the lighthouse dies meanwhile, it does not report that. It obeys whoever
+    reaches it, also a request to end the process, in which torchft may hang. So it listens on loopback only, and tells
+    nobody its address: the button of the lighthouse's page that kills a replica does not reach it.
     """
     return load_compiled_part().ManagerServer(
         replica_id=name,
         lighthouse_addr=f"http://{lighthouse}",
-        hostname=host,
-        bind=f"[{host}]:0" if ":" in host else f"{host}:0",
+        hostname=_NOBODY,
+        bind="127.0.0.1:0",
         store_addr="",
         world_size=1,
         heartbeat_interval=heartbeat_interval,
