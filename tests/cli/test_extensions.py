@@ -27,6 +27,7 @@ from ebbflow import (
     Trace,
     register_engine,
     register_modifier,
+    register_notice,
     register_optimizer,
     register_policy,
     register_price,
@@ -36,6 +37,7 @@ from ebbflow import (
     register_trace_format,
     register_workload,
 )
+from ebbflow.core.preemption import NoticeSource
 from ebbflow.core.spec import param
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.optim.optimizers import OptimizerChoice
@@ -126,6 +128,15 @@ class FirstMinuteFree:
 
     def integral(self, times):
         return self.usd * (times - 60).clip(min=0) / 3600
+
+
+@register_notice("never", cite="this test")
+@dataclass
+class Never(NoticeSource):
+    """This machine stays."""
+
+    def check(self):
+        return None
 
 
 RECIPE = Recipe(ref_batch=32, local_batch=16, lr=0.1, optimizer="sgd", schedule="constant", epochs=2, metric="accuracy")
@@ -321,7 +332,8 @@ def test_a_study_compares_own_rules_on_an_own_workload(answers: dict[str, str]) 
 )
 def test_replicas_load_the_plugin(verb: tuple[str, ...], folder: Path) -> None:
     pytest.importorskip("torchft", reason="the live extra is not installed")
-    command = [*verb, "--workload", "halves", *TRAINING, "--plugin", "plugin.py", "--out", verb[0], "--json"]
+    training = ("halves", *TRAINING, "--notice", "never", "--plugin", "plugin.py")
+    command = [*verb, "--workload", *training, "--out", verb[0], "--json"]
     result = subprocess.run(
         [sys.executable, "-m", "ebbflow", *command],
         cwd=folder,
@@ -383,7 +395,7 @@ def test_a_script_loads_its_plugins_itself(tmp_path: Path, ebbflow: Ebbflow) -> 
 
 def test_a_kind_of_extension_that_can_be_registered_is_in_the_plugin() -> None:
     kinds = [name for name in ebbflow_package.__all__ if name.startswith("register_")]
-    assert len(kinds) == 10
+    assert len(kinds) == 11
     assert all(f"@{kind}(" in PLUGIN for kind in kinds)
 
 

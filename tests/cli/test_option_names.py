@@ -72,6 +72,12 @@ IDEAS = {
     "--leaver": "which replica is ended",
     "--duration": "real time after which a replay stops",
     "--finish": "whether a replay ends with the job",
+    "--ranks-per-replica": "processes of a replica",
+    "--transport": "what carries the gradients of GPUs",
+    "--notice": "who announces that a machine is taken away",
+    "--checkpoints": "where checkpoints are kept",
+    "--serve": "whether the page of a job is served",
+    "--port": "port of a page",
     # Studies
     "--scale": "size of a study relative to the published one",
     "--stand-in": "data in the place of the published one",
@@ -101,7 +107,7 @@ WITHOUT_JSON = {
 }  # fmt: skip
 """Verbs that print no results."""
 WITHOUT_PLUGIN = {
-    "demo": "a fixed study", "status": "asks a fleet", "lighthouse": "a server",
+    "demo": "a fixed study", "doctor": "looks at this machine", "status": "asks a fleet", "lighthouse": "a server",
 }  # fmt: skip
 """Verbs that take no trace, rule, policy, price, workload or optimizer."""
 

@@ -28,6 +28,7 @@ from ebbflow.cli.fleet_options import (
     positive,
     with_plugins,
 )
+from ebbflow.core.plugins import load_plugins
 from ebbflow.core.preemption import NOTICES
 from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError
@@ -90,6 +91,8 @@ def launch(
             "--plugin belongs to --workload; a script imports its plugins itself, and its options go behind its name"
         )
     program = with_plugins(command or [], plugin or [], workload=workload)
+    if notice:
+        load_plugins(plugin or [])  # a source of notices may be among them
     notices = [NOTICES.make(text) for text in notice or ()]
     positive(replicas, "replicas")
     positive(min_replicas, "min-replicas")

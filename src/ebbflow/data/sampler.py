@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from ebbflow.core.units import whole_number
 from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, largest_micro_batch, micro_batch_sizes, split_step
 from ebbflow.data.permutation import Permutation
-from ebbflow.errors import CheckpointError, ConfigError, DataError, PlanError
+from ebbflow.errors import CheckpointError, ConfigError, DataError, PlanError, SpecError
 from ebbflow.plan.batch_plan import BatchPlan, StepSize
 from ebbflow.plan.policies import GrowingPolicy, Policy, make_policy
 
@@ -144,6 +144,8 @@ def _sample_count(samples: SupportsIndex | Sized) -> int:
 
 def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and number of ranks: as given, or those of `torch.distributed`, or one process."""
+    if rank is not None:
+        whole_number(rank, "rank", least=0)
     if (rank is None) != (world_size is None):
         raise ConfigError(f"rank is {rank} and world_size is {world_size}; give both or neither of them")
     if rank is not None and world_size is not None:
@@ -160,13 +162,24 @@ def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return 0, 1
 
 
+def _expected_plan(plan: object) -> str:
+    return (
+        f"the plan is {plan!r}; expected a BatchPlan, such as BatchPlan.from_trace('spot.csv', 'follow(32)', '0.6s') "
+        f"or BatchPlan.read('batches.csv', local_batch=32), a policy for the ranks that there are, such as "
+        f"'fixed(256)', or a number of workers"
+    )
+
+
 def _plan_of(plan: BatchPlan | Policy | str | int, *, local_batch: int | None, world_size: int) -> BatchPlan:
     if isinstance(plan, int):
         if local_batch is None:
             raise ConfigError(f"the plan is {plan} workers, without their local batch; pass local_batch")
         return BatchPlan.constant(plan, plan * local_batch)
     if isinstance(plan, str | Policy):
-        policy = make_policy(plan, local_batch)
+        try:
+            policy = make_policy(plan, local_batch)
+        except SpecError as error:
+            raise ConfigError(f"{_expected_plan(plan)} ({error})") from error
         if isinstance(policy, GrowingPolicy):
             raise ConfigError(
                 f"the policy {policy} looks at the progress of training, and an ElasticSampler knows its steps "
@@ -176,11 +189,7 @@ def _plan_of(plan: BatchPlan | Policy | str | int, *, local_batch: int | None, w
         constant = BatchPlan.constant(workers, samples)
         plan = replace(constant, source={**constant.source, "policy": str(policy)})
     if not isinstance(plan, BatchPlan):
-        raise ConfigError(
-            f"the plan is {plan!r}; expected a BatchPlan, such as BatchPlan.from_trace('spot.csv', 'follow(32)', "
-            f"'0.6s') or BatchPlan.read('batches.csv', local_batch=32), a policy for the ranks that there are, such as "
-            f"'fixed(256)', or a number of workers"
-        )
+        raise ConfigError(_expected_plan(plan))
     if str(plan.source.get("policy", "")).startswith("drop("):
         raise ConfigError(
             f"the plan follows {plan.source['policy']}, whose steps drop samples, and an ElasticSampler gives out "
