@@ -23,7 +23,6 @@ IDEAS = {
     # On what it is computed
     "--emulated": "one machine computes for all workers",
     "--jobs": "runs at the same time",
-    "--checkpoints": "where checkpoints go",
     "--gpus": "GPUs per replica",
     # Workers over time
     "--format": "format of a trace file",
