@@ -2,7 +2,7 @@
 
     python examples/lightning_transformer.py
 
-The lines marked `# elastic` make the difference to an ordinary script; docs/own-loops.md shows it.
+The lines marked `# elastic` make the difference to an ordinary script; docs/integrations.md shows it.
 """
 
 import lightning as L
@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from ebbflow import BatchPlan, ElasticOptimizer, ElasticSampler  # elastic
+from ebbflow.integrations.lightning import ElasticStrategy  # elastic
 
-EPOCHS, LENGTH, VOCABULARY = 4, 16, 12
+LENGTH, VOCABULARY = 16, 12
 # Two to eight workers with 8 sequences each, another number every two minutes.  # elastic
-PLAN = BatchPlan.from_trace("random-levels(2, 8, every=2min)", "follow(8)", step_time="20s")  # elastic
+SPOT = {"trace": "random-levels(2, 8, every=2min)", "step_time": "20s"}  # elastic
 
 
-def sequences(count=600):
+def sequences(count):
     """Sequences in which every token is the sum of the two before it."""
     tokens = torch.randint(VOCABULARY, (count, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     for i in range(2, LENGTH + 1):
@@ -27,9 +27,8 @@ def sequences(count=600):
 
 
 class Transformer(L.LightningModule):
-    def __init__(self, sampler, width=32):
+    def __init__(self, width=32):
         super().__init__()
-        self.sampler = sampler  # elastic
         self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
         layer = nn.TransformerEncoderLayer(width, nhead=2, dim_feedforward=64, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, num_layers=1)
@@ -40,36 +39,33 @@ class Transformer(L.LightningModule):
         x, y = tokens[:, :-1], tokens[:, 1:]
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
         hidden = self.encoder(self.tokens(x) + self.positions.weight, mask=mask, is_causal=True)
-        self.loss = F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
-        return self.loss
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=3e-3)
-        settings = {"schedule": "cosine", "epochs": EPOCHS, "clip": 1.0}  # elastic
-        return ElasticOptimizer(optimizer, rule="sqrt", base_batch=16, sampler=self.sampler, **settings)  # elastic
-
-    def on_train_batch_end(self, outputs, batch, index):  # elastic
-        self.trainer.should_stop = self.optimizers().finished  # elastic
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def main(plan=PLAN, local_batch=8, resume=None, **settings):
+def main(fleet=SPOT, batch_size=8, resume=None, samples=600, **settings):
     torch.manual_seed(1)
-    data = sequences()
-    sampler = ElasticSampler(data, plan, local_batch=local_batch)  # elastic
-    loader = DataLoader(data, batch_sampler=sampler)  # elastic
-    model = Transformer(sampler)  # elastic
+    loader = DataLoader(sequences(samples), batch_size=batch_size, shuffle=True)
+    model = Transformer()
+    elastic = ElasticStrategy(rule="sqrt", base_batch=16, **fleet)  # elastic
     trainer = L.Trainer(
-        max_epochs=-1,  # elastic
+        strategy=elastic,  # elastic
         accelerator="cpu",
         devices=1,
-        logger=False,
+        gradient_clip_val=1.0,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"enable_checkpointing": False} | settings,
+        **{"max_epochs": 4, "logger": False, "enable_checkpointing": False} | settings,
     )
     trainer.fit(model, loader, ckpt_path=resume)
-    print(f"loss {model.loss.item():.4f}")
-    return model, trainer.optimizers[0], model.loss.item()
+    print(f"loss {trainer.callback_metrics['train_loss_epoch']:.4f} after {trainer.global_step} steps")
+    return model, trainer
 
 
 if __name__ == "__main__":

@@ -14,14 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
-
-if importlib.util.find_spec("torchvision") is not None:
-    # Lightning imports torchvision, which does not load beside every build of torch; this one does.
-    from ebbflow.workloads.torchvision_import import import_torchvision
-
-    import_torchvision(needed_for="the tests of Lightning")
 
 pytestmark = pytest.mark.slow  # all of it together: it imports frameworks
 
@@ -30,7 +23,6 @@ PAGE = (ROOT / "docs" / "own-loops.md").read_text(encoding="utf-8")
 FRAMEWORKS = {
     "mnist": "sklearn",
     "nanogpt": "torch",
-    "lightning_transformer": "lightning",
 }
 
 
@@ -120,7 +112,6 @@ def test_a_script_trains_the_same_on_eight_workers_as_on_one_with_the_whole_batc
     [
         ("mnist", 0.85, 1.0),
         ("nanogpt", 0.0, 2.0),
-        ("lightning_transformer", 0.0, 2.3),
     ],
 )
 def test_a_script_learns_on_workers_that_come_and_go(name: str, least: float, most: float) -> None:
@@ -128,60 +119,3 @@ def test_a_script_learns_on_workers_that_come_and_go(name: str, least: float, mo
     assert least < score < most
     position = elastic(optimizer).state_dict()["sampler"]
     assert (position["epoch"], position["position"]) == (loaded(name)["EPOCHS"], 0)
-
-
-# Lightning ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("every", [150, 50], ids=["epoch", "mid-step"])
-def test_the_trainer_of_lightning_resumes_where_it_was_saved(every: int, tmp_path: Path) -> None:
-    """Epochs of 150 micro-batches, steps of 8: micro-batch 50 is in the middle of a step."""
-    main = example("lightning_transformer")
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=every, save_top_k=-1, filename="{step}")
-    model, _, _ = main(plan=8, local_batch=4, callbacks=[saving], enable_checkpointing=True)
-    again, optimizer, _ = main(plan=8, local_batch=4, resume=str(tmp_path / f"step={every}.ckpt"))
-    assert torch.equal(weights(model), weights(again))
-    assert optimizer.finished
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"accumulate_grad_batches": 4}, "the loop took 4 micro-batches since the last step.*accumulation="),
-        ({"gradient_clip_val": 0.01}, r"gradients were changed between backward.*Give clip="),
-    ],
-)
-def test_settings_of_lightning_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        example("lightning_transformer")(plan=8, local_batch=4, **settings)
-
-
-@pytest.mark.parametrize("per_update", [False, True])
-def test_a_scheduler_of_lightning_follows_updates_or_is_refused(
-    per_update: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    main = example("lightning_transformer")
-    module = main.__globals__["Transformer"]
-    plain = module.configure_optimizers
-    made = []
-
-    def with_scheduler(self: Any) -> Any:
-        optimizer = plain(self)
-        optimizer.schedule = None
-        made.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99))
-        return [optimizer], [{"scheduler": made[0], "interval": "step"}]
-
-    def lr_scheduler_step(self: Any, scheduler: Any, metric: Any) -> None:
-        if self.optimizers().updated:
-            scheduler.step()
-
-    monkeypatch.setattr(module, "configure_optimizers", with_scheduler)
-    if not per_update:
-        with pytest.raises(ConfigError, match=r"if optimizer\.updated"):
-            main(plan=8, local_batch=4)
-        return
-    monkeypatch.setattr(module, "lr_scheduler_step", lr_scheduler_step)
-    _, optimizer, _ = main(plan=8, local_batch=4)
-    assert made[0].last_epoch == optimizer.updates

@@ -232,7 +232,8 @@ def test_a_loss_scale_changes_neither_the_measurement_nor_the_step() -> None:
         with ebbflow.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **settings) as session:
             from ebbflow.integrations.session_optimizer import SessionOptimizer
 
-            optimizer = SessionOptimizer(session)
+            optimizer = SessionOptimizer(session.flow.optimizer, scaled=True)
+            optimizer.begin(session)
             scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
             while (step := session.next_step()) is not None:
                 for x, y in step:
@@ -256,7 +257,8 @@ def test_the_samples_of_a_step_that_overflows_count_and_the_scale_falls() -> Non
     with ebbflow.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **settings) as session:
         from ebbflow.integrations.session_optimizer import SessionOptimizer
 
-        optimizer = SessionOptimizer(session)
+        optimizer = SessionOptimizer(session.flow.optimizer, scaled=True)
+        optimizer.begin(session)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         while (step := session.next_step()) is not None:
             for x, y in step:

@@ -14,9 +14,14 @@ pytestmark = pytest.mark.slow  # all of it together: it imports the frameworks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
-SCRIPTS = {"transformers_trainer": "transformers", "accelerate_loop": "accelerate"}
+SCRIPTS = {
+    "transformers_trainer": "transformers",
+    "lightning_transformer": "lightning",
+    "accelerate_loop": "accelerate",
+}
 SHORT: dict[str, dict[str, Any]] = {
     "transformers_trainer": {"samples": 60, "num_train_epochs": 1},
+    "lightning_transformer": {"samples": 60, "max_epochs": 1},
     "accelerate_loop": {"epochs": 1},
 }
 
@@ -42,6 +47,6 @@ def test_the_diff_on_the_page_leads_from_a_plain_script_to_the_example(name: str
         script = script.replace(after, before)
     plain: dict[str, Any] = {"__name__": name}
     exec(compile(script, name, "exec"), plain)
-    folder = str(tmp_path)
-    plain["main"](folder=folder, **SHORT[name])
-    runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"](folder=folder, **SHORT[name])
+    settings = SHORT[name] | ({} if name == "lightning_transformer" else {"folder": str(tmp_path)})
+    plain["main"](**settings)
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"](**settings)

@@ -23,28 +23,41 @@ class SessionOptimizer(torch.optim.Optimizer):
     its averages, and the position in the data. It does not depend on the number of processes.
     """
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, inner: torch.optim.Optimizer, *, scaled: bool = False) -> None:
+        """`inner`: the optimizer that the session steps. `begin` follows before the first step.
+
+        `scaled`: a GradScaler calls `step`; it does so for steps that overflow, too, whose samples count.
+        """
+        self.inner = inner
+        self.session: Session | None = None
         self.combined: SessionStep | None = None
         """The step whose gradient is in `.grad`; None where the session has ended before it was complete."""
         self.row: StepRow | None = None
         """What the latest step did."""
-        self._elastic = session.flow.optimizer
+        self._saved: dict[str, Any] | None = None
+        self._step_supports_amp_scaling = scaled  # read by GradScaler
+
+    def begin(self, session: Session) -> None:
+        """Step this session from now on, from the state that was loaded before, if any."""
+        self.session = session
+        if self._saved is not None:
+            saved, self._saved = self._saved, None
+            self.load_state_dict(saved)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Those of the wrapped optimizer, with the base rates."""
-        return self._elastic.param_groups
+        return self.inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """That of the wrapped optimizer."""
-        return self._elastic.state
+        return self.inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """Those of the wrapped optimizer."""
-        return self._elastic.defaults
+        return self.inner.defaults
 
     _step_supports_amp_scaling = (
         True  # a GradScaler then always calls step(), which counts the samples of a skipped one
@@ -61,7 +74,7 @@ class SessionOptimizer(torch.optim.Optimizer):
             return result
         loss_scale = getattr(self, "grad_scale", None)  # set by a GradScaler that has not unscaled the gradients
         if loss_scale is not None:
-            for parameter in self._elastic.layers:
+            for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
                 if parameter.grad is not None:
                     parameter.grad.div_(loss_scale)
         self.row = step.apply()
@@ -72,26 +85,31 @@ class SessionOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights, at the last complete step, in plain containers."""
+        if self.session is None:
+            return {}
         return {name: value for name, value in self.session.flow.state_dict().items() if name not in ("model", "rng")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, with any number of processes; a state of other data is refused."""
-        self.session.flow.load_state_dict(state_dict, origin="the checkpoint")
+        if self.session is None:
+            self._saved = state_dict
+        else:
+            self.session.flow.load_state_dict(state_dict, origin="the checkpoint")
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """Call the hook before every update: it sees the wrapped optimizer."""
-        return self._elastic.register_step_pre_hook(hook)
+        return self.inner.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> Any:
         """Call the hook after every update: it sees the wrapped optimizer."""
-        return self._elastic.register_step_post_hook(hook)
+        return self.inner.register_step_post_hook(hook)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters to the wrapped optimizer."""
-        self._elastic.add_param_group(param_group)
+        self.inner.add_param_group(param_group)
 
     def __repr__(self) -> str:
-        return f"SessionOptimizer({self._elastic!r})"
+        return f"SessionOptimizer({self.inner!r})"
 
 
 class ReferenceSteps:
@@ -102,14 +120,16 @@ class ReferenceSteps:
     and a replica that joins late has the rate of the others.
     """
 
-    def __init__(self, scheduler: Any, session: Session) -> None:
+    def __init__(self, scheduler: Any, optimizer: SessionOptimizer) -> None:
         self._scheduler = scheduler
-        self._optimizer = session.flow.optimizer
+        self._optimizer = optimizer
 
     def step(self, *arguments: Any) -> None:
         """Bring the scheduler to the present progress."""
-        scheduler = self._scheduler
-        due = int(self._optimizer.progress / self._optimizer.base_batch + 1e-6)  # sums of gains are rounded
+        scheduler, session = self._scheduler, self._optimizer.session
+        assert session is not None, "a step came before"
+        elastic = session.flow.optimizer
+        due = int(elastic.progress / elastic.base_batch + 1e-6)  # sums of gains are rounded
         if scheduler.last_epoch > due:  # the rule went back to a snapshot
             scheduler.last_epoch = max(0, due - 1)
         while scheduler.last_epoch < due:

@@ -180,15 +180,16 @@ class ElasticTrainerMixin(Trainer):  # type: ignore[misc]
         self._stack.enter_context(self.session)
         flow = self.session.flow
         flow.total_samples = flow.optimizer.total_samples = self._total
-        self.optimizer = self._applying = SessionOptimizer(self.session)
+        self.optimizer = self._applying = SessionOptimizer(self._wrapped, scaled=self.accelerator.scaler is not None)
+        self._applying.begin(self.session)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The scheduler of the Trainer, which counts reference steps."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        if self.session is not None and not plateau and not isinstance(scheduler, ReferenceSteps):
-            self.lr_scheduler = scheduler = ReferenceSteps(scheduler, self.session)
+        if self._applying is not None and not plateau and not isinstance(scheduler, ReferenceSteps):
+            self.lr_scheduler = scheduler = ReferenceSteps(scheduler, self._applying)
         return scheduler
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:

@@ -1,0 +1,241 @@
+"""Lightning's Trainer on workers that come and go.
+
+    trainer = L.Trainer(strategy=ElasticStrategy(trace="spot.csv", rule="sqrt", base_batch=64), max_epochs=10)
+    trainer.fit(module, loader)
+
+The LightningModule stays as it is, with automatic optimization.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ebbflow.core.extras import require
+from ebbflow.errors import ConfigError
+from ebbflow.integrations.session_optimizer import ReferenceSteps, SessionOptimizer, refuse_settings
+from ebbflow.run.session import Session, SessionStep
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+else:
+    _NEEDED = {"extra": "lightning", "needed_for": "ElasticStrategy"}
+    Callback = require("lightning.pytorch.callbacks", **_NEEDED).Callback
+    SingleDeviceStrategy = require("lightning.pytorch.strategies", **_NEEDED).SingleDeviceStrategy
+
+__all__ = ["ElasticStrategy"]
+
+_INSTEAD = {
+    "epochs": "max_epochs of the Trainer",
+    "max_steps": "max_steps of the Trainer",
+    "schedule": "a scheduler in configure_optimizers",
+    "clip": "gradient_clip_val of the Trainer",
+    "precision": "precision of the Trainer",
+    "micro_batch": "batch_size of the DataLoader",
+    "evaluate": "validation_step of the module",
+    "out": "default_root_dir of the Trainer",
+    "tracker": "logger of the Trainer",
+}
+
+
+class _Steps:
+    """What the loop of Lightning takes for its batches: one item per step, whose samples the session reads."""
+
+    def __init__(self, strategy: ElasticStrategy) -> None:
+        self._strategy = strategy
+
+    def __iter__(self) -> Iterator[_Steps]:
+        while self._strategy.session is not None:
+            yield self
+
+
+class _LogSteps(Callback):  # type: ignore[misc]
+    """Gives Lightning's loggers what the rule did in every step."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *others: Any) -> None:
+        strategy = trainer.strategy
+        row = strategy.optimizer.row
+        if row is not None:
+            shown = row.tracked(strategy.session.flow.optimizer.base_batch)
+            pl_module.log_dict({name: float(value) for name, value in shown.items()}, batch_size=row.batch)
+
+
+class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+    """Lightning in one process, whose steps follow a trace; or, with `engine="live"`, as a replica of a live fleet.
+
+    Settings are those of an `ebbflow.Session`: base_batch (the batch at which the rate was tuned), rule, trace, policy,
+    seed, ... A worker takes `batch_size * accumulate_grad_batches` samples per step, `batch_size` of them in a backward
+    pass, for each of which `training_step` is called.
+
+    Guarantees: every sample counts once per epoch; the gradient of a step is the mean over its samples, or over what
+    `training_step` counts: with {"loss": mean, "count": tokens} it is the mean over tokens. `gradient_clip_val` sees
+    that mean. One step of the fleet is one batch and one `global_step` of the Trainer, for validation, logging and
+    checkpoints, which hold the position in the data. A scheduler with `"interval": "step"` counts reference steps
+    (`ReferenceSteps`), and the rule multiplies its rate once, for the duration of the step. `max_steps` counts steps at
+    the reference batch.
+
+    Limits: one optimizer, automatic optimization, no "16-mixed" precision (use "bf16-mixed"). Hooks that get the batch
+    (`on_train_batch_start`, ...) get a placeholder; `training_step` gets the samples. `limit_train_batches` is refused.
+    """
+
+    strategy_name = "ebbflow"
+    optimizers: list[Any]
+
+    def __init__(self, *, device: torch.device | str = "auto", **settings: Any) -> None:
+        """`device`: by default the first GPU, or the CPU if there is none."""
+        refuse_settings(settings, _INSTEAD)
+        if device == "auto":
+            device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        super().__init__(device=device)
+        self._settings = settings
+        self._live = settings.get("engine") == "live"
+        self.session: Session | None = None
+        """The session of the fit that is under way."""
+        self.optimizer: SessionOptimizer
+        """What Lightning steps."""
+        self._stack = ExitStack()
+
+    # Beginning and ending -----------------------------------------------------------------------------------------
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """The optimizer and the schedulers of the module, for the steps of a session."""
+        self._check(trainer)
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise ConfigError(f"configure_optimizers returned {len(self.optimizers)} optimizers; expected one")
+        self.optimizer = SessionOptimizer(self.optimizers[0])
+        self.optimizers = [self.optimizer]
+        for config in self.lr_scheduler_configs:
+            if config.interval == "step" and not config.reduce_on_plateau:
+                config.scheduler = ReferenceSteps(config.scheduler, self.optimizer)
+        if not any(isinstance(callback, _LogSteps) for callback in trainer.callbacks):
+            trainer.callbacks.append(_LogSteps())
+
+    def _check(self, trainer: Any) -> None:
+        if not self.lightning_module.automatic_optimization:
+            raise ConfigError("the module has automatic_optimization = False; expected automatic optimization")
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ConfigError("precision is '16-mixed', whose scaler unscales before clipping; use 'bf16-mixed'")
+        if trainer.limit_train_batches != 1.0:
+            raise ConfigError(
+                f"limit_train_batches is {trainer.limit_train_batches}, but every sample counts once per epoch; "
+                f"train on a smaller data set"
+            )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The DataLoader of the training is read by a session, which begins here; others stay as they are."""
+        trainer = self.lightning_module.trainer
+        if not trainer.training:
+            return dataloader
+        if not isinstance(dataloader, DataLoader):
+            raise ConfigError(f"the data of the training is a {type(dataloader).__name__}; expected one DataLoader")
+        assert dataloader.batch_size is not None, "a DataLoader without a batch size is refused by the session"
+        samples, accumulated = len(dataloader.dataset), trainer.accumulate_grad_batches  # type: ignore[arg-type]
+        trainer.accumulate_grad_batches = 1  # the session cuts steps into backward passes
+        settings: dict[str, Any] = {"local_batch": dataloader.batch_size * accumulated, **self._settings}
+        if not self._live:
+            settings = {"engine": "loop", "loader_workers": dataloader.num_workers, **settings}
+        total = self._total(trainer, samples)
+        self.session = Session(
+            self.lightning_module,
+            self.optimizer.inner,
+            DataLoader(
+                dataloader.dataset,
+                batch_size=dataloader.batch_size,
+                sampler=dataloader.sampler,
+                collate_fn=dataloader.collate_fn,
+                num_workers=dataloader.num_workers,
+            ),
+            epochs=math.ceil(total / samples),
+            micro_batch=dataloader.batch_size,
+            **settings,
+        )
+        self._stack.enter_context(self.session)
+        flow = self.session.flow
+        flow.total_samples = flow.optimizer.total_samples = total
+        self.optimizer.begin(self.session)
+        return _Steps(self)
+
+    def _total(self, trainer: Any, samples: int) -> int:
+        """Samples of the whole run; the loop itself does not count steps, since these differ in size."""
+        loop, reference = trainer.fit_loop, self._settings.get("base_batch")
+        steps, epochs = loop.max_steps, loop.max_epochs
+        if steps in (None, -1) and epochs in (None, -1):
+            raise ConfigError("max_epochs and max_steps of the Trainer are both -1; expected the length of the run")
+        loop.epoch_loop.max_steps = -1
+        totals = [epochs * samples] if epochs not in (None, -1) else []
+        if steps not in (None, -1) and reference is not None:
+            totals.append(steps * reference)
+        return int(min(totals, default=samples))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keep the state for the session, which begins when the data is there."""
+        if self._live:
+            raise ConfigError("ckpt_path is given, but a live fleet continues from its own checkpoints; leave it out")
+        (state,) = checkpoint["optimizer_states"]
+        self.optimizer.load_state_dict(state)
+
+    def save_checkpoint(self, *arguments: Any, **others: Any) -> None:
+        """Save; in a live fleet on the first replica only."""
+        if not self._live or self.session.first:  # type: ignore[union-attr]
+            super().save_checkpoint(*arguments, **others)
+
+    def on_train_end(self) -> None:
+        """The end of a run that is finished; one that was stopped has none."""
+        if self.session is not None and self.session.flow.finished:
+            self.session.next_step()
+        self._close(None)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Close the session as a `with` would."""
+        self._close(exception)
+
+    def _close(self, error: BaseException | None) -> None:
+        stack, self._stack = self._stack, ExitStack()
+        stack.__exit__(type(error) if error is not None else None, error, error.__traceback__ if error else None)
+
+    # One step -----------------------------------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, *arguments: Any, **others: Any) -> Any:
+        """Move a batch; there is none yet where Lightning asks for it in training."""
+        return batch if isinstance(batch, _Steps) else super().batch_to_device(batch, *arguments, **others)
+
+    def training_step(self, batch: Any, *arguments: Any, **others: Any) -> Any:
+        """The backward passes of a step, and the sum over all workers; again, if one of them was lost meanwhile."""
+        assert self.session is not None
+        trainer = self.lightning_module.trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        while (step := self.session.next_step()) is not None:
+            for samples in step:
+                self._backward(step, samples, *arguments, **others)
+            if step.combine():
+                self.optimizer.combined = step
+                ledger = self.session.flow.ledger.commit(step.assignment)
+                progress.is_last_batch = ledger.epoch > step.epoch
+                trainer.should_stop = trainer.should_stop or 0 < self.session.flow.total_samples <= ledger.total
+                return torch.tensor(step.loss, device=self.root_device)
+        progress.is_last_batch = trainer.should_stop = True  # this replica left, or another one has finished the run
+        return torch.zeros((), device=self.root_device)
+
+    def _backward(self, step: SessionStep, samples: Any, *arguments: Any, **others: Any) -> None:
+        module = self.lightning_module
+        samples = self.precision_plugin.convert_input(samples)
+        samples = self.batch_to_device(module._on_before_batch_transfer(samples))
+        results = module.trainer._results
+        results.batch, results.batch_size = samples, None  # for `self.log`, which counts samples
+        output = super().training_step(samples, *arguments, **others)
+        loss, count = (output["loss"], output.get("count")) if isinstance(output, Mapping) else (output, None)
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(f"training_step returned {type(output).__name__}; expected a loss for every batch")
+        step.backward(loss if count is None else loss * count, count=count)
+
+    def backward(self, closure_loss: torch.Tensor, *arguments: Any, **others: Any) -> torch.Tensor:
+        """The hooks around it; the backward passes themselves are part of `training_step`."""
+        loss: torch.Tensor = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        return self.precision_plugin.post_backward(loss, self.lightning_module)  # type: ignore[no-any-return]

@@ -1,0 +1,246 @@
+"""Lightning's Trainer on a session: what it computes, its schedulers, clipping, validation, loggers and checkpoints."""
+
+from __future__ import annotations
+
+import csv
+import os
+import runpy
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("lightning", reason="lightning is not installed: pip install 'ebbflow[lightning]'")
+
+import lightning
+
+import ebbflow
+from ebbflow.errors import ConfigError
+from ebbflow.integrations.lightning import ElasticStrategy
+
+pytestmark = pytest.mark.slow  # all of it together: it imports Lightning
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lightning_transformer.py"
+FLEET = {"trace": "0s:4 3s:2 7s:5 60s", "step_time": "1s"}
+"""Steps of 4, 4, 4, 2, 2, 2, 2, 5, 5, ... workers."""
+
+
+@cache
+def example() -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLE))
+
+
+def trained(**settings: Any) -> tuple[Any, Any]:
+    """A run of the example: 120 samples in an epoch, unless said otherwise."""
+    defaults = {"fleet": FLEET, "batch_size": 4, "samples": 120, "max_epochs": 1}
+    return example()["main"](**{**defaults, **settings})  # type: ignore[no-any-return]
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+class Regression(lightning.LightningModule):
+    """A line, whose targets are masked: the loss is the mean over what is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.line = torch.nn.Linear(3, 4).double()
+        self.validated: list[tuple[int, int]] = []
+        self.counting = True
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x, y = batch
+        there = ~y.isnan()
+        loss = ((self.line(x) - y.nan_to_num()).square() * there).sum() / there.sum()
+        return {"loss": loss, "count": there.sum()} if self.counting else loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.validated.append((self.trainer.current_epoch, self.trainer.global_step))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def masked(samples: int = 60) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
+    y = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.where(torch.rand(samples, 4, generator=generator) < 0.4, torch.nan, y))
+
+
+def fitted(module: Any, data: Any = None, *, batch_size: int = 4, **settings: Any) -> Any:
+    elastic = {"rule": "linear", "base_batch": 8, **FLEET, **settings.pop("elastic", {})}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(
+        strategy=ElasticStrategy(**elastic),
+        accelerator="cpu",
+        devices=1,
+        enable_model_summary=False,
+        **{"max_epochs": 2, **quiet, **settings},
+    )
+    data = masked() if data is None else data
+    validation = DataLoader(data, batch_size=60)
+    trainer.fit(module, DataLoader(data, batch_size=batch_size, shuffle=True), validation)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("rule", "trainer", "session"),
+    [
+        ("linear", {}, {}),
+        ("adascale", {"gradient_clip_val": 0.5}, {"clip": 0.5}),
+        ("sqrt", {"accumulate_grad_batches": 2, "batch_size": 2}, {"micro_batch": 2}),
+    ],
+    ids=["plain", "measured-and-clipped", "accumulation"],
+)
+def test_lightning_computes_what_a_session_computes_with_the_same_samples(
+    rule: str, trainer: dict[str, Any], session: dict[str, Any]
+) -> None:
+    """The loss of a step is the mean over the targets that are not masked."""
+    module = Regression()
+    made = fitted(module, elastic={"rule": rule, "seed": 3}, **trainer)
+    own = Regression()
+    settings = {**FLEET, "rule": rule, "base_batch": 8, "local_batch": 4, "epochs": 2, "seed": 3, **session}
+    with ebbflow.Session(own, own.configure_optimizers(), masked(), loader_workers=0, **settings) as plain:
+        for step in plain:
+            for x, y in step:
+                there = ~y.isnan()
+                step.backward(((own.line(x) - y.nan_to_num()).square() * there).sum(), count=there.sum())
+    assert made.global_step == plain.step
+    torch.testing.assert_close(weights(module), weights(own), rtol=1e-5, atol=1e-6)  # clipping adds 1e-6 to the norm
+
+
+def test_a_module_that_counts_nothing_has_the_mean_over_samples() -> None:
+    data = TensorDataset(*(torch.nan_to_num(tensor) for tensor in masked().tensors))
+    found = []
+    for workers, size in ((8, 2), (1, 16)):
+        module = Regression()
+        module.counting = False
+        fitted(module, data, batch_size=size, elastic={"trace": f"constant(workers={workers})"})
+        found.append(weights(module))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+def test_at_the_reference_batch_a_step_over_all_samples_is_that_of_lightning_alone() -> None:
+    """One batch has no order: with clipping, the weights after three of them are the same to rounding."""
+    plain, module = Regression(), Regression()
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=3, gradient_clip_val=0.5, **quiet)
+    trainer.fit(plain, DataLoader(masked(), batch_size=60))
+    elastic = {"trace": "constant(workers=1)", "base_batch": 60}
+    fitted(module, batch_size=60, max_epochs=3, gradient_clip_val=0.5, elastic=elastic)
+    torch.testing.assert_close(weights(module), weights(plain), rtol=1e-9, atol=1e-12)
+
+
+def test_the_scheduler_counts_reference_steps_and_the_rule_multiplies_once(tmp_path: Path) -> None:
+    """Reference steps of 16 samples, a factor of 0.99 for each; the logger of Lightning has what the rule did.
+
+    The first steps have 16 samples (4 workers of 4), then 8, then 20: before the eighth, 3 * 16 + 4 * 8 = 80 samples
+    were trained on, which are 5 reference steps.
+    """
+    from lightning.pytorch.callbacks import LearningRateMonitor
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(str(tmp_path), name="", version="")
+    trained(logger=logger, log_every_n_steps=1, callbacks=[LearningRateMonitor("step")])
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    steps = [row for row in rows if row["batch"]]
+    assert [float(row["batch"]) for row in steps] == [16, 16, 16, 8, 8, 8, 8, 20, 20]
+    assert [float(row["workers"]) for row in steps] == [4, 4, 4, 2, 2, 2, 2, 5, 5]
+    assert [float(row["multiplier"]) for row in steps[:4]] == pytest.approx([1, 1, 1, 0.5**0.5])
+    rates = [float(row["lr-Adam"]) / 3e-3 for row in rows if row.get("lr-Adam")]
+    assert rates[:4] == pytest.approx([1, 0.99, 0.99**2, 0.99**3]) and rates[7] == pytest.approx(0.99**5)
+    assert any(row.get("train_loss_epoch") for row in rows)
+
+
+def test_validation_and_epochs_are_those_of_the_samples() -> None:
+    """60 samples: steps of 16, 16, 16, 8, 4 in the first epoch, then of 8, 8, 20, 20, 4."""
+    module = Regression()
+    trainer = fitted(module, num_sanity_val_steps=0)
+    assert module.validated == [(0, 5), (1, 10)]
+    assert (trainer.current_epoch, trainer.global_step) == (2, 10)
+
+
+def test_max_steps_count_steps_at_the_reference_batch() -> None:
+    """Six steps of 8 samples: 3 * 16 = 48."""
+    trainer = fitted(Regression(), max_steps=6, max_epochs=-1)
+    assert trainer.global_step == 3 and trainer.strategy.session.flow.ledger.total == 48
+
+
+@pytest.mark.parametrize("saved_at", [4, 9], ids=["mid-epoch", "epoch"])
+def test_a_run_that_was_saved_ends_with_the_same_weights(saved_at: int, tmp_path: Path) -> None:
+    """Epochs of 120 samples: 9 steps, and then 6 of 20."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    settings: dict[str, Any] = {"max_epochs": 2}
+    model, trainer = trained(callbacks=[saving], enable_checkpointing=True, **settings)
+    again, resumed = trained(resume=str(tmp_path / f"step={saved_at}.ckpt"), **settings)
+    assert torch.equal(weights(model), weights(again))
+    assert (trainer.global_step, trainer.current_epoch) == (resumed.global_step, resumed.current_epoch) == (15, 2)
+
+
+def test_mixed_precision_in_bfloat16_learns() -> None:
+    _, trainer = trained(precision="bf16-mixed", max_epochs=2, logger=False)
+    assert trainer.callback_metrics["train_loss_epoch"] < 2.6 and trainer.global_step == 15
+
+
+@pytest.mark.parametrize(
+    ("elastic", "settings", "message"),
+    [
+        ({"epochs": 3}, {}, "epochs is given for the session.*set max_epochs"),
+        ({"clip": 1.0}, {}, "clip is given for the session.*set gradient_clip_val"),
+        ({"base_batch": None}, {}, "base_batch is missing"),
+        ({}, {"limit_train_batches": 3}, "limit_train_batches is 3"),
+        ({}, {"max_epochs": -1}, "max_epochs and max_steps of the Trainer are both -1"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(elastic: dict[str, Any], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fitted(Regression(), elastic=elastic, **settings)
+
+
+def test_manual_optimization_is_refused() -> None:
+    module = Regression()
+    module.automatic_optimization = False
+    with pytest.raises(ConfigError, match="automatic_optimization = False"):
+        fitted(module)
+
+
+@pytest.mark.process
+@pytest.mark.long
+def test_modules_are_replicas_of_a_live_fleet(tmp_path: Path) -> None:
+    """Two replicas: every sample counts once, and both have the same weights."""
+    pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
+    from ebbflow.live import read_fleet
+
+    script = tmp_path / "replica.py"
+    script.write_text(
+        "from ebbflow.workloads.torchvision_import import import_torchvision\n"
+        "import_torchvision(needed_for='lightning')\n"
+        "import runpy\n"
+        f"runpy.run_path({str(EXAMPLE)!r})['main']({{'engine': 'live'}}, samples=120, max_epochs=1)\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "ebbflow", "launch", "--replicas", "2", "--out", str(tmp_path / "fleet")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    account, runs = read_fleet(tmp_path / "fleet")
+    assert account.exactly_once and account.epochs == 1
+    assert len({run.end.weights_sha256 for run in runs if run.end is not None}) == 1
