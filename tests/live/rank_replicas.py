@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from contract.suite import counted_loss, make_data, make_model
+from ebbflow.live import rank_watch
 from ebbflow.live.live_session import join
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.workloads import cross_entropy
@@ -26,6 +27,7 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     """Train the contract's model as one rank of a replica."""
     os.environ.update({**environment, **arguments.get("environment", {}), "GLOO_SOCKET_IFNAME": "lo"})
     torch.set_num_threads(1)
+    rank_watch.INTERVAL_S = arguments.get("watch_every_s", rank_watch.INTERVAL_S)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     x, y = make_data()

@@ -25,7 +25,7 @@ from ebbflow.engines.emulated import LoopEngine
 from ebbflow.engines.replica_ranks import replica_ranks
 from ebbflow.errors import ConfigError
 from ebbflow.live.accounting import Account, read_fleet
-from ebbflow.live.protocol import FINAL_WEIGHTS, read_status
+from ebbflow.live.protocol import EXIT_RESTART, FINAL_WEIGHTS, read_status
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import WeightAverage
 from ebbflow.plan.batch_plan import StepSize
@@ -125,6 +125,15 @@ def test_one_killed_rank_takes_its_replica_and_nothing_else(
     assert codes[f"r1.{1 - victim}"] not in (0, KILLED)  # it ended by itself: a replica without a rank is none
     account = check(tmp_path, rule="adascale")
     assert [row.workers for row in account.steps[:6]] == [2] * 6
+    assert {row.workers for row in account.steps[8:]} == {1}
+
+
+def test_a_stopped_rank_ends_its_replica_and_the_others_go_on(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(watch_every_s=0.05)
+    group.start_ranks("r0", 2)
+    group.start_ranks("r1", 2, faults={1: "stop:backward@6"})
+    assert group.wait("r1.0", "r0.0", "r0.1") == {"r1.0": EXIT_RESTART, "r0.0": 0, "r0.1": 0}
+    account = check(tmp_path)
     assert {row.workers for row in account.steps[8:]} == {1}
 
 

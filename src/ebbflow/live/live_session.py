@@ -49,6 +49,7 @@ from ebbflow.live.faults import ScriptedFaults
 from ebbflow.live.live_engine import LiveEngine, StepSizes, by_policy
 from ebbflow.live.membership import describe_difference, initial_lineage
 from ebbflow.live.protocol import FINAL_WEIGHTS, STATUS_KEY, ReplicaConfig, create_secret
+from ebbflow.live.rank_watch import RankWatch
 from ebbflow.live.replica_files import ReplicaRecord, StatusFile
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.policies import make_policy
@@ -159,9 +160,9 @@ class LiveSession(Session):
         group = self._ranks.another_group()
         self._checkpoints = Checkpoints(self.fleet.checkpoint_place, on_event=self._event, group=group)
         device = next(model.parameters()).device
-        secret = create_secret(self.fleet.folder) if self._ranks.leads else b""
+        self._secret = self._ranks.share(create_secret(self.fleet.folder) if self._ranks.leads else b"")
         self._connection = FleetConnection(
-            self.fleet, {**self._job, **self._compared(device)}, self, secret=self._ranks.share(secret),
+            self.fleet, {**self._job, **self._compared(device)}, self, secret=self._secret,
             device=device, ranks=self._ranks, leaving=self._leaving, on_event=self._event, fault=self._fault,
         )  # fmt: skip
         self._status = StatusFile(
@@ -249,6 +250,7 @@ class LiveSession(Session):
         except ConfigError as error:
             self._status.update("refused", reason=str(error))
             raise
+        stack.enter_context(RankWatch(ranks, self.fleet.bind, self._secret))
         flow = assemble(self.config, self.task, self._maker, optimizer=self._optimizer)
         flow.max_steps = self._max_steps
         tracker = make_tracker(  # of the fleet: the rows are the same on all replicas, and the first one sends them
