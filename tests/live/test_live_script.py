@@ -28,6 +28,7 @@ from ebbflow.live import connection, membership
 from ebbflow.live.accounting import read_fleet, read_fleet_run
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.report.results import load_results
+from ebbflow.workloads.prefetch import Request, SampleReader
 from live import replicas
 
 pytestmark = pytest.mark.process
@@ -458,6 +459,33 @@ def test_the_loop_yields_what_a_data_loader_would(script: Any, tmp_path: Path, d
     assert numbers == list(range(14)), "97 samples by seven"
     account, _ = read_fleet(tmp_path)
     assert account.exactly_once and account.epochs == 1
+
+
+def test_the_processes_of_a_data_loader_read_ahead_and_are_initialized(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is predicted comes: the loader begins to read once, over micro-batches, steps and epochs."""
+    begun: list[object] = []
+    restart = SampleReader._restart
+
+    def noted(reader: SampleReader, requests: Iterator[Request]) -> None:
+        begun.append(requests)
+        restart(reader, requests)
+
+    def initialize(number: int) -> None:
+        (tmp_path / f"process-{number}").touch()
+
+    monkeypatch.setattr(SampleReader, "_restart", noted)
+    pairs = Samples(lambda x, y: (x, y))
+    loader = DataLoader(pairs, batch_size=7, shuffle=True, num_workers=2, worker_init_fn=initialize)
+    model, fleet = script(data=loader, local_batch=7, micro_batch=4, epochs=2)
+    with fleet:
+        assert sorted(path.name for path in tmp_path.glob("process-*")) == ["process-0", "process-1"]
+        begun.clear()
+        train(model, fleet)
+    assert len(begun) == 1, "at the first micro-batch"
+    account, _ = read_fleet(tmp_path)
+    assert account.exactly_once and account.epochs == 2
 
 
 def test_a_run_ends_after_max_steps(script: Any, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -219,7 +220,6 @@ class ReplicaStep:
         self.samples = 0
         """Samples of this step whose backward pass is done."""
         self._fetch = fetch
-        self._epoch_samples = samples
         self._seed = seed
         self._precision = precision
         self._device_type = self.parameters[0].device.type
@@ -227,7 +227,7 @@ class ReplicaStep:
         self._after_backward = after_backward
         self._generators = generators(model)
         self._reset = ModelReset(model)
-        self._order: tuple[int, Permutation] | None = None
+        self._order = lru_cache(maxsize=2)(lambda epoch: Permutation(samples, seed, epoch))  # this one and the next
 
     def measure(self, on: bool) -> None:
         """Whether the coming steps are measured, where anything is measured at all."""
@@ -265,7 +265,7 @@ class ReplicaStep:
             seed = micro_batch_seed(self._seed, epoch, micro_batch.start)
             for generator in self._generators:
                 generator.manual_seed(seed)
-            inputs, targets = as_pair(self._fetch(self._indices(epoch, micro_batch)))
+            inputs, targets = as_pair(self._fetch(self.indices(epoch, micro_batch)))
             with self.batch_norm.micro_batch(micro_batch.size / batch):
                 last = number == len(micro_batches)
                 yield LoadedMicroBatch(inputs, targets, micro_batch.size, micro_batch.size / own, last)
@@ -312,7 +312,6 @@ class ReplicaStep:
         """The model computes in the replica's precision inside."""
         return autocast(self._precision, self._device_type)
 
-    def _indices(self, epoch: int, micro_batch: MicroBatch) -> npt.NDArray[np.int64]:
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, Permutation(self._epoch_samples, self._seed, epoch))
-        return self._order[1].indices(micro_batch.start, micro_batch.stop)
+    def indices(self, epoch: int, micro_batch: MicroBatch) -> npt.NDArray[np.int64]:
+        """Numbers of the samples of a micro-batch, which all processes agree on."""
+        return self._order(epoch).indices(micro_batch.start, micro_batch.stop)

@@ -178,7 +178,7 @@ class ShardedStep(ReplicaStep):
             self._counted = active and ranks.counts
             for generator in self._generators:
                 generator.manual_seed(micro_batch_seed(self._seed, epoch, part.start))
-            inputs, targets = as_pair(self._fetch(self._indices(epoch, part)))
+            inputs, targets = as_pair(self._fetch(self.indices(epoch, part)))
             with self.batch_norm.micro_batch(part.size / batch if self._counted else 0.0):
                 weight = ranks.data_size * part.size / own if active else 0.0
                 yield LoadedMicroBatch(inputs, targets, part.size, weight)

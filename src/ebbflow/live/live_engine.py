@@ -20,14 +20,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from ebbflow.data.ledger import Assignment, MicroBatch, micro_batches_of
+from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, micro_batches_of
 from ebbflow.engines.allreduce import StepAllReduce, StepPart
 from ebbflow.engines.base import Engine, Gradients
 from ebbflow.engines.loss_sum import LossSum
 from ebbflow.engines.process_group import Fault, PeerLost, no_fault
-from ebbflow.engines.replica_step import Fetch, LoadedMicroBatch, Loss, Precision, ReplicaStep
+from ebbflow.engines.replica_step import Fetch, LoadedMicroBatch, Loss, Precision, ReplicaStep, micro_batch_seed
 from ebbflow.engines.shards import ShardedStep
 from ebbflow.live import equality
 from ebbflow.live.connection import FleetConnection
@@ -94,6 +95,7 @@ class LiveEngine(Engine):
         self.connection = connection
         self.sizes = sizes
         self.micro_batch = micro_batch
+        self._fetch, self._samples, self._seed = fetch, samples, seed
         self.lineage = lineage
         self.parent = lineage
         """The lineage before the last committed step."""
@@ -108,8 +110,10 @@ class LiveEngine(Engine):
             "after_backward": lambda: fault("backward"),
         }  # fmt: skip
         if connection.ranks.size > 1:
-            self._sharded = ShardedStep(model, fetch, loss, ranks=connection.ranks, **settings)
-        self._replica = self._sharded or ReplicaStep(model, fetch, loss, before_last=self._overlap, **settings)
+            self._sharded = ShardedStep(model, self._fetch_next, loss, ranks=connection.ranks, **settings)
+        self._replica = self._sharded or ReplicaStep(
+            model, self._fetch_next, loss, before_last=self._overlap, **settings
+        )
         of_rank = self._sharded.gradients.numbers if self._sharded is not None else 0
         self._batch_norm = self._replica.batch_norm
         self._combine = StepAllReduce(
@@ -139,6 +143,10 @@ class LiveEngine(Engine):
         """All micro-batches of the open step, of all replicas."""
         self._earlier: tuple[int, ...] = ()
         """Numbers of the micro-batches that this replica has computed in an attempt before."""
+        self._step_size = StepSize(workers=1, samples=1, time_s=0.0, duration_s=0.0)
+        """The size of the open step."""
+        self._fetches = 0
+        """How many micro-batches of the open step were fetched, or are being fetched."""
         self._share: tuple[int, ...] = ()
         """Numbers of the micro-batches that this replica computes in this attempt."""
         self._kept: tuple[int, KeptPart] | None = None
@@ -212,6 +220,7 @@ class LiveEngine(Engine):
             self._kept = None
             self._replica.begin()
         self._assignment, self._arrived = assignment, False
+        self._step_size, self._fetches = size, 0
         self._micro_batches = micro_batches_of(assignment, size, limit=self.micro_batch)
         self._earlier = self._kept[1].micro_batches if self._kept is not None else ()
         shares = share_micro_batches(self._micro_batches, computing_ranks(quorum), parts)
@@ -344,6 +353,31 @@ class LiveEngine(Engine):
         said[self._quorum.rank] = float(leaving)
         self.connection.all_reduce(said)
         return frozenset(rank for rank, leaves in enumerate(said.tolist()) if leaves)
+
+    # Data -----------------------------------------------------------------------------------------------------------
+
+    def upcoming(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """The fetches of this replica from the latest one on, if the participants and the batch stay what they are."""
+        quorum, assignment, size = self._quorum, self._assignment, self._step_size
+        if quorum is None or assignment is None or self._sharded is not None:
+            return
+        share = [self._micro_batches[number] for number in self._share[max(0, self._fetches - 1) :]]
+        ranks = range(len(quorum.participants))
+        if quorum.receiving or quorum.kept:  # all compute in the next step, as many samples as the policy says
+            workers, samples = self.sizes(quorum.step + 1, len(ranks))
+            size = replace(size, workers=workers, samples=samples)
+        while share:
+            for micro_batch in share:
+                seed = micro_batch_seed(self._seed, assignment.epoch, micro_batch.start)
+                yield seed, self._replica.indices(assignment.epoch, micro_batch)
+            ledger = Ledger(samples=self._samples, epoch=assignment.epoch, position=assignment.start).commit(assignment)
+            assignment = ledger.assign(size.samples, size.dropped)
+            micro_batches = micro_batches_of(assignment, size, limit=self.micro_batch)
+            share = [micro_batches[i] for i in share_micro_batches(micro_batches, ranks, {})[quorum.rank]]
+
+    def _fetch_next(self, indices: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+        self._fetches += 1
+        return self._fetch(indices)
 
     # The run around the steps -------------------------------------------------------------------------------------
 

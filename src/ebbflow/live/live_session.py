@@ -54,7 +54,14 @@ from ebbflow.live.replica_files import ReplicaRecord, StatusFile
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.policies import make_policy
 from ebbflow.record import NoRecord, StepRow
-from ebbflow.run.assemble import assemble, make_evaluate, make_optimizer, make_tracker, resolve
+from ebbflow.run.assemble import (
+    assemble,
+    loader_workers,
+    make_evaluate,
+    make_optimizer,
+    make_tracker,
+    resolve,
+)
 from ebbflow.run.checkpoint import save_checkpoint, weights_digest
 from ebbflow.run.config import RunConfig, shows_settings
 from ebbflow.run.flow import OpenStep
@@ -277,6 +284,11 @@ class LiveSession(Session):
         except CheckpointError as error:
             self._status.update("refused", reason=str(error))
             raise
+        stack.callback(self.task.close)
+        if isinstance(self.task.train, workloads.DatasetSource):
+            # Before there are connections, which the processes would inherit: a peer sees the end of one only when all
+            # who have it are gone.
+            self.task.train.start()
         stack.callback(self._connection.close)
         if threading.current_thread() is threading.main_thread():
             stack.enter_context(self._stop)
@@ -619,8 +631,9 @@ def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any, **
 
     `optimizer`: any optimizer of torch, whose rates were tuned at `base_batch` samples and follow the batch by `rule`;
     or an `ElasticOptimizer` without a sampler. `data`: a map-style data set, a DataLoader of one (its `collate_fn`,
-    `num_workers` and `batch_size` are used), or a source with `batch(indices, train=True)`. `loss(model, x, y)`: for
-    `fleet.run()`, which needs no loop. `reduction`: "mean" or "sum", what the loss of your own loop is. `max_steps`:
+    `num_workers`, `worker_init_fn` and `batch_size` are used), or a source with `batch(indices, train=True)`.
+    `loss(model, x, y)`: for `fleet.run()`, which needs no loop. `reduction`: "mean" or "sum", what the loss of your own
+    loop is. `max_steps`:
     training ends after this many steps, or after `epochs` if that comes first. `extras`: whatever else belongs to the
     state, by name, with `state_dict` and `load_state_dict`. `notice`: asked before every step whether this machine is
     about to be taken away. `on_epoch(epoch)`: called after every epoch on every replica; the scores that it returns go
@@ -650,7 +663,9 @@ def join_workload(config: RunConfig, **settings: Any) -> LiveSession:
     config = resolve(config).replace(label="")  # the label is that of a trace
     here = rank_info(os.environ)
     device = RankGroup(here).device(config.device)
-    task = workloads.build(config.workload, data=config.data, seed=config.seed, device=device)
+    task = workloads.build(
+        config.workload, data=config.data, seed=config.seed, device=device, loader_workers=loader_workers(config)
+    )
     if here is not None:
         from torch.distributed.fsdp import fully_shard
 

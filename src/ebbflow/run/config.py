@@ -168,7 +168,7 @@ class RunConfig(BaseModel):
     loader_workers: int | None = setting(
         ge=0,
         computes=False,
-        not_for={"live": "replicas read their samples themselves", "estimator": "data is in memory"},
+        not_for={"estimator": "data is in memory"},
     )
     """Processes that prefetch samples of data sets that are not in memory; by default the idle cores, at most four."""
     device: str = setting("cpu", computes=False, not_for={"session": "the model has one"})

@@ -168,8 +168,8 @@ class SessionStep:
 def own_task(model: torch.nn.Module, data: Any, loss: Loss | None, *, workers: int = 0) -> Task:
     """The task of a user's own model and data: a map-style data set, a DataLoader of one, or a source.
 
-    Of a DataLoader, the data set, `collate_fn`, `num_workers` and `batch_size` are used; the session orders the
-    samples, so that a sampler of its own is refused.
+    Of a DataLoader, the data set, `collate_fn`, `num_workers`, `worker_init_fn` and `batch_size` are used; the session
+    orders the samples, so that a sampler of its own is refused.
     """
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
@@ -237,7 +237,8 @@ class Session:
         """`optimizer`: any optimizer of torch, whose rates were tuned at `base_batch` samples; or an ElasticOptimizer.
 
         `data`: a map-style data set, whose samples are collated as a DataLoader does it; a DataLoader, whose
-        `collate_fn`, `num_workers` and `batch_size` are used; or a source with `batch(indices, train=True)`. `engine`:
+        `collate_fn`, `num_workers`, `worker_init_fn` and `batch_size` are used; or a source with
+        `batch(indices, train=True)`. `engine`:
         auto, fused or loop (virtual workers in this process), live (a replica of a fleet), the name of one that you
         registered, or a function EngineParts -> Engine, such as one that makes a DaskEngine. `loss(model, x, y)`: the
         mean over the samples, for `run()` and for engines that compute elsewhere; samples are then (input, target)

@@ -15,6 +15,7 @@ the loader has taken, so a wrong prediction costs time and never returns other s
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import logging
@@ -22,6 +23,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import traceback
 from collections import deque
@@ -166,6 +168,7 @@ end early."""
 ReadResult = tuple[Tensor, Tensor] | _Samples | ReadFailure | ConfigError
 
 _LOG = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG = 1
 
 
 class _SubRequestDataset(Dataset[ReadResult]):
@@ -220,11 +223,13 @@ class SampleReader:
         prefetch: int,
         pin_memory: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
         """`prefetch` is the number of samples to read in advance; requests below 32 samples make it fewer.
 
         `collate_fn` makes a batch of the samples of a request, in this process; by default they are pairs of tensors,
-        and the processes collate them.
+        and the processes collate them. `worker_init_fn` is called in each process with its number, as DataLoader
+        does it.
         """
         for name, value, least in (("loader_workers", loader_workers, 0), ("prefetch", prefetch, 1)):
             if value < least:
@@ -234,6 +239,7 @@ class SampleReader:
         self.prefetch = prefetch
         self.pin_memory = pin_memory
         self.collate_fn = collate_fn
+        self.worker_init_fn = worker_init_fn
         self._sampler = _PredictionSampler()
         self._loader: DataLoader[ReadResult] | None = None
         self._results: Iterator[ReadResult] = iter(())
@@ -251,6 +257,11 @@ class SampleReader:
     def prefetch_from(self, prediction: Prediction) -> None:
         """Prefetch the requests of this prediction from now on."""
         self._predictions[:] = [prediction]
+
+    def start(self) -> None:
+        """Start the processes now, with nothing to read yet."""
+        if self.loader_workers and not multiprocessing.current_process().daemon:
+            self._restart(iter(()))
 
     def read(self, request: Request) -> list[Any]:
         """Return the samples of the request as batches, which are to be concatenated; with `collate_fn`, one batch."""
@@ -324,7 +335,7 @@ class SampleReader:
             persistent_workers=True,
             pin_memory=self.pin_memory,
             multiprocessing_context="fork",
-            worker_init_fn=functools.partial(_init_loader_worker, os.getpid()),
+            worker_init_fn=functools.partial(_init_loader_worker, os.getpid(), self.worker_init_fn),
             collate_fn=_identity,
             generator=torch.Generator(),  # the loader draws a number at each start, but not from the run's generator
         )
@@ -342,11 +353,15 @@ def _identity(result: Any) -> Any:
     return result
 
 
-def _init_loader_worker(parent: int, number: int) -> None:
+def _init_loader_worker(parent: int, user_init: Callable[[int], None] | None, number: int) -> None:
     """Ignore Ctrl-C, which a terminal sends to all processes: the training process decides, and may need samples."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # at once; torch's watchdog takes seconds
     if os.getppid() != parent:
         os._exit(1)  # the parent died while this process started; torch's watchdog would never notice
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if user_init is not None:
+        user_init(number)
 
 
 @contextmanager
@@ -396,6 +411,8 @@ class DatasetSource:
 
     Inputs and targets may be any nesting of containers with tensors, such as a list with the boxes of each sample.
     """
+    worker_init_fn: Callable[[int], None] | None = None
+    """Called in each process with its number, as that of a DataLoader."""
     _reader: SampleReader = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -410,6 +427,7 @@ class DatasetSource:
             prefetch=self.prefetch,
             pin_memory=self.device.type == "cuda",
             collate_fn=self.collate_fn or (None if self.pairs else default_collate),
+            worker_init_fn=self.worker_init_fn,
         )
 
     def __len__(self) -> int:
@@ -434,7 +452,7 @@ class DatasetSource:
 
     @classmethod
     def from_loader(cls, loader: DataLoader[Any], device: torch.device, *, pairs: bool = True) -> Self:
-        """A source with the data set, `collate_fn` and `num_workers` of a DataLoader.
+        """A source with the data set, `collate_fn`, `num_workers` and `worker_init_fn` of a DataLoader.
 
         What would change which samples are read, or how, and cannot be followed is refused.
         """
@@ -448,12 +466,11 @@ class DatasetSource:
                 f"the DataLoader has a sampler of its own ({kind}), but here every sample counts once per epoch, in an "
                 f"order that follows from the seed; give the data set, or a DataLoader with batch_size and shuffle only"
             )
-        if loader.worker_init_fn is not None:
-            raise ConfigError(
-                "the DataLoader has a worker_init_fn, which is not called here; do its work in the data set"
-            )
         own = loader.collate_fn if loader.collate_fn is not default_collate else None
-        return cls(loader.dataset, device, loader_workers=loader.num_workers or None, pairs=pairs, collate_fn=own)
+        return cls(
+            loader.dataset, device, loader_workers=loader.num_workers or None, pairs=pairs, collate_fn=own,
+            worker_init_fn=loader.worker_init_fn,
+        )  # fmt: skip
 
     def validation_batches(self, batches: Sequence[Indices]) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over batches of validation samples; all of them are known, so they are prefetched."""
@@ -481,6 +498,10 @@ class DatasetSource:
         if self.loader_workers is not None or isinstance(self.dataset, TensorDataset):
             return self
         return replace(self, loader_workers=loader_workers)
+
+    def start(self) -> None:
+        """Start the processes now; otherwise the first batch does."""
+        self._reader.start()
 
     def close(self) -> None:
         """End the processes; the next batch starts them again."""
