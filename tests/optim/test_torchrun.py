@@ -77,6 +77,33 @@ def test_stopped_and_resumed_with_other_ranks_is_the_run_that_never_stopped(laun
     assert seen == Counter((epoch, i) for epoch in range(EPOCHS) for i in range(SAMPLES))
 
 
+# The examples of docs/torchrun.md -------------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+def test_the_example_is_stopped_by_a_notice_and_learns_with_other_ranks(launches: Path) -> None:
+    said = [(launches / f"ddp-{launch}.txt").read_text() for launch in range(3)]
+    assert [text.partition("  ")[0] for text in said] == ["1 ranks", "3 ranks", "2 ranks"]
+    accuracy = [float(text.rpartition(" ")[2]) for text in said]
+    assert accuracy[0] < accuracy[2] > 0.85
+    updates = sorted(int(path.name) for path in (launches / "ddp").iterdir())
+    assert updates[0] < 24, "the first launch is stopped in the first epoch, of 1500 samples in steps of 64"
+    assert updates[-1] == 6 * 24
+
+
+@pytest.mark.process
+def test_the_diff_on_the_page_leads_from_a_plain_script_that_learns_to_the_example(launches: Path) -> None:
+    assert float((launches / "plain.txt").read_text().rpartition(" ")[2]) > 0.8
+
+
+@pytest.mark.process
+def test_a_loop_like_torchtitans_ends_with_the_loss_of_one_rank(launches: Path) -> None:
+    alone = (launches / "titan-alone.txt").read_text().split()
+    last = (launches / "titan-2.txt").read_text().split()
+    assert alone[2:4] == last[2:4] == ["step", "27"]  # three epochs of 205 blocks in steps of 24
+    assert float(last[-1]) == pytest.approx(float(alone[-1]), rel=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_state_before_the_first_step_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
     """A first step of SGD with dampening differs from one whose momentum exists and is zero."""

@@ -5,7 +5,10 @@ Every case is trained up to a number of updates, from where the launch before it
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from ebbflow.errors import ConfigError
 from optim.small_regression import SAMPLES, data, model, weights
 
 EPOCHS = 3
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @dataclass(frozen=True)
@@ -212,8 +216,52 @@ CHECKS: dict[str, Callable[[], Any]] = {
 }
 
 
+def run_example(name: str, out: Path, *arguments: object) -> None:
+    """Run the main function of an example; what it prints goes into a file."""
+    script = plain_script() if name == "plain" else (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": name}
+    exec(compile(script, name, "exec"), names)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        names["main"](*map(str, arguments))
+    if dist.get_rank() == 0:
+        out.write_text(printed.getvalue())
+
+
+def plain_script() -> str:
+    """The script that the diff of docs/torchrun.md changes into the example."""
+    script = re.sub(
+        r" *# elastic.*$", "", (EXAMPLES / "ddp_torchrun.py").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    page = (EXAMPLES.parent / "docs" / "torchrun.md").read_text(encoding="utf-8")
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
+        lines = [(line[:1], line[1:]) for line in hunk.splitlines()]
+        after = "".join(f"{text}\n" for sign, text in lines if sign != "-")
+        before = "".join(f"{text}\n" for sign, text in lines if sign != "+")
+        assert script.count(after) == 1, f"not in examples/ddp_torchrun.py:\n{after}"
+        script = script.replace(after, before)
+    return script
+
+
+def run_examples(folder: Path, launch: int) -> None:
+    """The examples, stopped by a notice or after some steps in the first two launches."""
+    (folder / "stop").touch()
+    run_example(
+        "ddp_torchrun",
+        folder / f"ddp-{launch}.txt",
+        folder / "ddp",
+        *([f"file({folder / 'stop'})"] if launch < 2 else []),
+    )
+    run_example("torchtitan_loop", folder / f"titan-{launch}.txt", folder / "titan", *([5, 11][launch : launch + 1]))
+    if launch == 0:
+        run_example("torchtitan_loop", folder / "titan-alone.txt", folder / "titan-alone")
+    if launch == 2:
+        run_example("plain", folder / "plain.txt", folder / "plain")
+
+
 def main(folder: Path, updates: int) -> None:
-    dist.init_process_group("gloo")
+    run_examples(folder, {1: 0, 3: 1, 2: 2}[dist.get_world_size()])
     if dist.get_world_size() == 3:
         found = {name: check() for name, check in CHECKS.items()}
         (folder / f"checks-{dist.get_rank()}.json").write_text(json.dumps(found))
@@ -236,9 +284,11 @@ def main(folder: Path, updates: int) -> None:
         dist.barrier()
         out = folder / f"{name}-{updates}-{dist.get_rank()}.json"
         out.write_text(json.dumps({**result, "world": dist.get_world_size()}))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    dist.init_process_group("gloo")
     main(Path(sys.argv[1]), int(sys.argv[2]))
+    # A DistributedDataParallel that outlives its group can deadlock with gloo (torch 2.13), so the group ends here.
+    dist.destroy_process_group()

@@ -135,7 +135,8 @@ def _sample_count(samples: SupportsIndex | Sized) -> int:
     if isinstance(samples, IterableDataset | str):
         raise ConfigError(
             f"the data is {type(samples).__name__}; expected a map-style data set, with __len__ and __getitem__, whose "
-            f"samples can be read in any order, or its number of samples"
+            f"samples can be read in any order, or its number of samples; ebbflow.data.streams.StreamDataset makes one "
+            f"of an IterableDataset whose order can be restarted"
         )
     return whole_number(
         len(samples) if isinstance(samples, Sized) else samples, "the number of samples", error=DataError
@@ -260,6 +261,8 @@ class ElasticSampler(Sampler[list[int]]):
         if local_batch is not None:
             whole_number(local_batch, "local_batch")
         self.rank, self.world_size = _ranks(rank, world_size)
+        if shuffle and getattr(samples, "in_order", False):
+            raise ConfigError(f"{type(samples).__name__} is read in its own order; give shuffle=False")
         self.samples = _sample_count(samples)
         self.plan = _plan_of(plan, local_batch=local_batch, world_size=self.world_size)
         self.local_batch = local_batch
@@ -420,6 +423,11 @@ class ElasticSampler(Sampler[list[int]]):
     def epoch(self) -> int:
         """The current epoch of training; the next one as soon as the last micro-batch is consumed."""
         return self._cursor.position.ledger.epoch
+
+    @property
+    def position(self) -> int:
+        """Samples of all complete steps since the start of training."""
+        return self._cursor.position.ledger.total
 
     @property
     def _cursors(self) -> list[_Cursor]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from ebbflow.engines.loss_sum import LossSum
 
 # Importing a module registers its workloads.
-from ebbflow.workloads import detection, imagenet, images, quadratic, segmentation, shakespeare  # noqa: F401
+from ebbflow.workloads import detection, imagenet, images, quadratic, segmentation, shakespeare, token_files  # noqa: F401
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.sources import Indices, Source, TensorSource, TokenSource, crop_and_flip
+from ebbflow.workloads.token_files import TokenFiles
 from ebbflow.workloads.workload import (
     WORKLOADS,
     Recipe,
@@ -25,7 +26,7 @@ from ebbflow.workloads.workload import (
 )
 
 __all__ = [
-    "WORKLOADS", "DatasetSource", "Indices", "LossSum", "Recipe", "Source", "Task", "TensorSource", "TokenSource",
-    "ValidationMetric", "Workload",
+    "WORKLOADS", "DatasetSource", "Indices", "LossSum", "Recipe", "Source", "Task", "TensorSource", "TokenFiles",
+    "TokenSource", "ValidationMetric", "Workload",
     "build", "crop_and_flip", "cross_entropy", "recipe", "register", "register_workload",
 ]  # fmt: skip
