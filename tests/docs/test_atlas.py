@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from dataclasses import asdict
 from pathlib import Path
@@ -183,3 +184,11 @@ def test_the_bar_is_void_where_one_rule_is_always_best(regrets: dict[str, Any]) 
         "another rule than adascale is best in 30% or more",
     ]
     assert "| bar | found | met |" in regrets["tables"](cells, each=True)
+
+
+def test_the_tables_of_the_page_are_those_of_the_rows(regrets: dict[str, Any]) -> None:
+    rows = json.loads((ATLAS / "arms.json").read_text(encoding="utf-8"))
+    printed = set(regrets["tables"](regrets["make_cells"](rows), each=False).splitlines())
+    page = [line for line in ATLAS.with_suffix(".md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert len(page) > 30
+    assert set(page) <= printed

@@ -156,6 +156,15 @@ def place(folder: str, cell: Cell) -> tuple[str, str, str]:
         column = {"linear": "linear", "sqrt": "root", "adascale": "AdaScale"}[name]
         epochs = {"andre-long": 48, "andre-models": 12}[folder]
         return f"{model}, {epochs} epochs", row, column + (", state warm-up" if warmup.startswith("state") else "")
+    if folder == "batch-norm":
+        return (
+            "batch norm over",
+            cell.trace,
+            {"linear": "linear", "sqrt": "root"}.get(cell.rule.split("+")[0], "AdaScale"),
+        )
+    if folder == "dynamic-late":
+        row = {"static 1x": "1 worker", "x12 early": "x12 from epoch 5", "x12 late": "x12 from epoch 15"}[cell.trace]
+        return "fleet that stays", row, {"linear+inside": "eq. 13"}.get(cell.rule, cell.rule)
     if folder == "dynamic":
         row = {"static 1x": "1 worker", "x12 early": "x12 in epochs 5", "x12 late": "x12 in epochs 14"}.get(
             cell.trace, "random"
@@ -185,10 +194,10 @@ def test_every_result_of_the_report_stands_in_its_place_on_the_page(
     folder: str, evidence: Callable[[str], Results]
 ) -> None:
     """Two digits after the point in LENA's Table 1, else one; in brackets what the paper has."""
-    page = tables((EVIDENCE / f"{folder.split('-')[0]}.md").read_text())
+    page = tables((EVIDENCE / f"{'andre' if folder == 'batch-norm' else folder.split('-')[0]}.md").read_text())
     results = evidence(folder)
     cells = [cell for cell in summarise(results.arms, results.config).cells if cell.values]
-    assert len(cells) >= 8
+    assert len(cells) >= 6
     digits = 2 if folder == "lena-table1" else 1
     for cell in cells:
         corner, beginning, column = place(folder, cell)
