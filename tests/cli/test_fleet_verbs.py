@@ -202,6 +202,8 @@ def test_every_verb_helps(verb: str, ebbflow: Ebbflow) -> None:
         (["launch", "--bind", "192.0.2.1", FAKE, "train"], ["the lighthouse did not start", "cannot listen on"]),
         (["launch", "--bind", "0.0.0.0", FAKE], ["--bind 0.0.0.0 means every network of this machine"]),
         (["launch", "--join", "10.0.0.7", "--bind", "10.0.0.7:80", FAKE], ["expected an address without a port"]),
+        (["lighthouse", "--bind", "0.0.0.0:0"], ["--bind 0.0.0.0 means every network of this machine"]),
+        (["lighthouse", "--bind", "[::]:0"], ["--bind :: means every network of this machine"]),
         (["lighthouse", "--bind", "192.0.2.1:0"], ["cannot listen on 192.0.2.1:0", "choose another"]),
         (["status", "127.0.0.1:1"], ["no lighthouse answers at 127.0.0.1:1", "is the fleet running"]),
         (["status", "."], ["fleet.json: no such file", "ebbflow launch"]),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ebbflow.cli.common import out
 from ebbflow.core.key_store import KeyStore
 from ebbflow.live.fleet_status import combine, members_table
 from ebbflow.live.protocol import (
@@ -93,6 +94,14 @@ def test_the_table_fits_eighty_columns() -> None:
     lines = page.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert "one more worker: at most" in " ".join(lines[-2:])
+
+
+def test_what_a_replica_says_cannot_write_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    # A replica, or whoever answers in its place, says a state that would clear the screen and set the title.
+    statuses = {"r0\x1b[2J": ReplicaStatus(state="\x1b]0;owned\x07", time=1.0, step=3, loss=0.5)}
+    out.print(members_table(combine("10.0.0.1:29510", None, statuses)))
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\x07" not in shown and "r0\ufffd[2J" in shown
 
 
 @pytest.mark.process

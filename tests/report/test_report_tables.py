@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ebbflow.record import Header
+from ebbflow.report import report_page
 from ebbflow.report.conclusions import takeaways
 from ebbflow.report.export import (
     caption,
@@ -206,6 +207,19 @@ def test_csv_has_one_line_a_cell_with_unrounded_numbers(summary: Summary) -> Non
     assert len(rows) == 12
     row = next(r for r in rows if (r["workload"], r["trace"], r["rule"]) == ("digits-mlp", "gpu", "constant"))
     assert float(row["std"]) == pytest.approx(math.sqrt(0.0002))
+
+
+def test_csv_has_no_cell_that_a_spreadsheet_takes_for_a_formula() -> None:
+    names = ["=1+1", "+1", "-1", "@SUM(A1)", "linear"]
+    rows = list(csv.DictReader(io.StringIO(csv_text(summarise([arm(0.5, rule=name) for name in names])))))
+    assert sorted(row["rule"] for row in rows) == sorted(["'=1+1", "'+1", "'-1", "'@SUM(A1)", "linear"])
+    assert {row["mean"] for row in rows} == {"0.5"}
+
+
+def test_tables_have_no_control_characters_that_a_terminal_would_obey() -> None:
+    tables = report_page._tables(summarise([arm(0.5, rule="\x1b]0;title\x07\x9b2Jmy rule")]))
+    for text in tables.values():
+        assert "my rule" in text and not {"\x1b", "\x07", "\x9b"} & {*text}
 
 
 def test_markdown_marks_the_best_and_names_what_is_lost(summary: Summary) -> None:

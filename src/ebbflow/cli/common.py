@@ -6,16 +6,18 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from ebbflow.core.endings import Ending
+from ebbflow.core.printable import printable
 from ebbflow.run.config import RunConfig
 from ebbflow.traces.formats import FORMATS
 
@@ -24,9 +26,19 @@ __all__ = [
     "print_json",
 ]  # fmt: skip
 
-out = Console(highlight=False)
+
+class _PrintableConsole(Console):
+    """A console on which the text of others, such as names in records and status files, is text and nothing else."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Replace control characters in the text; what rich adds for colours and positions stays."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+out = _PrintableConsole(highlight=False)
 """Answers."""
-err = Console(stderr=True, highlight=False)
+err = _PrintableConsole(stderr=True, highlight=False)
 """Progress, notes and errors: never mixed into an answer that a script reads."""
 
 TRACE = typer.Argument(

@@ -429,7 +429,8 @@ def _latex_cell(cell: Cell | None, numbers: NumberFormat) -> str:
 def csv_text(summary: Summary) -> str:
     """One line per cell, numbers as recorded (an accuracy is a fraction); an empty field if there is none.
 
-    With several targets a cell has one line for each of them.
+    With several targets a cell has one line for each of them. A text that a spreadsheet would take for a formula stands
+    behind an apostrophe.
     """
     rows = [cell.as_json(target) for cell in summary.cells for target in range(max(len(cell.targets), 1))]
     out = io.StringIO()
@@ -438,8 +439,12 @@ def csv_text(summary: Summary) -> str:
             out, [key for key in rows[0] if key not in ("values", "targets", "simulated_s")], extrasaction="ignore"
         )
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({key: _no_formula(value) for key, value in row.items()} for row in rows)
     return out.getvalue()
+
+
+def _no_formula(value: object) -> object:
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def json_text(summary: Summary) -> str:

@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.printable import printable
 from ebbflow.core.units import format_seconds, plural
 from ebbflow.errors import ConfigError, OutputError
 from ebbflow.report.clocks import Clock, read_clocks
@@ -112,9 +113,9 @@ def render_page(results: Results, summary: Summary, figures: list[dict[str, Any]
 
 def _tables(summary: Summary) -> Mapping[str, str]:
     return {
-        "md": markdown(summary),
-        "tex": latex(summary),
-        "csv": csv_text(summary),
+        "md": printable(markdown(summary)),
+        "tex": printable(latex(summary)),
+        "csv": printable(csv_text(summary)),
         "json": json_text(summary) + "\n",
     }
 
