@@ -140,9 +140,10 @@ def test_a_stopped_rank_ends_its_replica_and_the_others_go_on(fleet: Any, tmp_pa
 def test_a_replica_that_comes_back_heals_rank_to_rank(fleet: Any, tmp_path: Path) -> None:
     group = fleet(optimizer="Adam", rule="adascale", hold=8, max_steps=30)
     group.start_ranks("r0", 2)
-    group.start_ranks("r1", 2, faults={1: "kill:allreduce@6"})
-    assert group.wait("r1.1") == {"r1.1": KILLED}
-    group.wait("r1.0")
+    for fault in ("kill:allreduce@6", "kill:receive@*"):  # the second time while it heals
+        group.start_ranks("r1", 2, faults={1: fault})
+        assert group.wait("r1.1") == {"r1.1": KILLED}
+        group.wait("r1.0")
     group.start_ranks("r1", 2)
     group.trains("r0", "r1", step=8, members=2)
     group.stop_holding()
