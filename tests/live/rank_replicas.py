@@ -83,5 +83,7 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         for step in fleet:
             if counted:
                 for inputs, targets in step:
+                    _, predicted = next(fleet.flow.engine.upcoming())  # begins with what is fetched already
+                    assert torch.equal(inputs["x"], x[torch.as_tensor(predicted)])
                     total, count = counted_loss(model, inputs, targets)
                     step.backward(total, count=count)

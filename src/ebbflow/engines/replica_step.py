@@ -312,6 +312,10 @@ class ReplicaStep:
         """The model computes in the replica's precision inside."""
         return autocast(self._precision, self._device_type)
 
+    def part_of(self, micro_batch: MicroBatch) -> MicroBatch:
+        """What this process computes of a micro-batch: all, where it is not one of several ranks."""
+        return micro_batch
+
     def indices(self, epoch: int, micro_batch: MicroBatch) -> npt.NDArray[np.int64]:
         """Numbers of the samples of a micro-batch, which all processes agree on."""
         return self._order(epoch).indices(micro_batch.start, micro_batch.stop)

@@ -165,15 +165,22 @@ class ShardedStep(ReplicaStep):
         super().begin()
         self.gradients.clear()
 
+    def _divided(self, micro_batch: MicroBatch) -> tuple[MicroBatch, bool]:
+        least = 2 if self.batch_norm.layers else 1
+        return samples_of_rank(micro_batch, self.ranks.data_rank, self.ranks.data_size, least=least)
+
+    def part_of(self, micro_batch: MicroBatch) -> MicroBatch:
+        """What this rank computes of a micro-batch."""
+        return self._divided(micro_batch)[0]
+
     def load(
         self, micro_batches: Sequence[MicroBatch], *, epoch: int, batch: int, whole: int | None = None
     ) -> Iterator[LoadedMicroBatch]:
         """This rank's samples of the replica's micro-batches; call `backward` for each before the next."""
         ranks = self.ranks
         own = whole if whole is not None else sum(micro_batch.size for micro_batch in micro_batches)
-        least = 2 if self.batch_norm.layers else 1
         for micro_batch in micro_batches:
-            part, active = samples_of_rank(micro_batch, ranks.data_rank, ranks.data_size, least=least)
+            part, active = self._divided(micro_batch)
             self._pass = micro_batch.size, micro_batch.size / own
             self._counted = active and ranks.counts
             for generator in self._generators:

@@ -359,7 +359,7 @@ class LiveEngine(Engine):
     def upcoming(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """The fetches of this replica from the latest one on, if the participants and the batch stay what they are."""
         quorum, assignment, size = self._quorum, self._assignment, self._step_size
-        if quorum is None or assignment is None or self._sharded is not None:
+        if quorum is None or assignment is None:
             return
         share = [self._micro_batches[number] for number in self._share[max(0, self._fetches - 1) :]]
         ranks = range(len(quorum.participants))
@@ -367,9 +367,9 @@ class LiveEngine(Engine):
             workers, samples = self.sizes(quorum.step + 1, len(ranks))
             size = replace(size, workers=workers, samples=samples)
         while share:
-            for micro_batch in share:
-                seed = micro_batch_seed(self._seed, assignment.epoch, micro_batch.start)
-                yield seed, self._replica.indices(assignment.epoch, micro_batch)
+            for part in map(self._replica.part_of, share):
+                seed = micro_batch_seed(self._seed, assignment.epoch, part.start)
+                yield seed, self._replica.indices(assignment.epoch, part)
             ledger = Ledger(samples=self._samples, epoch=assignment.epoch, position=assignment.start).commit(assignment)
             assignment = ledger.assign(size.samples, size.dropped)
             micro_batches = micro_batches_of(assignment, size, limit=self.micro_batch)
