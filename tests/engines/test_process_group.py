@@ -90,6 +90,19 @@ def test_bytes_from_a_sender_without_the_secret_are_refused(changed: str) -> Non
     in_group(attack, refuse)
 
 
+def test_tensors_that_were_changed_on_the_way_are_refused() -> None:
+    def attack(group: ProcessGroup) -> None:
+        group._secret = b"a guess"
+        with contextlib.suppress(PeerLost):  # the other side has gone
+            group.send_tensors([torch.ones(3), torch.zeros(5)], 1)
+
+    def refuse(group: ProcessGroup) -> None:
+        with pytest.raises(PeerLost, match="does not know the secret"):
+            group.receive_tensors([torch.empty(3), torch.empty(5)], 0)
+
+    in_group(attack, refuse)
+
+
 def test_a_broadcast_gives_all_the_bytes_of_one() -> None:
     assert in_group(*[lambda group: group.broadcast(b"%d" % group.rank * 3, 1)] * 3) == [b"111"] * 3
 

@@ -61,7 +61,8 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     if arguments.get("receive_later"):
         receive_later(folder, own)
     x, y = make_data()
-    model = make_model(batch_norm=arguments.get("batch_norm", True))
+    device = torch.device(arguments.get("device", "cpu"))
+    model = make_model(batch_norm=arguments.get("batch_norm", True)).to(device)
     if (initial := arguments.get("initial")) is not None:
         torch.manual_seed(initial)
         for parameter in model.parameters():
@@ -88,7 +89,7 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
             with torch.no_grad():
                 next(model.parameters()).add_(1.0)
 
-    data: TensorSource = NestedSource(x, y) if counted else TensorSource(x, y)
+    data: TensorSource = NestedSource(x, y) if counted else TensorSource(x, y).to(device)
     if arguments.get("note"):
         data = NotedSource(x, y)
         data.file = folder / f"{own}.fetched"
