@@ -101,8 +101,10 @@ class ReplicaRanks:
     def add_up(self, tensor: torch.Tensor) -> None:
         """Replace a small tensor by its sum over the ranks, with the same bits on each."""
         if self._group is not None and tensor.numel():
+            host = tensor.cpu()  # the group is gloo's, whatever device computes; on a CPU this is the tensor itself
             with _peers():
-                dist.all_reduce(tensor, group=self._group)
+                dist.all_reduce(host, group=self._group)
+            tensor.copy_(host)
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """A group of some ranks, for tensors on their device; all ranks call this. None stands for all."""
