@@ -3,6 +3,7 @@
     linear+warmup(5ep)          two calls, joined by +
     multistep(30ep, 60ep, factor=0.1)
     gcp-a100-like(seed=3)
+    timm:resnet18(size=64)      the name after the colon is the first argument: timm(resnet18, size=64)
 
 A *registry* maps a name to a frozen dataclass (or a function). `bind` turns the text of a call into an instance and
 converts each argument by the annotation of its field; `Registry.text` turns an instance into text again. The command
@@ -28,7 +29,7 @@ from ebbflow.errors import SpecError, UnitError
 __all__ = ["Call", "Entry", "Registry", "bind", "nearest", "param", "parse_call", "parse_calls", "render"]
 
 T = TypeVar("T")
-_NAME = re.compile(r"\s*([A-Za-z][A-Za-z0-9_.-]*)\s*")
+_NAME = re.compile(r"\s*([A-Za-z][A-Za-z0-9_.-]*)(?::([A-Za-z0-9_./-]+))?\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,11 @@ def _parse_one(part: str, whole: str) -> Call:
             f"a name was expected in {whole!r}, found {part.strip()!r}; write for example linear+warmup(5ep)"
         )
     rest = part[match.end() :].strip()
+    args = [] if match[2] is None else [match[2]]
     if not rest:
-        return Call(match[1])
+        return Call(match[1], tuple(args))
     if not (rest.startswith("(") and rest.endswith(")")):
         raise SpecError(f"{part.strip()!r} in {whole!r} is not of the form name or name(arguments)")
-    args: list[str] = []
     kwargs: list[tuple[str, str]] = []
     inner = rest[1:-1].strip()
     for piece in _split(inner, ",") if inner else []:
@@ -170,12 +171,15 @@ def _convert(text: str, annotation: Any, where: str) -> Any:
 def bind(call: Call, target: Callable[..., T]) -> T:
     """Call the target with the arguments of the text, each converted by the annotation of its parameter.
 
-    A parameter annotated `tuple[X, ...]` takes all positional arguments.
+    A parameter annotated `tuple[X, ...]` takes all positional arguments, and `**options: X` all names that are not
+    parameters.
     """
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     if dataclasses.is_dataclass(target):
         hints = typing.get_type_hints(target)
     parameters = [p for p in inspect.signature(target).parameters.values() if p.name in hints]
+    others = next((p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD), None)
+    parameters = [p for p in parameters if p is not others]
     names = [p.name for p in parameters]
     usage = f"{call.name}({', '.join(_usage(p, hints[p.name]) for p in parameters)})"
     values: dict[str, Any] = {}
@@ -192,11 +196,12 @@ def bind(call: Call, target: Callable[..., T]) -> T:
     if rest:
         raise SpecError(f"{call} has too many arguments: {', '.join(rest)}; the form is {usage}")
     for key, text in call.kwargs:
-        if key not in names:
+        if key not in names and others is None:
             raise SpecError(f"{call} has the unknown argument {key!r}; the form is {usage}")
         if values.get(key, ()) != ():
             raise SpecError(f"{call} gives {key!r} twice; the form is {usage}")
-        values[key] = _convert(text, hints[key], f"{call.name}: {key}")
+        hint = hints[key if key in names or others is None else others.name]
+        values[key] = _convert(text, hint, f"{call.name}: {key}")
     missing = [p.name for p in parameters if p.default is inspect.Parameter.empty and values.get(p.name, ()) == ()]
     if missing:
         raise SpecError(f"{call} lacks {', '.join(missing)}; the form is {usage}")

@@ -8,7 +8,16 @@ from __future__ import annotations
 from ebbflow.engines.loss_sum import LossSum
 
 # Importing a module registers its workloads.
-from ebbflow.workloads import detection, imagenet, images, quadratic, segmentation, shakespeare, token_files  # noqa: F401
+from ebbflow.workloads import (  # noqa: F401
+    detection,
+    imagenet,
+    images,
+    library_models,
+    quadratic,
+    segmentation,
+    shakespeare,
+    token_files,
+)
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.sources import Indices, Source, TensorSource, TokenSource, crop_and_flip
 from ebbflow.workloads.token_files import TokenFiles

@@ -1,7 +1,8 @@
-"""Workloads on ImageNet, and on any other images in one of its two layouts.
+"""Workloads on ImageNet, and on any other images in one of three layouts.
 
     DIR/train/CLASS/*.jpg, DIR/val/CLASS/*.jpg                   (`image_folders.py`)
     DIR/NAME-train-000000.tar, ..., DIR/NAME-val-000000.tar, ... (`image_shards.py`)
+    DIR/dataset_dict.json, ...                                   (`saved_datasets.py`)
 
 The networks are those of torchvision, and timm's MobileNet. Training images are random crops of 8 to 100 % of the area,
 mirrored with probability 1/2; of a validation image, the shorter side is resized to 8/7 of the crop, which is taken
@@ -23,19 +24,23 @@ from ebbflow.workloads.image_files import IMAGENET_MEAN, IMAGENET_STD
 from ebbflow.workloads.image_folders import ImageFolder, Transform
 from ebbflow.workloads.image_shards import ImageShards, find_shards
 from ebbflow.workloads.prefetch import DatasetSource
+from ebbflow.workloads.saved_datasets import SavedImages, is_saved, read_saved
 from ebbflow.workloads.torchvision_import import import_timm, import_torchvision, pickle_with_torchvision
 from ebbflow.workloads.workload import Recipe, Task, cross_entropy, missing_data, register_workload
 
 __all__ = [
-    "folder_resnet18", "folder_resnet50", "imagenet_inceptionv3", "imagenet_mobilenet", "imagenet_resnet50",
-    "imagenet_vgg16bn",
+    "GOYAL", "folder_resnet18", "folder_resnet50", "image_task", "imagenet_inceptionv3", "imagenet_mobilenet",
+    "imagenet_resnet50", "imagenet_vgg16bn", "plain_batch_norms",
 ]  # fmt: skip
 
-_LAYOUTS = "train/CLASS/*.jpg and val/CLASS/*.jpg, or shards NAME-train-000000.tar and NAME-val-000000.tar"
+_LAYOUTS = (
+    "train/CLASS/*.jpg and val/CLASS/*.jpg, shards NAME-train-000000.tar and NAME-val-000000.tar, or a DatasetDict "
+    "that Hugging Face datasets saved"
+)
 
 # The warm-up of five epochs has no effect at the reference batch; at other batches it belongs to the rule:
 # linear+warmup(5ep).
-_GOYAL = Recipe(
+GOYAL = Recipe(
     ref_batch=256,
     local_batch=32,
     lr=0.1,
@@ -55,34 +60,36 @@ _LIN = Recipe(
 )
 
 
-@register_workload("folder-resnet18", recipe=_GOYAL, cite="Goyal et al. 2017 (recipe)")
+@register_workload("folder-resnet18", recipe=GOYAL, cite="Goyal et al. 2017 (recipe)")
 def folder_resnet18(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
     """ResNet-18 on images in folders, one per class, or in tar shards."""
-    return _task("folder-resnet18", lambda classes: _torchvision("resnet18", classes), data, recipe, size)
+    return image_task("folder-resnet18", lambda classes: _torchvision("resnet18", classes), data, recipe, size)
 
 
-@register_workload("folder-resnet50", recipe=_GOYAL, cite="Goyal et al. 2017 (recipe)")
+@register_workload("folder-resnet50", recipe=GOYAL, cite="Goyal et al. 2017 (recipe)")
 def folder_resnet50(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
     """ResNet-50 on images in folders, one per class, or in tar shards."""
-    return _task("folder-resnet50", lambda classes: _torchvision("resnet50", classes), data, recipe, size)
+    return image_task("folder-resnet50", lambda classes: _torchvision("resnet50", classes), data, recipe, size)
 
 
 _ANDRE = "Andre, Strati, Klimovic 2022 (recipe, from Goyal et al. 2017)"
 
 
-@register_workload("imagenet-resnet50", recipe=_GOYAL, cite=_ANDRE)
+@register_workload("imagenet-resnet50", recipe=GOYAL, cite=_ANDRE)
 def imagenet_resnet50(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
     """ResNet-50 on ImageNet, in folders or tar shards."""
-    return _task("imagenet-resnet50", lambda classes: _torchvision("resnet50", classes), data, recipe, size)
+    return image_task("imagenet-resnet50", lambda classes: _torchvision("resnet50", classes), data, recipe, size)
 
 
-@register_workload("imagenet-vgg16bn", recipe=_GOYAL, cite=_ANDRE)
+@register_workload("imagenet-vgg16bn", recipe=GOYAL, cite=_ANDRE)
 def imagenet_vgg16bn(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
     """VGG-16 with batch norm and dropout on ImageNet, in folders or tar shards.
 
     `size` is at least 32. Andre et al. use lr 0.1 with the square root rule, and 0.0177 with linear and AdaScale.
     """
-    return _task("imagenet-vgg16bn", lambda classes: _torchvision("vgg16_bn", classes), data, recipe, size, least=32)
+    return image_task(
+        "imagenet-vgg16bn", lambda classes: _torchvision("vgg16_bn", classes), data, recipe, size, least=32
+    )
 
 
 @register_workload("imagenet-mobilenet", recipe=_LIN, cite="Lin et al. 2019 (recipe)")
@@ -92,15 +99,12 @@ def imagenet_mobilenet(data: Path | None, recipe: Recipe, size: int = 224) -> Ta
     def model(classes: int) -> nn.Module:
         timm = import_timm(needed_for="imagenet-mobilenet")
         network: nn.Module = timm.create_model("mobilenetv1_100", num_classes=classes)
-        # timm computes norm and activation in one module, whose batch norm could not be fused over virtual workers.
-        for name, module in list(network.named_modules()):
-            if isinstance(module, timm.layers.BatchNormAct2d):
-                network.set_submodule(name, nn.Sequential(nn.BatchNorm2d(module.num_features), module.act))
+        plain_batch_norms(network)
         # timm's initial logits are the larger the fewer classes there are; torch's are as timm's for 1,000 classes.
         network.get_submodule("classifier").reset_parameters()  # type: ignore[operator]
         return network
 
-    return _task("imagenet-mobilenet", model, data, recipe, size)
+    return image_task("imagenet-mobilenet", model, data, recipe, size)
 
 
 @register_workload("imagenet-inceptionv3", recipe=_LIN, cite="Lin et al. 2019 (recipe)")
@@ -115,7 +119,7 @@ def imagenet_inceptionv3(data: Path | None, recipe: Recipe, size: int = 299) -> 
         # `init_weights` is the initialisation of the paper, a truncated normal distribution.
         return _torchvision("inception_v3", classes, aux_logits=True, init_weights=True)
 
-    return _task("imagenet-inceptionv3", model, data, recipe, size, least=299, loss=_inception_loss)
+    return image_task("imagenet-inceptionv3", model, data, recipe, size, least=299, loss=_inception_loss)
 
 
 def _inception_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -131,7 +135,20 @@ def _torchvision(model: str, classes: int, **settings: bool) -> nn.Module:
     return network
 
 
-def _task(
+def plain_batch_norms(network: nn.Module) -> None:
+    """Separate norm and activation where timm computes both in one module.
+
+    The batch norm of such a module could not be fused over virtual workers.
+    """
+    timm = import_timm(needed_for="a network of timm")
+    for name, module in list(network.named_modules()):
+        if isinstance(module, timm.layers.BatchNormAct2d):
+            norm = nn.BatchNorm2d(module.num_features, eps=module.eps, momentum=module.momentum)
+            norm.load_state_dict(module.state_dict())
+            network.set_submodule(name, nn.Sequential(norm, module.drop, module.act))
+
+
+def image_task(
     name: str,
     model: Callable[[int], nn.Module],
     data: Path | None,
@@ -157,12 +174,16 @@ def _task(
     )
 
 
-Images = tuple[ImageFolder, ImageFolder] | tuple[ImageShards, ImageShards]
+Images = tuple[ImageFolder, ImageFolder] | tuple[ImageShards, ImageShards] | tuple[SavedImages, SavedImages]
 
 
 def _read_images(data: Path, size: int) -> tuple[Images, int]:
     """Return the training and validation images and the number of classes."""
     random, central = _transforms(size)
+    if is_saved(data):  # asked first: its splits are folders, too
+        saved = read_saved(data)
+        images = SavedImages(saved.train, random, data), SavedImages(saved.valid, central, data)
+        return images, max(part.classes for part in images)
     if (data / "train").is_dir():
         train, valid = ImageFolder(data / "train", random), ImageFolder(data / "val", central)
         for part, others in ((train, valid), (valid, train)):

@@ -23,7 +23,7 @@ from ebbflow.workloads.models import GPT
 from ebbflow.workloads.sources import Indices
 from ebbflow.workloads.workload import Recipe, Task, missing_data, register_workload
 
-__all__ = ["TokenFiles", "token_gpt"]
+__all__ = ["TokenFiles", "read_token_files", "token_gpt", "token_gpt_recipe"]
 
 _RAW_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -195,18 +195,21 @@ def _read_index(path: Path, size: int) -> tuple[np.dtype[Any], int]:
     return kind, size // kind.itemsize
 
 
+token_gpt_recipe = Recipe(
+    ref_batch=32,
+    local_batch=8,
+    lr=6e-4,
+    optimizer="adamw(beta2=0.95, weight_decay=0.1)",
+    schedule="warmup(0.02ep)+cosine(end=0.1)",
+    epochs=1,
+    metric="loss",
+    higher_is_better=False,
+)
+
+
 @register_workload(
     "token-gpt",
-    recipe=Recipe(
-        ref_batch=32,
-        local_batch=8,
-        lr=6e-4,
-        optimizer="adamw(beta2=0.95, weight_decay=0.1)",
-        schedule="warmup(0.02ep)+cosine(end=0.1)",
-        epochs=1,
-        metric="loss",
-        higher_is_better=False,
-    ),
+    recipe=token_gpt_recipe,
     cite="the shape of nanoGPT, https://github.com/karpathy/nanoGPT; not tuned here",
 )
 def token_gpt(
@@ -232,6 +235,15 @@ def token_gpt(
     for name, value in sizes.items():
         if value < 1:
             raise ConfigError(f"token-gpt: {name} is {value}; expected at least 1")
+    train, held_out = read_token_files(data, context=context, dtype=dtype, vocabulary=vocabulary, valid=valid)
+    model = GPT(vocabulary=vocabulary, context=context, layers=layers, heads=heads, width=width, dropout=dropout)
+    return Task(model=model, train=train, valid=held_out, recipe=recipe)
+
+
+def read_token_files(
+    data: Path, *, context: int, dtype: str, vocabulary: int, valid: int
+) -> tuple[TokenFiles, TokenFiles]:
+    """The blocks for training and for validation; see `token_gpt`."""
     settings: dict[str, Any] = {"context": context, "dtype": dtype, "vocabulary": vocabulary}
     if (data / "train.bin").exists() and (data / "val.bin").exists():
         train = TokenFiles(data / "train.bin", **settings)
@@ -243,5 +255,4 @@ def token_gpt(
             raise DataError(f"{data}: one block of {context} tokens; expected more, for training and validation")
         cut = len(every) - max(1, min(valid, len(every) // 10))
         train, held_out = replace(every, stop=cut), replace(every, first=cut)
-    model = GPT(vocabulary=vocabulary, context=context, layers=layers, heads=heads, width=width, dropout=dropout)
-    return Task(model=model, train=train, valid=held_out, recipe=recipe)
+    return train, held_out

@@ -370,13 +370,15 @@ def register_workload(name: str, *, recipe: Recipe, cite: str = "") -> Callable[
 
     Three parameters of the function are filled in if they are there: `data` (a Path or None), `seed` and `recipe`. All
     others are arguments of the text form, such as `mine(width=128)`: they are int, float, bool or str and need a
-    default. `cite` is the source of the recipe or of the data.
+    default; `**options: str` takes all other names. `cite` is the source of the recipe or of the data.
     """
 
     def add(function: Builder) -> Builder:
         signature = inspect.signature(function)
         arguments = [p for p in signature.parameters.values() if p.name not in _FILLED_IN]
         for p in arguments:
+            if p.kind is inspect.Parameter.VAR_KEYWORD:
+                continue  # arguments of a library, whose names are not known here
             if p.default is inspect.Parameter.empty or p.annotation is inspect.Parameter.empty:
                 raise SpecError(
                     f"workload {name!r}: the parameter {p.name!r} needs a type and a default, such as width: int = 64; "

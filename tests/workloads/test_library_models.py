@@ -1,0 +1,187 @@
+"""Networks of timm, torchvision and transformers by name, on folders, saved data sets and token files."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ebbflow
+from ebbflow.core.spec import Call, parse_call
+from ebbflow.errors import ConfigError, DataError
+from ebbflow.workloads import build
+from ebbflow.workloads.torchvision_import import import_timm
+
+for package in ("timm", "transformers"):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed", allow_module_level=True)
+
+import_timm(needed_for="these tests")  # before anything else imports torchvision
+
+CLASSES = 3
+
+
+def image(number: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Noise around a grey that depends on the class, number % 3."""
+    level = 60 + 60 * (number % CLASSES)
+    return np.random.default_rng(number).integers(level - 40, level + 40, (40, 40, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pil = pytest.importorskip("PIL.Image")
+    folder = tmp_path_factory.mktemp("photographs")
+    for part, count in (("train", 24), ("val", 6)):
+        for number in range(count):
+            path = folder / part / f"class{number % CLASSES}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pil.fromarray(image(number)).save(path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same images as a DatasetDict, and blocks of tokens as two others."""
+    datasets = pytest.importorskip("datasets")
+    pil = pytest.importorskip("PIL.Image")
+    folder = tmp_path_factory.mktemp("saved")
+    splits = {
+        part: datasets.Dataset.from_dict(
+            {"image": [pil.fromarray(image(n)) for n in range(count)], "label": [n % CLASSES for n in range(count)]},
+            features=datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(CLASSES)}),
+        )
+        for part, count in (("train", 24), ("validation", 6))
+    }
+    datasets.DatasetDict(splits).save_to_disk(folder / "images")
+    blocks = [[(7 * row + place) % 50 for place in range(9)] for row in range(20)]
+    rows = {part: datasets.Dataset.from_dict({"input_ids": blocks}) for part in ("train", "test")}
+    datasets.DatasetDict(rows).save_to_disk(folder / "blocks")
+    uneven = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [1, 2]]})
+    datasets.DatasetDict({"train": uneven, "test": uneven}).save_to_disk(folder / "uneven")
+    return folder
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "train.bin"
+    (np.arange(400) % 50).astype("<u2").tofile(path)
+    return path
+
+
+def test_the_name_after_a_colon_is_the_first_argument() -> None:
+    assert parse_call("timm:resnet18.a1_in1k(size=64)") == Call("timm", ("resnet18.a1_in1k",), (("size", "64"),))
+    assert parse_call("hf:gpt2") == parse_call("hf(gpt2)")
+
+
+def loss_after_an_epoch(workload: str, data: Path, folder: Path) -> float:
+    config = ebbflow.RunConfig(
+        workload=workload,
+        data=str(data),
+        trace="constant(workers=2)",
+        local_batch=4,
+        ref_batch=8,
+        epochs=1,
+        rule="sqrt",
+    )
+    loss = ebbflow.train(config, folder).validations[-1].metrics["loss"]
+    assert loss is not None
+    return loss
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "workload",
+    ["timm:resnet10t(size=32)", "timm:vit_tiny_patch16_224(size=32, depth=1)", "torchvision:resnet18(size=32)"],
+)
+def test_networks_for_images_train_on_folders(workload: str, photographs: Path, tmp_path: Path) -> None:
+    assert np.isfinite(loss_after_an_epoch(workload, photographs, tmp_path / "run"))
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_a_saved_data_set_holds_the_images_of_the_folder(photographs: Path, saved: Path) -> None:
+    """In another order: the folder's is by class. Validation images are not cropped at random."""
+    folder, dataset = (build("timm:resnet10t(size=32)", data=path) for path in (photographs, saved / "images"))
+    assert folder.valid is not None
+    assert dataset.valid is not None
+    (x, y), (other, labels) = (source.batch(np.arange(6), train=False) for source in (folder.valid, dataset.valid))
+    order = torch.tensor([0, 3, 1, 4, 2, 5])  # by class
+    assert torch.equal(x, other[order])
+    assert torch.equal(y, labels[order])
+    assert folder.describe()["parameters"] == dataset.describe()["parameters"]
+
+
+SMALL = "n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16"
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_a_language_model_of_transformers_trains_on_token_files_and_on_saved_blocks(
+    tokens: Path, saved: Path, tmp_path: Path
+) -> None:
+    assert np.isfinite(loss_after_an_epoch(f"hf:gpt2({SMALL}, context=8)", tokens, tmp_path / "tokens"))
+    assert np.isfinite(loss_after_an_epoch(f"hf:gpt2({SMALL})", saved / "blocks", tmp_path / "blocks"))
+
+
+def test_an_image_classifier_of_transformers(photographs: Path) -> None:
+    small = "hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32"
+    task = build(f"hf:vit({small}, size=32)", data=photographs)
+    assert task.evaluate(task.model).keys() == {"accuracy", "loss"}
+
+
+def test_a_folder_with_a_configuration_is_a_network(tokens: Path, tmp_path: Path) -> None:
+    import transformers
+
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 50, "n_positions": 16}
+    folder = tmp_path / "mine"
+    transformers.GPT2Config(**shape).save_pretrained(folder)
+    by_type = build(f"hf:gpt2({SMALL}, context=8)", data=tokens)
+    by_folder = build(f"hf({folder}, context=8)", data=tokens)
+    assert by_folder.describe()["parameters"] == by_type.describe()["parameters"]
+
+
+def test_the_weights_and_outputs_are_those_of_the_library(photographs: Path) -> None:
+    """Separating batch norm and activation changes the names of modules, and nothing else."""
+    task = build("timm:mobilenetv1_100(size=32)", data=photographs, seed=3)
+    torch.manual_seed(3)
+    network = import_timm(needed_for="this test").create_model("mobilenetv1_100", num_classes=CLASSES)
+    ours, theirs = (list(model.eval().state_dict().values()) for model in (task.model, network))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    x = torch.rand(2, 3, 32, 32)
+    assert torch.allclose(task.model(x), network(x), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("workload", "message"),
+    [
+        ("timm", "which network"),
+        ("timm:resnet81", "similar names: .*resnet"),
+        ("torchvision:resnet81", "similar names: .*resnet"),
+        ("torchvision:inception_v3", "auxiliary"),
+        ("timm:resnet10t(depth=3)", "cannot be made with these arguments"),
+        ("hf:gpt22", "similar names: .*gpt2"),
+        ("hf:openai/gpt", "nothing is downloaded"),
+        ("hf:wav2vec2", "neither a causal language model nor an image classifier"),
+    ],
+)
+def test_wrong_names_and_arguments_are_explained(workload: str, message: str, photographs: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(workload, data=photographs)
+
+
+def test_wrong_blocks_are_explained(tokens: Path, saved: Path) -> None:
+    with pytest.raises(ConfigError, match="16 positions"):
+        build(f"hf:gpt2({SMALL}, context=17)", data=tokens)
+    task = build(f"hf:gpt2({SMALL})", data=saved / "uneven")
+    with pytest.raises(DataError, match="row 1 has 2 tokens"):
+        task.train.batch(np.array([1]), train=True)
+    with pytest.raises(DataError, match="columns are input_ids"):
+        build("timm:resnet10t(size=32)", data=saved / "blocks")
+    small = SMALL.replace("vocab_size=50", "vocab_size=9")
+    with pytest.raises(DataError, match="vocabulary of 9"):
+        build(f"hf:gpt2({small})", data=saved / "blocks").train.batch(np.array([1]), train=True)
