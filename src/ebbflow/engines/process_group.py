@@ -206,6 +206,13 @@ class ProcessGroup:
             except RuntimeError as error:
                 raise BackendFailed(f"NCCL could not connect: {_words(error)}") from None
 
+    def barrier(self) -> None:
+        """Wait until all processes have called this."""
+        if self.size > 1:
+            options = dist.BarrierOptions()
+            options.timeout = self.patience
+            self._wait(self._begin(lambda: self._gloo.barrier(options), "barrier"))
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace the tensor by its sum over the group, with the same bits in every process.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import queue
 import socket
@@ -28,7 +27,7 @@ from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, Proces
 from ebbflow.engines.replica_ranks import ReplicaRanks
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
-from ebbflow.live.membership import Membership, without_heartbeat
+from ebbflow.live.membership import Membership, MembershipPhase, without_heartbeat
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckHeartbeats,
@@ -51,6 +50,7 @@ from ebbflow.live.membership_events import (
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
+    PublishedGroup,
     PublishGroup,
     QuorumFormed,
     ReceiveState,
@@ -248,6 +248,18 @@ class FleetConnection:
         assert self._group is not None
         return self._group.begin_all_reduce(tensor)
 
+    def confirm(self) -> None:
+        """Wait until all participants of the step have its sum.
+
+        Whoever committed a step before could be the only one that has it: it would have to be repeated if that replica
+        then died, or were taken for dead.
+        """
+        assert self._group is not None
+        if self.ranks.size > 1:
+            self.all_reduce(torch.zeros(1))
+        else:
+            self._group.barrier()
+
     @property
     def wants_lighthouse(self) -> bool:
         """What this replica tells the other participants in a step (`Membership.wants_lighthouse`)."""
@@ -314,6 +326,8 @@ class FleetConnection:
                 outcome = self._pending()
             if outcome is not None:
                 todo.extend(self.membership.handle(outcome))
+            if self.membership.phase is MembershipPhase.IDLE:
+                self._pending = None  # as when a peer dies while the others connect after a step
         self.ranks.share((None, last, self.membership.state))
         return self._unless_given_up(last)
 
@@ -355,7 +369,7 @@ class FleetConnection:
             case CheckHeartbeats():
                 return self._check_heartbeats(instruction.besides)
             case PublishGroup():
-                self.publish(_GROUP_KEY, json.dumps(instruction.names))
+                self.publish(_GROUP_KEY, instruction.group.encode())
             case SendHandshake():
                 self._exchange_handshakes(instruction)
             case Connect():
@@ -497,14 +511,14 @@ class FleetConnection:
         groups = {name: self._fetch_group(name) for name in asked}
         return HeartbeatsReceived(now=monotonic(), ages=ages, groups=groups)
 
-    def _fetch_group(self, name: str) -> tuple[str, ...] | None:
+    def _fetch_group(self, name: str) -> PublishedGroup | None:
         """Read from the store of a replica in which quorum group it takes part, or took part last; None if unknown."""
         try:
             with open_store(name.rpartition("@")[2], self._secret, timeout_s=_STORE_TIMEOUT_S) as store:
                 found = store.get([_GROUP_KEY], timeout_s=0.0)
-            return tuple(str(one) for one in json.loads(found[0])) if found is not None else ()
+            return PublishedGroup.decode(found[0]) if found is not None else PublishedGroup()
         except NotAuthenticated:  # it is of another fleet
-            return ()
+            return PublishedGroup()
         except (StoreLost, ValueError):
             return None
 

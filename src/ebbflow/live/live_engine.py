@@ -289,6 +289,7 @@ class LiveEngine(Engine):
             self._earlier = self._share = ()  # what this replica computed is no longer there by itself
             self._leavers = self._who_leaves(leaving) if self._combine.flags["leaving"] else frozenset()
             self._compare_weights(number)
+            self.connection.confirm()
             self._fault("sum")
         except PeerLost as reason:
             self._failure = str(reason)

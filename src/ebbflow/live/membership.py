@@ -51,6 +51,7 @@ from ebbflow.live.membership_events import (
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
+    PublishedGroup,
     PublishGroup,
     QuorumFormed,
     ReceiveState,
@@ -87,6 +88,8 @@ _TOO_FEW_PAUSE_S = 1.0  # before the lighthouse is asked for a larger one
 _MAX_OBJECTIONS = 5  # because of a replica that is late
 _MAX_BACKEND_FAILURES = 5  # with the same replicas and no committed step between
 _MAX_FOREIGN = 3  # attempts with another secret, before a replica that never met one with its own gives up
+_CONTACT_EVERY_S = 5.0  # while a replica waits for a quorum: does the lighthouse still answer?
+_JUST_DIED_S = 2.0  # for which newcomers do not believe that all others are dead
 _EXPLAIN_AFTER_S = 10.0  # for which a replica waits for the others without a word
 _LINEAGE_BITS = 48  # a double, and so any reader of JSON, holds such a number exactly
 
@@ -128,8 +131,10 @@ def agree(handshakes: Sequence[Handshake]) -> Agreement:
     ).job
     incompatible = frozenset(rank for rank, one in enumerate(handshakes) if _different_keys(one.job, job))
     compatible = [rank for rank in range(len(handshakes)) if rank not in incompatible]
-    furthest = max(compatible, key=lambda rank: (handshakes[rank].state.established, handshakes[rank].state.step))
-    lineage = handshakes[furthest].state.lineage
+    states = [handshakes[rank].state for rank in compatible]
+    holders = Counter(state.lineage for state in states)
+    # Of two states that are equally far, that of more replicas counts.
+    lineage = max(states, key=lambda state: (state.established, state.step, holders[state.lineage])).lineage
     senders = [rank for rank in compatible if handshakes[rank].state.lineage == lineage]
     receivers = [rank for rank in compatible if handshakes[rank].state.lineage != lineage]
     transfers = {rank: senders[i % len(senders)] for i, rank in enumerate(receivers)}
@@ -271,6 +276,10 @@ class Membership:
         self._independent_since: float | None = None  # the group goes on without asking the lighthouse
         self._watching_since = 0.0  # since when the lighthouse is there, without interruption as far as is known
         self._objections = 0
+        self._contact_lost = False  # the lighthouse did not answer while a quorum was waited for
+        self._next_contact_check: float | None = None
+        self._explains = False
+        self._any_established = False  # in the quorum
         self._checks = False  # whether this replica asks the living ones that the quorum lacks what they do
         self._last_participants: tuple[str, ...] = ()  # of the last committed step
         self._wait_for_others_until = 0.0
@@ -329,6 +338,7 @@ class Membership:
             return self._register(after_s)
         self._attempt += 1
         self.phase = MembershipPhase.ASKING
+        self._contact_lost, self._next_contact_check = False, None
         group = self.group.key if self.group is not None else ""
         return [AskLighthouse(step=self.state.step, group=group, established=self.state.established, after_s=after_s)]
 
@@ -374,8 +384,13 @@ class Membership:
     def _on_time(self, event: MembershipEvent) -> list[Instruction]:
         if leave := self._leave_if_due(event.now):
             return leave
-        if self.phase is MembershipPhase.ASKING and self._explanation_due(event.now):
-            return [CheckHeartbeats()]
+        if self.phase is MembershipPhase.ASKING:
+            self._explains = self._explanation_due(event.now)
+            if self._next_contact_check is None:
+                self._next_contact_check = event.now + _CONTACT_EVERY_S
+            if self._explains or event.now >= self._next_contact_check:
+                self._next_contact_check = event.now + _CONTACT_EVERY_S
+                return [CheckHeartbeats()]
         if self.phase in (MembershipPhase.HANDSHAKE, MembershipPhase.CONNECTING):
             if event.now > self._next_heartbeat_check:
                 self._next_heartbeat_check = event.now + self.heartbeat_timeout_s / 2
@@ -398,7 +413,8 @@ class Membership:
             rank=event.rank,
         )
         # One replica asks those that the quorum lacks what they do: if possible one that knows the lighthouse for long.
-        self._checks = event.rank == (event.established.index(True) if any(event.established) else 0)
+        self._any_established = any(event.established)
+        self._checks = event.rank == (event.established.index(True) if self._any_established else 0)
         if self._checks or (self._missing and self._objections < _MAX_OBJECTIONS):
             self.phase = MembershipPhase.CHECKING
             return [CheckHeartbeats(besides=event.replicas if self._checks else ())]
@@ -414,6 +430,12 @@ class Membership:
 
     def _on_heartbeats_received(self, event: HeartbeatsReceived) -> list[Instruction]:
         if self.phase is MembershipPhase.ASKING:
+            if self._contact_lost and event.ages:  # it is back, perhaps as another one that knows of no request
+                self._contact_lost, self._watching_since = False, event.now
+                return self._begin()
+            self._contact_lost = not event.ages
+            if not self._explains:
+                return []
             dead = without_heartbeat(event.ages, event.ages, self.heartbeat_timeout_s)
             here = sorted(event.ages.keys() - dead)
             return [RecordEvent("waiting", _explain_wait(here, self.min_replicas))]
@@ -434,8 +456,16 @@ class Membership:
         if self._checks and (not event.ages or event.now - self._watching_since < self.heartbeat_timeout_s):
             return True
         ours = set(self._forming.names)
-        if any(group is None or (group and ours.isdisjoint(group)) for group in event.groups.values()):
-            return True
+        if self._checks and not self._any_established:
+            # A lighthouse that stood still for a moment takes all replicas for dead, until their heartbeats come.
+            limit = self.heartbeat_timeout_s + _JUST_DIED_S
+            if any(self.heartbeat_timeout_s < age < limit for name, age in event.ages.items() if name not in ours):
+                return True
+        for other in event.groups.values():
+            if other is None or (other.names and ours.isdisjoint(other.names)):
+                return True
+            if other.established and not self._any_established:  # it has a state that all others would give up
+                return True
         # A lighthouse that stood still for a moment takes all replicas for dead and forms a quorum of whoever asks
         # first. A replica that hangs sends heartbeats, too, and the lighthouse rightly leaves it out after a while:
         # so the number of these objections is limited.
@@ -457,7 +487,7 @@ class Membership:
             kept=self._own_kept,
         )
         return [
-            PublishGroup(self._forming.names),  # before this replica can commit anything in it
+            self._publish(self._forming),  # before this replica can commit anything in it
             SendHandshake(
                 rendezvous=self._forming.rendezvous,
                 rank=self._forming.rank,
@@ -465,6 +495,9 @@ class Membership:
                 handshake=own,
             ),
         ]
+
+    def _publish(self, group: QuorumGroup) -> Instruction:
+        return PublishGroup(PublishedGroup(names=group.names, established=self.state.established))
 
     def _on_handshakes_received(self, event: HandshakesReceived) -> list[Instruction]:
         assert self._forming is not None
@@ -573,6 +606,7 @@ class Membership:
         self.phase = MembershipPhase.IDLE
         self._objections = self._backend_failures = 0
         self._last_participants = group.names
+        first = not self.state.established
         self.state = ReplicaState(
             step=self.state.step + 1,
             lineage=extend_lineage(self.state.lineage, event.assignment, group.key),
@@ -581,7 +615,7 @@ class Membership:
         if event.lighthouse_wanted:
             self._independent_since = None
         if not event.leaving:
-            return []
+            return [self._publish(group)] if first else []
         if group.rank in event.leaving:
             self.phase = MembershipPhase.LEFT
             return [LeaveFleet(save_state=len(event.leaving) == len(group.names) and group.rank == 0)]
@@ -601,7 +635,7 @@ class Membership:
             rank=stay.index(group.rank),
             stores=stores,
         )
-        return [PublishGroup(following.names), *self._connect(following, event.now)]
+        return [self._publish(following), *self._connect(following, event.now)]
 
     def _on_weights_differ(self, event: WeightsDiffer) -> list[Instruction]:
         # It is no longer established, so that its state does not count; the training loop gives it another lineage, so

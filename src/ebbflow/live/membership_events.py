@@ -16,13 +16,12 @@ from ebbflow.data.ledger import Assignment
 
 __all__ = [
     "AskLighthouse", "CheckHeartbeats", "CheckpointLoaded", "ComputeStep", "Connect", "ConnectionFailed",
-    "DropConnections", "MembershipEvent", "GiveUp", "GroupConnected", "Handshake", "HandshakeFailed",
-    "HandshakesReceived",
+    "DropConnections", "GiveUp", "GroupConnected", "Handshake", "HandshakeFailed", "HandshakesReceived",
     "HeartbeatsReceived", "Instruction", "KeptPart", "LeaveFleet", "LighthouseUnreachable", "LighthouseWanted",
-    "LoadCheckpoint", "NoNewerCheckpoint", "PublishGroup", "QuorumFormed", "ReceiveState", "RecordEvent", "Refuse",
-    "Register",
-    "Registered", "ReplicaState", "SendHandshake", "SendState", "Started", "StateReceived", "StateSent",
-    "StepCommitted", "StepFailed", "StepRequested", "Tick", "ToldToLeave", "Unregister", "WeightsDiffer",
+    "LoadCheckpoint", "MembershipEvent", "NoNewerCheckpoint", "PublishGroup", "PublishedGroup", "QuorumFormed",
+    "ReceiveState", "RecordEvent", "Refuse", "Register", "Registered", "ReplicaState", "SendHandshake", "SendState",
+    "Started", "StateReceived", "StateSent", "StepCommitted", "StepFailed", "StepRequested", "Tick", "ToldToLeave",
+    "Unregister", "WeightsDiffer",
 ]  # fmt: skip
 
 
@@ -101,6 +100,29 @@ class Handshake:
             raise ValueError(f"not a handshake of ebbflow: {error!r}") from None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedGroup:
+    """What a replica says of itself to those that form a quorum without it."""
+
+    names: tuple[str, ...] = ()
+    """Replicas of its last quorum group."""
+    established: bool = False
+    """Whether it has committed a step with this fleet since it started."""
+
+    def encode(self) -> str:
+        """Write it as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Self:
+        """Read what `encode` wrote; anything else is a ValueError."""
+        try:
+            body = json.loads(text)
+            return cls(names=tuple(str(name) for name in body["names"]), established=bool(body["established"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a quorum group of ebbflow: {error!r}") from None
+
+
 # Events ---------------------------------------------------------------------------------------------------------------
 
 
@@ -167,8 +189,8 @@ class HeartbeatsReceived(MembershipEvent):
 
     ages: Mapping[str, float]
     """Seconds since the last heartbeat of each replica; empty if the lighthouse did not answer."""
-    groups: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
-    """Replicas of the last quorum group of each living replica that was asked for it; None if it did not answer."""
+    groups: Mapping[str, PublishedGroup | None] = field(default_factory=dict)
+    """What each living replica that was asked for it has published; None if it did not answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,7 +359,7 @@ class Connect(Instruction):
 class PublishGroup(Instruction):
     """Tell whoever asks (`CheckHeartbeats`) in which quorum group this replica takes part in steps."""
 
-    names: tuple[str, ...]
+    group: PublishedGroup
 
 
 @dataclass(frozen=True, slots=True)

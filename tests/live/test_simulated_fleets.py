@@ -1,0 +1,101 @@
+"""Simulated fleets that live through random faults. What they have found has a test of its own in test_membership.py.
+
+`make test` runs a part of the histories. All 100,000 take minutes: `make test ARGS="-m long tests/live"`.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from random import Random
+
+import pytest
+
+from live.fleet_simulator import SimulatedFleet, Violation, check_lineages, random_history, recover
+
+
+def failures(first: int, number: int, majority: bool) -> list[str]:
+    """The seeds of histories in which a guarantee does not hold, and which."""
+    found = []
+    for seed in range(first, first + number):
+        try:
+            random_history(seed, majority=majority)
+        except Violation as violation:
+            found.append(f"seed {seed}: {violation}")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("majority", [False, True])
+def test_no_guarantee_is_violated_in_a_random_history(majority: bool) -> None:
+    assert failures(0, 300, majority) == []
+
+
+@pytest.mark.long
+@pytest.mark.process
+@pytest.mark.parametrize("majority", [False, True])
+def test_no_guarantee_is_violated_in_fifty_thousand_random_histories(majority: bool) -> None:
+    with ProcessPoolExecutor() as pool:
+        parts = [pool.submit(failures, first, 500, majority) for first in range(0, 50_000, 500)]
+        assert [violation for part in parts for violation in part.result()] == []
+
+
+def test_a_seed_reproduces_a_history() -> None:
+    histories = [random_history(7).commits for _ in range(2)]
+    assert histories[0] == histories[1] and histories[0] != random_history(8).commits
+
+
+def trained(replicas: int, *, seed: int = 1, join_timeout_s: float = 10.0) -> SimulatedFleet:
+    """A fleet that has trained for ten seconds."""
+    fleet = SimulatedFleet(Random(seed), join_timeout_s=join_timeout_s)
+    for _ in range(replicas):
+        fleet.start()
+    fleet.run_until(10.0)
+    assert set(fleet.commits[-1].group) == set(fleet.replicas)
+    return fleet
+
+
+def test_two_kills_shortly_after_one_another_start_no_second_lineage() -> None:
+    for gap_s in (0.05, 0.3, 0.6, 0.75):
+        fleet = trained(3, join_timeout_s=1.0)
+        first, second, _ = fleet.running()
+        fleet.kill(first)
+        fleet.at(gap_s, lambda fleet=fleet, second=second: fleet.kill(second))  # type: ignore[misc]
+        fleet.run_until(10.1)
+        fleet.start()
+        fleet.run_until(10.9)
+        fleet.start()
+        recover(fleet)
+        check_lineages(fleet)
+        survivor = max(replica.state.step for replica in fleet.running())
+        assert len({commit.lineage for commit in fleet.commits}) == survivor, "every step is of one lineage"
+
+
+def test_newcomers_wait_for_a_trainer_that_is_busy_for_longer_than_the_lighthouse_waits() -> None:
+    fleet = trained(1, join_timeout_s=1.0)
+    fleet.step_s = (20.0, 20.0)
+    fleet.run_until(12.0)
+    fleet.start()
+    fleet.start()
+    fleet.run_until(60.0)
+    assert len(fleet.commits[-1].group) == 3
+    assert len({commit.lineage for commit in fleet.commits}) == max(r.state.step for r in fleet.running())
+
+
+@pytest.mark.parametrize("away_s", [0.0, 1.0, 30.0])
+def test_a_lighthouse_that_is_restarted_costs_two_seconds_more_than_its_restart(away_s: float) -> None:
+    fleet = trained(3)
+    fleet.restart_lighthouse(away_s)
+    fleet.run_until(fleet.now + away_s)
+    before, back = len(fleet.commits), fleet.now
+    fleet.run_until(back + 60.0, stop=lambda: len(fleet.commits) > before + 3)
+    # The three commits of one step after the one that was under way.
+    assert fleet.now - back < 2.0 + fleet.step_s[1]
+
+
+def test_a_lighthouse_that_stands_still_costs_no_replica() -> None:
+    for seed in range(20):
+        fleet = trained(3, seed=seed)
+        fleet.stall(2.0)
+        fleet.run_until(20.0)
+        recover(fleet)
+        assert len(fleet.commits[-1].group) == 3
