@@ -395,8 +395,9 @@ def test_a_stopped_replica_is_left_behind_and_comes_back(fleet: Any, tmp_path: P
     group.trains(*ALL, step=9, members=3)
     group.stop_holding()
     assert group.wait() == {"r0": 0, "r1": 0, "r2": 0}
-    _, runs = check(tmp_path, *ALL)
+    account, runs = check(tmp_path, *ALL)
     assert any("no heartbeat of r1" in text for text in what(runs["r0"], "lost") + what(runs["r2"], "lost"))
+    assert account.given_up == 0, "the replica that comes back does not commit the step that the others have repeated"
 
 
 def test_a_replica_that_is_told_to_leave_finishes_its_step(fleet: Any, tmp_path: Path) -> None:

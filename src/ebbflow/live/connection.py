@@ -27,7 +27,7 @@ from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, Proces
 from ebbflow.engines.replica_ranks import ReplicaRanks
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
-from ebbflow.live.membership import Membership, MembershipPhase, without_heartbeat
+from ebbflow.live.membership import Membership, MembershipPhase, gone_on_without, without_heartbeat
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckHeartbeats,
@@ -76,6 +76,7 @@ from ebbflow.live.protocol import (
     HEARTBEAT_INTERVAL_S,
     ReplicaConfig,
     fetch_heartbeat_ages,
+    fetch_quorum_and_ages,
     format_address,
     parse_address,
 )
@@ -597,10 +598,7 @@ class FleetConnection:
             device=self._device,
             by_nccl=self.config.transport != "gloo",
             nccl=torchft_api.nccl_group,
-            stopped=lambda: [
-                *without_heartbeat(others, self._heartbeat_ages(), self._heartbeat_timeout_s),
-                *self._failed_transfers,
-            ],
+            stopped=lambda: self._stopped(own, others),
             fault=self._fault,
         )
 
@@ -616,6 +614,12 @@ class FleetConnection:
             return connect()
         self._in_background(connect, _CONNECT_POLL_S)
         return None
+
+    def _stopped(self, own: str, others: Sequence[str]) -> list[str]:
+        """The peers that will not answer any more."""
+        quorum, ages = fetch_quorum_and_ages(self.config.lighthouse, timeout_s=self._heartbeat_timeout_s)
+        dead = without_heartbeat(others, ages, self._heartbeat_timeout_s)
+        return [*dead, *gone_on_without(own, others, quorum), *self._failed_transfers]
 
     def _heartbeat_ages(self) -> dict[str, float]:
         return fetch_heartbeat_ages(self.config.lighthouse, timeout_s=self._heartbeat_timeout_s)

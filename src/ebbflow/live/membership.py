@@ -77,7 +77,7 @@ from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 
 __all__ = [
     "UNKNOWN", "Agreement", "Membership", "MembershipPhase", "QuorumGroup", "agree", "describe_difference",
-    "extend_lineage", "fork_lineage", "group_key", "initial_lineage", "without_heartbeat",
+    "extend_lineage", "fork_lineage", "gone_on_without", "group_key", "initial_lineage", "without_heartbeat",
 ]  # fmt: skip
 
 UNKNOWN = "unknown"
@@ -199,6 +199,17 @@ def without_heartbeat(names: Iterable[str], ages: Mapping[str, float], timeout_s
     ['b']
     """
     return [name for name in names if ages.get(name, 0.0) > timeout_s]
+
+
+def gone_on_without(own: str, others: Iterable[str], quorum: Collection[str]) -> list[str]:
+    """Name those that have formed a quorum without this replica: they do not take part in its group any longer.
+
+    A replica that stood still for a while finds the connections of its group open, and would wait in vain.
+
+    >>> gone_on_without("b", ["a", "c"], ["a", "c"]), gone_on_without("b", ["a", "c"], ["a", "b", "c"])
+    (['a', 'c'], [])
+    """
+    return [] if own in quorum else [name for name in others if name in quorum]
 
 
 def _explain_wait(here: Sequence[str], min_replicas: int) -> str:

@@ -42,7 +42,8 @@ from ebbflow.errors import ConfigError, OutputError
 __all__ = [
     "DEFAULT_PORT", "EXIT_RESTART", "FINAL_WEIGHTS", "HEARTBEAT_INTERVAL_S", "HEARTBEAT_TIMEOUT_MS", "LOOPBACK",
     "SECRET_VARIABLE", "STATUS_KEY", "FleetConfig", "LighthouseStatus", "ReplicaConfig", "ReplicaStatus",
-    "create_secret", "fetch_heartbeat_ages", "fetch_lighthouse_status", "fetch_statuses",
+    "create_secret", "fetch_heartbeat_ages",
+    "fetch_quorum_and_ages", "parse_quorum", "fetch_lighthouse_status", "fetch_statuses",
     "find_folder", "find_secret", "format_address", "is_loopback", "local_address_towards",
     "parse_address", "parse_bind", "parse_heartbeat_ages", "parse_lighthouse_page", "parse_status",
     "read_lighthouse_address", "read_status", "read_statuses", "replica_folder", "write_fleet_file",
@@ -490,16 +491,27 @@ def parse_heartbeat_ages(page: str) -> dict[str, float]:
     return {html.unescape(found["id"]): float(found["age"]) for found in _HEARTBEAT.finditer(page)}
 
 
+def parse_quorum(page: str) -> frozenset[str]:
+    """Read the names of the incarnations in the last quorum that the lighthouse has formed."""
+    return frozenset(html.unescape(member["id"]) for member in _MEMBER.finditer(page))
+
+
+def fetch_quorum_and_ages(lighthouse: str, *, timeout_s: float) -> tuple[frozenset[str], dict[str, float]]:
+    """Ask the lighthouse at HOST:PORT for its last quorum and for heartbeats; nothing if it does not answer."""
+    try:
+        page = _fetch_page(lighthouse, timeout_s)
+    except (OSError, ValueError):
+        return frozenset(), {}
+    return parse_quorum(page), parse_heartbeat_ages(page)
+
+
 def fetch_heartbeat_ages(lighthouse: str, *, timeout_s: float) -> dict[str, float]:
     """Ask the lighthouse at HOST:PORT for heartbeats (`parse_heartbeat_ages`); nothing if it does not answer.
 
     A connection to a machine that vanished, or to a stopped process, does not break: the lighthouse knows within a
     heartbeat what a process that waits for a collective would learn after its timeout only.
     """
-    try:
-        return parse_heartbeat_ages(_fetch_page(lighthouse, timeout_s))
-    except (OSError, ValueError):
-        return {}
+    return fetch_quorum_and_ages(lighthouse, timeout_s=timeout_s)[1]
 
 
 def fetch_lighthouse_status(lighthouse: str) -> LighthouseStatus:
