@@ -345,3 +345,43 @@ def test_trainers_are_replicas_of_a_live_fleet(tmp_path: Path) -> None:
     account, runs = read_fleet(tmp_path / "fleet")
     assert account.exactly_once and account.epochs == 1
     assert len({run.end.weights_sha256 for run in runs if run.end is not None}) == 1
+
+
+@pytest.mark.process
+def test_ranks_train_what_one_process_trains_and_one_process_continues_their_checkpoint(
+    tmp_path: Path, double_precision: None
+) -> None:
+    """Two ranks of torchrun, with a scheduler, clipping and a rule that measures; saved after six steps."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "from ebbflow.workloads.torchvision_import import import_torchvision\n"
+        "import_torchvision(needed_for='transformers')\n"
+        "import runpy, sys, torch\n"
+        "torch.set_default_dtype(torch.float64)\n"
+        f"main = runpy.run_path({str(EXAMPLE)!r})['main']\n"
+        f"main({str(tmp_path / 'ranks')!r}, {_ELASTIC!r}, **{_RANKS!r})\n",
+        encoding="utf-8",
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    result = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)], env={**environment, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    alone = example()["main"](str(tmp_path / "alone"), _ELASTIC, **_RANKS)
+    model = new_model()
+    last = tmp_path / "ranks" / f"checkpoint-{alone.state.global_step}"
+    model.load_state_dict(type(model).from_pretrained(last, dtype=torch.float64).state_dict())
+    torch.testing.assert_close(weights(model), weights(alone.model), rtol=1e-6, atol=1e-7)
+    resume = str(tmp_path / "ranks" / "checkpoint-6")
+    again = example()["main"](str(tmp_path / "again"), _ELASTIC, resume=resume, **_RANKS)
+    assert again.state.global_step == alone.state.global_step
+    torch.testing.assert_close(weights(again.model), weights(alone.model), rtol=1e-6, atol=1e-7)
+
+
+_ELASTIC = {**FLEET, "rule": "adascale"}
+_RANKS = {
+    "samples": 120, "num_train_epochs": 1, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 6,
+    "logging_steps": 1, "max_grad_norm": 0.5,
+}  # fmt: skip

@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +87,9 @@ class ElasticTrainerMixin(Trainer):  # type: ignore[misc]
     (`ReferenceSteps`), and the rule multiplies it once, for the duration of the step. `max_steps` and `warmup_steps`
     count steps at the reference batch. A checkpoint of the Trainer holds the position in the data.
 
+    Several ranks of torchrun share the virtual workers of every step, and compute what one process computes; a
+    checkpoint may be continued by any number of them.
+
     Limits: the Trainer's `training_step` is replaced; override `compute_loss`. DeepSpeed, FSDP and DataParallel are
     refused, and so is a sampling strategy other than "random". A live fleet continues from its own checkpoints.
     """
@@ -106,6 +110,8 @@ class ElasticTrainerMixin(Trainer):  # type: ignore[misc]
         self._wrapped: torch.optim.Optimizer | None = None
         self._applying: SessionOptimizer | None = None
         self.callback_handler.callbacks.insert(0, _FollowSession(self))
+        # The session adds up the gradients of several ranks, so that DistributedDataParallel must not.
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     def _check_arguments(self) -> None:
         args = self.args

@@ -113,10 +113,11 @@ def joined(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[Ran
     """Join the ranks of this run for the duration of the context.
 
     An error inside is raised by the rank that has it first; on the others, which cannot go on either, it is a
-    `RankLost` that need not be reported again."""
+    `RankLost` that need not be reported again. Where the process has initialised torch.distributed before, as
+    frameworks do, its group is used as it is, and left as it is."""
     here = rank_info(environ)
-    if here is None:
-        yield RankGroup()
+    if here is None or dist.is_initialized():
+        yield RankGroup(here)
         return
     with _helpful(here):
         store = prefix_store(f"ebbflow/{next(_RUNS)}", _store())
