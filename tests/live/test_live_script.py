@@ -488,6 +488,27 @@ def test_the_processes_of_a_data_loader_read_ahead_and_are_initialized(
     assert account.exactly_once and account.epochs == 2
 
 
+def test_the_loss_is_compiled_if_asked_for_and_a_loop_compiles_by_itself(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+
+    def compiled(loss: Any) -> Any:
+        def run(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            called.append(len(x))
+            return loss(model, x, y)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    with pytest.raises(ConfigError, match=r"compile needs loss=.*torch\.compile"):
+        script(compile=True)
+    _, fleet = script(compile=True, loss=lambda model, x, y: loss_fn(model(x), y), max_steps=3)
+    with fleet:
+        fleet.run()
+    assert called == [8, 8, 8]
+
+
 def test_a_run_ends_after_max_steps(script: Any, tmp_path: Path) -> None:
     model, fleet = script(epochs=None, max_steps=20)
     with fleet:

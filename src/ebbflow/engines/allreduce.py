@@ -356,7 +356,7 @@ class StepAllReduce:
         self._sums = list(sums)
         self._sizes = [tensor.numel() for tensor in self._sums]
         self._flags = tuple(flags)
-        fields = {"loss": 1, "micro_batches": 1, "count": 1, **dict.fromkeys(flags, 1), "batch_norm": sum(self._sizes)}
+        fields = {"numbers": 3 + len(self._flags), "batch_norm": sum(self._sizes)}
         self._message = AllReduce(parameters, meter=meter, fields=fields, all_reduce=all_reduce, begin=begin)
         self.flags: dict[str, float] = dict.fromkeys(flags, 0.0)
         """Sum over the processes of what each said in the latest step."""
@@ -378,12 +378,13 @@ class StepAllReduce:
 
     def _put(self, part: StepPart, flags: Mapping[str, float]) -> None:
         message = self._message
-        message["loss"][0] = part.loss
-        message["loss"].mul_(part.samples / part.batch / part.scale)
-        message["micro_batches"][0] = part.micro_batches
-        message["count"][0] = part.count
-        for name in self._flags:
-            message[name][0] = flags.get(name, 0.0)
+        loss = part.loss * (part.samples / part.batch / part.scale)
+        numbers = [loss, part.micro_batches, part.count, *(flags.get(name, 0.0) for name in self._flags)]
+        on_host = [0.0 if isinstance(number, torch.Tensor) else number for number in numbers]
+        message["numbers"].copy_(torch.tensor(on_host, dtype=torch.float64))  # one copy to the device
+        for place, number in enumerate(numbers):
+            if isinstance(number, torch.Tensor):
+                message["numbers"][place].copy_(number.reshape(()))
         if self._sums:
             vector = message["batch_norm"]
             torch.cat([tensor.reshape(-1).to(vector.dtype) for tensor in self._sums], out=vector)
@@ -397,8 +398,7 @@ class StepAllReduce:
         if self._sums:
             parts = message["batch_norm"].split(self._sizes)  # type: ignore[no-untyped-call]
             foreach_copy_(self._sums, [p.view_as(own) for p, own in zip(parts, self._sums, strict=True)])
-        said = (message[name] for name in ("loss", "micro_batches", "count", *self._flags))
-        mean, passes, counted, *flagged = torch.cat([*said]).tolist()
+        mean, passes, counted, *flagged = message["numbers"].tolist()
         self.flags = dict(zip(self._flags, flagged, strict=True))
         gradients = Gradients(loss=mean, micro_batches=round(passes), measurement=measurement)
         return normalise(gradients, message.parameters, count=counted, batch=part.batch)

@@ -22,7 +22,7 @@ from ebbflow.engines.batches import as_pair
 from ebbflow.engines.loss_sum import LossSum, mean_over_samples
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import Meter, meter_for
-from ebbflow.torch_api import BatchNorm
+from ebbflow.torch_api import BatchNorm, foreach_add_, foreach_copy_, foreach_lerp_, foreach_zero_
 
 __all__ = [
     "Fetch", "LoadedMicroBatch", "LocalBatchNorm", "Loss", "ModelReset", "Precision", "ReplicaStep", "autocast",
@@ -119,55 +119,74 @@ class LocalBatchNorm:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.layers = [m for m in model.modules() if isinstance(m, BatchNorm) and m.running_mean is not None]
-        self._before: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self._sums = [(torch.zeros_like(m.running_mean), torch.zeros_like(m.running_var)) for m in self.layers]  # type: ignore[arg-type]
+        self._sums = [torch.zeros_like(tensor) for layer in self.layers for tensor in _running(layer)]
+        self._before = [torch.zeros_like(tensor) for tensor in self._sums]
+        self._counts = [torch.zeros_like(_count(layer)) for layer in self.layers]
+        self._began = False
 
     @property
     def sums(self) -> list[torch.Tensor]:
         """Mean and variance of each layer, summed over the micro-batches so far; the same tensors in every step."""
-        return [tensor for pair in self._sums for tensor in pair]
+        return self._sums
 
     def begin(self) -> None:
-        """Remember the buffers of before the step."""
-        self._before = [
-            (layer.running_mean.clone(), layer.running_var.clone(), int(layer.num_batches_tracked))  # type: ignore[union-attr, arg-type]
-            for layer in self.layers
-        ]
-        for tensor in self.sums:
-            tensor.zero_()
+        """Remember the buffers of before the step. Does not synchronise."""
+        self._began = True
+        if self.layers:
+            foreach_copy_(self._before, [tensor for layer in self.layers for tensor in _running(layer)])
+            foreach_copy_(self._counts, [_count(layer) for layer in self.layers])
+            foreach_zero_(self._sums)
 
     @contextmanager
     def micro_batch(self, weight: float) -> Iterator[None]:
         """Run the forward pass of one micro-batch inside; `weight` is its part of the step's samples."""
         momenta = [layer.momentum for layer in self.layers]
         for layer in self.layers:
-            layer.momentum = 1.0
+            vars(layer)["momentum"] = 1.0  # as layer.momentum = 1.0, without what a module does to set an attribute
         try:
             yield
         finally:
             for layer, momentum in zip(self.layers, momenta, strict=True):
-                layer.momentum = momentum
-        for layer, (mean, var) in zip(self.layers, self._sums, strict=True):
-            if layer.training:
-                mean.add_(layer.running_mean, alpha=weight)  # type: ignore[arg-type]
-                var.add_(layer.running_var, alpha=weight)  # type: ignore[arg-type]
+                vars(layer)["momentum"] = momentum
+        trained = [number for number, layer in enumerate(self.layers) if layer.training]
+        if trained:
+            own = [tensor for number in trained for tensor in _running(self.layers[number])]
+            foreach_add_([tensor for number in trained for tensor in self._pair(number)], own, alpha=weight)
+
+    def _pair(self, number: int, of: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
+        """Mean and variance of a layer among the sums, or among other tensors in their order."""
+        return (self._sums if of is None else of)[2 * number : 2 * number + 2]
 
     def commit(self) -> None:
         """Blend the mean over the micro-batches into the running statistics, as one update."""
-        for layer, (old_mean, old_var, count), (mean, var) in zip(self.layers, self._before, self._sums, strict=True):
-            if not layer.training:
-                continue
-            weight = layer.momentum if layer.momentum is not None else 1.0 / (count + 1)
-            layer.running_mean.copy_(old_mean.lerp_(mean, weight))  # type: ignore[union-attr]
-            layer.running_var.copy_(old_var.lerp_(var, weight))  # type: ignore[union-attr]
-            layer.num_batches_tracked.fill_(count + 1)  # type: ignore[union-attr]
+        by_weight: dict[float, list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            if layer.training:
+                # A layer without a momentum averages over all steps, and only then the number of them is read.
+                momentum = layer.momentum if layer.momentum is not None else 1.0 / (int(self._counts[number]) + 1)
+                by_weight.setdefault(momentum, []).append(number)
+        for weight, numbers in by_weight.items():
+            old = [tensor for number in numbers for tensor in self._pair(number, self._before)]
+            foreach_lerp_(old, [tensor for number in numbers for tensor in self._pair(number)], weight)
+            foreach_copy_([tensor for number in numbers for tensor in _running(self.layers[number])], old)
+            counts = [self._counts[number] for number in numbers]
+            foreach_add_(counts, 1)
+            foreach_copy_([_count(self.layers[number]) for number in numbers], counts)
 
     def rollback(self) -> None:
         """Put back the buffers of before the step; without a step there is nothing to put back."""
-        for layer, (mean, var, count) in zip(self.layers, self._before, strict=bool(self._before)):
-            layer.running_mean.copy_(mean)  # type: ignore[union-attr]
-            layer.running_var.copy_(var)  # type: ignore[union-attr]
-            layer.num_batches_tracked.fill_(count)  # type: ignore[union-attr]
+        if self._began and self.layers:
+            foreach_copy_([tensor for layer in self.layers for tensor in _running(layer)], self._before)
+            foreach_copy_([_count(layer) for layer in self.layers], self._counts)
+
+
+def _running(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.running_mean, layer.running_var
+
+
+def _count(layer: Any) -> torch.Tensor:
+    count: torch.Tensor = layer.num_batches_tracked
+    return count
 
 
 class LoadedMicroBatch(NamedTuple):

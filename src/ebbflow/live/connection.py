@@ -362,10 +362,12 @@ class FleetConnection:
     def _execute_here(self, instruction: Instruction) -> MembershipEvent | None:
         match instruction:
             case Register():
-                sleep(instruction.after_s)
+                if instruction.after_s:  # even a sleep of nothing gives the core away
+                    sleep(instruction.after_s)
                 return self._register()
             case AskLighthouse():
-                sleep(instruction.after_s)
+                if instruction.after_s:  # even a sleep of nothing gives the core away
+                    sleep(instruction.after_s)
                 self._ask(instruction)
             case CheckHeartbeats():
                 return self._check_heartbeats(instruction.besides)

@@ -143,6 +143,10 @@ class LiveSession(Session):
             **settings,
         )
         self.config.check_engine("live")
+        if self.config.compile and loss is None:
+            raise ConfigError(
+                "compile needs loss=...; in your own loop, call a compiled function: torch.compile(model)"
+            )
         if self.config.precision == "fp16":
             raise ConfigError("precision is 'fp16', whose loss scale a fleet does not share; use bf16")
         if any(parameter.is_complex() for parameter in self._optimizer.layers):
@@ -233,7 +237,7 @@ class LiveSession(Session):
             sizes,
             samples=parts.samples,
             lineage=initial_lineage(digest),
-            loss=parts.loss,
+            loss=torch.compile(parts.loss) if self.config.compile and parts.loss is not None else parts.loss,
             seed=parts.seed,
             micro_batch=self.config.micro_batch,
             needs=parts.needs,

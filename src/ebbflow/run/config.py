@@ -139,8 +139,11 @@ class RunConfig(BaseModel):
     """Number format of the forward and backward passes: fp32, bf16 or fp16."""
     batch_norm: Literal["local", "sync", "frozen"] = setting("local", not_for=_OF_FUSING)
     """Batch norm over the samples of one worker (local), of the step (sync), or with fixed statistics (frozen)."""
-    compile: bool | None = setting(computes=False, not_for={**_OF_FUSING, "estimator": "skorch compiles modules"})
-    """Whether to compile the model; by default on a GPU, where the run is long enough for it to pay."""
+    compile: bool | None = setting(
+        computes=False, not_for={"dask": "Dask sends the model to its workers", "estimator": "skorch compiles modules"}
+    )
+    """Whether to compile the model; by default on a GPU, where the run is long enough for it to pay, and in no replica
+    of a live fleet."""
     memory_steps: Number = setting(1000.0, gt=0)
     """Reference steps that the averages of noise and signal remember; AdaScale's 1000 is long for a short run."""
     measure_every: int = setting(4, ge=1)
