@@ -214,3 +214,11 @@ def test_every_verb_helps(verb: str, ebbflow: Ebbflow) -> None:
 )
 def test_bad_input_is_explained(arguments: list[object], messages: list[str], ebbflow: Ebbflow) -> None:
     ebbflow(*arguments).assert_refused(*messages)
+
+
+@pytest.mark.process
+def test_a_number_of_ranks_that_a_replica_cannot_have_is_named(shell: Shell) -> None:
+    code, _, err = shell.run("launch", "--ranks-per-replica", 0, FAKE, "train")
+    assert code == 2 and "ranks-per-replica is 0; expected at least 1" in err
+    code, _, err = shell.run("launch", "--ranks-per-replica", 2, "--gpus", 1, FAKE, "train")
+    assert code == 2 and "a replica has 2 ranks (--ranks-per-replica) and 1 GPUs" in " ".join(err.split())

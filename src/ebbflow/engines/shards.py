@@ -24,7 +24,9 @@ from ebbflow.engines.replica_ranks import ReplicaRanks, is_sharded, local_shard,
 from ebbflow.engines.replica_step import LoadedMicroBatch, ReplicaStep, micro_batch_seed, trained_parameters
 from ebbflow.moments.meters import FlatMeter, FusedMeter, squared_norms
 
-__all__ = ["ShardedGradients", "ShardedStep", "describe_shards", "shard_maker", "with_shards", "without_shards"]
+__all__ = [
+    "ShardedGradients", "ShardedStep", "describe_shards", "shard_maker", "whole_state", "with_shards", "without_shards",
+]  # fmt: skip
 
 
 class ShardedGradients:
@@ -226,25 +228,28 @@ def as_shard(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     )
 
 
-def without_shards(state: Any, *, whole: bool = False) -> Any:
-    """A state in plain containers, with plain tensors in the place of DTensors.
+def without_shards(state: Any) -> Any:
+    """A state in plain containers, with this rank's shards as plain tensors in the place of DTensors."""
+    return map_batch(state, lambda value: value.to_local() if is_sharded(value) else value)
 
-    They are this rank's shards, or with `whole` the whole tensors, for which all ranks must call this.
+
+def whole_state(state: Any, ranks: ReplicaRanks) -> Any:
+    """A state with whole tensors in the memory of the host of rank 0, in the place of DTensors; all ranks call this.
+
+    On the other ranks they are None. One tensor after the other is collected, so that a device holds one at a time.
     """
 
-    def plain(value: Any) -> Any:
+    def whole(value: Any) -> Any:
         if not is_sharded(value):
             return value
-        return value.full_tensor() if whole else value.to_local()
+        full = value.full_tensor()
+        return full.cpu() if ranks.leads else None
 
-    return map_batch(state, plain)
+    return map_batch(state, whole)
 
 
 def with_shards(state: Mapping[str, Any], model: torch.nn.Module, inner: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of a flow that `without_shards` made plain, divided like the model; shards and whole tensors will do.
-
-    Which one a tensor is follows from its shape.
-    """
+    """The state of a flow that `without_shards` made plain on the same rank of another replica, with DTensors again."""
     like: dict[str, Any] = {**dict(model.named_parameters()), **model.state_dict()}
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
 
@@ -290,10 +295,4 @@ def shard_maker(model: torch.nn.Module, inner: torch.optim.Optimizer) -> Callabl
 def _divided(value: Any, like: Any) -> Any:
     if not is_sharded(like) or not isinstance(value, torch.Tensor) or is_sharded(value):
         return value
-    if value.shape == like.to_local().shape:
-        return as_shard(value.to(like.device), like)
-    if value.shape == like.shape:
-        from torch.distributed.tensor import distribute_tensor
-
-        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return value
+    return as_shard(value.to(like.device), like) if value.shape == like.to_local().shape else value

@@ -33,7 +33,7 @@ from ebbflow.engines.base import Engine, EngineParts
 from ebbflow.engines.batches import map_batch
 from ebbflow.engines.replica_ranks import local_shard, replica_ranks
 from ebbflow.engines.replica_step import Loss
-from ebbflow.engines.shards import describe_shards, shard_maker, with_shards, without_shards
+from ebbflow.engines.shards import describe_shards, shard_maker, whole_state, with_shards, without_shards
 from ebbflow.errors import (
     CheckpointError,
     ConfigError,
@@ -488,7 +488,7 @@ class LiveSession(Session):
         average = {"ema": self.flow.average.state_dict()} if self.flow.average is not None else {}
         state: Mapping[str, Any] = {"model": self.model.state_dict(), **average}
         if self._ranks.size > 1:
-            state = without_shards(state, whole=True)
+            state = whole_state(state, self._ranks)
         if problem := self._ranks.share(self._write_weights(state) if self._ranks.leads else ""):
             return problem
         self._fault("save")
@@ -531,7 +531,7 @@ class LiveSession(Session):
     def _complete_state(self) -> dict[str, Any]:
         """The state after the last committed step."""
         extras = {name: extra.state_dict() for name, extra in self._extras.items()}
-        # A checkpoint has whole tensors, which any number of ranks can divide.
+        # Any number of ranks can read a checkpoint, into shards of their own.
         job = {name: value for name, value in self._job.items() if name not in ("ranks", "shards")}
         own = {"version": STATE_VERSION, "job": job, "lineage": self.engine.lineage, "extras": extras}
         own["fork"] = self.engine.fork  # a replica that receives this state records the same parent as the others
