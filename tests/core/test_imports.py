@@ -10,7 +10,10 @@ import pytest
 
 pytestmark = pytest.mark.process
 
-HEAVY = ["matplotlib", "jinja2", "sklearn", "typer", "rich", "distributed", "torchft", "skorch", "pytorch_optimizer"]
+HEAVY = [
+    "matplotlib", "jinja2", "sklearn", "typer", "rich", "distributed", "torchft", "skorch", "pytorch_optimizer",
+    "transformers", "accelerate", "lightning", "ray", "wandb", "mlflow", "tensorboard",
+]  # fmt: skip
 
 
 def imported_by(program: str) -> set[str]:
