@@ -114,7 +114,18 @@ def test_the_table_of_workloads_fits_eighty_columns_and_says_what_data_each_need
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "digits-cnn, digits-mlp" in text
     assert "The others read the data that they name from --data" in " ".join(text.split())
-    data = ("CIFAR-10", "ImageNet", "COCO", "ADE20K", "Fashion-MNIST", "text file", "folders", "digits", "quadratic")
+    data = (
+        "CIFAR-10",
+        "ImageNet",
+        "COCO",
+        "ADE20K",
+        "Fashion-MNIST",
+        "text file",
+        "folders",
+        "digits",
+        "quadratic",
+        "token files",
+    )
     for entry in WORKLOADS:
         if entry.make.__module__.startswith("ebbflow."):
             assert any(word in entry.summary for word in data), entry.summary

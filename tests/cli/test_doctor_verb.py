@@ -28,7 +28,7 @@ def requirements() -> list[str]:
 
 def test_extras_within_extras_are_resolved() -> None:
     found = extras_of(requirements())
-    assert {package.name for package in found["live"]} == {"torchft"}
+    assert {package.name for package in found["live"]} == {"torchft", "tornado"}
     assert {"torchft", "skorch", "timm"} <= {package.name for package in found["all"]}
     assert {"torch", "numpy"} <= {package.name for package in found[""]}
     assert not any(package.name == "ebbflow" for packages in found.values() for package in packages)

@@ -83,7 +83,7 @@ class FleetHistory:
     def steps(self) -> list[StepRow]:
         """The surviving steps in order; empty if the records are not those of a live job."""
         try:
-            return surviving_steps(row for tail in self._tails.values() for row in tail.steps)
+            return surviving_steps(*(tail.steps for tail in self._tails.values()))
         except RecordError:
             return []
 

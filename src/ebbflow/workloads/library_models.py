@@ -53,7 +53,7 @@ def timm_model(data: Path | None, recipe: Recipe, model: str = "", size: int = 2
 
 @register_workload("torchvision", recipe=GOYAL, cite="Goyal et al. 2017 (recipe, not tuned for the network)")
 def torchvision_model(data: Path | None, recipe: Recipe, model: str = "", size: int = 224, **options: str) -> Task:
-    """A classification network of torchvision, as in torchvision:resnet18, on images as timm's.
+    """A classification network of torchvision, as in torchvision:resnet18, on images in folders or as timm's.
 
     `size`: pixels of a side. All other arguments are those of the network. Networks with auxiliary classifiers are
     refused: imagenet-inceptionv3 has the loss for one.
@@ -86,7 +86,7 @@ def hf_model(
     size: int = 224,
     **options: str,
 ) -> Task:
-    """A language model, or an image classifier, of transformers by the type of its configuration, as in hf:gpt2.
+    """A network of transformers by its type, as in hf:gpt2, on token files, saved data sets or images in folders.
 
     `model` is a type that transformers knows, or a folder with a `config.json`; nothing is downloaded, and the weights
     are new. All other arguments are those of the configuration, such as hf:gpt2(n_layer=4, n_embd=256). A causal
