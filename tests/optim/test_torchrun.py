@@ -19,14 +19,14 @@ from torch import nn
 from ebbflow import ElasticOptimizer, ElasticSampler
 from ebbflow.plan.batch_plan import BatchPlan
 from optim.small_regression import SAMPLES, data, model, weights
-from optim.torchrun_script import CASES, EPOCHS, Run
+from optim.torchrun_script import CASES, EPOCHS, EXAMPLES, Run
 
 SCRIPT = Path(__file__).with_name("torchrun_script.py")
 LAUNCHES = ((1, 4), (3, 9), (2, 10**6))
 """(ranks, updates after which the launch stops)."""
 
 
-def torchrun(ranks: int, *command: object, timeout: float = 200) -> None:
+def torchrun(ranks: int, *command: object, timeout: float = 200) -> str:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -34,7 +34,10 @@ def torchrun(ranks: int, *command: object, timeout: float = 200) -> None:
         "OMP_NUM_THREADS": "1",
     }
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    subprocess.run([*launch, *map(str, command)], env=environment, timeout=timeout, check=True)
+    ended = subprocess.run(
+        [*launch, *map(str, command)], env=environment, timeout=timeout, check=True, stdout=subprocess.PIPE, text=True
+    )
+    return ended.stdout
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +100,12 @@ def test_the_diff_on_the_page_leads_from_a_plain_script_that_learns_to_the_examp
 
 
 @pytest.mark.process
-def test_a_loop_like_torchtitans_ends_with_the_loss_of_one_rank(launches: Path) -> None:
-    alone = (launches / "titan-alone.txt").read_text().split()
-    last = (launches / "titan-2.txt").read_text().split()
+@pytest.mark.long
+def test_a_loop_like_torchtitans_ends_with_the_loss_of_one_rank(tmp_path: Path) -> None:
+    example = EXAMPLES / "torchtitan_loop.py"
+    alone = torchrun(1, example, tmp_path / "alone").split()
+    for ranks, steps in ((1, 5), (3, 11), (2, 10**6)):
+        last = torchrun(ranks, example, tmp_path / "stopped", steps).split()
     assert alone[2:4] == last[2:4] == ["step", "27"]  # three epochs of 205 blocks in steps of 24
     assert float(last[-1]) == pytest.approx(float(alone[-1]), rel=1e-4)
 

@@ -245,17 +245,10 @@ def plain_script() -> str:
 
 
 def run_examples(folder: Path, launch: int) -> None:
-    """The examples, stopped by a notice or after some steps in the first two launches."""
+    """The example, stopped by a notice in the first two launches, and the plain script in the last one."""
     (folder / "stop").touch()
-    run_example(
-        "ddp_torchrun",
-        folder / f"ddp-{launch}.txt",
-        folder / "ddp",
-        *([f"file({folder / 'stop'})"] if launch < 2 else []),
-    )
-    run_example("torchtitan_loop", folder / f"titan-{launch}.txt", folder / "titan", *([5, 11][launch : launch + 1]))
-    if launch == 0:
-        run_example("torchtitan_loop", folder / "titan-alone.txt", folder / "titan-alone")
+    notice = [f"file({folder / 'stop'})"] if launch < 2 else []
+    run_example("ddp_torchrun", folder / f"ddp-{launch}.txt", folder / "ddp", *notice)
     if launch == 2:
         run_example("plain", folder / "plain.txt", folder / "plain")
 
