@@ -2,7 +2,9 @@
 
 Both train the same model (13M parameters, 50 MB of gradients) in the same two processes and take turns, so that other
 load on the machine affects both alike; the ratio is the median over the turns. Both send gradients in buckets while the
-backward pass goes on. Needs root, the programs ip and tc, and a kernel with tbf; otherwise it says so and ends.
+backward pass goes on. With `--join` a third replica joins two others that train, and it is measured how much later than
+usual these begin the next step; the state (weights and momentum) is 100 MB. Needs root, the programs ip and tc, and a
+kernel with tbf; otherwise it says so and ends.
 """
 
 from __future__ import annotations
@@ -17,20 +19,82 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 LIMIT = 1.05
 LOCAL, STEPS, WIDTH, LAYERS = 256, 3, 1024, 12
-HUB, ENDS = "ebblink-hub", ("ebblink-0", "ebblink-1")
+HUB, ENDS = "ebblink-hub", ("ebblink-0", "ebblink-1", "ebblink-2")
+STATE_BYTES = 2 * 4 * (LAYERS * (WIDTH + 1) * WIDTH + 10 * (WIDTH + 1))
 SUBNET = "10.78.0"
+
+
+def make_model() -> Any:
+    from torch import nn
+
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 10))
+
+
+def joining_replica(folder: Path, name: str) -> None:
+    """Train for ever; write down the participants and the time of every committed step."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    import ebbflow.live
+    from ebbflow.workloads.sources import TensorSource
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    data = TensorSource(torch.randn(1 << 14, WIDTH), torch.arange(1 << 14) % 10)
+    with ebbflow.live.join(
+        model, optimizer, data, epochs=1_000, local_batch=LOCAL, base_batch=LOCAL, rule="linear",
+        checkpoint_every_s=1e9,
+    ) as fleet:  # fmt: skip
+        for step in fleet:
+            with (folder / f"{name}.times").open("a") as file:
+                print(step.number, step.workers, time.monotonic(), file=file)
+            for inputs, targets in step:
+                step.backward(cross_entropy(model(inputs), targets))
+
+
+def measure_join(rate: str, steps: int) -> tuple[float, float]:
+    """Median seconds of a step of two replicas, and how much longer it took them when a third one joined."""
+
+    def times(name: str) -> list[tuple[int, int, float]]:
+        path = folder / f"{name}.times"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(a), int(b), float(c)) for a, b, c in (line.split() for line in lines)]
+
+    def wait(name: str, at_least: int) -> None:
+        until = time.monotonic() + 300
+        while len(times(name)) < at_least:
+            if time.monotonic() > until:
+                raise RuntimeError(f"{name} made {len(times(name))} steps in 300 s; expected {at_least}")
+            time.sleep(0.2)
+
+    with network(rate), tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        with processes(made, lambda rank: ["--joining"], (0, 1)) as start:
+            wait("r0", steps)
+            start(2)
+            wait("r2", steps)
+            found = times("r0")
+            joined = times("r2")[0][0]  # the step in which it receives the state
+    seconds = {after[0]: after[2] - before[2] for before, after in pairwise(found)}  # until this step began
+    usual = statistics.median(value for step, value in seconds.items() if 2 < step < joined)
+    return usual, seconds[joined] + seconds[joined + 1] - 2 * usual
 
 
 def replica(rank: int, rule: str, turns: int, bucket_bytes: int | None) -> None:
     """One of the two processes; rank 0 prints (seconds of DDP, seconds of live) for each turn."""
     import torch
     import torch.distributed as dist
-    from torch import nn
     from torch.nn.functional import cross_entropy
     from torch.nn.parallel import DistributedDataParallel
 
@@ -46,10 +110,6 @@ def replica(rank: int, rule: str, turns: int, bucket_bytes: int | None) -> None:
 
         def batch(self, indices: Any, *, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
             return x, y
-
-    def make_model() -> nn.Module:
-        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-        return nn.Sequential(*layers, nn.Linear(WIDTH, 10))
 
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
@@ -126,29 +186,42 @@ def network(rate: str) -> Iterator[None]:
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
-def measure(rate: str, rule: str, turns: int, bucket_bytes: int | None) -> list[tuple[float, float]]:
+@contextlib.contextmanager
+def processes(folder: str, more: Callable[[int], list[str]], ranks: Sequence[int]) -> Iterator[Callable[[int], Any]]:
+    """A lighthouse and these replicas; yields what starts another one, and returns its process."""
     lighthouse = f"{SUBNET}.1:29510"
-    with network(rate), tempfile.TemporaryDirectory() as folder:
-        environment = {
-            **os.environ, "RUST_LOG": "error", "EBBFLOW_LIGHTHOUSE": lighthouse, "EBBFLOW_FOLDER": folder,
-            "GLOO_SOCKET_IFNAME": "eth", "EBBFLOW_MIN_REPLICAS": "2",
-        }  # fmt: skip
-        serve = [sys.executable, "-m", "ebbflow", "lighthouse", "--bind", lighthouse, "--min-replicas", "2"]
-        processes = [subprocess.Popen(["ip", "netns", "exec", HUB, *serve], env=environment, stdout=subprocess.DEVNULL)]
-        for rank, space in enumerate(ENDS):
-            own = {**environment, "EBBFLOW_REPLICA": f"r{rank}", "EBBFLOW_BIND": f"{SUBNET}.{10 + rank}"}
-            more = ["--bucket-bytes", str(bucket_bytes)] if bucket_bytes is not None else []
-            command = [sys.executable, __file__, "--rank", str(rank), "--rule", rule, "--turns", str(turns), *more]
-            processes.append(
-                subprocess.Popen(["ip", "netns", "exec", space, *command], env=own, stdout=subprocess.PIPE)
-            )
-        try:
-            output, _ = processes[1].communicate(timeout=600)
-            processes[2].wait(timeout=60)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+    environment = {
+        **os.environ, "RUST_LOG": "error", "EBBFLOW_LIGHTHOUSE": lighthouse, "EBBFLOW_FOLDER": folder,
+        "GLOO_SOCKET_IFNAME": "eth", "EBBFLOW_MIN_REPLICAS": "2",
+    }  # fmt: skip
+    serve = [sys.executable, "-m", "ebbflow", "lighthouse", "--bind", lighthouse, "--min-replicas", "2"]
+    started = [subprocess.Popen(["ip", "netns", "exec", HUB, *serve], env=environment, stdout=subprocess.DEVNULL)]
+
+    def start(rank: int) -> Any:
+        own = {**environment, "EBBFLOW_REPLICA": f"r{rank}", "EBBFLOW_BIND": f"{SUBNET}.{10 + rank}"}
+        command = [sys.executable, __file__, "--rank", str(rank), *more(rank)]
+        started.append(subprocess.Popen(["ip", "netns", "exec", ENDS[rank], *command], env=own, stdout=subprocess.PIPE))
+        return started[-1]
+
+    try:
+        for rank in ranks:
+            start(rank)
+        yield start
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def measure(rate: str, rule: str, turns: int, bucket_bytes: int | None) -> list[tuple[float, float]]:
+    more = ["--rule", rule, "--turns", str(turns)]
+    more += ["--bucket-bytes", str(bucket_bytes)] if bucket_bytes is not None else []
+    with (
+        network(rate),
+        tempfile.TemporaryDirectory() as folder,
+        processes(folder, lambda rank: more, (1,)) as start,
+    ):
+        output, _ = start(0).communicate(timeout=600)
     return [tuple(json.loads(line)) for line in output.decode().splitlines()]
 
 
@@ -158,13 +231,24 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"])
     parser.add_argument("--rules", nargs="+", default=["linear", "adascale"])
     parser.add_argument("--bucket-bytes", type=int, help="least size of a bucket; a large number: no overlap")
+    parser.add_argument("--join", action="store_true", help="measure what a newcomer costs the others instead")
+    parser.add_argument("--joining", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rule", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.joining:
+        return joining_replica(Path(os.environ["EBBFLOW_FOLDER"]), f"r{arguments.rank}")
     if arguments.rank is not None:
         return replica(arguments.rank, arguments.rule, arguments.turns, arguments.bucket_bytes)
     if shutil.which("ip") is None or shutil.which("tc") is None or os.geteuid() != 0:
         print("skipped: network namespaces and limited links need root and the programs ip and tc")
+        return None
+    if arguments.join:
+        print(f"{'link':10}{'step':>10}{'transfer':>10}{'the others lose':>18}")
+        for rate in arguments.rates:
+            usual, lost = measure_join(rate, steps=arguments.turns)
+            transfer = STATE_BYTES * 8 / (int(rate.removesuffix("gbit")) * 1e9)
+            print(f"{rate:10}{usual * 1e3:8.1f}ms{transfer * 1e3:8.1f}ms{lost * 1e3:16.1f}ms", flush=True)
         return None
     print(f"{'link':10}{'rule':10}{'DDP':>10}{'live':>10}{'ratio':>8}{'limit':>8}")
     for rate in arguments.rates:
