@@ -64,7 +64,7 @@ def test_train_and_resume(ebbflow: Ebbflow) -> None:
     first, second = json.loads(ebbflow(*options).out), json.loads(ebbflow(*options).out)
     assert first == second
     assert first["status"] == "finished"
-    ebbflow(*options, "--rule", "sqrt").assert_refused("another configuration", "rule is 'sqrt', was 'linear'")
+    ebbflow(*options, "--rule", "sqrt").assert_refused("another configuration", "rule is 'sqrt', was 'adascale+")
 
 
 def test_a_diverged_run_is_no_success(ebbflow: Ebbflow) -> None:
@@ -225,7 +225,7 @@ def test_a_damaged_or_foreign_checkpoint(ebbflow: Ebbflow) -> None:
     settings = {**config, "trace": config["trace_text"]}
     weights = torch.load("run/weights.pt", weights_only=True)["model"]
     torch.save({"version": 2, "model": weights, "settings": settings}, "run/checkpoint.pt")
-    ebbflow(*train, "--rule", "sqrt").assert_refused("other settings", "rule is 'sqrt', was 'linear'")
+    ebbflow(*train, "--rule", "sqrt").assert_refused("other settings", "rule is 'sqrt', was 'adascale+")
     first = next(iter(weights))
     torch.save({"version": 2, "model": {**weights, first: torch.zeros(1)}, "settings": settings}, "run/checkpoint.pt")
     ebbflow(*train).assert_refused("another model", "shape")

@@ -390,3 +390,32 @@ def test_the_module_made_for_the_data_has_their_type() -> None:
     model = EbbflowRegressor(max_epochs=1, dtype="float64", random_state=0).fit(INPUTS.astype(np.float64), VALUES)
     assert {parameter.dtype for parameter in model.module_.parameters()} == {torch.float64}
     assert np.isfinite(model.predict(INPUTS)).all()
+
+
+# -- the rule where none is named --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({}, "constant"),
+        ({"batch_size": "geo(delay=1ep, factor=2)", "optimizer": "sgd"}, "constant"),
+        ({"batch_size": 16, "base_batch": 8}, "sqrt+statewarmup(0.05, by=multiplier)"),
+        ({"batch_size": 16, "base_batch": 8, "optimizer": torch.optim.SGD}, "adascale+statewarmup(0.05)"),
+        ({"batch_size": "goodput(initial=8)", "optimizer": "sgd"}, "adascale+statewarmup(0.05)"),
+    ],
+    ids=["the batch stays", "the batch grows", "adam", "sgd", "goodput"],
+)
+def test_a_fit_without_a_rule_records_the_one_that_it_used(settings: dict[str, Any], rule: str, tmp_path: Path) -> None:
+    model = EbbflowClassifier(**{"max_epochs": 2, "record": tmp_path, "lr": 0.01, **settings}).fit(DIGITS, LABELS)
+    assert model.rule is None and model.rule_ == rule
+    assert read_record(model.record_).header.config["rule"] == rule
+
+
+def test_partial_fit_has_no_end_and_goes_on_with_its_rule() -> None:
+    model = EbbflowClassifier(batch_size=16, base_batch=8, optimizer="sgd", lr=0.01)
+    for _ in range(2):
+        model.partial_fit(DIGITS, LABELS, classes=np.arange(10))
+        assert model.rule_ == "adascale", "a warm-up would be a part of a length that nobody knows"
+    assert model.fit(DIGITS, LABELS).rule_ == "adascale+statewarmup(0.05)"
+    assert model.partial_fit(DIGITS, LABELS).rule_ == "adascale+statewarmup(0.05)"

@@ -18,6 +18,7 @@ from ebbflow.live import equality, state_transfer
 from ebbflow.live.live_session import join
 from ebbflow.live.protocol import fetch_heartbeat_ages
 from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.rules import auto_rule
 from ebbflow.torch_api import gloo_group
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.sources import TensorSource
@@ -50,7 +51,7 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     """Train the contract's model.
 
     `all`: no replica begins without these. `hold`: from this step on every step takes a while (`stop_holding`), by
-    default 0.2 seconds (`hold_s`).
+    default 0.2 seconds (`hold_s`). `auto`: other constants of the rule of this name.
     """
     os.environ.update({**environment, **arguments.get("environment", {})})
     torch.set_num_threads(1)
@@ -67,6 +68,8 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         torch.manual_seed(initial)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter)
+    for name, value in arguments.get("auto", {}).items():
+        setattr(auto_rule, name, value)
     rule, counted = arguments.get("rule", "linear"), arguments.get("counted", False)
     optimizer = ElasticOptimizer(
         torch.optim.SGD(model.parameters(), lr=arguments.get("lr", 0.1), momentum=arguments.get("momentum", 0.9)),

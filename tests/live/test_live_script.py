@@ -70,6 +70,27 @@ def test_a_script_trains_in_its_own_loop(script: Any, tmp_path: Path) -> None:
     assert [row.metrics for row in run.validations] == [{"epoch": 1.0}]
 
 
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({}, "adascale+statewarmup(0.05)"),
+        ({"adam": True}, "sqrt+statewarmup(0.05, by=multiplier)"),
+        ({"epochs": None, "max_steps": 5}, "adascale"),
+    ],
+    ids=["sgd", "adam", "no end"],
+)
+def test_a_replica_that_names_no_rule_records_the_one_that_it_used(
+    script: Any, tmp_path: Path, settings: dict[str, Any], rule: str
+) -> None:
+    """Also where it is alone, with one micro-batch per step: then nothing is measured, and others may come."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters()) if settings.pop("adam", False) else None
+    with script(model=model, optimizer=optimizer, loss=lambda m, x, y: loss_fn(m(x), y), **settings)[1] as fleet:
+        fleet.run()
+    _, (run,) = read_fleet(tmp_path)
+    assert run.header.config["rule"] == rule
+
+
 def test_half_precision_by_autocast_in_the_script(script: Any, tmp_path: Path) -> None:
     model, fleet = script(model=make_model(batch_norm=True).float(), rule="adascale", micro_batch=4)
     with fleet:

@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from ebbflow import RunConfig, train
-from ebbflow.errors import PlanError, SpecError
+from contract.suite import SAMPLES, make_data, make_model
+from ebbflow import RunConfig, Session, read_record, train
+from ebbflow.errors import Diverged, PlanError, SpecError
 from ebbflow.moments.estimate import Moments
+from ebbflow.record import Run
 from ebbflow.report.report_page import write_report
 from ebbflow.rules import auto_rule
 from ebbflow.rules.auto_rule import Auto
 from ebbflow.rules.rule import StepContext, make_rule
 from ebbflow.run.loop import Callbacks
+from ebbflow.workloads import TensorSource, cross_entropy
 
 AUTO = Auto()
 # S = 4. With V = 16 and a signal of 1 the noise of a reference batch is 2, so the gain is (2 + 1)/(2/4 + 1) = 2. The
@@ -263,3 +268,50 @@ def test_a_run_killed_at_every_step_of_a_probe_equals_an_uninterrupted_one(
     assert computed - sum(row.stats.get("given_back", 0) for row in whole.steps) == whole.end.samples
     write_report(tmp_path / "whole", out=tmp_path / "report")
     assert "2 probes, of which" in (tmp_path / "report" / "index.html").read_text()
+
+
+# -- gradients that are not finite -------------------------------------------------------------------------------------
+
+
+def bad_once(rule: str, folder: Path, *, times: int = 1) -> Run:
+    """A session whose loss, and so its gradient, is NaN in so many micro-batches from the first of step 1 on."""
+    calls = 0
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        found = cross_entropy(model, x, y)
+        return found * math.nan if 3 <= calls < 3 + times else found
+
+    model = make_model(batch_norm=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings: dict[str, Any] = {"trace": "constant(workers=2)", "base_batch": 8, "local_batch": 4, "epochs": 20}
+    with Session(
+        model, optimizer, TensorSource(*make_data()), rule=rule, loss=loss, engine="loop", out=folder, **settings
+    ) as session:  # fmt: skip
+        session.run()
+        return session.record
+
+
+def test_the_guard_is_asked_before_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    run = bad_once("auto", tmp_path / "guarded")
+    assert run.status == "finished" and {event.what for event in run.events} == {"went back"}
+    back = {row.step: row.stats["given_back"] for row in run.steps if "given_back" in row.stats}
+    assert back[1] == 16, "two steps of 8 samples: the snapshot is before the first"
+    assert run.end is not None and run.end.samples == 20 * SAMPLES
+    assert sum(row.batch for row in run.steps) - sum(back.values()) == run.end.samples
+
+
+@pytest.mark.parametrize("rule", ["auto(guard=false, probe=false)", "auto(guard=false)", "adascale"])
+def test_a_gradient_that_is_not_finite_ends_a_run_that_is_not_guarded(rule: str, tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match="the norm of the gradient is nan at step 1"):
+        bad_once(rule, tmp_path)
+    assert read_record(tmp_path / "record.jsonl").status == "diverged"
+
+
+def test_after_two_restores_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(Diverged):
+        bad_once("auto", tmp_path, times=1000)
+    run = read_record(tmp_path / "record.jsonl")
+    assert [event.what for event in run.events] == ["went back", "went back"]
+    assert run.status == "diverged"

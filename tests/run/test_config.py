@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,15 @@ def test_any_setting_that_is_computed_with_makes_another_run(other: dict[str, An
 
 def test_differences_name_the_setting_and_both_values() -> None:
     run = RunConfig(workload="digits-mlp", rule="sqrt")
-    assert run.differences(RunConfig(workload="digits-mlp").recorded()) == ["rule is 'sqrt', was 'linear'"]
+    assert run.differences(run.replace(rule="linear").recorded()) == ["rule is 'sqrt', was 'linear'"]
+
+
+def test_an_arm_is_known_as_it_was_when_linear_was_the_default() -> None:
+    """Rows of docs/evidence are found by these identities, in which settings at their default do not occur."""
+    trace = hashlib.sha256(b"constant(workers=8)").hexdigest()
+    known = hashlib.sha256(json.dumps([{"workload": "digits-mlp"}, "trace", trace]).encode()).hexdigest()
+    assert RunConfig(workload="digits-mlp", rule="linear").fingerprint() == known
+    assert RunConfig(workload="digits-mlp").fingerprint() != known
 
 
 def test_a_trace_that_was_moved_is_the_same_and_one_that_was_edited_is_not(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def train(
 
     here = torchrun.rank_info(os.environ)
     prints = here is None or here.rank == 0
-    name = f"{config.workload}_{config.plan or config.trace}_{config.rule}_s{config.seed}"
+    name = f"{config.workload}_{config.plan or config.trace}_{config.rule or 'default'}_s{config.seed}"
     folder = out_folder or Path("runs") / _slug(name)
     columns = (
         TextColumn("{task.description}"),

@@ -420,6 +420,14 @@ class ElasticSampler(Sampler[list[int]]):
     # The position -----------------------------------------------------------------------------------------------
 
     @property
+    def several_micro_batches(self) -> bool:
+        """Whether any step of the plan has two micro-batches, of which noise and signal are measured."""
+        return any(
+            len(micro_batch_sizes(run.samples, largest=self._largest(run.workers, run.samples))) > 1
+            for run in self.plan.runs()
+        )
+
+    @property
     def epoch(self) -> int:
         """The current epoch of training; the next one as soon as the last micro-batch is consumed."""
         return self._cursor.position.ledger.epoch

@@ -215,14 +215,16 @@ EngineMaker = Callable[[EngineParts], Engine]
 ENGINES: Registry[EngineMaker] = Registry("engine")
 
 
-def register_engine(name: str, *, cite: str = "") -> Callable[[EngineMaker], EngineMaker]:
+def register_engine(name: str, *, cite: str = "", measures: bool = False) -> Callable[[EngineMaker], EngineMaker]:
     """Return a decorator that adds an engine: a function from `EngineParts` to an `Engine`.
 
-    The setting `engine` then knows it by its name.
+    The setting `engine` then knows it by its name. `measures`: whether it measures what `EngineParts.needs` says, so
+    that a run that names no rule gets one that measures.
     """
 
     def add(make: EngineMaker) -> EngineMaker:
         ENGINES.register(name, cite=cite)(make)
+        make.measures = measures  # type: ignore[attr-defined]
         return make
 
     return add

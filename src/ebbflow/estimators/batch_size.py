@@ -41,6 +41,11 @@ class FitBatches:
         return self.policy if isinstance(self.policy, GrowingPolicy) else None
 
     @property
+    def batch(self) -> int:
+        """Samples of the steps, where the batch does not grow."""
+        return int(self.plan.samples[0])
+
+    @property
     def measured_micro_batch(self) -> int:
         """Micro-batch where noise is measured: that takes two micro-batches, also where there is a single worker."""
         return max(1, self.local_batch // 2)

@@ -28,6 +28,7 @@ from ebbflow.estimators.inputs import DatasetRows
 from ebbflow.estimators.modules import ModelLoss
 from ebbflow.plan.policies import Policy
 from ebbflow.record import NoRecord, RecordWriter, StepRow
+from ebbflow.rules.rule import Rule
 from ebbflow.run.assemble import assemble, engine_maker, make_optimizer
 from ebbflow.run.config import RunConfig
 from ebbflow.run.flow import Flow
@@ -60,7 +61,8 @@ class Fit:
             max_workers=net.max_workers,
             samples=len(train),
         )
-        self.config: RunConfig = net._run_config(self.batches)
+        self.rule: str | Rule = net._rule(self.batches, ends=epochs == net.max_epochs)
+        self.config: RunConfig = net._run_config(self.batches, self.rule)
         self._engine_settings = net.get_params_for("engine")
         self.on_cluster = runs_on_cluster(net.engine, train, self._engine_settings)
         self._outputs = _KeptOutputs(net)
@@ -90,7 +92,7 @@ class Fit:
         net, config = self.net, self.config
         loss = ModelLoss(net.criterion_) if self.on_cluster else self._outputs
         task = Task(model=net.module_, train=DatasetRows(self.train, net.device), loss=loss)
-        optimizer = make_optimizer(config, task, net.optimizer_, rule=net.rule, schedule=net.schedule)
+        optimizer = make_optimizer(config, task, net.optimizer_, rule=self.rule, schedule=net.schedule)
         flow: Flow | None = None
 
         def on_event(what: str, text: str) -> None:

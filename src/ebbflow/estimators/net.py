@@ -29,7 +29,8 @@ from ebbflow.estimators.fit import Fit, ProgressBar
 from ebbflow.estimators.inputs import Slices, as_tensor, check_arrays, check_dataset
 from ebbflow.estimators.modules import DefaultMLP, ModelLoss
 from ebbflow.optim.optimizers import build_optimizer
-from ebbflow.rules.rule import make_rule
+from ebbflow.rules.families import default_rule, name_of_optimizer, tell_default_rule
+from ebbflow.rules.rule import Rule, make_rule
 from ebbflow.run.config import RunConfig, fields_of
 
 __all__ = ["EbbflowNet"]
@@ -49,7 +50,6 @@ _OTHER_DEFAULTS = {
     "lr": 0.01,
     "max_epochs": 20,
     "batch_size": 32,
-    "rule": "constant",
     "random_state": None,
 }
 SETTINGS: dict[str, Any] = {name: _OTHER_DEFAULTS.get(name, field.default) for name, field in fields_of("estimator")}
@@ -86,6 +86,7 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
     initialized_ = False
     virtual_params_: Any = MappingProxyType({})
     _fitting = False
+    rule_: str
 
     def __init__(
         self,
@@ -219,12 +220,28 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
             return Slices(dataset, settings["batch_size"])
         return self.iterator_valid(dataset, **settings)
 
-    def _run_config(self, batches: FitBatches) -> RunConfig:
+    def _rule(self, batches: FitBatches, *, ends: bool) -> str | Rule:
+        """The rule of a fit; one that was not named is decided once, and goes on in a warm start and `partial_fit`."""
+        if self.rule is None and hasattr(self, "rule_"):
+            return str(self.rule_)
+        rule: str | Rule = self.rule
+        if self.rule is None:
+            policy = batches.growing
+            grows = policy is not None and policy.damps
+            if policy is None and batches.batch == batches.base_batch:
+                rule = "constant"  # the batch is always the one at which the rate was tuned
+            else:
+                name = name_of_optimizer(type(self.optimizer_))
+                rule = tell_default_rule(*default_rule(name, ends=ends, grows=grows))
+        self.rule_ = str(rule)
+        return rule
+
+    def _run_config(self, batches: FitBatches, rule: str | Rule) -> RunConfig:
         """The settings of a fit, checked."""
         values = {name: _plain(getattr(self, name)) for name in SETTINGS}
-        needs = make_rule(self.rule).needs or (batches.growing is not None and batches.growing.needs)
+        needs = make_rule(rule).needs or (batches.growing is not None and batches.growing.needs)
         values |= {
-            "rule": str(self.rule),
+            "rule": str(rule),
             "schedule": None if self.schedule is None else str(self.schedule),
             "optimizer": self.optimizer if isinstance(self.optimizer, str) else getattr(self.optimizer, "__name__", ""),
             "random_state": self.seed_,
@@ -287,6 +304,7 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
         seeded = isinstance(self.random_state, int | np.integer)
         self.seed_ = int(self.random_state if seeded else check_random_state(self.random_state).randint(2**31 - 1))
         self.flow_state_: dict[str, Any] = {}
+        self.__dict__.pop("rule_", None)
         self.n_epochs_ = self.n_updates_ = 0
         with self._own_random_numbers():
             torch.manual_seed(self.seed_)

@@ -61,6 +61,7 @@ from ebbflow.run.assemble import (
     make_optimizer,
     make_tracker,
     resolve,
+    with_rule,
 )
 from ebbflow.run.checkpoint import save_checkpoint, weights_digest
 from ebbflow.run.config import RunConfig, shows_settings
@@ -102,6 +103,8 @@ class LiveSession(Session):
     it takes part. What was trained is lost only when all replicas are lost at once, and then only the steps since the
     last checkpoint.
     """
+
+    _planned = False
 
     def __init__(
         self,
@@ -247,6 +250,8 @@ class LiveSession(Session):
             leaving=self._leaving,
             fault=self._fault,
         )
+
+    _make_engine.measures = True  # type: ignore[attr-defined]
 
     # Beginning and ending -----------------------------------------------------------------------------------------
 
@@ -676,6 +681,7 @@ def join_workload(config: RunConfig, **settings: Any) -> LiveSession:
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
         fully_shard(task.model)
+    config = with_rule(config, task, planned=False)
     evaluate = make_evaluate(task, config.train_scores)
     session = LiveSession(
         task.model,

@@ -207,6 +207,15 @@ def _device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
     return devices.pop()
 
 
+def why_unmeasurable(parameters: Sequence[torch.Tensor]) -> str:
+    """Why the gradients of these parameters cannot be measured, in words; empty if they can."""
+    try:
+        _device_of(parameters)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 # -- in any training loop ----------------------------------------------------------------------------------------------
 
 

@@ -21,10 +21,11 @@ from ebbflow.core.units import whole_number
 from ebbflow.data.sampler import ElasticSampler, MicroBatchInfo
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.moments.estimate import Averages, Measurement, Moments
-from ebbflow.moments.meters import HookMeter
+from ebbflow.moments.meters import HookMeter, why_unmeasurable
 from ebbflow.optim.across_ranks import AcrossRanks, StepTotals, without_sync
 from ebbflow.optim.apply import Applier, gradient_norm, scale_gradients
 from ebbflow.optim.schedules import Schedule, TrainingProgress, make_schedule
+from ebbflow.rules.families import default_rule, name_of_optimizer, tell_default_rule
 from ebbflow.rules.rule import Rule, Scaling, State, StepContext, Verdict, damp, make_rule
 from ebbflow.torch_api import foreach_add_
 
@@ -125,7 +126,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        rule: str | Rule = "linear",
+        rule: str | Rule | None = None,
         *,
         base_batch: int,
         sampler: ElasticSampler | None = None,
@@ -144,6 +145,11 @@ class ElasticOptimizer(torch.optim.Optimizer):
         accumulation: int = 1,
     ) -> None:
         """Wrap an optimizer whose learning rates were tuned at `base_batch` samples.
+
+        Without a `rule`, SGD and its relatives follow adascale+statewarmup(0.05), all other optimizers
+        sqrt+statewarmup(0.05, by=multiplier). SGD follows the latter, too, where nothing can be measured: without a
+        sampler, with `accumulation`, or if every step has one micro-batch. Without `epochs` there is no warm-up. Each
+        of these is logged, and `rule` says what is used.
 
         `schedule` sets the base rate as a function of progress; without one it is whatever the parameter groups hold,
         so that a torch LR scheduler works, too. `epochs` is the length of the run, for schedules that span it.
@@ -169,7 +175,6 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if on_nonfinite not in ("ignore", "skip", "stop"):
             raise ConfigError(f"on_nonfinite is {on_nonfinite!r}; {nearest(on_nonfinite, ['ignore', 'skip', 'stop'])}")
         self.inner = inner
-        self.rule = make_rule(rule)
         self.base_batch = base_batch
         self.sampler = sampler
         self.schedule = make_schedule(schedule) if schedule is not None else None
@@ -190,6 +195,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self.stop_requested = False
         """Whether `stop` asked any rank to stop before the latest complete step; the same on all ranks."""
         self._applier = Applier(inner)
+        self.rule = make_rule(rule if rule is not None else self._default_rule())
         self._check_rule()
         self._initial_lrs = [group["lr"] for group in inner.param_groups]
         self._rule_state = self.rule.init()
@@ -244,6 +250,18 @@ class ElasticOptimizer(torch.optim.Optimizer):
         """Let both optimizers hold the same parameter groups and the same state."""
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
+
+    def _default_rule(self) -> str:
+        """The rule where none was named."""
+        unmeasured = why_unmeasurable(self.layers)
+        if self.sampler is None:
+            unmeasured = "nothing is measured without a sampler"
+        elif self.accumulation > 1:
+            unmeasured = "with accumulation no single micro-batch can be measured"
+        elif not self.sampler.several_micro_batches:
+            unmeasured = "all steps have one micro-batch, in which no noise is seen (a smaller local_batch makes two)"
+        name = name_of_optimizer(type(self.inner))
+        return tell_default_rule(*default_rule(name, ends=self.total_samples > 0, unmeasured=unmeasured))
 
     def _check_rule(self) -> None:
         """Refuse a rule that the optimizer cannot follow, and find out whether the rule counts progress by gain.

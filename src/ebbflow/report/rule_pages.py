@@ -17,6 +17,7 @@ from ebbflow.core.files import write_whole
 from ebbflow.core.spec import Entry, parse_calls
 from ebbflow.errors import OutputError
 from ebbflow.moments.estimate import Moments
+from ebbflow.rules.families import fallback_rule
 from ebbflow.rules.rule import Modifier, Rule, Scaling, StepContext, make_rule
 
 __all__ = ["NEEDS", "RuleCurves", "RuleDescription", "cards", "chart", "curves", "describe", "figure"]
@@ -306,7 +307,9 @@ def _index(entries: Sequence[Entry[Rule | Modifier]]) -> str:
         _GENERATED,
         "# Rules and modifiers",
         "A rule turns the batch of a step into a multiplier of the learning rate. Modifiers are written after a rule "
-        "and change its result, from left to right: `adascale+warmup(5ep)`.",
+        "and change its result, from left to right: `adascale+warmup(5ep)`. Where no rule is named, it is "
+        f"`{fallback_rule('sgd')}` for SGD and `{fallback_rule('adam')}` for Adam and other optimizers; "
+        "[which-rule.md](../which-rule.md#the-default) says where another one takes its place.",
     ]
     for kind, title in (("rule", "Rules"), ("modifier", "Modifiers")):
         lines = [f"## {title}", "", "| name | what it does | source |", "|:--|:--|:--|"]

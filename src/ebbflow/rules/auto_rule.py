@@ -71,7 +71,7 @@ class Auto(Rule):
     A run without an end is taken to have 20,000 reference steps, and has no probes.
 
     Suits: a first run on a model that nobody has tuned for large batches. How it compares with fixed rules is still to
-    be measured; until then it is not the default.
+    be measured; until then the default is the fixed rule of the optimizer's family.
     """
 
     limit: float = param(0.25, doc="longest warm-up, as a part of the run, 0 to 1")

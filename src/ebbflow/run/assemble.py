@@ -18,6 +18,7 @@ from ebbflow.engines import emulated
 from ebbflow.engines.base import ENGINES, EngineMaker, EngineParts
 from ebbflow.engines.emulated import Ranks
 from ebbflow.errors import ConfigError
+from ebbflow.moments.meters import why_unmeasurable
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.optim.optimizers import build_optimizer
@@ -25,14 +26,24 @@ from ebbflow.optim.schedules import Schedule
 from ebbflow.plan import BatchPlan, GrowingPolicy, Growth, make_policy
 from ebbflow.plan.policies import Drop, Policy
 from ebbflow.record import RowTracker
+from ebbflow.rules.families import default_rule, name_of_optimizer, optimizer_family, tell_default_rule
 from ebbflow.rules.rule import Rule
 from ebbflow.run.config import RunConfig, recipe_settings
 from ebbflow.run.flow import Flow
-from ebbflow.run.planning import check_measurable
+from ebbflow.run.planning import check_measurable, make_plan, unmeasured_step
 from ebbflow.workloads import Task
 from ebbflow.workloads.sources import EvenSubset
 
-__all__ = ["assemble", "engine_maker", "loader_workers", "make_evaluate", "make_optimizer", "make_tracker", "resolve"]
+__all__ = [
+    "assemble",
+    "engine_maker",
+    "loader_workers",
+    "make_evaluate",
+    "make_optimizer",
+    "make_tracker",
+    "resolve",
+    "with_rule",
+]
 
 _ = emulated  # importing it registers the engines loop, fused and auto
 
@@ -52,6 +63,47 @@ def engine_maker(name: str) -> EngineMaker:
     return cast(EngineMaker, ENGINES.entry(name).make)
 
 
+def with_rule(
+    config: RunConfig,
+    task: Task,
+    given: torch.optim.Optimizer | ElasticOptimizer | None = None,
+    *,
+    engine: EngineMaker | None = None,
+    planned: bool = True,
+) -> RunConfig:
+    """The configuration with the rule that is used: that of a given ElasticOptimizer, the named one, or the default.
+
+    The default depends on the optimizer, and on whether the `engine` measures noise and signal; see `default_rule`.
+    `planned`: whether the steps follow a plan, which says if any of them has two micro-batches; where the fleet itself
+    decides, that is not known, and taken for granted.
+    """
+    if isinstance(given, ElasticOptimizer):
+        return config.replace(rule=str(given.rule))
+    if config.rule is not None:
+        return config
+    name = config.optimizer or "" if given is None else name_of_optimizer(type(given))
+    policy = make_policy(config.policy, config.local_batch) if config.plan is None else None
+    grows = isinstance(policy, GrowingPolicy) and policy.damps
+    unmeasured = ""
+    if optimizer_family(name) == "sgd" and not grows:  # others measure nothing
+        trained = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
+        unmeasured = why_unmeasurable(trained)
+        if engine is not None and not getattr(engine, "measures", False):
+            unmeasured = "the engine is not registered as one that measures the noise of the gradient (measures=True)"
+        elif config.batch_norm == "sync":
+            unmeasured = "synchronised batch norm computes a step in one micro-batch, in which no noise is seen"
+        elif planned and not unmeasured and config.epochs is not None:
+            plan, _ = make_plan(config, len(task.train))
+            growing = policy if isinstance(policy, GrowingPolicy) else None
+            if most := unmeasured_step(config, plan, len(task.train), growing):
+                unmeasured = (
+                    f"all steps have one micro-batch, in which no noise is seen (micro_batch={max(1, most // 2)} or "
+                    f"less makes two)"
+                )
+    rule = default_rule(name, ends=config.epochs is not None, grows=grows, unmeasured=unmeasured)
+    return config.replace(rule=tell_default_rule(*rule))
+
+
 def make_optimizer(
     config: RunConfig,
     task: Task,
@@ -62,7 +114,7 @@ def make_optimizer(
 ) -> ElasticOptimizer:
     """The optimizer of a run: the given one, or the one that the settings name; its rate follows the batch.
 
-    `rule`, `schedule`: objects instead of the texts of the settings.
+    `rule`, `schedule`: objects instead of the texts of the settings, of which `with_rule` has filled in the rule.
     """
     if isinstance(given, ElasticOptimizer):
         if given.sampler is not None:

@@ -95,8 +95,9 @@ class RunConfig(BaseModel):
 
     workload: str = setting(..., not_for=_GIVEN)
     """Name or text form, for example digits-mlp or digits-cnn(width=32)."""
-    rule: str = "linear"
-    """Text form of the rule, for example linear+warmup(5ep)."""
+    rule: str | None = None
+    """Text form of the rule, for example linear+warmup(5ep). Default: by the optimizer, adascale+statewarmup(0.05) for
+    SGD and sqrt+statewarmup(0.05, by=multiplier) for Adam."""
     trace: str = setting("constant(workers=8)", not_for=_OF_A_TRACE)
     """A trace file, a generator such as gcp-a100-like(seed=1), or a published trace, gcp-a100-2022-05."""
     plan: str | None = setting(not_for=_OF_A_TRACE)
@@ -381,6 +382,8 @@ def _not_offered(name: str, front_end: FrontEnd) -> str:
 
 
 _DEFAULTS = {_recorded_key(name): field.default for name, field in RunConfig.model_fields.items()}
+# The rule was linear where none was named, when the first records were written: arms are known by what differs from it.
+_DEFAULTS["rule"] = "linear"
 
 
 # Errors ----------------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ class TrainingLoop:
         if update is not None and update.moments is not None and update.moments.layer_noise:
             self._write_layers(row, update)
         self.callbacks.on_step(row)
-        if "skipped" in row.stats:
+        if "skipped" in row.stats and "given_back" not in row.stats:
             self.event("skipped step", "its gradient was not finite", step=row.step)
         if self.flow.ledger.position == 0 and (dropped := row.stats.get("dropped_in_epoch")):
             text = f"{dropped:,.0f} of the {self.flow.ledger.samples:,} samples of epoch {row.epoch} were dropped"

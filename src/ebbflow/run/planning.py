@@ -19,12 +19,12 @@ from ebbflow.plan import (
     plan_for,
     plan_growing,
 )
-from ebbflow.rules.rule import Rule, make_rule
+from ebbflow.rules.rule import Rule
 from ebbflow.run.config import RunConfig
 from ebbflow.traces import Trace
 from ebbflow.traces import load as load_trace
 
-__all__ = ["MAX_EPOCHS", "check_measurable", "epoch_time", "make_plan"]
+__all__ = ["MAX_EPOCHS", "check_measurable", "epoch_time", "make_plan", "unmeasured_step"]
 
 MAX_EPOCHS = 10
 """A run that counts gain may take this many times its epochs; one that takes more has too little gain ever to end."""
@@ -40,13 +40,15 @@ def epoch_time(step_time: str) -> Seconds | None:
     return parse_seconds(time) if slash and unit.strip() == "ep" else None
 
 
-def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tuple[BatchPlan, Trace | None]:
+def make_plan(
+    config: RunConfig, samples: int, *, by_gain: bool = False, guards: bool = False
+) -> tuple[BatchPlan, Trace | None]:
     """The batch plan of a complete configuration over a data set of `samples` samples, and the trace it comes from.
 
     For a growing policy it is the plan of what the workers can do; how much of it a step takes is decided during
-    training. A run that counts gain, or whose rule may go back to a snapshot, takes more steps than its epochs have,
-    and how many is not known: a trace whose step time is fitted to the epochs, or given per epoch, is then repeated as
-    with `repeat`; any other plan may turn out to be too short.
+    training. A run that counts gain (`by_gain`), or whose rule may go back to a snapshot (`guards`), takes more steps
+    than its epochs have, and how many is not known: a trace whose step time is fitted to the epochs, or given per
+    epoch, is then repeated as with `repeat`; any other plan may turn out to be too short.
     """
     assert config.epochs  # resolve() filled it in
     if config.plan is not None:
@@ -56,7 +58,7 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
         return plan, None
     trace = load_trace(config.trace)
     policy = make_policy(config.policy, config.local_batch)
-    epochs, repeat = _reach(config, by_gain=by_gain)
+    epochs, repeat = _reach(config, by_gain=by_gain, guards=guards)
     by_epochs = epoch_time(config.step_time)
     if by_epochs is not None:
         if isinstance(policy, GrowingPolicy) or config.on_change != "finish":
@@ -99,13 +101,13 @@ def make_plan(config: RunConfig, samples: int, *, by_gain: bool = False) -> tupl
     return plan, trace
 
 
-def _reach(config: RunConfig, *, by_gain: bool) -> tuple[int, bool]:
+def _reach(config: RunConfig, *, by_gain: bool, guards: bool) -> tuple[int, bool]:
     """How many epochs a plan must reach, and whether the trace is repeated for them."""
     assert config.epochs
     if by_gain:
         return config.epochs * MAX_EPOCHS, True
     fitted = config.step_time == "fit" or epoch_time(config.step_time) is not None
-    if (fitted or config.repeat) and make_rule(config.rule).guards:
+    if (fitted or config.repeat) and guards:
         return config.epochs + 1 + config.epochs // 2, True  # it goes back twice at most, each time from a quarter
     return config.epochs, config.repeat
 
@@ -143,28 +145,37 @@ def _growing_plan(
     return plan_growing(trace, policy, step_time, epochs=epochs, repeat=repeat, **fixed).capacity
 
 
-def check_measurable(
-    config: RunConfig, plan: BatchPlan, samples: int, policy: GrowingPolicy | None, rule: Rule
-) -> None:
-    """Refuse a run whose rule or policy needs noise and signal, and none of whose steps has two micro-batches.
+def unmeasured_step(config: RunConfig, plan: BatchPlan, samples: int, policy: GrowingPolicy | None) -> int:
+    """Samples of the largest step if all steps have a single micro-batch, so that noise and signal cannot be told
+    apart; 0 if one has two.
 
     `policy`: the growing policy, if the batch grows; `plan` is then what the workers can do, and the steps are smaller.
     They are examined as far as they are known beforehand: a policy that grows only where it sees two micro-batches
-    stays, without them, as it is foreseen."""
-    if rule.needs:
-        who, others = f"the rule {rule}", "a rule that measures nothing, such as linear or sqrt"
-    elif policy is not None and policy.needs_two_micro_batches:
-        who, others = f"the policy {policy}", "a policy that needs no noise, such as geo or ada"
-    else:
-        return
+    stays, without them, as it is foreseen.
+    """
     if policy is not None and (policy.passive or policy.needs_two_micro_batches):
         assert config.epochs and config.ref_batch
         plan = foresee(policy, plan, samples=samples, epochs=config.epochs, ref_batch=config.ref_batch)
     for run in plan.runs():
         largest = largest_micro_batch(workers=run.workers, samples=run.samples, limit=config.micro_batch)
         if len(micro_batch_sizes(run.samples, largest=largest)) > 1:
-            return
-    most = int(plan.samples.max())
+            return 0
+    return int(plan.samples.max())
+
+
+def check_measurable(
+    config: RunConfig, plan: BatchPlan, samples: int, policy: GrowingPolicy | None, rule: Rule
+) -> None:
+    """Refuse a run whose rule or policy needs noise and signal and none of whose steps has two micro-batches."""
+    if rule.needs:
+        who, others = f"the rule {rule}", "a rule that measures nothing, such as linear or sqrt"
+    elif policy is not None and policy.needs_two_micro_batches:
+        who, others = f"the policy {policy}", "a policy that needs no noise, such as geo or ada"
+    else:
+        return
+    most = unmeasured_step(config, plan, samples, policy)
+    if not most:
+        return
     more = "more workers" if policy is None else "a larger initial batch"
     raise ConfigError(
         f"{who} measures the noise of the gradient, which takes steps of two micro-batches or more, but the largest "

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +30,7 @@ from ebbflow.engines.replica_step import LoadedMicroBatch, Loss
 from ebbflow.errors import ConfigError, Diverged
 from ebbflow.optim.elastic import ElasticOptimizer, multiply_rates
 from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
-from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer
+from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer, with_rule
 from ebbflow.run.config import RunConfig, shows_settings
 from ebbflow.run.device import cpu_settings
 from ebbflow.run.flow import Flow, OpenStep
@@ -210,6 +210,9 @@ class Session:
     `Session(..., engine="live")` is `ebbflow.live.join(...)`: a replica of a fleet of real processes.
     """
 
+    _planned: ClassVar[bool] = True
+    """Whether the steps follow a plan that is known beforehand."""
+
     def __new__(cls, *arguments: Any, engine: str | EngineMaker = "auto", **others: Any) -> Session:
         """The kind of session that the engine needs."""
         if cls is Session and isinstance(engine, str) and engine in _ELSEWHERE:
@@ -256,10 +259,11 @@ class Session:
             raise ConfigError("epochs is missing: how many passes over the data? Or give max_steps")
         self._max_steps = max_steps or 0
         self.task = own_task(model, data, loss, workers=loader_workers(self.config))
+        self._maker = engine_maker(engine) if isinstance(engine, str) else engine
+        self.config = with_rule(self.config, self.task, optimizer, engine=self._maker, planned=self._planned)
         self._optimizer = make_optimizer(self.config, self.task, optimizer)
         _check_parameters(model, self._optimizer)
         self._reduction = reduction
-        self._maker = engine_maker(engine) if isinstance(engine, str) else engine
         self._evaluate = evaluate
         self._callbacks = callbacks or Callbacks()
         self._folder = Path(out) if out is not None else None
@@ -301,7 +305,8 @@ class Session:
         config, task = self.config, self.task
         ranks = stack.enter_context(joined(str(next(self.model.parameters()).device)))
         ranks.same_weights(self.model)
-        plan, trace = make_plan(config, len(task.train), by_gain=self._optimizer.by_gain)
+        by_gain, guards = self._optimizer.by_gain, self._optimizer.rule.guards
+        plan, trace = make_plan(config, len(task.train), by_gain=by_gain, guards=guards)
         loop: TrainingLoop
 
         def on_event(what: str, text: str) -> None:

@@ -34,6 +34,7 @@ from ebbflow.run.assemble import (
     make_optimizer,
     make_tracker,
     resolve,
+    with_rule,
 )
 from ebbflow.run.checkpoint import load_checkpoint, save_checkpoint
 from ebbflow.run.config import RunConfig, recipe_settings
@@ -211,8 +212,9 @@ def train(
         load_plugins(config.plugins)
         by_recipe = [name for name in recipe_settings() if getattr(config, name) is None]
         config = resolve(config)
-        files = RunFiles(Path(folder), config, ranks, by_recipe=by_recipe, allow_code_change=allow_code_change)
-        done = ranks.shared(files.finished_run)
+        open_files = partial(RunFiles, Path(folder), by_recipe=by_recipe, allow_code_change=allow_code_change)
+        files = open_files(config=config, ranks=ranks)
+        done = ranks.shared(files.finished_run) if config.rule is not None else None
         if done is not None and not config.plugins:
             return done
         if not ranks.leads:
@@ -223,6 +225,10 @@ def train(
                 loader_workers=loader_workers(config),
             )  # fmt: skip
             with closing(task):
+                if config.rule is None:  # it depends on the steps, so that the data had to be read
+                    config = with_rule(config, task, engine=engine_maker(config.engine))
+                    files = open_files(config=config, ranks=ranks)
+                    done = ranks.shared(files.finished_run)
                 if done is not None:  # its model may come from code that the plugins import
                     files.check_code(done.header.config, task.model)
                     return done
@@ -249,7 +255,8 @@ def train(
 def _assemble(config: RunConfig, task: Task, files: RunFiles) -> tuple[Flow, BatchPlan, Trace | None]:
     files.ranks.same_weights(task.model)
     optimizer = make_optimizer(config, task)
-    plan, trace = make_plan(config, len(task.train), by_gain=optimizer.by_gain)
+    by_gain, guards = optimizer.by_gain, optimizer.rule.guards
+    plan, trace = make_plan(config, len(task.train), by_gain=by_gain, guards=guards)
     flow: Flow
 
     def on_event(what: str, text: str) -> None:

@@ -455,7 +455,7 @@ def check_arms(arms: Sequence[Arm]) -> None:
                 parse_seconds(text.removesuffix("/ep") if name == "step_time" else text)
             except UnitError as error:
                 raise UnitError(f"{name}: {error}") from None
-    for rule in {arm.config.rule for arm in arms}:
+    for rule in {arm.config.rule for arm in arms if arm.config.rule is not None}:
         make_rule(rule)
     for policy in {arm.config.policy for arm in arms}:
         make_policy(policy, local_batch=1)

@@ -371,6 +371,7 @@ class Tournament:
         rates = {rate_label(one.rate): one.rate for one in self.candidates}
 
         def run_of(arm: Arm) -> CandidateRun:
+            assert arm.config.rule is not None  # a study names its rules
             return Candidate(arm.config.rule, rates[arm.config.label]), arm.config.seed
 
         return rung, {new.id: run_of(old) for old, new in zip(whole.arms(), rung.arms(), strict=True)}

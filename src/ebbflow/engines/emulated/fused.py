@@ -471,7 +471,7 @@ def _planned(parts: EngineParts) -> BatchPlan:
     return parts.plan
 
 
-@register_engine("loop")
+@register_engine("loop", measures=True)
 def make_loop(parts: EngineParts) -> Engine:
     """Virtual workers one after another: the reference."""
     config = parts.config
@@ -485,7 +485,7 @@ def make_loop(parts: EngineParts) -> Engine:
     return LoopEngine(parts.model, parts.fetch, parts.loss, _planned(parts), **_common(parts))
 
 
-@register_engine("fused")
+@register_engine("fused", measures=True)
 def make_fused(parts: EngineParts) -> Engine:
     """Many virtual workers in one pass."""
     if parts.loss is None:
@@ -507,7 +507,7 @@ def make_fused(parts: EngineParts) -> Engine:
     )
 
 
-@register_engine("auto")
+@register_engine("auto", measures=True)
 def make_auto(parts: EngineParts) -> Engine:
     """Fused where the model allows, else the loop.
 
