@@ -48,6 +48,10 @@ def shell_lines(text: str) -> Iterator[list[str]]:
 def command_lines() -> Iterator[tuple[str, list[str]]]:
     yield "kubernetes lighthouse", container("Deployment")["command"]
     yield "kubernetes replica", container("Job")["command"]
+    (jobset,) = documents(DEPLOY / "kubernetes" / "jobset" / "jobset.yaml")
+    for job in jobset["spec"]["replicatedJobs"]:
+        (one,) = job["template"]["spec"]["template"]["spec"]["containers"]
+        yield f"jobset {job['name']}", one["command"]
     for path in sorted(DEPLOY.rglob("*.sbatch")):
         for words in shell_lines(path.read_text()):
             yield path.name, words
