@@ -524,7 +524,7 @@ def test_a_run_takes_the_engine_it_asks_for(tmp_path: Path) -> None:
     """By default the fused one, on a CPU too; and both end at the same loss."""
     ends = {}
     for engine in ("auto", "loop", "fused"):
-        config = RunConfig(workload="digits-mlp(width=8)", engine=engine, epochs=1, seed=3)
+        config = RunConfig(workload="digits-mlp(width=8)", engine=engine, epochs=1, seed=3, rule="linear")
         run = training.train(config, tmp_path / engine)
         ends[engine] = (run.header.config["emulation"]["engine"], run.validations[-1].metrics["loss"])
     assert [name for name, _ in ends.values()] == ["FusedEngine", "LoopEngine", "FusedEngine"]
