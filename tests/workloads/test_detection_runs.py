@@ -83,7 +83,7 @@ def test_loop_and_fused_train_alike_and_the_header_says_what_was_left_out(coco, 
 @pytest.mark.slow
 def test_a_step_does_not_depend_on_how_its_images_are_shared(coco, tmp_path):
     """Six workers of one image, or one of six: with fixed batch norm, the same mean over all matched anchors."""
-    settings: dict[str, Any] = {"engine": "fused", "batch_norm": "frozen"}
+    settings: dict[str, Any] = {"engine": "fused", "batch_norm": "frozen", "rule": "linear"}
     runs = [
         trained(coco, tmp_path / trace, SMALL, trace=f"0s:{trace} 40s", local_batch=6 // int(trace), **settings)
         for trace in ("1", "6")
