@@ -99,6 +99,7 @@ def test_the_fused_engine_skips_the_same_steps() -> None:
     assert_same(reference, fused)
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("transport", ["allreduce", "centralized"])
 def test_dask_skips_the_same_steps(transport: str, tmp_path: Any) -> None:

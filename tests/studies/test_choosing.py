@@ -271,6 +271,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.timeout(300)
 def test_the_model_of_a_plain_script_is_compared_through_a_session(tmp_path: Path) -> None:

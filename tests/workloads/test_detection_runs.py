@@ -123,6 +123,7 @@ def test_the_workers_of_a_dask_cluster_train_alike(coco, transport):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_the_replicas_of_a_live_fleet_train_alike(coco, tmp_path):
     pytest.importorskip("torchft", reason="torchft is not installed (the extra 'live')")

@@ -268,6 +268,7 @@ def test_samples_and_model_can_be_sent_to_a_process_that_has_not_imported_torchv
     assert unpickled_in_a_fresh_process(build(name, shards), tmp_path, "model(sample).shape") == "[3, 32, 32] [1, 2]"
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_the_workers_of_a_dask_cluster_train_like_those_of_one_process(folder):
     pytest.importorskip("distributed", reason="dask.distributed is not installed (the extra 'dask')")
