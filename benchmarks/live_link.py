@@ -92,70 +92,22 @@ def measure_join(rate: str, steps: int) -> tuple[float, float]:
 
 
 def replica(rank: int, rule: str, turns: int, bucket_bytes: int | None) -> None:
-    """One of the two processes; rank 0 prints (seconds of DDP, seconds of live) for each turn."""
+    """One of the two processes; see `live_overhead.take_turns`."""
     import torch
     import torch.distributed as dist
-    from torch.nn.functional import cross_entropy
-    from torch.nn.parallel import DistributedDataParallel
 
-    import ebbflow.live
     from ebbflow.engines import allreduce
+    from live_overhead import take_turns
 
     if bucket_bytes is not None:
         allreduce.BUCKET_BYTES = bucket_bytes
-
-    class Endless:
-        def __len__(self) -> int:
-            return 1 << 22
-
-        def batch(self, indices: Any, *, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-            return x, y
-
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.manual_seed(0)
     x, y = torch.randn(LOCAL, WIDTH), torch.arange(LOCAL) % 10
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{SUBNET}.10:29511", rank=rank, world_size=2
-    )  # its gloo finds the link by GLOO_SOCKET_IFNAME
-    plain = DistributedDataParallel(make_model())
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-4, momentum=0.9)
-
-    def ddp_step() -> None:
-        plain_optimizer.zero_grad()
-        cross_entropy(plain(x), y).backward()
-        plain_optimizer.step()
-
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    with ebbflow.live.join(
-        model, optimizer, Endless(), epochs=1, local_batch=LOCAL, base_batch=LOCAL, rule=rule, checkpoint_every_s=1e9
-    ) as fleet:
-        dist.barrier()
-        steps = iter(fleet)
-        step = next(steps)
-
-        def live_step() -> None:
-            nonlocal step
-            for inputs, targets in step:
-                step.backward(cross_entropy(model(inputs), targets))
-            step = next(steps)
-
-        def seconds(what: Any) -> float:
-            dist.barrier()
-            began = time.perf_counter()
-            for _ in range(STEPS):
-                what()
-            dist.barrier()
-            return time.perf_counter() - began
-
-        for turn in range(turns + 2):
-            order = (ddp_step, live_step) if turn % 2 else (live_step, ddp_step)
-            taken = {what: seconds(what) for what in order}
-            if rank == 0 and turn >= 2:
-                print(json.dumps([taken[ddp_step] / STEPS, taken[live_step] / STEPS]), flush=True)
-        sys.stdout.flush()
-        os._exit(0)  # in the middle of an epoch, on purpose
+    # Its gloo finds the link by GLOO_SOCKET_IFNAME.
+    dist.init_process_group("gloo", init_method=f"tcp://{SUBNET}.10:29511", rank=rank, world_size=2)
+    take_turns(make_model, x, y, rank=rank, rule=rule, turns=turns, steps=STEPS)
 
 
 def run(*command: str, inside: str | None = None) -> None:

@@ -1,8 +1,9 @@
 """A step of the live engine against plain DDP: the same model, 11M parameters, two replicas, gloo over loopback.
 
 Both train in the same two processes and take turns, so that other load on the machine affects both alike; the ratio is
-the median over the turns. The live engine asks the lighthouse before every step, adds up in one message what DDP adds
-up in buckets during the backward pass, and writes its record; with AdaScale it measures the noise, too.
+the median over the turns. Both add up gradients in buckets during the backward pass. The live engine asks the
+lighthouse before every step, confirms the step with the others, and writes its record; with AdaScale it measures the
+noise, too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +24,26 @@ LIMIT = 1.05
 LOCAL, STEPS = 64, 5
 
 
-def replica(rank: int, rule: str, turns: int) -> None:
-    """One of the two processes; rank 0 prints (seconds of DDP, seconds of live) for each turn."""
+def take_turns(make_model: Callable[[], Any], x: Any, y: Any, *, rank: int, rule: str, turns: int, steps: int) -> None:
+    """Train with DDP and with the live engine in turns; rank 0 prints the seconds per step of both for each turn.
+
+    torch.distributed has been initialised for two processes. Ends the process, in the middle of an epoch.
+    """
     import torch
     import torch.distributed as dist
     from torch.nn.functional import cross_entropy
     from torch.nn.parallel import DistributedDataParallel
 
     import ebbflow.live
-    from live_recovery import eleven_million
 
     class Endless:
         def __len__(self) -> int:
             return 1 << 22
 
-        def batch(self, indices: Any, *, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        def batch(self, indices: Any, *, train: bool) -> tuple[Any, Any]:
             return x, y
 
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    torch.manual_seed(0)
-    x, y = torch.randn(LOCAL, 512), torch.arange(LOCAL) % 10
-    store = dist.FileStore(str(Path(os.environ["EBBFLOW_FOLDER"]) / "ddp"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    plain = DistributedDataParallel(eleven_million())
+    plain = DistributedDataParallel(make_model())
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-4, momentum=0.9)
 
     def ddp_step() -> None:
@@ -53,36 +51,52 @@ def replica(rank: int, rule: str, turns: int) -> None:
         cross_entropy(plain(x), y).backward()
         plain_optimizer.step()
 
-    model = eleven_million()
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     with ebbflow.live.join(
-        model, optimizer, Endless(), epochs=1, local_batch=LOCAL, base_batch=LOCAL, rule=rule, checkpoint_every_s=1e9
+        model, optimizer, Endless(), epochs=1, local_batch=len(x), base_batch=len(x), rule=rule, checkpoint_every_s=1e9
     ) as fleet:
         dist.barrier()
-        steps = iter(fleet)
-        step = next(steps)
+        rounds = iter(fleet)
+        step = next(rounds)
 
         def live_step() -> None:
             nonlocal step
             for inputs, targets in step:
                 step.backward(cross_entropy(model(inputs), targets))
-            step = next(steps)
+            step = next(rounds)
 
-        def seconds(what: Any) -> float:
+        def seconds(what: Callable[[], None]) -> float:
             dist.barrier()
             began = time.perf_counter()
-            for _ in range(STEPS):
+            for _ in range(steps):
                 what()
             dist.barrier()
-            return time.perf_counter() - began
+            return (time.perf_counter() - began) / steps
 
         for turn in range(turns + 2):
             order = (ddp_step, live_step) if turn % 2 else (live_step, ddp_step)
             taken = {what: seconds(what) for what in order}
             if rank == 0 and turn >= 2:
-                print(json.dumps([taken[ddp_step] / STEPS, taken[live_step] / STEPS]), flush=True)
+                print(json.dumps([taken[ddp_step], taken[live_step]]), flush=True)
         sys.stdout.flush()
-        os._exit(0)  # in the middle of an epoch, on purpose
+        os._exit(0)
+
+
+def replica(rank: int, rule: str, turns: int) -> None:
+    """One of the two processes."""
+    import torch
+    import torch.distributed as dist
+
+    from live_recovery import eleven_million
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    torch.manual_seed(0)
+    x, y = torch.randn(LOCAL, 512), torch.arange(LOCAL) % 10
+    store = dist.FileStore(str(Path(os.environ["EBBFLOW_FOLDER"]) / "ddp"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    take_turns(eleven_million, x, y, rank=rank, rule=rule, turns=turns, steps=STEPS)
 
 
 def measure(rule: str, turns: int) -> list[tuple[float, float]]:

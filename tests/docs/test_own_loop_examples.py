@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from docs.page_diffs import without_diff
 from ebbflow.optim.elastic import ElasticOptimizer
 
 pytestmark = pytest.mark.slow  # all of it together: it imports frameworks
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "own-loops.md").read_text(encoding="utf-8")
 FRAMEWORKS = {
     "mnist": "sklearn",
     "nanogpt": "torch",
@@ -59,26 +59,13 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def diff_of(name: str) -> str:
-    found = re.search(rf"\(\.\./examples/{name}\.py\).*?^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert found, f"docs/own-loops.md has no diff for {name}"
-    return found[1]
-
-
 # The scripts -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_the_diff_on_the_page_leads_from_a_plain_script_to_the_example(name: str) -> None:
     """What the page adds is in the example; without it, and with what the page removes, a plain script runs."""
-    script = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
-    script = re.sub(r" *# elastic.*$", "", script, flags=re.MULTILINE)
-    for hunk in re.split(r"^@@.*\n", diff_of(name), flags=re.MULTILINE):
-        lines = [(line[:1], line[1:]) for line in hunk.splitlines()]
-        after = "".join(f"{text}\n" for sign, text in lines if sign != "-")
-        before = "".join(f"{text}\n" for sign, text in lines if sign != "+")
-        assert script.count(after) == 1, f"not in examples/{name}.py:\n{after}"
-        script = script.replace(after, before)
+    script = without_diff("own-loops.md", name)
     assert not re.search(r"Elastic\w+\(", script)
     example(name)  # skips if the framework is missing
     plain: dict[str, Any] = {"__name__": name}

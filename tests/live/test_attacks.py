@@ -6,7 +6,6 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,20 +24,6 @@ from ebbflow.live import torchft_api
 from ebbflow.live.accounting import read_fleet
 from ebbflow.live.membership_events import Handshake, ReplicaState
 from ebbflow.live.protocol import create_secret, fetch_heartbeat_ages, find_secret
-from live import replicas
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Callable[..., TestFleet]]:
-    made: list[TestFleet] = []
-
-    def make(**arguments: Any) -> TestFleet:
-        made.append(TestFleet(tmp_path, replicas.tiny, arguments))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def finishes(group: TestFleet, folder: Path) -> None:

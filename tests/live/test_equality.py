@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-from live.harness import TestFleet
 
 pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
 
@@ -24,7 +22,6 @@ from ebbflow.live.membership import UNKNOWN, agree
 from ebbflow.live.membership_events import Handshake, ReplicaState
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.sources import TensorSource
-from live import replicas
 
 # The structure of a model ---------------------------------------------------------------------------------------------
 
@@ -144,19 +141,6 @@ def test_most_replicas_are_right_and_of_two_the_first() -> None:
 
 
 # Real fleets ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Callable[..., TestFleet]]:
-    made: list[TestFleet] = []
-
-    def make(**arguments: Any) -> TestFleet:
-        made.append(TestFleet(tmp_path, replicas.tiny, arguments))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 @pytest.mark.process

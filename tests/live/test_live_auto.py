@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,8 @@ RULE = "auto(limit=0.1, guard=false)"
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Callable[..., TestFleet]]:
-    made: list[TestFleet] = []
-
-    def make(**arguments: Any) -> TestFleet:
-        made.append(TestFleet(tmp_path, replicas.tiny, {"all": ALL, "rule": RULE, "auto": SMALL, **arguments}))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+def fleet(open_fleet: Callable[..., TestFleet]) -> Callable[..., TestFleet]:
+    return lambda **arguments: open_fleet(replicas.tiny, {"all": ALL, "rule": RULE, "auto": SMALL, **arguments})
 
 
 def checked(folder: Path, *finishers: str) -> dict[str, Run]:

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,19 +37,6 @@ pytestmark = pytest.mark.process
 
 LOCAL = 4
 KILLED = -signal.SIGKILL
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Callable[..., TestFleet]]:
-    made: list[TestFleet] = []
-
-    def make(join_timeout_ms: int = 10_000, **arguments: Any) -> TestFleet:
-        made.append(TestFleet(tmp_path, replicas.tiny, arguments, join_timeout_ms=join_timeout_ms))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def reports(folder: Path) -> tuple[Account, dict[str, Run]]:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +41,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "live_fsdp.py"
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Callable[..., TestFleet]]:
-    made: list[TestFleet] = []
-
-    def make(**arguments: Any) -> TestFleet:
-        made.append(TestFleet(tmp_path, rank_replicas.sharded, {"all": BOTH, "max_steps": 20, **arguments}))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+def fleet(open_fleet: Callable[..., TestFleet]) -> Callable[..., TestFleet]:
+    return lambda **arguments: open_fleet(rank_replicas.sharded, {"all": BOTH, "max_steps": 20, **arguments})
 
 
 def unsharded(account: Account, **arguments: Any) -> tuple[dict[str, dict[str, torch.Tensor]], list[StepRow]]:
