@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,9 @@ def replica(rank: int, rule: str, turns: int, bucket_bytes: int | None) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(LOCAL, WIDTH), torch.arange(LOCAL) % 10
     # Its gloo finds the link by GLOO_SOCKET_IFNAME.
-    dist.init_process_group("gloo", init_method=f"tcp://{SUBNET}.10:29511", rank=rank, world_size=2)
-    take_turns(make_model, x, y, rank=rank, rule=rule, turns=turns, steps=STEPS)
+    address = f"tcp://{SUBNET}.10:29511"
+    connect = partial(dist.init_process_group, "gloo", init_method=address, rank=rank, world_size=2)
+    take_turns(make_model, x, y, connect=connect, rank=rank, rule=rule, turns=turns, steps=STEPS)
 
 
 def run(*command: str, inside: str | None = None) -> None:

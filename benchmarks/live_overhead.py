@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,14 @@ LIMIT = 1.05
 LOCAL, STEPS = 64, 5
 
 
-def take_turns(make_model: Callable[[], Any], x: Any, y: Any, *, rank: int, rule: str, turns: int, steps: int) -> None:
+def take_turns(
+    make_model: Callable[[], Any], x: Any, y: Any, *, connect: Callable[[], None], rank: int, rule: str, turns: int,
+    steps: int,
+) -> None:  # fmt: skip
     """Train with DDP and with the live engine in turns; rank 0 prints the seconds per step of both for each turn.
 
-    torch.distributed has been initialised for two processes. Ends the process, in the middle of an epoch.
+    `connect` initialises torch.distributed for two processes. It is called after the process has joined the fleet,
+    which would take these two for the ranks of one replica. Ends the process, in the middle of an epoch.
     """
     import torch
     import torch.distributed as dist
@@ -43,19 +48,20 @@ def take_turns(make_model: Callable[[], Any], x: Any, y: Any, *, rank: int, rule
         def batch(self, indices: Any, *, train: bool) -> tuple[Any, Any]:
             return x, y
 
-    plain = DistributedDataParallel(make_model())
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-4, momentum=0.9)
-
-    def ddp_step() -> None:
-        plain_optimizer.zero_grad()
-        cross_entropy(plain(x), y).backward()
-        plain_optimizer.step()
-
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     with ebbflow.live.join(
         model, optimizer, Endless(), epochs=1, local_batch=len(x), base_batch=len(x), rule=rule, checkpoint_every_s=1e9
     ) as fleet:
+        connect()
+        plain = DistributedDataParallel(make_model())
+        plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-4, momentum=0.9)
+
+        def ddp_step() -> None:
+            plain_optimizer.zero_grad()
+            cross_entropy(plain(x), y).backward()
+            plain_optimizer.step()
+
         dist.barrier()
         rounds = iter(fleet)
         step = next(rounds)
@@ -95,8 +101,8 @@ def replica(rank: int, rule: str, turns: int) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(LOCAL, 512), torch.arange(LOCAL) % 10
     store = dist.FileStore(str(Path(os.environ["EBBFLOW_FOLDER"]) / "ddp"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    take_turns(eleven_million, x, y, rank=rank, rule=rule, turns=turns, steps=STEPS)
+    connect = partial(dist.init_process_group, "gloo", store=store, rank=rank, world_size=2)
+    take_turns(eleven_million, x, y, connect=connect, rank=rank, rule=rule, turns=turns, steps=STEPS)
 
 
 def measure(rule: str, turns: int) -> list[tuple[float, float]]:
