@@ -489,6 +489,34 @@ def test_data_larger_than_a_worker_are_refused_with_the_numbers() -> None:
         engine.participants(0)
 
 
+class UnpackedAtSecondTry(Plain):
+    """Data that fail to be unpacked as often as their file says."""
+
+    def __init__(self, failures: Path) -> None:
+        super().__init__()
+        self.failures = failures
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+        left = int(self.failures.read_text())
+        self.failures.write_text(str(left - 1))
+        if left > 0:
+            raise SystemError(f"a start that failed, {left} left")
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_start_that_fails_is_tried_a_second_time(failures: int, tmp_path: Path) -> None:
+    (tmp_path / "failures").write_text("0")
+    data = UnpackedAtSecondTry(tmp_path / "failures")
+    (tmp_path / "failures").write_text(str(failures))
+    with local_client(1) as client, engine_with(client, data=data, transport="centralized") as engine:
+        if failures == 1:
+            assert engine.participants(0).workers == 1
+        else:
+            with pytest.raises(ConfigError, match=r"could not make the model(.|\n)*a start that failed, 1 left"):
+                engine.participants(0)
+
+
 def test_workers_that_never_come_are_waited_for_and_then_given_up(two_workers: Client) -> None:
     with (
         engine_with(two_workers, min_workers=3, wait_s=0.5) as engine,

@@ -29,6 +29,8 @@ _STARTING, _SENDING = 256, 4
 """Workers that are started at the same time, and those of them that are sent model and data, which are large."""
 _FRAMES = 0.6
 """Fraction of a worker's memory that a data set may take; it is there twice while it is unpacked."""
+_START_TRIES = 2
+"""A worker may fail once to make the model for a reason that passes, like an import during that of another thread."""
 
 
 def connect(address: str | Any, *, timeout_s: float = 10.0) -> Client:
@@ -188,10 +190,13 @@ class DaskCluster:
         arguments = {"blueprint": self._blueprint, "data": self._data, "threads": threads}
         with self._sending:
             self._served.add(address)
-            answer = self.call({address: ("start", arguments)})[address]
-        if isinstance(answer, WorkerFailure) and answer.gone:
-            raise ConnectionError(answer.text)
-        return f"could not make the model: {answer.text}" if isinstance(answer, WorkerFailure) else None
+            for _ in range(_START_TRIES):
+                answer = self.call({address: ("start", arguments)})[address]
+                if not isinstance(answer, WorkerFailure):
+                    return None
+                if answer.gone:
+                    raise ConnectionError(answer.text)
+        return f"could not make the model: {answer.text}"
 
     # -- messages --------------------------------------------------------------------------------------------------
 
