@@ -400,6 +400,17 @@ def test_profile_measures_a_workload_and_simulate_reads_it(ebbflow: Ebbflow, tmp
     assert json.loads(simulated.out)["time_s"] > 0
 
 
+def test_a_profile_without_a_rule_has_that_of_a_training_and_says_so_once(
+    ebbflow: Ebbflow, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One worker has one micro-batch, in which nothing is measured; two workers have the default of SGD."""
+    assert ebbflow("profile digits-mlp --local-batch 16,32 --steps 2 --workers 1,2 --json").code == 0
+    assert caplog.text.count("no rule was named: sqrt+statewarmup(0.05, by=multiplier)") == 1
+    named = ebbflow("profile digits-mlp --local-batch 16 --steps 2 --rule adascale --json")
+    assert named.code == 2
+    assert "takes steps of two micro-batches or more" in named.err.replace("\n", " ")
+
+
 def test_a_profile_of_emulated_workers_does_not_price_a_fleet(ebbflow: Ebbflow, tmp_path: Path) -> None:
     profile = {"per_update_s": 0, "per_step_s": 0.01, "per_sample_s": 0.001, "network": None, "piece": None,
                "serial": True}  # fmt: skip

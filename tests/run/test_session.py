@@ -122,7 +122,8 @@ def test_mistakes_in_the_loop_are_named() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epochs": None}, "epochs is missing"),
+        ({"epochs": None}, "epochs is missing: how many passes over the data\\?$"),
+        ({"epochs": None, "max_steps": 5}, "virtual workers are planned for the whole run, which max_steps may end"),
         ({"base_batch": None}, "base_batch is missing: at how many samples per step"),
         ({"lr": 0.1}, "lr is no setting here: the optimizer has it"),
         ({"engine": "fussed"}, "engine is 'fussed'; did you mean 'fused'"),

@@ -37,7 +37,9 @@ def profile(
         typer.Option(help="Emulate these numbers of workers, '1,2,8': the model of an emulated run, not of a fleet."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps to measure for each local batch.", min=1)] = 40,
-    rule: Annotated[str, typer.Option(help="The rule; one that measures noise takes longer.")] = "linear",
+    rule: Annotated[
+        str | None, typer.Option(help="The rule; one that measures noise takes longer. Default: as train has it.")
+    ] = None,
     emulated: Annotated[
         bool | None,
         typer.Option(help="In the record, one machine computed for all workers. Default: if its engine did."),

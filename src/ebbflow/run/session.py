@@ -255,6 +255,9 @@ class Session:
         self.config = config or RunConfig.for_front_end("session", settings, workload=type(model).__name__)
         if max_steps is not None and max_steps < 1:
             raise ConfigError(f"max_steps is {max_steps}; expected 1 or more")
+        if self.config.epochs is None and self._planned:
+            also = "; the steps of virtual workers are planned for the whole run, which max_steps may end sooner"
+            raise ConfigError(f"epochs is missing: how many passes over the data?{also if max_steps else ''}")
         if self.config.epochs is None and max_steps is None:
             raise ConfigError("epochs is missing: how many passes over the data? Or give max_steps")
         self._max_steps = max_steps or 0

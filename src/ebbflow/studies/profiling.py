@@ -59,9 +59,12 @@ def measure_workload(
     """
     found: list[MeasuredStep] = []
     micro_batch = None
+    rules: dict[int, str] = {}  # by number of workers, where none is named: the default is decided, and told, once
     for count, size in progress(list(itertools.product(workers, local_batches))):
-        fleet = config.replace(trace=f"constant({count})", local_batch=size, step_time="1s", repeat=True)
+        rule = config.rule or rules.get(count)
+        fleet = config.replace(trace=f"constant({count})", local_batch=size, step_time="1s", repeat=True, rule=rule)
         run = _short_run(fleet, steps)
+        rules[count] = run.header.config["rule"]
         micro_batch = emulated_micro_batch(run)
         kinds = measured_steps(run)
         if count * size > max(kind.samples for kind in kinds):
