@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'ebbflow[transformers]'")
 
 from ebbflow.errors import ConfigError
-from ebbflow.integrations.accelerate import prepare
+from ebbflow.integrations.accelerate import _Clipping, prepare
+from integrations import several_ranks
 
 pytestmark = pytest.mark.slow  # all of it together: it imports accelerate
 
@@ -22,7 +23,7 @@ EIGHT = {"trace": "constant(workers=8)", "epochs": 3}
 
 @cache
 def main() -> Any:
-    return runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "accelerate_loop.py"))["main"]
+    return several_ranks.accelerate_loop()
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
@@ -30,38 +31,57 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_a_loop_trains_the_same_on_eight_workers_as_on_one_with_the_whole_batch() -> None:
-    model, optimizer, _ = main()(EIGHT, batch_size=4, epochs=1)
-    whole, reference, _ = main()({"trace": "constant(workers=1)", "epochs": 3}, batch_size=32, epochs=1)
-    assert optimizer.optimizer.updates == reference.optimizer.updates == 57  # of 1797 samples, 32 at a time
+    """With a scheduler and with clipping, which see whole steps."""
+    model, optimizer, _ = main()(EIGHT, batch_size=4, epochs=1, clip=0.3)
+    whole, reference, _ = main()({"trace": "constant(workers=1)", "epochs": 3}, batch_size=32, epochs=1, clip=0.3)
+    assert optimizer.optimizer.updates == reference.optimizer.updates == 16  # of 500 samples, 32 at a time
+    assert optimizer.optimizer.last.stats["clipped"] == 1
     torch.testing.assert_close(weights(model), weights(whole), rtol=1e-3, atol=1e-4)
+
+
+def test_accumulated_batches_are_those_of_one_worker() -> None:
+    """Four workers with 2 batches of 4 each have the micro-batches of eight workers with one each."""
+    four, optimizer, _ = main()({"trace": "constant(workers=4)", "epochs": 3}, batch_size=4, accumulation=2, epochs=1)
+    eight, _, _ = main()(EIGHT, batch_size=4, epochs=1)
+    assert optimizer.optimizer.updates == 16 and torch.equal(weights(four), weights(eight))
+
+
+def test_the_scheduler_counts_reference_steps_and_the_rule_multiplies_once() -> None:
+    """After an epoch of four the cosine is at 3e-3 * (1 + cos(15/64 pi))/2: of 500/32 = 15.6 steps 15 are complete, and
+    64 = 4 * 16 is the length that the script says. The last step has 500 - 7 * 64 = 52 samples."""
+    _, optimizer, _ = main()({"trace": "constant(workers=4)", "epochs": 4}, batch_size=16, epochs=1)
+    elastic = optimizer.optimizer
+    assert elastic.updates == 8 and elastic.last.multiplier == pytest.approx(math.sqrt(52 / 32))
+    assert elastic.param_groups[0]["lr"] == pytest.approx(1.5e-3 * (1 + math.cos(15 / 64 * math.pi)))
+
+
+def test_a_scaler_unscales_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fp16 does, with a scaler on the CPU: a scale of 1024 is a power of two, so that all bits are the same."""
+    plain, _, _ = main()(EIGHT | {"rule": "adascale"}, batch_size=4, epochs=1)
+    accelerator, scalers = main().__globals__["Accelerator"], []
+
+    class Scaling(accelerator):  # type: ignore[misc, valid-type]
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10)
+            scalers.append(self.scaler)
+
+    monkeypatch.setitem(main().__globals__, "Accelerator", Scaling)
+    scaled, optimizer, _ = main()(EIGHT | {"rule": "adascale"}, batch_size=4, epochs=1)
+    assert torch.equal(weights(plain), weights(scaled))
+    assert optimizer.optimizer.updates == 16 and scalers[0].get_scale() == 2048  # grown once in 16 steps
 
 
 def test_without_a_trace_the_workers_are_the_processes_that_there_are() -> None:
     _, optimizer, _ = main()({}, batch_size=16, epochs=1)
-    assert optimizer.optimizer.updates == 113 and optimizer.optimizer.last.multiplier < 1  # 16 of 32 samples
+    assert optimizer.optimizer.updates == 32 and optimizer.optimizer.last.multiplier < 1  # 16 of 32 samples
 
 
 def test_a_loop_resumes_where_it_was_saved(tmp_path: Path) -> None:
     model, _, _ = main()(EIGHT, epochs=3)
     main()(EIGHT, folder=str(tmp_path), epochs=2)
-    again, _, _ = main()(EIGHT, folder=str(tmp_path), resume=True, epochs=3)
+    again, _, _ = main()(EIGHT, resume=str(tmp_path), epochs=3)
     assert torch.equal(weights(model), weights(again))
-
-
-def test_accumulation_by_accelerate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = main().__globals__["Accelerator"]
-
-    class Accumulating(accelerator):  # type: ignore[misc, valid-type]
-        def __init__(self, **settings: Any) -> None:
-            super().__init__(gradient_accumulation_steps=4, **settings)
-
-        def backward(self, loss: torch.Tensor, **settings: Any) -> None:
-            self._do_sync()  # as `with accelerator.accumulate(model)` does
-            super().backward(loss, **settings)
-
-    monkeypatch.setitem(main().__globals__, "Accelerator", Accumulating)
-    with pytest.raises(ConfigError, match=r"the loop took 4 micro-batches since the last step.*accumulation="):
-        main()(EIGHT, batch_size=4)
 
 
 @pytest.mark.parametrize(
@@ -77,15 +97,12 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message:
         main()(settings)
 
 
-def test_several_processes_and_a_scaler_of_accelerate_are_refused() -> None:
-    class Several:
-        num_processes, scaler = 2, None
+def test_what_shards_the_model_and_other_norms_are_refused() -> None:
+    class Sharding:
+        distributed_type = "DistributedType.FSDP"
 
-    class Scaling:
-        num_processes, scaler = 1, object()
-
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for accelerator, message in ((Several(), "2 processes"), (Scaling(), "use 'bf16'")):
-        with pytest.raises(ConfigError, match=message):
-            prepare(accelerator, model, optimizer, None, base_batch=8)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="set up for FSDP; expected one process, or several without sharding"):
+        prepare(Sharding(), torch.nn.Linear(1, 1), None, None)  # type: ignore[arg-type]
+    clipping = _Clipping(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="norm_type inf; expected 2"):
+        clipping([], 1.0, math.inf)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ebbflow.errors import ConfigError
+from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.record import StepRow
 from ebbflow.run.session import Session, SessionStep
 
@@ -115,20 +116,21 @@ class SessionOptimizer(torch.optim.Optimizer):
 class ReferenceSteps:
     """An LR scheduler of torch that counts reference steps: one for every `base_batch` samples of progress.
 
-    The framework calls `step` after every update, as before. Whether these had many samples or few, the base rate is
-    the same function of the samples as in a run at the reference batch: it does not depend on the history of the fleet,
-    and a replica that joins late has the rate of the others.
+    The loop calls `step` after every update, as before, or after every micro-batch. Whether updates had many samples
+    or few, the base rate is the same function of the samples as in a run at the reference batch: it does not depend on
+    the history of the fleet, and a replica that joins late has the rate of the others.
     """
 
-    def __init__(self, scheduler: Any, optimizer: SessionOptimizer) -> None:
+    def __init__(self, scheduler: Any, optimizer: SessionOptimizer | ElasticOptimizer) -> None:
         self._scheduler = scheduler
         self._optimizer = optimizer
 
     def step(self, *arguments: Any) -> None:
         """Bring the scheduler to the present progress."""
-        scheduler, session = self._scheduler, self._optimizer.session
-        assert session is not None, "a step came before"
-        elastic = session.flow.optimizer
+        scheduler, elastic = self._scheduler, self._optimizer
+        if isinstance(elastic, SessionOptimizer):
+            assert elastic.session is not None, "a step came before"
+            elastic = elastic.session.flow.optimizer
         due = int(elastic.progress / elastic.base_batch + 1e-6)  # sums of gains are rounded
         if scheduler.last_epoch > due:  # the rule went back to a snapshot
             scheduler.last_epoch = max(0, due - 1)

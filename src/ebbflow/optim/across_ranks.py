@@ -51,8 +51,9 @@ class AcrossRanks:
 
     Guarantees: the gradient is the mean over all micro-batches of the step by their weights, whatever a rank has of
     them, and so are noise and signal; every rank has the same numbers afterwards. The parameters of rank 0 are given to
-    all ranks at the beginning, and its buffers after every step, if the model is a DistributedDataParallel that is to
-    do so (`broadcast_buffers`). Ranks that are at different positions are a ConfigError on all of them.
+    all ranks at the beginning, and the buffers of the given model after every step, unless it is a
+    DistributedDataParallel that is not to do so (`broadcast_buffers`). Ranks that are at different positions are a
+    ConfigError on all of them.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class AcrossRanks:
             )
         self._sampler = sampler
         self._device = parameters[0].device
-        synced = isinstance(model, DistributedDataParallel) and model.broadcast_buffers
+        synced = not isinstance(model, DistributedDataParallel) or model.broadcast_buffers
         self._buffers = list(model.buffers()) if model is not None and synced else []
         self._combine = AllReduce(parameters, meter=meter)
         _broadcast(parameter.detach() for parameter in parameters)
