@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,9 @@ from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 HEARTBEAT_TIMEOUT_S = 0.8
 CONNECT_TIMEOUT_S = 10.0
 COLLECTIVE_TIMEOUT_S = 60.0
+STORE_TIMEOUT_S = 2.0
+NOTICE_CUT_S = 14.0
+"""After which a replica that waits for its peers knows that it does not reach one: it looks twice, for 5 s and 2 s."""
 KEEP_ALIVE_S = 80.0
 """After which torchft's client notices that a machine has vanished: it asks every 60 s and waits for 20 s."""
 TICK_S = {m.AskLighthouse: 1.0, m.SendHandshake: 0.4, m.Connect: 0.4}
@@ -70,6 +74,8 @@ class Replica:
     """Since when the lighthouse hears nothing of it."""
     heard_from: float = 0.0
     """When its first heartbeat came to this lighthouse, or comes."""
+    registered: bool = False
+    """Whether it sends heartbeats, as far as it depends on itself."""
     unresponsive: float = -1.0
     """When it was last paused, cut off or without a lighthouse."""
     backlog: list[Callable[[], None]] = field(default_factory=list)
@@ -260,8 +266,8 @@ class SimulatedFleet:
         replica.unresponsive = self.now
 
     def _hear(self, replica: Replica, after_s: float) -> None:
-        """Its heartbeats come from then on."""
-        replica.heard_from = self.now + after_s
+        """Its heartbeats come from then on, if it sends any."""
+        replica.heard_from = self.now + after_s if replica.registered else math.inf
 
     def running(self) -> list[Replica]:
         return [replica for replica in self.replicas.values() if not replica.dead]
@@ -308,8 +314,15 @@ class SimulatedFleet:
 
     def execute(self, replica: Replica, instruction: m.Instruction) -> m.MembershipEvent | None:
         match instruction:
-            case m.RecordEvent() | m.Unregister():
+            case m.RecordEvent():
                 pass
+            case m.Unregister():
+                replica.registered = False
+                self._silence(replica)
+                self._hear(replica, 0.0)
+            case m.CheckLinks():
+                self.wait(replica, instruction)
+                self._check_links(replica, instruction)
             case m.PublishGroup():
                 replica.published = instruction.group
             case m.DropConnections():
@@ -369,6 +382,7 @@ class SimulatedFleet:
                 reason = "nobody answers"
                 self.report(replica, m.LighthouseUnreachable(now=self.now, reason=reason))
                 return
+            replica.registered = True
             self._hear(replica, self.random.uniform(0, HEARTBEAT_INTERVAL_S))
             self.report(replica, m.Registered(now=self.now, name=replica.name, store=replica.name))
 
@@ -454,8 +468,7 @@ class SimulatedFleet:
         names = instruction.names
         timed_out = m.ConnectionFailed(now=self.now + CONNECT_TIMEOUT_S, reason="it takes too long")
         self.messages["connect"] += len(names) - 1
-        cut = any(not self.linked(one, other) for one in names for other in names) if self.cut_links else False
-        if group.connecting.keys() == set(names) and not group.gone and not cut:
+        if group.connecting.keys() == set(names) and not group.gone and not self._cut(group):
             for name, wait in group.connecting.items():
                 peer = self.replicas[name]
                 if peer.waits == wait:
@@ -500,7 +513,8 @@ class SimulatedFleet:
             others = [name for name in group.names if name != replica.name]
             stopped = without_heartbeat(others, self.ages() if self._reaches(replica) else {}, HEARTBEAT_TIMEOUT_S)
             self.messages["page"] += 1
-            if stopped or self.now - began > COLLECTIVE_TIMEOUT_S:
+            cut = any(not self.linked(replica.name, name) for name in others) and self.now - began > NOTICE_CUT_S
+            if stopped or cut or self.now - began > COLLECTIVE_TIMEOUT_S:
                 self._fail(replica, f"no heartbeat of {stopped}", 0.0)
             else:
                 self._watch(replica, began)
@@ -535,14 +549,22 @@ class SimulatedFleet:
                 self._fail(replica, "a peer is gone", 0.0)
                 return
             group.arrived[replica.name] = wait
-            if len(group.arrived) < len(group.names):
+            if len(group.arrived) < len(group.names) or self._cut(group):
                 self._watch(replica, self.now)
-                return
-            self._add_up(group)
+            if len(group.arrived) == len(group.names):
+                self._add_up(group)
 
         return begin
 
+    def _cut(self, group: SimulatedGroup) -> bool:
+        return any(link <= {*group.names} for link in self.cut_links)
+
     def _add_up(self, group: SimulatedGroup) -> None:
+        if group.gone or len(group.arrived) < len(group.names):
+            return
+        if self._cut(group):  # what was sent is sent again, until it arrives or somebody gives up
+            self.at(0.2, lambda: self._add_up(group))
+            return
         peers = [self.replicas[name] for name in group.names]
         waits, group.arrived = group.arrived, {}
         group.summing.update(group.names)
@@ -641,6 +663,23 @@ class SimulatedFleet:
             groups[name] = other.published if answers else None
         return m.HeartbeatsReceived(now=self.now, ages=ages, groups=groups)
 
+    def _check_links(self, replica: Replica, instruction: m.CheckLinks) -> None:
+        """A dead process refuses at once; a paused one and a cut link do not answer."""
+
+        def checked() -> m.LinksChecked:
+            ages = self.ages() if self._reaches(replica) else {}
+            alive = [name for name in instruction.names if ages.get(name, math.inf) <= HEARTBEAT_TIMEOUT_S]
+            silent = tuple(
+                name
+                for name in alive
+                if self.replicas[name].dead or self.replicas[name].paused or not self.linked(name, replica.name)
+            )
+            return m.LinksChecked(now=self.now, unreachable=silent)
+
+        self.messages["store"] += len(instruction.names)
+        cut = any(not self.linked(name, replica.name) for name in instruction.names)
+        self.answer(replica, checked, instruction.after_s + (STORE_TIMEOUT_S if cut else self.delay()), "store")
+
     def stall(self, seconds: float) -> None:
         if self.stalled_since is None and not self.away:
             self.stalled_since = self.now
@@ -718,6 +757,7 @@ class SimulatedFleet:
         if self.asked:
             self.at(0.05, self._form_quorum)
         groups = tuple(one.group for _, one, _ in asked)
+        steps, unreachable = tuple(one.step for _, one, _ in asked), tuple(one.unreachable for _, one, _ in asked)
         established = tuple(one.established for _, one, _ in asked)
         for rank, (name, (_, _, wait)) in enumerate(zip(replicas, asked, strict=True)):
             replica = self.replicas[name]
@@ -725,7 +765,7 @@ class SimulatedFleet:
                 continue
             formed = partial(
                 m.QuorumFormed, quorum_id=self.quorum_id, replicas=replicas, rank=rank, store=replicas[0],
-                groups=groups, established=established,
+                groups=groups, established=established, steps=steps, unreachable=unreachable,
             )  # fmt: skip
             self.answer(replica, lambda formed=formed: formed(now=self.now), self.delay(), "answer")  # type: ignore[misc]
 

@@ -14,7 +14,7 @@ from contract.suite import EPOCHS, counted_loss, make_data, make_model, nested
 from ebbflow.engines import allreduce, process_group
 from ebbflow.engines.base import Faults
 from ebbflow.engines.process_group import ProcessGroup
-from ebbflow.live import equality, state_transfer
+from ebbflow.live import connection, equality, membership, state_transfer
 from ebbflow.live.live_session import join
 from ebbflow.live.protocol import fetch_heartbeat_ages
 from ebbflow.optim.elastic import ElasticOptimizer
@@ -51,12 +51,16 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     """Train the contract's model.
 
     `all`: no replica begins without these. `hold`: from this step on every step takes a while (`stop_holding`), by
-    default 0.2 seconds (`hold_s`). `auto`: other constants of the rule of this name.
+    default 0.2 seconds (`hold_s`). `patience_s`: how long a replica waits for its peers, in the place of 60 and 10
+    seconds, and half of it in the place of 5. `auto`: other constants of the rule of this name.
     """
     os.environ.update({**environment, **arguments.get("environment", {})})
     torch.set_num_threads(1)
     allreduce.BUCKET_BYTES = arguments.get("bucket_bytes", allreduce.BUCKET_BYTES)
     state_transfer._DESCRIBED = 64  # so that even the tensors of a tiny model are sent as large ones are
+    if (patience_s := arguments.get("patience_s")) is not None:
+        connection._COLLECTIVE_TIMEOUT_S = connection._CONNECT_TIMEOUT_S = patience_s
+        connection._LOOK_EVERY_S = membership._LEFT_OUT_S = patience_s / 2
     enter_network(arguments.get("network"))
     folder, own = Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"]
     if arguments.get("receive_later"):

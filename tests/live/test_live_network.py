@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,31 +58,68 @@ def network() -> Iterator[None]:
                 ip("netns", "del", space)
 
 
-@pytest.mark.parametrize("cut", ["r0", "r2"])
-def test_a_replica_that_is_cut_off_stops_and_rejoins_when_the_link_is_restored(
-    network: None, tmp_path: Path, cut: str
-) -> None:
+@contextlib.contextmanager
+def training(folder: Path, **arguments: Any) -> Iterator[TestFleet]:
+    """Three replicas that train together, one in each namespace."""
     lighthouse = CONTEXT.Process(target=replicas.lighthouse, args=(HUB, "10.77.0.1:29510", HEARTBEAT_MS), daemon=True)
     lighthouse.start()
     try:
-        with TestFleet(tmp_path, replicas.tiny, {"all": list(ENDS), "hold": 4}) as fleet:
+        with TestFleet(folder, replicas.tiny, {"all": list(ENDS), "hold": 4, **arguments}) as fleet:
             fleet.host, fleet.port = "10.77.0.1", 29510
             for number, (name, space) in enumerate(ENDS.items(), start=10):
                 fleet.start(name, network=space, bind=f"10.77.0.{number}")
             fleet.trains(*ENDS, step=5, members=3)
-            ip("link", "set", cut, "down", inside=HUB)
-            others = [name for name in ENDS if name != cut]
-            before = fleet.status(cut)["step"]
-            fleet.trains(*others, step=before + 4, members=2)
-            assert fleet.status(cut)["step"] <= before + 1, "the replica that is cut off commits nothing"
-            ip("link", "set", cut, "up", inside=HUB)
-            fleet.trains(*ENDS, step=before + 4, members=3)
-            fleet.stop_holding()
-            assert set(fleet.wait().values()) == {0}
+            yield fleet
     finally:
         lighthouse.kill()
         lighthouse.join()
-    account, runs = read_fleet(tmp_path)
+
+
+def check(folder: Path) -> None:
+    """Every sample counted once, and all have the same weights."""
+    account, runs = read_fleet(folder)
     assert account.mistakes == () and account.epochs == EPOCHS
     assert account.given_up <= 1, "at most the step during which the link was cut"
     assert len({run.end.weights_sha256 if run.end else "none" for run in runs}) == 1
+
+
+@pytest.mark.parametrize("cut", ["r0", "r2"])
+def test_a_replica_that_is_cut_off_stops_and_rejoins_when_the_link_is_restored(
+    network: None, tmp_path: Path, cut: str
+) -> None:
+    with training(tmp_path) as fleet:
+        ip("link", "set", cut, "down", inside=HUB)
+        others = [name for name in ENDS if name != cut]
+        before = fleet.status(cut)["step"]
+        fleet.trains(*others, step=before + 4, members=2)
+        assert fleet.status(cut)["step"] <= before + 1, "the replica that is cut off commits nothing"
+        ip("link", "set", cut, "up", inside=HUB)
+        fleet.trains(*ENDS, step=before + 4, members=3)
+        fleet.stop_holding()
+        assert set(fleet.wait().values()) == {0}
+    check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [("r0", "r1"), pytest.param(("r1", "r2"), marks=pytest.mark.long)],  # the store where all meet is that of r0
+)
+def test_a_cut_link_between_two_replicas_leaves_one_of_them_out_until_it_is_restored(
+    network: None, tmp_path: Path, pair: tuple[str, str]
+) -> None:
+    addresses = {name: f"10.77.0.{number}" for number, name in enumerate(ENDS, start=10)}
+    with training(tmp_path, patience_s=3.0) as fleet:
+        for one, other in (pair, pair[::-1]):  # what they send each other goes to a machine that is not there
+            nowhere = ("lladdr", "02:00:00:00:00:99", "dev", "eth", "nud", "permanent")
+            ip("neigh", "replace", addresses[other], *nowhere, inside=ENDS[one])
+        before = fleet.status("r0")["step"]
+        others = [name for name in ENDS if name != pair[1]]
+        fleet.trains(*others, step=before + 4, members=2)
+        status = fleet.status(pair[1])
+        assert status["state"] == "waiting" and "left out" in status["reason"] and pair[0] in status["reason"]
+        for one, other in (pair, pair[::-1]):
+            ip("neigh", "del", addresses[other], "dev", "eth", inside=ENDS[one])
+        fleet.trains(*ENDS, step=status["step"] + 4, members=3)
+        fleet.stop_holding()
+        assert set(fleet.wait().values()) == {0}
+    check(tmp_path)

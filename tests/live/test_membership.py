@@ -9,10 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.data.ledger import Assignment
-from ebbflow.live.membership import Membership, MembershipPhase, agree, extend_lineage, group_key, initial_lineage
+from ebbflow.live.membership import (
+    Membership,
+    MembershipPhase,
+    agree,
+    extend_lineage,
+    group_key,
+    initial_lineage,
+    out_of_reach,
+)
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckHeartbeats,
+    CheckLinks,
     CheckpointLoaded,
     ComputeStep,
     Connect,
@@ -29,6 +38,7 @@ from ebbflow.live.membership_events import (
     LeaveFleet,
     LighthouseUnreachable,
     LighthouseWanted,
+    LinksChecked,
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
@@ -351,7 +361,8 @@ def test_no_two_groups_have_the_same_key_or_meet_in_the_same_place() -> None:
         (connect,) = react(membership, HandshakesReceived(now=0, handshakes=(sent.handshake, peer)))
         assert isinstance(connect, Connect)
         keys.add(connect.rendezvous)
-        react(membership, ConnectionFailed(now=0, reason="refused"))
+        if isinstance(react(membership, ConnectionFailed(now=0, reason="refused"))[-1], CheckLinks):
+            react(membership, LinksChecked(now=0, unreachable=()))
     assert len(keys) == 3
 
 
@@ -555,7 +566,9 @@ def test_replicas_that_cannot_connect_ask_again() -> None:
 def attempt(membership: Membership, number: int, *replicas: str, backend: bool = True) -> list[Instruction]:
     """One more attempt with these replicas, in which the sum of the gradients fails."""
     equal = handshakes(*[(0, 5, True)] * len(replicas))
-    react(membership, requested(), *accepted(*replicas, number=number), equal, GroupConnected(now=0))
+    if isinstance(react(membership, requested())[-1], CheckLinks):
+        react(membership, LinksChecked(now=0, unreachable=()))
+    react(membership, *accepted(*replicas, number=number), equal, GroupConnected(now=0))
     return react(membership, StepFailed(now=0, reason="duplicate GPU", backend=backend))
 
 
@@ -591,6 +604,76 @@ def test_a_newcomer_with_another_secret_gives_up_and_one_that_met_others_does_no
     react(trained, committed(), requested(step=1))
     for number in range(2, 20):  # whoever has no secret can only delay those that have it
         assert isinstance(react(trained, *accepted("a", "b", "x", number=number), failed)[-1], AskLighthouse)
+
+
+# Links that are cut ---------------------------------------------------------------------------------------------------
+
+
+def with_links(formed: QuorumFormed, *unreachable: str, steps: tuple[int, ...] = ()) -> QuorumFormed:
+    """A quorum whose replicas do not reach these others: one text per replica."""
+    said = tuple(tuple(names.split()) for names in unreachable)
+    return dataclasses.replace(formed, unreachable=said, steps=steps or (1,) * len(formed.replicas))
+
+
+@pytest.mark.parametrize(
+    ("unreachable", "steps", "out"),
+    [
+        (("", "", ""), (4, 4, 4), ""),
+        (("c", "", "a"), (4, 4, 4), "c"),  # the last one by name
+        (("c", "", "a"), (4, 4, 5), "a"),  # nobody else has the step of c
+        (("c", "", ""), (4, 4, 4), "a"),  # only a can notice that it reaches c again
+        (("b c", "a", "a"), (4, 4, 4), "a"),  # both others reach each other
+        (("b", "a c", "b"), (4, 4, 4), "b"),
+        (("b c", "a c", "a b"), (4, 4, 4), "b c"),  # none reaches another
+        (("d", "", ""), (4, 4, 4), ""),  # the quorum lacks it anyway
+    ],
+)
+def test_who_is_left_out_follows_from_what_all_say(
+    unreachable: tuple[str, ...], steps: tuple[int, ...], out: str
+) -> None:
+    assert out_of_reach(with_links(quorum("a", "b", "c"), *unreachable, steps=steps)) == {*out.split()}
+
+
+def test_a_newcomer_is_left_out_and_not_the_replica_that_trains() -> None:
+    formed = quorum("a", "b", "c", established=(False, True, True))
+    assert out_of_reach(with_links(formed, "b", "a", "")) == {"a"}
+
+
+def test_after_two_failures_the_peers_are_tried_and_the_lighthouse_learns_who_does_not_answer() -> None:
+    membership = computing("a", "b", "c")
+    failed = StepFailed(now=0, reason="no answer")
+    react(membership, failed)
+    equal = handshakes((0, 5, True), (0, 5, True), (0, 5, True))
+    react(membership, requested(), *accepted("a", "b", "c"), equal)
+    refused = ConnectionFailed(now=0, reason="refused")
+    assert react(membership, refused) == [RecordEvent("lost", "refused"), CheckLinks(names=("b", "c"))]
+    (asked,) = react(membership, LinksChecked(now=0, unreachable=("c",)))
+    assert isinstance(asked, AskLighthouse) and asked.unreachable == ("c",)
+    react(membership, *accepted("a", "b"), handshakes((0, 5, True), (0, 5, True)), GroupConnected(now=0), committed())
+    (asked,) = react(membership, requested(step=1))
+    assert isinstance(asked, AskLighthouse) and asked.unreachable == (), "after a step that is forgotten"
+
+
+def test_the_replica_that_is_left_out_stops_its_heartbeats_until_it_reaches_its_peer_again() -> None:
+    membership = asking()
+    told, unregister, check = react(membership, with_links(quorum("0", "a", "b"), "a", "0", ""))
+    assert isinstance(told, RecordEvent) and told.what == "waiting" and "left out" in told.text and "0" in told.text
+    assert unregister == Unregister() and check == CheckLinks(names=("0",), after_s=5.0)
+    assert react(membership, LinksChecked(now=5, unreachable=("0",))) == [check]
+    assert react(membership, LinksChecked(now=10, unreachable=())) == [Register()]
+    assert asks(membership, Registered(now=10, name="a2", store="store-a"), step=0)
+
+
+def test_the_others_ask_for_a_quorum_without_the_one_that_is_left_out() -> None:
+    lost, asked = react(asking(), with_links(quorum("a", "b", "c"), "", "c", "b"))
+    assert isinstance(lost, RecordEvent) and lost.what == "lost" and "c: left out" in lost.text
+    assert isinstance(asked, AskLighthouse) and asked.after_s > 0
+
+
+def test_a_replica_that_is_left_out_leaves_when_it_is_told_to() -> None:
+    membership = asking()
+    react(membership, with_links(quorum("0", "a"), "a", "0"))
+    assert react(membership, ToldToLeave(now=1)) == [LeaveFleet(save_state=False)]
 
 
 def test_a_replica_whose_weights_differ_is_no_longer_established() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -99,3 +100,26 @@ def test_a_lighthouse_that_stands_still_costs_no_replica() -> None:
         fleet.run_until(20.0)
         recover(fleet)
         assert len(fleet.commits[-1].group) == 3
+
+
+@pytest.mark.parametrize(("replicas", "pair"), [(2, (0, 1)), (3, (0, 1)), (3, (1, 2)), (4, (0, 3))])
+def test_a_cut_link_costs_one_replica_and_no_more_than_forty_seconds(replicas: int, pair: tuple[int, int]) -> None:
+    """A sum that waits for 14 s, a group that cannot connect for 10 s, an attempt at a store, a heartbeat timeout."""
+    fleet = trained(replicas)
+    names = sorted(fleet.replicas)  # the first one has the store where all meet
+    link = frozenset(names[one] for one in pair)
+    fleet.cut_links.add(link)
+    # Steps take one second, and so there is always one under way when the link is cut.
+    fleet.run_until(fleet.now + 2.0)
+    cut_at, before = fleet.now, len(fleet.commits)
+    assert fleet.run_until(cut_at + 40.0, stop=lambda: len(fleet.commits) > before), "one side is left out"
+    fleet.run_until(cut_at + 200.0)
+    (out,) = {*names} - {*fleet.commits[-1].group}
+    assert out == max(link), "of two that have come equally far, the last one by name"
+    times = [commit.time for commit in fleet.commits if commit.time > cut_at + 40.0]
+    assert max(later - earlier for earlier, later in pairwise(times)) < 2.0, "it does not disturb the others meanwhile"
+    fleet.cut_links.clear()
+    fleet.run_until(fleet.now + 15.0)
+    assert set(fleet.commits[-1].group) == {*names}, "it is back"
+    check_lineages(fleet)
+    assert len({commit.lineage for commit in fleet.commits}) == max(one.state.step for one in fleet.running())

@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from ebbflow.live.membership import Membership, MembershipPhase, gone_on_without
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckHeartbeats,
+    CheckLinks,
     CheckpointLoaded,
     ComputeStep,
     Connect,
@@ -47,6 +49,7 @@ from ebbflow.live.membership_events import (
     LeaveFleet,
     LighthouseUnreachable,
     LighthouseWanted,
+    LinksChecked,
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
@@ -101,6 +104,9 @@ _REFUSED = b"refused"
 """What stands in the place of a handshake that will not come."""
 _GROUP_KEY = "ebbflow/group"
 """Key of a replica's quorum group in its store."""
+_CONNECTED_KEY = "ebbflow/connected"
+"""Key, in the store of a replica, of the name of the group in which it is connected, or connects; empty if in none."""
+_LOOK_EVERY_S = 5.0  # while a replica waits for its peers: do they answer, and are they still in the group?
 
 
 class LeftFleet(Exception):
@@ -174,6 +180,8 @@ class FleetConnection:
         self._told_to_leave = False  # whether that was reported
         self._group: ProcessGroup | None = None
         self._names: tuple[str, ...] = ()  # of the replicas of the group, by rank
+        self._asked_at = self._looks_at = 0.0  # when it was last asked who has stopped; when the peers are looked at
+        self._away: frozenset[str] = frozenset()  # peers that did not answer then, or were not in the group
         self._transfers: list[threading.Thread] = []  # of the state to replicas that need it
         self._failed_transfers: list[str] = []  # names of replicas that could not receive it
         self._server: Any = None
@@ -369,6 +377,8 @@ class FleetConnection:
                 if instruction.after_s:  # even a sleep of nothing gives the core away
                     sleep(instruction.after_s)
                 self._ask(instruction)
+            case CheckLinks():
+                self._check_links(instruction)
             case CheckHeartbeats():
                 return self._check_heartbeats(instruction.besides)
             case PublishGroup():
@@ -452,6 +462,7 @@ class FleetConnection:
 
     def _ask(self, request: AskLighthouse) -> None:
         self._abandoned.set()
+        self.publish(_CONNECTED_KEY, request.group)
         client, name = self._client, self.membership.name
 
         def ask() -> MembershipEvent:
@@ -461,7 +472,12 @@ class FleetConnection:
                     name=name,
                     store=self.membership.store,
                     step=request.step,
-                    data={"group": request.group, "established": str(request.established)},
+                    data={
+                        "group": request.group,
+                        "established": str(request.established),
+                        "step": str(request.step),
+                        "unreachable": " ".join(request.unreachable),
+                    },
                     timeout=_QUORUM_TIMEOUT,
                 )
             except (RuntimeError, TimeoutError) as error:
@@ -477,6 +493,8 @@ class FleetConnection:
                 store=quorum.participants[0].store_address,
                 groups=tuple(str(one.get("group")) for one in said),
                 established=tuple(one.get("established") == str(True) for one in said),
+                steps=tuple(int(step) if (step := str(one.get("step"))).isdecimal() else 0 for one in said),
+                unreachable=tuple(tuple(str(one.get("unreachable", "")).split()) for one in said),
             )
 
         self._in_background(ask, _LEAVE_POLL_S)
@@ -511,19 +529,17 @@ class FleetConnection:
         ages = self._heartbeat_ages()
         dead = without_heartbeat(ages, ages, self._heartbeat_timeout_s)
         asked = sorted(ages.keys() - {*dead, *besides}) if besides else []
-        groups = {name: self._fetch_group(name) for name in asked}
+        groups = {name: _published(text) for name, text in self._ask_stores(asked, _GROUP_KEY).items()}
         return HeartbeatsReceived(now=monotonic(), ages=ages, groups=groups)
 
-    def _fetch_group(self, name: str) -> PublishedGroup | None:
-        """Read from the store of a replica in which quorum group it takes part, or took part last; None if unknown."""
-        try:
-            with open_store(name.rpartition("@")[2], self._secret, timeout_s=_STORE_TIMEOUT_S) as store:
-                found = store.get([_GROUP_KEY], timeout_s=0.0)
-            return PublishedGroup.decode(found[0]) if found is not None else PublishedGroup()
-        except NotAuthenticated:  # it is of another fleet
-            return PublishedGroup()
-        except (StoreLost, ValueError):
-            return None
+    def _check_links(self, instruction: CheckLinks) -> None:
+        def check() -> MembershipEvent:
+            sleep(instruction.after_s)
+            alive = [name for name in instruction.names if self.sends_heartbeats(name)]
+            said = self._ask_stores(alive, _GROUP_KEY)
+            return LinksChecked(now=monotonic(), unreachable=tuple(name for name in alive if said[name] is None))
+
+        self._in_background(check, _LEAVE_POLL_S)
 
     def _exchange_handshakes(self, instruction: SendHandshake) -> None:
         """Exchange handshakes, and make sure that all replicas have read the same ones.
@@ -586,8 +602,9 @@ class FleetConnection:
         self._pending = poll
 
     def _connect(self, instruction: Connect) -> MembershipEvent | None:
-        own = instruction.names[instruction.rank]
+        own, key = instruction.names[instruction.rank], instruction.rendezvous.rpartition("/")[2]
         others = [name for name in instruction.names if name != own]
+        self.publish(_CONNECTED_KEY, key)
         self._names, self._transfers, self._failed_transfers = instruction.names, [], []
         self._group = group = ProcessGroup(
             instruction.rendezvous + (f"/{self.ranks.rank}" if self.ranks.size > 1 else ""),
@@ -600,7 +617,7 @@ class FleetConnection:
             device=self._device,
             by_nccl=self.config.transport != "gloo",
             nccl=torchft_api.nccl_group,
-            stopped=lambda: self._stopped(own, others),
+            stopped=lambda: self._stopped(own, others, key),
             fault=self._fault,
         )
 
@@ -617,11 +634,36 @@ class FleetConnection:
         self._in_background(connect, _CONNECT_POLL_S)
         return None
 
-    def _stopped(self, own: str, others: Sequence[str]) -> list[str]:
-        """The peers that will not answer any more."""
+    def _stopped(self, own: str, others: Sequence[str], key: str) -> list[str]:
+        """The peers that will not answer any more. This is asked every half second while they are waited for."""
         quorum, ages = fetch_quorum_and_ages(self.config.lighthouse, timeout_s=self._heartbeat_timeout_s)
         dead = without_heartbeat(others, ages, self._heartbeat_timeout_s)
-        return [*dead, *gone_on_without(own, others, quorum), *self._failed_transfers]
+        stopped = [*dead, *gone_on_without(own, others, quorum), *self._failed_transfers]
+        now, asked_at = monotonic(), self._asked_at
+        if now - asked_at > _LOOK_EVERY_S:  # another wait has begun
+            self._looks_at, self._away = now + _LOOK_EVERY_S, frozenset()
+        elif not stopped and now > self._looks_at:
+            said = self._ask_stores(others, _CONNECTED_KEY)
+            away = frozenset(name for name, group in said.items() if group != key.encode())
+            stopped = sorted(away & self._away)  # twice in a row: a peer may just have gone on, after the same step
+            self._looks_at, self._away = monotonic() + _LOOK_EVERY_S, away
+        self._asked_at = monotonic()
+        return stopped
+
+    def _ask_stores(self, names: Sequence[str], key: str) -> dict[str, bytes | None]:
+        """Read a key from the stores of replicas, all at once: None if one does not answer, nothing if it has none."""
+        with ThreadPoolExecutor(max(1, len(names))) as pool:
+            return dict(zip(names, pool.map(lambda name: self._ask_store(name, key), names), strict=True))
+
+    def _ask_store(self, name: str, key: str) -> bytes | None:
+        try:
+            with open_store(name.rpartition("@")[2], self._secret, timeout_s=_STORE_TIMEOUT_S) as store:
+                found = store.get([key], timeout_s=0.0)
+            return found[0] if found is not None else b""
+        except NotAuthenticated:  # it is of another fleet
+            return b""
+        except StoreLost:
+            return None
 
     def _heartbeat_ages(self) -> dict[str, float]:
         return fetch_heartbeat_ages(self.config.lighthouse, timeout_s=self._heartbeat_timeout_s)
@@ -668,6 +710,14 @@ class FleetConnection:
         step, lineage = self.state.unpack(state)
         size = len(description) + sum(tensor.nbytes for tensor in tensors)
         return StateReceived(now=monotonic(), step=step, lineage=lineage, size=size)
+
+
+def _published(text: bytes | None) -> PublishedGroup | None:
+    """The quorum group that a replica has published; None if it is not known."""
+    try:
+        return PublishedGroup.decode(text) if text else PublishedGroup() if text is not None else None
+    except ValueError:
+        return None
 
 
 def _connection_failed(error: PeerLost) -> ConnectionFailed:

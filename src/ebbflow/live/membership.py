@@ -11,7 +11,9 @@ a connection, reads a clock or draws a random number: times, names and what othe
     heal        replicas with another lineage receive the complete state of one that has the right one
     compute     the step; if it is committed, every participant extends its lineage in the same way
 
-If anything fails on the way, the connections are dropped and the lighthouse is asked again. If all replicas of the next
+If anything fails on the way, the connections are dropped and the lighthouse is asked again. After two failures in a
+row, replicas find out whom they do not reach and tell each other through the lighthouse; one side of a cut link then
+stops its heartbeats until it reaches the other again, and the rest go on (`out_of_reach`). If all replicas of the next
 quorum are still connected in the same quorum group, it stays. A replica that leaves says so in its last step, and the
 others form the next quorum group among themselves at once: the lighthouse would wait until the leaver's heartbeat times
 out.
@@ -32,6 +34,7 @@ from ebbflow.data.ledger import Assignment
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckHeartbeats,
+    CheckLinks,
     CheckpointLoaded,
     ComputeStep,
     Connect,
@@ -48,6 +51,7 @@ from ebbflow.live.membership_events import (
     LeaveFleet,
     LighthouseUnreachable,
     LighthouseWanted,
+    LinksChecked,
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
@@ -77,7 +81,8 @@ from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 
 __all__ = [
     "UNKNOWN", "Agreement", "Membership", "MembershipPhase", "QuorumGroup", "agree", "describe_difference",
-    "extend_lineage", "fork_lineage", "gone_on_without", "group_key", "initial_lineage", "without_heartbeat",
+    "extend_lineage", "fork_lineage", "gone_on_without", "group_key", "initial_lineage", "out_of_reach",
+    "without_heartbeat",
 ]  # fmt: skip
 
 UNKNOWN = "unknown"
@@ -88,6 +93,8 @@ _TOO_FEW_PAUSE_S = 1.0  # before the lighthouse is asked for a larger one
 _MAX_OBJECTIONS = 5  # because of a replica that is late
 _MAX_BACKEND_FAILURES = 5  # with the same replicas and no committed step between
 _MAX_FOREIGN = 3  # attempts with another secret, before a replica that never met one with its own gives up
+_MAX_FAILURES = 2  # in a row, before a replica looks for peers that it does not reach
+_LEFT_OUT_S = 5.0  # between two attempts of a replica that was left out to reach its peers
 _CONTACT_EVERY_S = 5.0  # while a replica waits for a quorum: does the lighthouse still answer?
 _JUST_DIED_S = 2.0  # for which newcomers do not believe that all others are dead
 _EXPLAIN_AFTER_S = 10.0  # for which a replica waits for the others without a word
@@ -212,6 +219,28 @@ def gone_on_without(own: str, others: Iterable[str], quorum: Collection[str]) ->
     return [] if own in quorum else [name for name in others if name in quorum]
 
 
+def out_of_reach(quorum: QuorumFormed) -> frozenset[str]:
+    """Name the replicas of a quorum without which all others reach each other, by what all have said in it.
+
+    Of two that do not reach each other, the one that has come less far is left out, so that no committed step is given
+    up; of equals, the one with more such links, then the one that has noticed it, which sees when the link is restored,
+    then the last one by name.
+
+    >>> said = {"established": (True,) * 3, "steps": (7,) * 3, "unreachable": (("c",), (), ("a",))}
+    >>> out_of_reach(QuorumFormed(now=0, quorum_id=1, replicas=tuple("abc"), rank=0, store="", groups=(), **said))
+    frozenset({'c'})
+    """
+    reports = {(one, other) for one, names in zip(quorum.replicas, quorum.unreachable, strict=False) for other in names}
+    progress = dict(zip(quorum.replicas, zip(quorum.established, quorum.steps, strict=False), strict=False))
+    out: set[str] = set()
+    while cut := [(one, other) for one, other in reports if {one, other} <= progress.keys() - out]:
+        links = Counter(name for link in {frozenset(report) for report in cut} for name in link)
+        noticed = Counter(one for one, _ in cut)
+        behind = {name: (not progress[name][0], -progress[name][1]) for name in links}
+        out.add(max(links, key=lambda name: (behind[name], links[name], noticed[name], name)))
+    return frozenset(out)
+
+
 def _explain_wait(here: Sequence[str], min_replicas: int) -> str:
     """Say what a replica waits for that has asked for a quorum, by the replicas that send heartbeats."""
     names = ", ".join(name.partition(":")[0] for name in here)
@@ -230,6 +259,8 @@ class MembershipPhase(Enum):
 
     IDLE = auto()  # between two steps, or before the first one
     REGISTERING = auto()
+    PROBING = auto()  # which peers can be reached, after several failures
+    LEFT_OUT = auto()  # until the peers can be reached again; the lighthouse does not know of this replica
     ASKING = auto()  # for a quorum
     CHECKING = auto()  # whether replicas that the quorum lacks still send heartbeats
     HANDSHAKE = auto()
@@ -298,6 +329,9 @@ class Membership:
         self._next_heartbeat_check = 0.0
         self._backend_failures = 0
         self._failed_names: tuple[str, ...] = ()  # with which the backend failed
+        self._failures = 0  # of steps and of groups, since the last committed step
+        self._suspects: tuple[str, ...] = ()  # peers that are to be tried before the lighthouse is asked
+        self._unreachable: tuple[str, ...] = ()  # those of them that did not answer
         self._met_others = False  # has exchanged handshakes, so that its secret is that of the fleet
         self._foreign = 0  # attempts that failed because another replica has another secret
         self._reported = ""
@@ -347,11 +381,50 @@ class Membership:
         """Begin an attempt to form a quorum group, or to go on with the one that is connected."""
         if not self.name:
             return self._register(after_s)
+        if self._suspects:
+            names, self._suspects = self._suspects, ()
+            self.phase = MembershipPhase.PROBING
+            return [CheckLinks(names=names)]
         self._attempt += 1
         self.phase = MembershipPhase.ASKING
         self._contact_lost, self._next_contact_check = False, None
         group = self.group.key if self.group is not None else ""
-        return [AskLighthouse(step=self.state.step, group=group, established=self.state.established, after_s=after_s)]
+        return [
+            AskLighthouse(
+                step=self.state.step,
+                group=group,
+                established=self.state.established,
+                unreachable=self._unreachable,
+                after_s=after_s,
+            )
+        ]
+
+    def _on_links_checked(self, event: LinksChecked) -> list[Instruction]:
+        if self.phase is MembershipPhase.PROBING:
+            self._unreachable = event.unreachable
+            return self._begin()
+        if event.unreachable:
+            return [CheckLinks(names=event.unreachable, after_s=_LEFT_OUT_S)]
+        return self._register()
+
+    def _leave_out(self, names: Collection[str], quorum: QuorumFormed) -> list[Instruction]:
+        """Go on without replicas that others do not reach; if this is one of them, wait until it reaches those."""
+        said = dict(zip(quorum.replicas, quorum.unreachable, strict=True))
+        if self.name not in names:
+            reason = f"{', '.join(sorted(names))}: left out, since not every other replica can be reached from there"
+            return self._fail(reason, _OBJECTION_PAUSE_S)
+        peers = said[self.name] or tuple(sorted(name for name in said if self.name in said[name]))
+        reason = (
+            f"left out of the fleet while {', '.join(peers)} cannot be reached from here, although both sides reach "
+            f"the lighthouse; tried again every {_LEFT_OUT_S:g} s"
+        )
+        dropped = self._drop()
+        self.name = self.store = ""
+        self._failures, self._unreachable = 0, ()
+        self.phase = MembershipPhase.LEFT_OUT
+        return [
+            RecordEvent("waiting", reason), *dropped, Unregister(), CheckLinks(names=peers, after_s=_LEFT_OUT_S),
+        ]  # fmt: skip
 
     def _on_registered(self, event: Registered) -> list[Instruction]:
         self.name, self.store = event.name, event.store
@@ -385,7 +458,8 @@ class Membership:
         return self._on_time(event)
 
     def _leave_if_due(self, now: float) -> list[Instruction]:
-        if self.phase not in (MembershipPhase.ASKING, MembershipPhase.REGISTERING) or not self._told_to_leave:
+        waits = (MembershipPhase.ASKING, MembershipPhase.REGISTERING, MembershipPhase.LEFT_OUT)
+        if self.phase not in waits or not self._told_to_leave:
             return []
         if self.phase is MembershipPhase.ASKING and now < self._wait_for_others_until:
             return []
@@ -407,13 +481,16 @@ class Membership:
                 self._next_heartbeat_check = event.now + self.heartbeat_timeout_s / 2
                 return [CheckHeartbeats()]
             if self.phase is MembershipPhase.HANDSHAKE and event.now > self._handshake_deadline:
-                return self._fail(f"not every replica sent its handshake within {self.connect_timeout_s:g} s")
+                reason = f"not every replica sent its handshake within {self.connect_timeout_s:g} s"
+                return self._fail_with_peers(reason)
         return []
 
     def _on_quorum_formed(self, event: QuorumFormed) -> list[Instruction]:
         group = self.group
         if group is not None and event.replicas == group.names and set(event.groups) == {group.key}:
             return self._compute()
+        if names := out_of_reach(event):
+            return self._leave_out(names, event)
         if len(event.replicas) < self.min_replicas:
             reason = f"{len(event.replicas)} replicas are here, and {self.min_replicas} are needed"
             return self._fail(reason, _TOO_FEW_PAUSE_S)
@@ -615,7 +692,8 @@ class Membership:
         group = self.group
         assert group is not None
         self.phase = MembershipPhase.IDLE
-        self._objections = self._backend_failures = 0
+        self._objections = self._backend_failures = self._failures = 0
+        self._suspects = self._unreachable = ()
         self._last_participants = group.names
         first = not self.state.established
         self.state = ReplicaState(
@@ -661,11 +739,11 @@ class Membership:
     # When something fails ---------------------------------------------------------------------------------------------
 
     def _on_handshake_failed(self, event: HandshakeFailed) -> list[Instruction]:
-        if not event.foreign or self._met_others:
-            # Whoever can reach the lighthouse can take a place in a quorum without knowing the secret. It must not end
-            # those that do know it.
-            return self._fail(event.reason, _OBJECTION_PAUSE_S if event.foreign else 0.0)
-        self._foreign += 1
+        if not event.foreign:
+            return self._fail_with_peers(event.reason)
+        # Whoever can reach the lighthouse can take a place in a quorum without knowing the secret. It must not end
+        # those that do know it.
+        self._foreign += not self._met_others
         if self._foreign < _MAX_FOREIGN:
             return self._fail(event.reason, _OBJECTION_PAUSE_S)
         self.name = self.store = ""
@@ -676,7 +754,7 @@ class Membership:
     def _on_failure(self, event: ConnectionFailed | StepFailed) -> list[Instruction]:
         group = self.group or self._forming
         if not event.backend or group is None:
-            return self._fail(event.reason)
+            return self._fail_with_peers(event.reason)
         # A peer that was lost is missing in the next quorum. Whatever fails with the same replicas as before, such as
         # NCCL with two of them on one GPU, would fail for ever.
         self._backend_failures = self._backend_failures + 1 if group.names == self._failed_names else 1
@@ -687,6 +765,14 @@ class Membership:
         self.name = self.store = ""
         self.phase = MembershipPhase.REFUSED
         return [RecordEvent("lost", event.reason), *dropped, Unregister(), GiveUp(event.reason)]
+
+    def _fail_with_peers(self, reason: str, pause_s: float = 0.0) -> list[Instruction]:
+        """Give the group up because of its peers. When that happens again, one of them may be out of reach."""
+        group = self.group or self._forming
+        self._failures += 1
+        if group is not None and self._failures >= _MAX_FAILURES:
+            self._suspects = tuple(name for name in group.names if name != self.name)
+        return self._fail(reason, pause_s)
 
     def _fail(self, reason: str, pause_s: float = 0.0) -> list[Instruction]:
         """Give the group up, and begin again if a step is requested."""
@@ -721,6 +807,7 @@ _HANDLERS: Mapping[type[MembershipEvent], _Handler] = {
         Membership._on_lighthouse_unreachable,
         {MembershipPhase.REGISTERING, MembershipPhase.ASKING},
     ),
+    LinksChecked: (Membership._on_links_checked, {MembershipPhase.PROBING, MembershipPhase.LEFT_OUT}),
     QuorumFormed: (Membership._on_quorum_formed, {MembershipPhase.ASKING}),
     HeartbeatsReceived: (
         Membership._on_heartbeats_received,

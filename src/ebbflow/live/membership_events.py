@@ -15,13 +15,13 @@ from typing import Self
 from ebbflow.data.ledger import Assignment
 
 __all__ = [
-    "AskLighthouse", "CheckHeartbeats", "CheckpointLoaded", "ComputeStep", "Connect", "ConnectionFailed",
+    "AskLighthouse", "CheckHeartbeats", "CheckLinks", "CheckpointLoaded", "ComputeStep", "Connect", "ConnectionFailed",
     "DropConnections", "GiveUp", "GroupConnected", "Handshake", "HandshakeFailed", "HandshakesReceived",
     "HeartbeatsReceived", "Instruction", "KeptPart", "LeaveFleet", "LighthouseUnreachable", "LighthouseWanted",
-    "LoadCheckpoint", "MembershipEvent", "NoNewerCheckpoint", "PublishGroup", "PublishedGroup", "QuorumFormed",
-    "ReceiveState", "RecordEvent", "Refuse", "Register", "Registered", "ReplicaState", "SendHandshake", "SendState",
-    "Started", "StateReceived", "StateSent", "StepCommitted", "StepFailed", "StepRequested", "Tick", "ToldToLeave",
-    "Unregister", "WeightsDiffer",
+    "LinksChecked", "LoadCheckpoint", "MembershipEvent", "NoNewerCheckpoint", "PublishGroup", "PublishedGroup",
+    "QuorumFormed", "ReceiveState", "RecordEvent", "Refuse", "Register", "Registered", "ReplicaState", "SendHandshake",
+    "SendState", "Started", "StateReceived", "StateSent", "StepCommitted", "StepFailed", "StepRequested", "Tick",
+    "ToldToLeave", "Unregister", "WeightsDiffer",
 ]  # fmt: skip
 
 
@@ -181,6 +181,10 @@ class QuorumFormed(MembershipEvent):
     """By rank: the key of the quorum group in which the replica is still connected, or nothing."""
     established: tuple[bool, ...]
     """By rank: whether it has committed a step with this fleet since it started."""
+    steps: tuple[int, ...] = ()
+    """By rank: how many steps it has committed."""
+    unreachable: tuple[tuple[str, ...], ...] = ()
+    """By rank: the replicas that it does not reach, although they send heartbeats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +195,14 @@ class HeartbeatsReceived(MembershipEvent):
     """Seconds since the last heartbeat of each replica; empty if the lighthouse did not answer."""
     groups: Mapping[str, PublishedGroup | None] = field(default_factory=dict)
     """What each living replica that was asked for it has published; None if it did not answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinksChecked(MembershipEvent):
+    """It was tried which replicas can be reached."""
+
+    unreachable: tuple[str, ...]
+    """Those that send heartbeats, and whose store does not answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,6 +332,17 @@ class AskLighthouse(Instruction):
     group: str = ""
     """Key of the quorum group in which this replica is connected, or nothing."""
     established: bool = False
+    unreachable: tuple[str, ...] = ()
+    """Replicas that this one does not reach, although they send heartbeats."""
+    after_s: float = 0.0
+    """How long to wait before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckLinks(Instruction):
+    """Try to reach the stores of these replicas; meanwhile report `Tick` and `ToldToLeave` -> `LinksChecked`."""
+
+    names: tuple[str, ...]
     after_s: float = 0.0
     """How long to wait before."""
 

@@ -99,7 +99,7 @@ def _size_of_whole_lines(path: Path) -> int | None:
 
 
 class StatusFile:
-    """status.json of a replica: replaced as a whole, at most twice per second unless the state changes."""
+    """status.json of a replica: replaced as a whole, at most twice per second unless state or reason change."""
 
     def __init__(self, path: Path | None, publish: Callable[[str], None], *, incarnation: str) -> None:
         """`path`: None on a rank that writes no files. `publish`: is given each text that is written, for those who
@@ -118,8 +118,9 @@ class StatusFile:
 
     def update(self, state: str | None = None, **values: Any) -> None:
         """Set fields of the `ReplicaStatus`, and write it if that is due."""
-        changed = state is not None and state != self._status.state
-        self._status = dataclasses.replace(self._status, state=state or self._status.state, **values)
+        before = self._status
+        self._status = dataclasses.replace(before, state=state or before.state, **values)
+        changed = (before.state, before.reason) != (self._status.state, self._status.reason)
         if changed or time.monotonic() - self._written >= _STATUS_EVERY_S:
             self._write()
 
