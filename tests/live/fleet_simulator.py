@@ -7,6 +7,7 @@ a history, with all its delays and faults, exactly.
 
     killed    a process ends, and its connections break; its heartbeat is missed after the timeout
     paused    a process stands still and its connections stay; later it goes on with what it was doing
+    hanging   a process computes on and on, and sends heartbeats
     cut off   a replica does not reach the lighthouse; its peers it does
     cut link  two replicas do not reach each other; both reach the lighthouse
     stalled   the lighthouse stands still, and then takes everybody for dead
@@ -82,6 +83,9 @@ class Replica:
     group: SimulatedGroup | None = None
     published: m.PublishedGroup = m.PublishedGroup()
     leaving: bool = False
+    hangs_until: float = 0.0
+    silenced: bool = False
+    """Whether it has stopped its heartbeats since it kept the others waiting."""
     committed: list[Commit] = field(default_factory=list)
 
     @property
@@ -291,7 +295,10 @@ class SimulatedFleet:
 
     def request_step(self, replica: Replica) -> None:
         state = replica.state
-        self.report(replica, m.StepRequested(now=self.now, step=state.step, lineage=state.lineage))
+        registered, replica.silenced = not replica.silenced, False
+        self.report(
+            replica, m.StepRequested(now=self.now, step=state.step, lineage=state.lineage, registered=registered)
+        )
 
     def wait(self, replica: Replica, instruction: m.Instruction) -> None:
         """Begin to wait, in the place of what was waited for before; time is reported meanwhile."""
@@ -367,10 +374,28 @@ class SimulatedFleet:
                 self._receive(replica)
             case m.ComputeStep():
                 self.wait(replica, instruction)
-                self.to(replica, self._computed(replica, replica.waits), self.random.uniform(*self.step_s))
+                seconds = self.random.uniform(*self.step_s)
+                self.to(replica, self._computed(replica, replica.waits), max(seconds, replica.hangs_until - self.now))
+                if replica.hangs_until > self.now:
+                    self._silence_if_hanging(replica, replica.waits, COLLECTIVE_TIMEOUT_S + 2 * self.step_s[1])
             case _:
                 raise NotImplementedError(instruction)
         return None
+
+    def _silence_if_hanging(self, replica: Replica, wait: int, after_s: float) -> None:
+        """A thread of the replica looks every five seconds whether peers have given up the step; twice."""
+        group = replica.group
+
+        def look() -> None:
+            if replica.waits == wait and group is not None:
+                if group.gone:
+                    replica.registered, replica.silenced = False, True
+                    self._silence(replica)
+                    self._hear(replica, 0.0)
+                else:
+                    self._silence_if_hanging(replica, wait, 5.0)
+
+        self.to(replica, look, after_s + 10.0)
 
     def _registering(self, replica: Replica, wait: int) -> Callable[[], None]:
         def register() -> None:
@@ -772,7 +797,9 @@ class SimulatedFleet:
 
 # Histories ------------------------------------------------------------------------------------------------------------
 
-FAULTS = ("start", "kill", "kill two", "pause", "leave", "cut off", "stall", "restart lighthouse", "cut link")
+FAULTS = (
+    "start", "kill", "kill two", "pause", "leave", "cut off", "stall", "restart lighthouse", "cut link", "hang",
+)  # fmt: skip
 
 
 def random_history(seed: int, *, majority: bool = False, faults: tuple[str, ...] = FAULTS) -> SimulatedFleet:
@@ -821,6 +848,8 @@ def _cause(fleet: SimulatedFleet, fault: str, random: Random, most: int) -> None
         victim = random.choice(running)
         fleet.pause(victim)
         fleet.at(random.choice((0.3, 1.5, 4.0)), lambda: fleet.resume(victim))
+    elif fault == "hang":
+        random.choice(running).hangs_until = fleet.now + random.uniform(1.0, 90.0)
     elif fault == "leave":
         random.choice(running).leaving = True
     elif fault == "cut off":

@@ -35,6 +35,19 @@ class NestedSource(TensorSource):
         return nested(super().batch(indices, train=train))
 
 
+class HangingSource(TensorSource):
+    """Samples that are not there before the file `release` is, from one fetch on: a data loader that hangs."""
+
+    fetches = 0
+    file: Path
+
+    def batch(self, indices: Any, *, train: bool) -> Any:
+        self.fetches += train
+        while self.fetches > 6 and not self.file.exists():
+            time.sleep(0.01)
+        return super().batch(indices, train=train)
+
+
 class NotedSource(TensorSource):
     """Samples that note in a file that they were fetched, one line for each micro-batch."""
 
@@ -100,6 +113,10 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     if arguments.get("note"):
         data = NotedSource(x, y)
         data.file = folder / f"{own}.fetched"
+
+    if arguments.get("hang"):
+        data = HangingSource(x, y)
+        data.file = folder / "release"
 
     with join(
         model,

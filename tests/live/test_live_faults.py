@@ -237,9 +237,11 @@ def test_all_are_killed_and_the_lighthouse_too(fleet: Any, tmp_path: Path) -> No
     group.start("r0", "r1")
     assert group.wait() == {"r0": 0, "r1": 0}
     account, runs = check(tmp_path, "r0", "r1")
-    (restored,) = what(runs["r0"], "restored")
-    assert what(runs["r1"], "restored") == [restored]
-    assert account.given_up == 12 - int(restored.split("-")[1]), "only the steps since the last checkpoint"
+    restored = what(runs["r0"], "restored")
+    assert what(runs["r1"], "restored") == restored
+    # On a busy machine the twelve steps may be over before the first checkpoint is written, in the background.
+    saved = int(restored[0].split("-")[1]) if restored else 0
+    assert account.given_up == 12 - saved, "only the steps since the last checkpoint"
 
 
 def test_a_fleet_that_goes_back_to_a_snapshot_with_a_replica_that_joined_after_it(fleet: Any, tmp_path: Path) -> None:
@@ -385,6 +387,26 @@ def test_a_stopped_replica_is_left_behind_and_comes_back(fleet: Any, tmp_path: P
     account, runs = check(tmp_path, *ALL)
     assert any("no heartbeat of r1" in text for text in what(runs["r0"], "lost") + what(runs["r2"], "lost"))
     assert account.given_up == 0, "the replica that comes back does not commit the step that the others have repeated"
+
+
+@pytest.mark.parametrize("others", [("r0",), pytest.param(("r0", "r2"), marks=pytest.mark.long)])
+def test_a_replica_that_hangs_while_it_sends_heartbeats_is_left_behind_and_comes_back(
+    fleet: Any, tmp_path: Path, others: tuple[str, ...]
+) -> None:
+    """The lighthouse forms no quorum of half of the replicas that send heartbeats: of two, none at all."""
+    group = fleet(all=[*others, "r1"], hold=2, patience_s=2.0)
+    group.start(*others)
+    group.start("r1", hang=True)
+    group.trains(*others, step=2, members=len(others) + 1)
+    group.trains(*others, members=len(others))
+    status = group.status("r1")
+    assert status["state"] == "waiting" and "in batch (" in status["reason"], "it says where it hangs"
+    group.trains(*others, step=status["step"] + 4, members=len(others))
+    (tmp_path / "release").touch()
+    group.trains(*others, "r1", members=len(others) + 1)
+    group.stop_holding()
+    assert set(group.wait().values()) == {0}
+    check(tmp_path, *others, "r1")
 
 
 def test_a_replica_that_is_told_to_leave_finishes_its_step(fleet: Any, tmp_path: Path) -> None:

@@ -676,6 +676,29 @@ def test_a_replica_that_is_left_out_leaves_when_it_is_told_to() -> None:
     assert react(membership, ToldToLeave(now=1)) == [LeaveFleet(save_state=False)]
 
 
+def test_a_replica_that_has_stopped_its_heartbeats_registers_again() -> None:
+    membership = computing("a", "b")
+    react(membership, StepFailed(now=70, reason="closed"))
+    unregister, lost, register = react(membership, dataclasses.replace(requested(), registered=False))
+    assert unregister == Unregister() and register == Register()
+    assert isinstance(lost, RecordEvent) and "kept them waiting" in lost.text
+
+
+def test_a_replica_that_trained_with_the_others_and_does_not_answer_is_given_up_after_five_objections() -> None:
+    membership = computing("a", "b", "c")
+    react(membership, committed(), requested(step=1))
+    for number in range(2, 8):
+        *_, sent = react(membership, quorum("a", "b", number=number), alive("a", "b", "c", groups={"c": None}))
+        assert isinstance(sent, SendHandshake) and sent.handshake.objects is (number < 7)
+        if number < 7:
+            objection = dataclasses.replace(handshakes((1, 6, True)).handshakes[0], objects=True)
+            react(membership, HandshakesReceived(now=0, handshakes=(objection, objection)))
+    stranger = alive("a", "b", "x", groups={"x": None})
+    react(membership, HandshakeFailed(now=0, reason="no store"))
+    *_, sent = react(membership, quorum("a", "b", number=9), stranger)
+    assert isinstance(sent, SendHandshake) and sent.handshake.objects, "of another one it is not known what it does"
+
+
 def test_a_replica_whose_weights_differ_is_no_longer_established() -> None:
     membership = computing("a", "b")
     react(membership, committed(), requested(step=1), quorum("a", "b", group=KEY))

@@ -123,3 +123,19 @@ def test_a_cut_link_costs_one_replica_and_no_more_than_forty_seconds(replicas: i
     assert set(fleet.commits[-1].group) == {*names}, "it is back"
     check_lineages(fleet)
     assert len({commit.lineage for commit in fleet.commits}) == max(one.state.step for one in fleet.running())
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_replica_that_hangs_is_left_behind_after_eighty_seconds_and_comes_back(replicas: int) -> None:
+    """The others wait for 60 s. After 60 s and twice a step of one second, it looks for ten whether they are gone."""
+    fleet = trained(replicas)
+    hangs = fleet.running()[-1]
+    hangs.hangs_until = fleet.now + 200.0
+    fleet.run_until(fleet.now + 3.0)
+    before = len(fleet.commits)
+    assert fleet.run_until(fleet.now + 77.0, stop=lambda: len(fleet.commits) > before)
+    assert set(fleet.commits[-1].group) == {*fleet.replicas} - {hangs.name}
+    fleet.run_until(hangs.hangs_until + 15.0)
+    assert set(fleet.commits[-1].group) == {*fleet.replicas}
+    check_lineages(fleet)
+    assert len({commit.lineage for commit in fleet.commits}) == max(one.state.step for one in fleet.running())

@@ -11,7 +11,9 @@ import hashlib
 import math
 import queue
 import socket
+import sys
 import threading
+import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +30,13 @@ from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, Proces
 from ebbflow.engines.replica_ranks import ReplicaRanks
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
-from ebbflow.live.membership import Membership, MembershipPhase, gone_on_without, without_heartbeat
+from ebbflow.live.membership import (
+    Membership,
+    MembershipPhase,
+    gone_on_without,
+    keeps_others_waiting,
+    without_heartbeat,
+)
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckHeartbeats,
@@ -179,11 +187,17 @@ class FleetConnection:
         self._abandoned = threading.Event()  # set if what the last thread does is not waited for any longer
         self._told_to_leave = False  # whether that was reported
         self._group: ProcessGroup | None = None
+        self._key = ""  # name of the group
         self._names: tuple[str, ...] = ()  # of the replicas of the group, by rank
         self._asked_at = self._looks_at = 0.0  # when it was last asked who has stopped; when the peers are looked at
         self._away: frozenset[str] = frozenset()  # peers that did not answer then, or were not in the group
         self._transfers: list[threading.Thread] = []  # of the state to replicas that need it
         self._failed_transfers: list[str] = []  # names of replicas that could not receive it
+        self._training_thread = threading.get_ident()
+        self._computing_since: float | None = None  # a step, which may have its sum, but is not committed yet
+        self._step_s = 0.0  # how long the last step took
+        self._silenced = False  # whether this replica has stopped its heartbeats, since it kept the others waiting
+        self._closed = threading.Event()
         self._server: Any = None
         self._client: Any = None
         self._store: KeyStore | None = None
@@ -195,6 +209,9 @@ class FleetConnection:
 
     def start(self) -> None:
         """Make this replica known to the lighthouse, if that can be reached; else the first step tries again."""
+        self._training_thread = threading.get_ident()
+        if self.ranks.leads:
+            threading.Thread(target=self._watch, daemon=True, name="ebbflow-watch").start()
         self._run(Started(now=monotonic()))
 
     def next_step(self, step: int, lineage: int, kept: KeptPart | None = None) -> ComputeStep:
@@ -205,7 +222,10 @@ class FleetConnection:
         `TrainingFinished` if the state turns out to be that of a finished job, and a ConfigError if this replica is
         incompatible with the fleet.
         """
-        instruction = self._run(StepRequested(now=monotonic(), step=step, lineage=lineage, kept=kept))
+        registered, self._silenced = not self._silenced, False
+        instruction = self._run(
+            StepRequested(now=monotonic(), step=step, lineage=lineage, kept=kept, registered=registered)
+        )
         if isinstance(instruction, Refuse):
             raise ConfigError(
                 f"the fleet at {self.config.lighthouse} refuses this replica, which is of another job: "
@@ -221,6 +241,7 @@ class FleetConnection:
         if self._group is not None:
             # Those who compute wait for those who receive; whether these still receive anything, the transfer shows.
             self._group.patience = timedelta(seconds=_TRANSFER_S if instruction.receiving else _COLLECTIVE_TIMEOUT_S)
+        self._computing_since = monotonic()
         return instruction
 
     def all_reduce(self, tensor: torch.Tensor, *, of_rank: int = 0) -> None:
@@ -278,6 +299,8 @@ class FleetConnection:
         self, assignment: Assignment, *, leaving: frozenset[int], lighthouse_wanted: bool
     ) -> LeaveFleet | None:
         """Report that the step counts on this replica; the answer says whether it was the last one."""
+        if self._computing_since is not None:
+            self._step_s, self._computing_since = monotonic() - self._computing_since, None
         instruction = self._run(
             StepCommitted(now=monotonic(), assignment=assignment, leaving=leaving, lighthouse_wanted=lighthouse_wanted)
         )
@@ -285,6 +308,7 @@ class FleetConnection:
 
     def failed(self, reason: str) -> None:
         """Report that the step does not count on this replica. Raises `TransportUnusable` if it never will."""
+        self._computing_since = None
         backend = self._group is not None and self._group.backend_failed
         self._run(StepFailed(now=monotonic(), reason=reason, backend=backend))
 
@@ -307,6 +331,7 @@ class FleetConnection:
 
     def close(self) -> None:
         """Close everything; the lighthouse forgets this replica when its heartbeat times out."""
+        self._closed.set()
         self._unregister()
         self._drop()
 
@@ -605,7 +630,7 @@ class FleetConnection:
         own, key = instruction.names[instruction.rank], instruction.rendezvous.rpartition("/")[2]
         others = [name for name in instruction.names if name != own]
         self.publish(_CONNECTED_KEY, key)
-        self._names, self._transfers, self._failed_transfers = instruction.names, [], []
+        self._key, self._names, self._transfers, self._failed_transfers = key, instruction.names, [], []
         self._group = group = ProcessGroup(
             instruction.rendezvous + (f"/{self.ranks.rank}" if self.ranks.size > 1 else ""),
             instruction.rank,
@@ -649,6 +674,31 @@ class FleetConnection:
             self._looks_at, self._away = monotonic() + _LOOK_EVERY_S, away
         self._asked_at = monotonic()
         return stopped
+
+    def _watch(self) -> None:
+        """Stop the heartbeats of this replica if it keeps the others waiting: the lighthouse would wait for it, too.
+
+        The training thread may hang in a data loader or in a kernel. When it goes on, this replica registers again.
+        """
+        away: frozenset[str] = frozenset()
+        while not self._closed.wait(_LOOK_EVERY_S):
+            since, key, before = self._computing_since, self._key, away
+            away = frozenset()
+            waits = since is not None and keeps_others_waiting(monotonic() - since, self._step_s, _COLLECTIVE_TIMEOUT_S)
+            if not waits or self._silenced or self._server is None:
+                continue
+            said = self._ask_stores(self._names, _CONNECTED_KEY)
+            away = frozenset(name for name, group in said.items() if group not in (None, key.encode()))
+            if not away & before or self._computing_since != since:
+                continue
+            self._silenced = True
+            with contextlib.suppress(RuntimeError):
+                self._server.shutdown()
+            self._on_event(
+                "waiting",
+                f"the others go on without this replica, which hangs: it has computed one step for "
+                f"{monotonic() - (since or 0.0):.0f} s, {_where(self._training_thread)}",
+            )
 
     def _ask_stores(self, names: Sequence[str], key: str) -> dict[str, bytes | None]:
         """Read a key from the stores of replicas, all at once: None if one does not answer, nothing if it has none."""
@@ -710,6 +760,15 @@ class FleetConnection:
         step, lineage = self.state.unpack(state)
         size = len(description) + sum(tensor.nbytes for tensor in tensors)
         return StateReceived(now=monotonic(), step=step, lineage=lineage, size=size)
+
+
+def _where(thread: int) -> str:
+    """Where a thread is, in the code that called it last."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "at a place that is not known"
+    place = traceback.extract_stack(frame)[-1]
+    return f"in {place.name} ({place.filename}, line {place.lineno})"
 
 
 def _published(text: bytes | None) -> PublishedGroup | None:

@@ -81,8 +81,8 @@ from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 
 __all__ = [
     "UNKNOWN", "Agreement", "Membership", "MembershipPhase", "QuorumGroup", "agree", "describe_difference",
-    "extend_lineage", "fork_lineage", "gone_on_without", "group_key", "initial_lineage", "out_of_reach",
-    "without_heartbeat",
+    "extend_lineage", "fork_lineage", "gone_on_without", "group_key", "initial_lineage", "keeps_others_waiting",
+    "out_of_reach", "without_heartbeat",
 ]  # fmt: skip
 
 UNKNOWN = "unknown"
@@ -217,6 +217,18 @@ def gone_on_without(own: str, others: Iterable[str], quorum: Collection[str]) ->
     (['a', 'c'], [])
     """
     return [] if own in quorum else [name for name in others if name in quorum]
+
+
+def keeps_others_waiting(computing_s: float, step_s: float, patience_s: float) -> bool:
+    """Whether a replica whose peers have given up their step hangs: by how long it computes, and its last step took.
+
+    The peers wait for `patience_s` after they have done their own part, so that one that is only slow is not taken for
+    one that hangs.
+
+    >>> keeps_others_waiting(70, 2, patience_s=60), keeps_others_waiting(70, 90, patience_s=60)
+    (True, False)
+    """
+    return computing_s > patience_s + 2 * step_s
 
 
 def out_of_reach(quorum: QuorumFormed) -> frozenset[str]:
@@ -369,6 +381,9 @@ class Membership:
         # A replica that is told to leave takes part in one more step, in which it says so. If it is alone, or the
         # others do not come, it just leaves.
         self._wait_for_others_until = event.now + (self.connect_timeout_s if self.group is not None else 0.0)
+        if not event.registered:
+            self.name = self.store = ""
+            return [Unregister(), *self._fail("the others went on without this replica, which kept them waiting")]
         if self.group is not None and self._independent_since is not None:
             return self._compute()
         return self._begin()
@@ -549,8 +564,14 @@ class Membership:
             limit = self.heartbeat_timeout_s + _JUST_DIED_S
             if any(self.heartbeat_timeout_s < age < limit for name, age in event.ages.items() if name not in ours):
                 return True
-        for other in event.groups.values():
-            if other is None or (other.names and ours.isdisjoint(other.names)):
+        for name, other in event.groups.items():
+            if other is None:
+                # One that trained with this group is with nobody else: those others would say so, if they answer. It
+                # hangs without letting its threads run, and need not be waited for any longer than one that is late.
+                if name not in self._last_participants or self._objections < _MAX_OBJECTIONS:
+                    return True
+                continue
+            if other.names and ours.isdisjoint(other.names):
                 return True
             if other.established and not self._any_established:  # it has a state that all others would give up
                 return True

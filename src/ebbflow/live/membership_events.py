@@ -147,6 +147,8 @@ class StepRequested(MembershipEvent):
     lineage: int
     kept: KeptPart | None = None
     """What it has computed of this step, in an attempt that failed."""
+    registered: bool = True
+    """False if its heartbeats were stopped, because it kept the others waiting for too long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
