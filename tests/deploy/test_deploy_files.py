@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
+import jsonschema
 import pytest
 import typer
 import yaml
@@ -36,6 +40,13 @@ def container(kind: str) -> dict[str, Any]:
     return found
 
 
+def skypilot_tasks() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in sorted((DEPLOY / "skypilot").glob("*.yaml")):
+        for task in documents(path):
+            if "execution" not in task:  # the header of a job group
+                yield path.name, task
+
+
 def shell_lines(text: str) -> Iterator[list[str]]:
     """Commands of a shell text that run ebbflow, without comments, as words."""
     for line in text.replace("\\\n", " ").splitlines():
@@ -55,9 +66,9 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
     for path in sorted(DEPLOY.rglob("*.sbatch")):
         for words in shell_lines(path.read_text()):
             yield path.name, words
-    for path in sorted((DEPLOY / "skypilot").glob("*.yaml")):
-        for words in shell_lines(documents(path)[0]["run"]):
-            yield path.name, words
+    for name, task in skypilot_tasks():
+        for words in shell_lines(task["run"]):
+            yield name, words
     for path in (DOCS / "deploy.md", DOCS / "live.md"):
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
             if language in ("", "sh"):
@@ -70,7 +81,8 @@ LINES = list(command_lines())
 
 def test_every_file_has_a_command_line() -> None:
     files = {name for name, _ in LINES}
-    assert files >= {"lighthouse.sbatch", "replicas.sbatch", "lighthouse.yaml", "replica.yaml", "deploy.md", "live.md"}
+    assert files >= {"lighthouse.sbatch", "replicas.sbatch", "lighthouse.yaml", "replica.yaml", "group.yaml"}
+    assert files >= {"deploy.md", "live.md"}
 
 
 @pytest.mark.parametrize(("file", "words"), LINES, ids=[f"{name}: {' '.join(words)}"[:80] for name, words in LINES])
@@ -164,15 +176,34 @@ def test_every_kubernetes_document_has_what_the_server_asks_for() -> None:
         assert container(kind)["securityContext"]["runAsNonRoot"] is True
 
 
-def test_skypilot_tasks_use_known_fields_and_open_no_port() -> None:
-    fields = {"name", "resources", "envs", "workdir", "file_mounts", "setup", "run"}
-    for path in (DEPLOY / "skypilot").glob("*.yaml"):
-        (task,) = documents(path)
-        assert task.keys() <= fields
+def test_skypilot_tasks_are_valid_and_open_no_port() -> None:
+    """By the schemas of SkyPilot itself, which refuse unknown fields; `$NAMES` in a task are its own or SkyPilot's."""
+    schemas = json.loads((Path(__file__).parent / "schemas" / "skypilot" / "schemas.json").read_text())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"name": "x", "rum": "true"}, schemas["task"])
+    for file, task in skypilot_tasks():
+        jsonschema.validate(task, schemas["task"])
+        jsonschema.validate(task["resources"], schemas["resources"])
+        for mounted in task.get("file_mounts", {}).values():
+            jsonschema.validate(mounted, schemas["storage"])
         assert "ports" not in task["resources"]  # SkyPilot opens them to the whole internet
-        assert task["resources"]["use_spot"] == (path.name == "replica.yaml")
-        used = set(re.findall(r"\$([A-Z]+)", task["run"]))
-        assert used <= set(task.get("envs", {}))
+        assert task["resources"]["use_spot"] == ("lighthouse" not in task["name"]), file
+        used = set(re.findall(r"\$([A-Z_]+)", task["run"]))
+        assert used - {"SKYPILOT_JOBGROUP_NAME"} <= set(task.get("envs", {}))
+
+
+def test_the_job_group_ends_with_its_replicas_which_find_the_lighthouse_by_its_name() -> None:
+    header, *tasks = documents(DEPLOY / "skypilot" / "group.yaml")
+    assert header.keys() == {"name", "execution", "primary_tasks", "termination_delay"}
+    assert header["execution"] == "parallel"
+    lighthouse, *replicas = tasks
+    assert lighthouse["name"] == "lighthouse"
+    assert header["primary_tasks"] == [task["name"] for task in replicas]
+    port = re.search(r":(\d+)", lighthouse["run"])[1]  # type: ignore[index]
+    one = {**replicas[0], "name": "", "run": replicas[0]["run"].replace(" r0 ", " NAME ")}
+    for task in replicas:
+        assert f'"lighthouse-0.$SKYPILOT_JOBGROUP_NAME:{port}" --name {task["name"]} ' in task["run"]
+        assert {**task, "name": "", "run": task["run"].replace(f" {task['name']} ", " NAME ")} == one
 
 
 @pytest.mark.process
@@ -190,22 +221,49 @@ def test_slurm_scripts_are_bash_with_options_before_the_first_command() -> None:
         assert f"#SBATCH {option}" in options
 
 
-@pytest.mark.process
-def test_the_slurm_replica_runs_ebbflow_with_its_number_and_the_arguments_it_got(tmp_path: Path) -> None:
-    """The script itself, with a stand-in for ebbflow that says how it was called."""
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """A node with stand-ins for ebbflow, which says how it was called, and for the programs of Slurm."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "ebbflow").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
-    (programs / "ebbflow").chmod(0o755)
+    waiting = """trap 'echo left; exit 3' TERM; touch "$FOLDER/ready"; while true; do sleep 0.05; done"""
+    for name, text in {
+        "ebbflow": f'printf "%s\\n" "$@"\n[ "$WAITS" = no ] || {{ {waiting}; }}',
+        "squeue": 'echo "$STATE"',
+        "scontrol": 'echo "scontrol $*"',
+    }.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
     folder = tmp_path / "job folder"
     (folder / "lighthouse").mkdir(parents=True)
     (folder / "lighthouse" / "address").write_text("10.0.0.7:4242")
-    bash = shutil.which("bash")
-    assert bash
-    variables = {"PATH": f"{programs}:/usr/bin:/bin", "FOLDER": str(folder), "SLURM_ARRAY_TASK_ID": "3"}
-    script = [bash, DEPLOY / "slurm" / "replicas.sbatch", "train.py", "--lr", "0.1"]
-    result = subprocess.run(script, env=variables, check=True, text=True, capture_output=True)
+    numbers = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "17", "STATE": "RUNNING", "WAITS": "no"}
+    return {"PATH": f"{programs}:/usr/bin:/bin", "FOLDER": str(folder), **numbers}
+
+
+@pytest.mark.process
+def test_the_slurm_replica_runs_ebbflow_with_its_number_and_the_arguments_it_got(slurm: dict[str, str]) -> None:
+    script = ["bash", DEPLOY / "slurm" / "replicas.sbatch", "train.py", "--lr", "0.1"]
+    result = subprocess.run(script, env=slurm, check=True, text=True, capture_output=True, timeout=60)
     assert result.stdout.splitlines() == [
-        "launch", "--join", "10.0.0.7:4242", "--name", "r3", "--out", str(folder), "--grace", "45s", "train.py",
+        "launch", "--join", "10.0.0.7:4242", "--name", "r3", "--out", slurm["FOLDER"], "--grace", "45s", "train.py",
         "--lr", "0.1",
     ]  # fmt: skip
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("state", ["RUNNING", "CANCELLED"])
+def test_a_slurm_replica_whose_time_is_up_leaves_and_is_requeued_unless_it_was_cancelled(
+    state: str, slurm: dict[str, str]
+) -> None:
+    script = ["bash", DEPLOY / "slurm" / "replicas.sbatch", "train.py"]
+    with subprocess.Popen(
+        script, env=slurm | {"STATE": state, "WAITS": "yes"}, text=True, stdout=subprocess.PIPE
+    ) as job:
+        while not (Path(slurm["FOLDER"]) / "ready").exists():
+            assert job.poll() is None
+            time.sleep(0.02)
+        job.send_signal(signal.SIGTERM)
+        said, _ = job.communicate(timeout=60)
+    assert said.splitlines()[-2:] == (["left", "scontrol requeue 17"] if state == "RUNNING" else ["train.py", "left"])
+    assert job.returncode == 3
