@@ -58,5 +58,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable '.[dev]'
-	$(PIP) --no-deps mlflow-skinny
 	@touch $@ $(VENV)/.installed

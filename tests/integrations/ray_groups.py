@@ -1,6 +1,9 @@
-"""What test_ray_groups.py runs in a process of its own: `python ray_groups.py FOLDER`.
+"""What test_ray_groups.py runs in processes of their own.
 
-A group of two workers, of which one kills itself in the second epoch; then a group of one goes on.
+python ray_groups.py FOLDER            a group of two workers, of which one kills itself in the second epoch; then a
+                                       group of one goes on
+python ray_groups.py FOLDER elastic    a group that Ray itself resizes: from one worker to two when a machine comes,
+                                       and back to one when that machine is gone
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ import json
 import os
 import signal
 import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +83,74 @@ def train_loop(config: dict[str, Any]) -> None:
         torch.save(model.state_dict(), Path(config["folder"]) / "weights.pt")
 
 
+def resized_loop(config: dict[str, Any]) -> None:
+    """Epochs 0, 1 and 2 are complete with one, two and one workers; other groups stop in the middle of an epoch."""
+    import ray.train
+
+    from ebbflow.integrations.ray import prepare
+
+    folder = Path(config["folder"])
+    worker = prepare(*parts(), rule="adascale", base_batch=4, policy="fixed(12)")
+    rank, size = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
+    for epoch in range(worker.epoch, EPOCHS):
+        seen: list[int] = []
+
+        def note(index: Any, epoch: int = epoch, seen: list[int] = seen) -> None:
+            seen.extend(index.tolist()[: worker.optimizer.micro_batch.size])
+            if size != SIZES[epoch] and worker.optimizer.updates % 5 == 2:  # of five steps per epoch, two are done
+                (folder / f"waiting-{epoch}").touch()
+                time.sleep(200)  # until Ray ends this group
+
+        train(worker.model, worker.optimizer, worker.loader, note)
+        (folder / f"seen-{epoch}-{rank}.json").write_text(json.dumps(seen))
+        worker.report({"size": size})
+    if rank == 0:
+        torch.save(getattr(worker.model, "module", worker.model).state_dict(), folder / "weights.pt")
+
+
+SIZES = (1, 2, 1)
+
+
+def elastic(folder: Path) -> None:
+    """Ray on two machines of one CPU each, of which the second comes in epoch 1 and is gone in epoch 2."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # also on Linux, it makes Ray use the loopback address
+    import ray
+    from ray.cluster_utils import Cluster
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    own = {"node_ip_address": "127.0.0.1", "num_cpus": 1}
+    cluster = Cluster(initialize_head=True, head_node_args={**own, "include_dashboard": False})
+    ray.init(address=cluster.address)
+    trainer = TorchTrainer(
+        resized_loop,
+        train_loop_config={"folder": str(folder)},
+        scaling_config=ScalingConfig(num_workers=(1, 2), elastic_resize_monitor_interval_s=1),
+        run_config=RunConfig(
+            name="elastic", storage_path=str(folder / "ray"), failure_config=FailureConfig(max_failures=3)
+        ),
+    )
+    try:
+        with ThreadPoolExecutor() as pool:
+            fit = pool.submit(trainer.fit)
+            wait_for(folder / "waiting-1", fit)
+            second = cluster.add_node(**own)
+            wait_for(folder / "waiting-2", fit)
+            cluster.remove_node(second, allow_graceful=False)
+            metrics = fit.result().metrics
+        (folder / "metrics.json").write_text(json.dumps([metrics["size"], metrics["updates"]]))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def wait_for(path: Path, fit: Future[Any]) -> None:
+    while not path.exists():
+        if fit.done():
+            raise RuntimeError(f"the training ended before {path.name}: {fit.result()}")
+        time.sleep(0.1)
+
+
 def main(folder: Path) -> None:
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -102,4 +175,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (elastic if "elastic" in sys.argv else main)(Path(sys.argv[1]))
