@@ -70,16 +70,27 @@ def test_below_the_reference_batch_sgd_is_linear_and_adam_has_the_root() -> None
     assert AUTO.scale(replace(small, adaptive=True), AUTO.init())[0].lr == pytest.approx(0.5)
 
 
-def test_after_an_increase_the_multiplier_climbs() -> None:
-    """k = 2: the ramp takes 16 steps, and its first step has the multiplier of before."""
+@pytest.mark.parametrize(
+    ("text", "multipliers"),
+    # k = 2, from 1 to 2: over 2, 16 or no steps, of which the first one has the multiplier of before.
+    [
+        ("auto", [1.0, 1.5, 2.0]),
+        ("auto(ramp=8)", [1.0, 1.0 + 1 / 16, 1.0 + 2 / 16]),
+        ("auto(ramp=0)", [2.0, 2.0, 2.0]),
+    ],
+)
+def test_after_an_increase_the_multiplier_climbs(text: str, multipliers: list[float]) -> None:
+    rule = make_rule(text)
     before = replace(STEP, batch=8, samples=4_000, adaptive=True)
-    _, state = AUTO.scale(before, AUTO.init())
-    after, _ = AUTO.scale(replace(before, batch=32, samples=4_008), state)
-    assert after.lr == pytest.approx(1.0)
+    _, state = rule.scale(before, rule.init())
+    for number, multiplier in enumerate(multipliers):
+        after, state = rule.scale(replace(before, batch=32, samples=4_008 + 32 * number), state)
+        assert after.lr == pytest.approx(multiplier)
 
 
-@pytest.mark.parametrize("loss", [2.21, math.inf, math.nan])
+@pytest.mark.parametrize("loss", [2.41, math.inf, math.nan])
 def test_a_loss_above_that_of_the_first_step_is_damage(loss: float) -> None:
+    assert seen([2.0, 2.0, 2.0, 2.0, 2.39])[0] == ["continue"] * 5, "1.2 times the first loss is 2.4"
     verdicts, state = seen([2.0, 2.0, 2.0, 2.0, loss])
     assert verdicts == ["continue"] * 4 + ["restore"]
     assert (state["coefficient"], state["warm_up"], state["guarded"]) == (0.5, 2.0, True)
@@ -111,6 +122,8 @@ def test_after_two_restores_and_after_the_warm_up_nothing_is_guarded() -> None:
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(SpecError, match="auto: limit is 2; expected 0"):
         make_rule("auto(limit=2)")
+    with pytest.raises(SpecError, match="auto: ramp is -1; expected 0"):
+        make_rule("auto(ramp=-1)")
 
 
 @pytest.mark.parametrize("step_time", ["fit", "1h/ep"])

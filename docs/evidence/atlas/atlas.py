@@ -5,7 +5,8 @@
     python atlas.py collect FOLDER ... --to arms.json
     python regrets.py arms.json
 
-`run` is a study: the same command continues where it was stopped; `--workloads` and `--lengths` run a part of it.
+`run` is a study: the same command continues where it was stopped; `--workloads`, `--lengths` and `--without` run a
+part of it.
 `collect` writes one row per finished run, which is all that `regrets.py` reads. The arms of the long runs are at the
 same time the full-length runs with which `../choose/agreement.py` compares tournaments.
 """
@@ -30,10 +31,10 @@ Length = Literal["short", "long"]
 RATES = (0.25, 1.0, 4.0)
 """Factors of the base rate."""
 AUTO: dict[Length, tuple[str, ...]] = {
-    "short": ("auto", "auto(guard=false)"),
+    "short": ("auto", "auto(guard=false)", "auto(ramp=0)", "auto(ramp=8)"),
     "long": ("auto", "auto(probe=false)", "auto(averaged=false)", "auto(lower=false)"),
 }
-"""The automatic rule and its ablations: of the guard in the short runs, of the probe in the long ones, where it is."""
+"""The automatic rule and its ablations: of guard and ramp in the short runs, of the probe in the long ones."""
 PLUGIN = Path(__file__).with_name("atlas_workloads.py")
 
 
@@ -153,7 +154,7 @@ def label(fleet: str, rate: float, length: Length) -> str:
 
 def make_study(
     name: str, *, images: str, text: str = "", seeds: int = 1, given: tuple[str, ...] = (),
-    workloads: tuple[str, ...] = (), only: tuple[Length, ...] = ("short", "long"),
+    workloads: tuple[str, ...] = (), only: tuple[Length, ...] = ("short", "long"), without: tuple[str, ...] = (),
 ) -> Study:  # fmt: skip
     """The study of an atlas, or of a part of it, as one grid whose traces are fleet, rate and length."""
     whole = ATLASES[name]
@@ -175,12 +176,15 @@ def make_study(
             length_of = {"epochs": epochs, "validate_every": epochs}
             override.append({"workload": model.workload, "trace": labels[length], "set": length_of})
             for rule in (*candidate_rules(model.family, epochs=epochs), *AUTO[length]):
-                wanted.setdefault(rule, set()).add((model.workload, length))
+                if rule not in without:
+                    wanted.setdefault(rule, set()).add((model.workload, length))
     skip = [
         {"rule": rule, "workload": model.workload, "trace": labels[length]}
         for rule, places in wanted.items() for model, length in product(atlas.models, lengths)
         if (model.workload, length) not in places
     ]  # fmt: skip
+    steady = [name for length in lengths for name in labels[length] if name.startswith("static")]
+    skip += [{"rule": rule, "trace": steady} for rule in wanted if rule.startswith("auto(ramp=") and steady]
     values = {
         "name": f"atlas-{name}",
         "workloads": [model.workload for model in atlas.models],
@@ -245,6 +249,7 @@ def _run(asked: argparse.Namespace) -> None:
     study = make_study(
         asked.atlas, images=str(asked.images.resolve()), text=str((asked.text or asked.images).resolve()),
         seeds=asked.seeds, given=tuple(asked.given), workloads=tuple(asked.workloads), only=tuple(asked.lengths),
+        without=tuple(asked.without),
     )  # fmt: skip
     began, done, total = time.monotonic(), 0, len(study.arms())
 
@@ -272,6 +277,7 @@ def main() -> None:
     run.add_argument("--out", type=Path, required=True)
     run.add_argument("--workloads", nargs="+", default=[])
     run.add_argument("--lengths", nargs="+", choices=["short", "long"], default=["short", "long"])
+    run.add_argument("--without", nargs="+", default=[], metavar="RULE", help="Rules that are left out.")
     run.add_argument("--seeds", type=int, default=1)
     run.add_argument("--jobs", type=int)
     run.add_argument("--minutes", type=float, default=float("inf"))
