@@ -201,7 +201,10 @@ def test_unknown_classes_are_named_when_the_mask_is_read(folder, numbers, says):
 @pytest.mark.parametrize("part", ["train", "val"])
 @pytest.mark.parametrize(
     ("value", "says"),
-    [(12, "pixels have the value 12; expected the classes 0 to 10"), (11, r"masks that were read have the value 11, v")],
+    [
+        (12, "pixels have the value 12; expected the classes 0 to 10"),
+        (11, r"masks that were read have the value 11, v"),
+    ],
 )
 def test_classes_that_do_not_fit_the_masks_are_named_before_training(folder, part, value, says):
     for mask in (folder / part / "masks").iterdir():

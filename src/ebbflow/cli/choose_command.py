@@ -54,8 +54,10 @@ def choose_verb(
         interruptible(),
         Progress(
             # The leader goes on in a second line where the terminal is narrow; the bar is what can be short.
-            TextColumn("{task.description}"), BarColumn(bar_width=12),
-            TextColumn("{task.fields[leader]}", table_column=Column(overflow="fold")), console=err,
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.fields[leader]}", table_column=Column(overflow="fold")),
+            console=err,
         ) as bar,
     ):
         task = bar.add_task("preparing", total=None, leader="")

@@ -264,9 +264,7 @@ def _report_bad(
     _LOG.warning("%s; they are left out", found)
 
 
-def check_headers(
-    folder: Path, names: NDArray[np.bytes_], ids: NDArray[np.int64], sizes: NDArray[np.int64]
-) -> None:
+def check_headers(folder: Path, names: NDArray[np.bytes_], ids: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
     """Read the headers of images: one that is no image, or has another size than `sizes` says, raises DataError."""
 
     def problem(index: int) -> str | None:
