@@ -14,8 +14,15 @@ from matplotlib.ticker import LogLocator
 
 from ebbflow.report.figures import all_figures
 from ebbflow.report.plotting import (
-    PALETTE, Drawing, RuleStyle, changes, envelope, over_seeds, save, ticks_at_powers_of_two,
-)  # fmt: skip
+    PALETTE,
+    Drawing,
+    RuleStyle,
+    changes,
+    envelope,
+    over_seeds,
+    save,
+    ticks_at_powers_of_two,
+)
 from ebbflow.report.report_page import ReportPaths, inline_svg
 from ebbflow.report.results import load_results
 from ebbflow.report.summary import summarise

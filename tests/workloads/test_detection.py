@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import importlib.util
+import shutil
 
 import pytest
 import torch

@@ -98,9 +98,9 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
     """The images of a folder with the masks of another: bytes `(3, height, width)` and class indices `(height, width)`.
 
     When it is made, all names are compared and the headers of all files are read: an image without a mask, a mask
-    without an image, other files, different sizes, and masks in colours raise DataError then. `check_some_masks` reads a
-    few masks. Numbers in other masks that are no class, and files that are damaged behind their header, raise DataError
-    when the sample is read. No file is left out.
+    without an image, other files, different sizes, and masks in colours raise DataError then. `check_some_masks` reads
+    a few masks. Numbers in other masks that are no class, and files that are damaged behind their header, raise
+    DataError when the sample is read. No file is left out.
     """
 
     def __init__(self, images: Path, masks: Path, *, values: MaskClasses, transform: Transform) -> None:
@@ -135,20 +135,20 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
         return self.transform(image, indices)
 
     def check_some_masks(self) -> None:
-        """Read up to 16 masks, spread over the folder: numbers that are no class, and nothing but void, raise DataError.
+        """Read up to 16 masks, spread over the folder; numbers that are no class, or nothing but void, raise DataError.
 
         So classes and void that do not fit the data are found before training, and not at the first validation.
         """
         chosen = np.unique(np.linspace(0, len(self) - 1, _SOME_MASKS).round().astype(int))
         masks = [self._paths(index)[1] for index in chosen]
         with ThreadPoolExecutor(8) as pool:
-            indices = pool.map(lambda path: self.values.indices(_numbers(path), path), masks)
-            if all([bool((mask == VOID).all()) for mask in indices]):
-                raise DataError(
-                    f"{self.masks}: all pixels of the {len(masks)} masks that were read have the value "
-                    f"{self.values.void}, void; expected {self.values}: get the masks with the classes, or correct the "
-                    f"arguments classes= and void= of the workload"
-                )
+            indices = list(pool.map(lambda path: self.values.indices(_numbers(path), path), masks))
+        if all((mask == VOID).all() for mask in indices):
+            raise DataError(
+                f"{self.masks}: all pixels of the {len(masks)} masks that were read have the value "
+                f"{self.values.void}, void; expected {self.values}: get the masks with the classes, or correct the "
+                f"arguments classes= and void= of the workload"
+            )
 
     def _paths(self, index: int) -> tuple[Path, Path]:
         return self.images / os.fsdecode(self._images[index]), self.masks / os.fsdecode(self._masks[index])
