@@ -57,6 +57,18 @@ def with_traces(folder: str, tmp_path: Path) -> Path:
     return tmp_path / folder
 
 
+RECIPE_FOLDERS = {folder: folder.removesuffix("-100") for folder in (*STUDIES, *UPCOMING) if folder.startswith("lena")}
+"""Folders with runs of a recipe: its name, and the number of epochs where there are two."""
+
+
+@pytest.mark.parametrize("recipe", sorted({*RECIPE_FOLDERS.values()}))
+def test_the_page_of_recipes_says_no_only_of_what_was_not_run(recipe: str) -> None:
+    page = (EVIDENCE.parent / "recipes.md").read_text(encoding="utf-8")
+    (said,) = re.findall(rf"^\|.*\| `{recipe}`[^|]*\| (.*) \|$", page, flags=re.MULTILINE)
+    run = any(name == recipe and folder in STUDIES for folder, name in RECIPE_FOLDERS.items())
+    assert ("](evidence/lena.md)" in said) if run else (said == "no")
+
+
 @pytest.mark.parametrize("name", ["cells.toml", "digits.toml"])
 def test_the_cells_that_compare_choices_with_full_length_runs_can_be_run(name: str) -> None:
     script = runpy.run_path(str(EVIDENCE / "choose" / "agreement.py"))

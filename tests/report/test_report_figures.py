@@ -9,9 +9,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from ebbflow.report.figures import all_figures
-from ebbflow.report.plotting import PALETTE, Drawing, RuleStyle, changes, envelope, over_seeds, save
+from ebbflow.report.plotting import (
+    PALETTE,
+    Drawing,
+    RuleStyle,
+    changes,
+    envelope,
+    over_seeds,
+    save,
+    ticks_at_powers_of_two,
+)
 from ebbflow.report.report_page import ReportPaths, inline_svg
 from ebbflow.report.results import load_results
 from ebbflow.report.summary import summarise
@@ -57,6 +68,17 @@ def test_the_batch_is_zero_while_the_trace_has_no_worker(drawn: dict[str, Drawin
     (at,) = np.flatnonzero(y == 0)
     assert x[at] == pytest.approx(700 / 60)
     assert (x[at + 1], y[at + 1]) == (pytest.approx(760 / 60), 64)
+
+
+def test_an_axis_with_less_than_two_powers_of_two_has_ticks_between_them() -> None:
+    axes = Figure().add_subplot()
+    axes.set_xscale("log", base=2)
+    for low, high, expected in ((7.2, 14.1, [8, 10, 12, 14]), (0.9, 17, [1, 2, 4, 8, 16])):
+        axes.set_xlim(low, high)
+        ticks_at_powers_of_two(axes.xaxis)
+        shown = [tick for tick in axes.xaxis.get_majorticklocs() if low <= tick <= high]
+        assert shown == pytest.approx(expected)
+        axes.xaxis.set_major_locator(LogLocator(base=2))
 
 
 def test_the_used_part_of_the_trace_is_shaded(drawn: dict[str, Drawing]) -> None:

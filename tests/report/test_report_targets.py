@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,13 @@ def test_a_run_that_never_reaches_it_is_counted_and_in_no_mean(found: Summary) -
         "runs) and wild (never)."
     ) in texts
     assert "On w, batch 10 and batch 40: no run reaches accuracy 95.0 %." in texts
+
+
+def test_where_times_were_fitted_the_takeaway_counts_epochs(found: Summary) -> None:
+    # linear reaches 0.8 in epochs 3 and 2.
+    fitted = replace(found, fitted=frozenset({"w"}))
+    assert any(text.startswith("On w, batch 40: linear reaches accuracy 80.0 % first, after 2.5 epochs; not every")
+               for text in takeaways(fitted))  # fmt: skip
 
 
 def test_json_has_every_target_and_none_for_what_was_not_reached(found: Summary) -> None:

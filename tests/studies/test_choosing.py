@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from ebbflow.core.choices import read_choice
 from ebbflow.errors import ConfigError, InputError
 from ebbflow.rules.families import fallback_rule
 from ebbflow.studies.choosing import choose, parse_budget
-from ebbflow.studies.tournament import ChooseProgress, Chosen
+from ebbflow.studies.halving import Candidate
+from ebbflow.studies.tournament import ChooseProgress, Chosen, Tournament, _ArmScore
 
 TRACE = "random-levels(minimum=1, maximum=6, every=60s, duration=20min, seed=3)"
 RULES = ["sqrt+statewarmup(0.05, by=multiplier)", "linear+warmup(1ep)"]
@@ -198,6 +200,22 @@ def test_a_share_of_the_full_cost_is_never_exceeded_and_what_is_missing_is_said(
     less = tournament(tmp_path / "less", budget="1%")
     assert less.choice.decided_by == "fallback"
     assert "which takes about 2 epochs (2%): that is the least budget" in less.choice.note
+
+
+def test_a_budget_that_ends_within_further_seeds_says_that_noise_could_have_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Candidate("sqrt", 1.0), Candidate("linear", 1.0)
+    values: dict[str, Any] = dict.fromkeys(field.name for field in fields(Tournament) if field.init)
+    values |= {"candidates": [first, second], "epochs": 20, "share": 1.0, "most_seeds": 2, "left_out": {}, "more": []}
+    one = Tournament(**values)
+    one.ended = [{(first, 0): _ArmScore(0.9, 10, 1.0), (second, 0): _ArmScore(0.89, 10, 1.0)}]
+    asked: list[Any] = []
+    monkeypatch.setattr(Tournament, "_train", lambda self, number, epochs, more: asked.append(more))  # it did not end
+    one._add_seeds(0, 1, (1, 3, 9), after=())
+    assert asked == [[(first, 1), (second, 1)]]
+    (text,) = one.more
+    assert text.startswith("Noise could have decided rung 1; the budget ended while another seed of sqrt, rate x1, lin")
 
 
 # A kill ---------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from ebbflow.errors import DataError
-from ebbflow.workloads.coco import CocoImages, CocoMetric, CocoSplit, collate_detection, read_coco
+from ebbflow.workloads.coco import CocoImages, CocoMetric, CocoSplit, check_headers, collate_detection, read_coco
 from ebbflow.workloads.prefetch import Request, SampleReader
 
 for package in ("torchvision", "pycocotools"):
@@ -97,6 +97,24 @@ def test_a_bad_box_is_named_left_out_and_counted(tmp_path, caplog, box):
     )
 
 
+def test_a_box_that_is_outside_because_the_size_of_its_image_is_wrong_is_an_error(tmp_path):
+    annotations = content()
+    annotations["images"][1]["width"] = 20  # image 3, whose file has 40x30 pixels and whose only box is as wide
+    with pytest.raises(DataError, match=r"3\.jpg \(image 3 of the annotations\): 40x30 pixels; expected 20x30"):
+        read_coco(write(tmp_path, annotations), "train2017")
+
+
+def test_headers_of_images_are_checked_and_the_others_counted(tmp_path):
+    folder = write(tmp_path, content())
+    split = read_coco(folder, "train2017")
+    check_headers(split.folder, split.names, split.ids, split.sizes)
+    (folder / "train2017" / "3.jpg").write_bytes(b"no image")
+    (folder / "train2017" / "9.jpg").write_bytes(b"")
+    message = r"3\.jpg \(image 3 of the annotations\): not a readable image .*; 1 other images have problems, too"
+    with pytest.raises(DataError, match=message):
+        check_headers(split.folder, split.names, split.ids, split.sizes)
+
+
 def test_many_bad_boxes_are_an_error_since_the_format_is_another_one(tmp_path):
     annotations = content()
     for annotation in annotations["annotations"]:
@@ -145,6 +163,8 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (change("annotations.1.id", "12"), "annotation number 2 has the id '12'"),
         (change("annotations.1.image_id", 8), "annotation 12: image_id is 8, which no image has; correct or remove"),
         (change("annotations.1.category_id", 3), "annotation 12: category_id is 3; expected one of the 2 categories"),
+        (change("annotations.1.image_id", [3]), r"annotation 12: image_id is \[3\], which no image has"),
+        (change("annotations.1.category_id", {}), "annotation 12: category_id is {}; expected one of the 2 categories"),
         (change("annotations.1.bbox", ...), r"annotation 12 \(image 3\): bbox is None; expected four finite numbers"),
         (change("annotations.1.bbox", [1, 2, 3]), r"annotation 12 .* bbox is \[1, 2, 3\]; expected four"),
         (change("annotations.1.bbox", [1, 2, math.nan, 3]), r"annotation 12 .* bbox is \[1, 2, nan, 3\]"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 
 import pytest
 import torch
@@ -163,3 +164,12 @@ def test_settings_that_cannot_be_used_are_refused(shared):
         workloads.build("coco-ssd300")
     with pytest.raises(DataError, match=r"instances_train2014.json: there is no such file"):
         workloads.build("coco-ssd512(year=2014)", data=data)
+
+
+def test_a_damaged_image_of_the_validation_is_named_before_training(shared, tmp_path):
+    data = tmp_path / "coco"
+    shutil.copytree(shared / "data" / "coco_tiny", data, copy_function=shutil.copyfile)
+    damaged = min((data / "val2017").iterdir())
+    damaged.write_bytes(b"no image")
+    with pytest.raises(DataError, match=rf"{damaged.name} \(image \d+ of the annotations\): not a readable image"):
+        workloads.build("coco-ssd300(network=resnet18, size=64)", data=data)

@@ -198,6 +198,32 @@ def test_unknown_classes_are_named_when_the_mask_is_read(folder, numbers, says):
         source.batch(np.array([0]), train=True)
 
 
+@pytest.mark.parametrize("part", ["train", "val"])
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (12, "pixels have the value 12; expected the classes 0 to 10"),
+        (11, r"masks that were read have the value 11, v"),
+    ],
+)
+def test_classes_that_do_not_fit_the_masks_are_named_before_training(folder, part, value, says):
+    for mask in (folder / part / "masks").iterdir():
+        save_mask(mask, width=40 + int(mask.stem), value=value)
+    with pytest.raises(DataError, match=rf"{part}/masks.*{says}"):
+        workloads.build("ade20k-fcn(classes=11, void=11, size=32)", data=folder)
+
+
+def test_of_many_masks_some_are_read_the_last_one_too(folder):
+    for i in range(4, 40):
+        save_image(folder / "train" / "images" / f"{i:02}.png")
+        save_mask(folder / "train" / "masks" / f"{i:02}.png", value=11)
+    samples = opened(folder)
+    samples.check_some_masks()  # some of the first four have classes
+    save_mask(folder / "train" / "masks" / "39.png", value=12)
+    with pytest.raises(DataError, match=r"39\.png: 1200 pixels have the value 12"):
+        samples.check_some_masks()
+
+
 @pytest.mark.parametrize("name", ["images/0.jpg", "masks/0.png"])
 def test_a_file_that_is_cut_short_is_named_when_it_is_read(folder, name):
     pixels = np.random.default_rng(0).integers(0, 11, (90, 120)).astype(np.uint8)  # noise: much longer than a header

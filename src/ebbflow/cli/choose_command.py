@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
 from ebbflow.cli.options import takes_settings
@@ -53,7 +53,11 @@ def choose_verb(
     with (
         interruptible(),
         Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[leader]}"), console=err
+            # The leader goes on in a second line where the terminal is narrow; the bar is what can be short.
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.fields[leader]}", table_column=Column(overflow="fold")),
+            console=err,
         ) as bar,
     ):
         task = bar.add_task("preparing", total=None, leader="")

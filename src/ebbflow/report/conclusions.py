@@ -99,9 +99,9 @@ def _targets(summary: Summary) -> list[str]:
     """Which rule reaches each target first on each trace, and which never does."""
     texts = []
     for workload in summary.workloads:
-        cells, numbers = summary.cells_of(workload), summary.number_format(workload)
+        cells = summary.cells_of(workload)
         for number, target in enumerate(summary.targets_of(workload)):
-            goal = f"{cells[0].metric} {numbers.number(target)}{' %' if numbers.unit else ''}"
+            goal = summary.goal(workload, target)
             none: list[str] = []
             said = []
             for trace in summary.traces_of(workload):
@@ -109,16 +109,19 @@ def _targets(summary: Summary) -> list[str]:
                 if row and not any(to.reached for to in row.values()):
                     none.append(trace)
                 elif row:
-                    said.append(f"On {workload}, {trace}: {_first_there(row, goal)}.")
+                    said.append(
+                        f"On {workload}, {trace}: {_first_there(row, goal, fitted=workload in summary.fitted)}."
+                    )
             texts += said
             if none:
                 texts.append(f"On {workload}, {_join(none)}: no run reaches {goal}.")
     return texts
 
 
-def _first_there(row: Mapping[str, ToTarget], goal: str) -> str:
-    """Which rules of a row reach a target first, and which runs do not."""
-    whole = {rule: to.mean("time_s") or 0.0 for rule, to in row.items() if to.reached == to.runs}
+def _first_there(row: Mapping[str, ToTarget], goal: str, *, fitted: bool) -> str:
+    """Which rules of a row reach a target first, and which runs do not; in epochs where times were fitted."""
+    by = "epochs" if fitted else "time_s"
+    whole = {rule: to.mean(by) or 0.0 for rule, to in row.items() if to.reached == to.runs}
     missed = [f"{rule} ({_reached(to)})" for rule, to in row.items() if rule not in whole]
     parts = []
     if whole:
@@ -126,7 +129,8 @@ def _first_there(row: Mapping[str, ToTarget], goal: str) -> str:
         quickest = [rule for rule, time in whole.items() if math.isclose(time, least)]
         verb = "reaches" if len(quickest) == 1 else "reach"
         first = " first," if len(row) > 1 else ""
-        parts.append(f"{_join(quickest)} {verb} {goal}{first} after {format_seconds(least)}")
+        after = f"{least:.3g} epoch{'' if least == 1 else 's'}" if fitted else format_seconds(least)
+        parts.append(f"{_join(quickest)} {verb} {goal}{first} after {after}")
     if missed:
         parts.append(f"not every run reaches {'it' if whole else goal}: {_join(missed)}")
     return "; ".join(parts)

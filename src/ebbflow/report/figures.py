@@ -32,9 +32,9 @@ from ebbflow.report.plotting import (
     outer_labels,
     over_seeds,
     panels,
-    plain_ticks,
     slugs,
     smooth,
+    ticks_at_powers_of_two,
     time_unit,
 )
 from ebbflow.report.results import ArmResult, Results
@@ -479,7 +479,7 @@ def _multiplier(of: WorkloadArms) -> Drawing | None:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
         for which in (axis.xaxis, axis.yaxis):
-            plain_ticks(which)
+            ticks_at_powers_of_two(which)
     outer_labels(axes, "batch / reference batch", "learning rate multiplier")
     legend(figure, axes)
     caption = (
@@ -515,7 +515,8 @@ def _traces(arms: Sequence[ArmResult], traces: Sequence[str]) -> Drawing | None:
         axis.set_xlabel(unit)
         if last > end:
             repeated = True
-            axis.set_title(f"{name} (used {last / end:.1f} times over)")
+            times_over = f"{last / end:.1f} times over" if last >= 1.1 * end else "a little more than once"
+            axis.set_title(f"{name} (used {times_over})")
     axes[0].set_ylabel("workers")
     text = "Available workers over time; the part that training used is shaded."
     return Drawing(

@@ -47,11 +47,11 @@ __all__ = [
     "outer_labels",
     "over_seeds",
     "panels",
-    "plain_ticks",
     "save",
     "slug",
     "slugs",
     "smooth",
+    "ticks_at_powers_of_two",
     "time_unit",
 ]
 
@@ -292,7 +292,7 @@ def log_if_wide(axes: Sequence[Axes], drawn: Sequence[Array], *, wide: float) ->
     narrow = positive.max() < 1000 * positive.min()
     for axis in axes:
         axis.set_yscale("log")
-        plain_ticks(axis.yaxis)
+        _plain_ticks(axis.yaxis)
         if narrow:  # powers of ten alone would leave an axis with one number, or none
             axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     return True
@@ -309,10 +309,20 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return ("minutes", 60.0) if seconds <= 3 * 3600 else ("hours", 3600.0)
 
 
-def plain_ticks(axis: Axis) -> None:
+def _plain_ticks(axis: Axis) -> None:
     """Write ticks as 0.01, not as powers of ten, without minor tick labels."""
     axis.set_major_formatter(lambda value, position: f"{value:g}")
     axis.set_minor_formatter("")
+
+
+def ticks_at_powers_of_two(axis: Axis) -> None:
+    """Plain ticks at powers of two, and at quarters between them where the axis has fewer than two powers."""
+    from matplotlib.ticker import LogLocator
+
+    _plain_ticks(axis)
+    low, high = sorted(axis.get_view_interval())
+    if low > 0 and math.floor(math.log2(high)) - math.ceil(math.log2(low)) < 1:
+        axis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.25, 1.5, 1.75)))
 
 
 def save(figure: Figure, folder: Path, stem: str) -> tuple[Path, Path]:

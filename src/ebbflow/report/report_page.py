@@ -305,8 +305,12 @@ def _table(summary: Summary, workload: str) -> dict[str, Any]:
         "rows": rows,
         "effort": {"caption": effort_caption(summary, workload), "rows": effort},
         "targets": [
-            {"caption": target_caption(summary, workload, number), "rows": found}
-            for number in range(len(summary.targets_of(workload)))
+            {
+                "goal": summary.goal(workload, target),
+                "caption": target_caption(summary, workload, number),
+                "rows": found,
+            }
+            for number, target in enumerate(summary.targets_of(workload))
             if (found := target_table(summary, workload, number))
         ],
     }

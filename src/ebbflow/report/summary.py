@@ -260,6 +260,11 @@ class Summary:
         """The scores that were asked for."""
         return [to.target for to in self.cells_of(workload)[0].targets]
 
+    def goal(self, workload: str, target: float) -> str:
+        """A target with its metric, in words: accuracy 90.0 %."""
+        numbers = self.number_format(workload)
+        return f"{self.cells_of(workload)[0].metric} {numbers.number(target)}{' %' if numbers.unit else ''}"
+
     def as_json(self) -> dict[str, Any]:
         """What `ebbflow report --json` prints."""
         return {"cells": [cell.as_json() for cell in self.cells]}

@@ -238,6 +238,10 @@ class Tournament:
                 return
             more = [(one, len(self._scores(number)[one])) for one in doubtful]
             if not self._train(number, lengths[number], more):
+                self.more.append(
+                    f"Noise could have decided rung {number + 1}; the budget ended while another seed of {names} was "
+                    f"trained, and a larger one continues there."
+                )
                 return
 
     def _fits(self, counts: Sequence[int], lengths: Sequence[int]) -> bool:

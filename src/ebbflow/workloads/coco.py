@@ -6,8 +6,9 @@
 `read_coco` checks the whole annotation file before training begins. What cannot be used is an error that names the file
 and the id. Three things are left out and counted (`CocoSplit.left_out`), so that COCO can be used as it is: crowd
 boxes and images without other boxes, both in training only, and a few bad boxes, such as the zero-area boxes of
-train2017. Images are decoded while training; one that is damaged, or has another size than its annotations say, is an
-error then.
+train2017. Images are decoded when they are used; one that is damaged, or has another size than its annotations say, is
+an error then. `check_headers` finds most of them before: the task has it read the headers of the validation images,
+which would otherwise fail after the first epoch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,10 @@ from torch.utils.data import Dataset
 
 from ebbflow.core.extras import require
 from ebbflow.errors import DataError
-from ebbflow.workloads.image_files import IMAGENET_MEAN, decode_image
+from ebbflow.workloads.image_files import IMAGENET_MEAN, check_size, decode_image
 from ebbflow.workloads.torchvision_import import import_torchvision, pickle_with_torchvision
 
-__all__ = ["CocoImages", "CocoMetric", "CocoSplit", "collate_detection", "read_coco"]
+__all__ = ["CocoImages", "CocoMetric", "CocoSplit", "check_headers", "collate_detection", "read_coco"]
 
 Target = dict[str, Tensor]
 """Boxes `(n, 4)` as x1, y1, x2, y2 in pixels of the network's input, labels `(n,)` from 1 on, the id of the image, and
@@ -42,6 +44,7 @@ its original size (height, width)."""
 
 _LOG = logging.getLogger(__name__)
 _ROUNDING = 1.0  # pixels by which a box may leave its image
+_MOST_HEADERS = 200  # images with bad boxes whose headers are read, before the boxes are taken to be what is wrong
 _MOST_BAD = 0.01  # part of a file's boxes that may be bad; more of them mean another format, such as x1, y1, x2, y2
 
 
@@ -110,9 +113,9 @@ def read_coco(data: Path, split: str) -> CocoSplit:
     for number, annotation in enumerate(content["annotations"]):
         where, identity = _identity(path, "annotation", annotation, number, seen)
         image, category = annotation.get("image_id"), annotation.get("category_id")
-        if image not in index:
+        if not isinstance(image, int) or image not in index:
             raise DataError(f"{where}: image_id is {image!r}, which no image has; correct or remove the annotation")
-        if category not in label:
+        if not isinstance(category, int) or category not in label:
             raise DataError(
                 f"{where}: category_id is {category!r}; expected one of the {len(label)} categories of the file"
             )
@@ -128,14 +131,22 @@ def read_coco(data: Path, split: str) -> CocoSplit:
         boxes.append((box[0], box[1], box[0] + box[2], box[1] + box[3]))
 
     numbers = np.array([row[:2] for row in rows], dtype=np.int64)
-    clipped, bad, left_out = _clip(path, np.array(boxes, dtype=np.float64), sizes[numbers[:, 0]], rows)
+    corners = np.array(boxes, dtype=np.float64)
+    clipped, bad, left_out = _clip(corners, sizes[numbers[:, 0]])
+    names = np.array([os.fsencode(image["file_name"]) for image in images])
+    ids = np.array([image["id"] for image in images], dtype=np.int64)
+    if bad.any():
+        # A box may be outside only because the annotations have a wrong size of the image.
+        of_bad = np.unique(numbers[bad, 0])[:_MOST_HEADERS]
+        check_headers(data / split, names[of_bad], ids[of_bad], sizes[of_bad])
+        _report_bad(path, corners, bad, sizes[numbers[:, 0]], rows)
     order = np.argsort(numbers[:, 0], kind="stable")
     order = order[~bad[order]]
     counts = np.bincount(numbers[order, 0], minlength=len(images))
     return CocoSplit(
         folder=data / split,
-        names=np.array([os.fsencode(image["file_name"]) for image in images]),
-        ids=np.array([image["id"] for image in images], dtype=np.int64),
+        names=names,
+        ids=ids,
         sizes=sizes,
         first=np.concatenate([[0], np.cumsum(counts)]),
         boxes=clipped[order].astype(np.float32),
@@ -221,10 +232,7 @@ def _is_number(value: object) -> bool:
 
 
 def _clip(
-    path: Path,
-    boxes: NDArray[np.float64],
-    sizes: NDArray[np.int64],
-    rows: Sequence[tuple[int, int, bool, float, int]],
+    boxes: NDArray[np.float64], sizes: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], dict[str, int]]:
     """Return the boxes clipped to their images, which of them are bad, and how many of each there are."""
     limits = np.concatenate([sizes[:, ::-1], sizes[:, ::-1]], axis=1)
@@ -232,22 +240,51 @@ def _clip(
     moved = np.abs(clipped - boxes).max(axis=1)
     empty = (clipped[:, 2:] <= clipped[:, :2]).any(axis=1)
     bad = (moved > _ROUNDING) | empty
-    left_out = {}
-    if (~bad & (moved > 0)).any():
-        left_out["boxes clipped to the image"] = int((~bad & (moved > 0)).sum())
-    if bad.any():
-        left_out["bad boxes"] = int(bad.sum())
-        named = "; ".join(
-            f"annotation {rows[i][4]}: x {boxes[i, 0]:g} to {boxes[i, 2]:g} and y {boxes[i, 1]:g} to {boxes[i, 3]:g} "
-            f"in an image of {sizes[i, 1]}x{sizes[i, 0]} pixels"
-            for i in np.flatnonzero(bad)[:3]
-        )
-        found = f"{path}: {bad.sum()} of {len(bad)} boxes are empty or outside of their images ({named}"
-        found += "; ...)" if bad.sum() > 3 else ")"
-        if bad.sum() > max(1, _MOST_BAD * len(bad)):
-            raise DataError(f"{found}; expected bbox = x, y, width, height in pixels: correct the file")
-        _LOG.warning("%s; they are left out", found)
-    return clipped, bad, left_out
+    counts = {"boxes clipped to the image": int((~bad & (moved > 0)).sum()), "bad boxes": int(bad.sum())}
+    return clipped, bad, {name: count for name, count in counts.items() if count}
+
+
+def _report_bad(
+    path: Path,
+    boxes: NDArray[np.float64],
+    bad: NDArray[np.bool_],
+    sizes: NDArray[np.int64],
+    rows: Sequence[tuple[int, int, bool, float, int]],
+) -> None:
+    """Name the first bad boxes: as a warning if they are few, otherwise as an error."""
+    named = "; ".join(
+        f"annotation {rows[i][4]}: x {boxes[i, 0]:g} to {boxes[i, 2]:g} and y {boxes[i, 1]:g} to {boxes[i, 3]:g} "
+        f"in an image of {sizes[i, 1]}x{sizes[i, 0]} pixels"
+        for i in np.flatnonzero(bad)[:3]
+    )
+    found = f"{path}: {bad.sum()} of {len(bad)} boxes are empty or outside of their images ({named}"
+    found += "; ...)" if bad.sum() > 3 else ")"
+    if bad.sum() > max(1, _MOST_BAD * len(bad)):
+        raise DataError(f"{found}; expected bbox = x, y, width, height in pixels: correct the file")
+    _LOG.warning("%s; they are left out", found)
+
+
+def check_headers(folder: Path, names: NDArray[np.bytes_], ids: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+    """Read the headers of images: one that is no image, or has another size than `sizes` says, raises DataError."""
+
+    def problem(index: int) -> str | None:
+        path = folder / os.fsdecode(names[index])
+        height, width = (int(side) for side in sizes[index])
+        try:
+            check_size(path, _named(path, ids[index]), (width, height))
+        except DataError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        wrong = [found for found in pool.map(problem, range(len(names))) if found is not None]
+    if wrong:
+        more = f"; {len(wrong) - 1} other images have problems, too" if len(wrong) > 1 else ""
+        raise DataError(f"{wrong[0]}{more}")
+
+
+def _named(path: Path, identity: int) -> str:
+    return f"{path} (image {identity} of the annotations)"
 
 
 class CocoImages(Dataset[tuple[Tensor, Target]]):
@@ -279,7 +316,7 @@ class CocoImages(Dataset[tuple[Tensor, Target]]):
         split, tensors = self.split, import_torchvision("tv_tensors", needed_for="COCO's images")
         height, width = (int(side) for side in split.sizes[index])
         path = split.folder / os.fsdecode(split.names[index])
-        where = f"{path} (image {split.ids[index]} of the annotations)"
+        where = _named(path, split.ids[index])
         pixels = torch.from_numpy(np.array(decode_image(path, where, size=(width, height)))).permute(2, 0, 1)
         part = slice(split.first[index], split.first[index + 1])
         boxes = tensors.BoundingBoxes(torch.from_numpy(split.boxes[part]), format="XYXY", canvas_size=(height, width))

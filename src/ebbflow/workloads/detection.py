@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ebbflow.engines.loss_sum import LossSum
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.workloads.coco import CocoImages, CocoMetric, Target, collate_detection, read_coco
+from ebbflow.workloads.coco import CocoImages, CocoMetric, Target, check_headers, collate_detection, read_coco
 from ebbflow.workloads.image_files import IMAGENET_MEAN, IMAGENET_STD
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.torchvision_import import import_torchvision, load_backbone, pickle_with_torchvision
@@ -301,6 +301,7 @@ def _task(
     train, valid = splits[0].without_empty_images(), splits[1]
     if not len(train.ids) or not (~valid.crowd).any():
         raise DataError(f"{data}: {'no training' if not len(train.ids) else 'no validation'} image has a usable box")
+    check_headers(valid.folder, valid.names, valid.ids, valid.sizes)
     # SSD's weights of VGG-16 (torchvision's VGG16_Weights.IMAGENET1K_FEATURES) are for bytes minus their mean.
     mean, std = _CAFFE if network == "vgg16" and backbone else (IMAGENET_MEAN, IMAGENET_STD)
     source = functools.partial(DatasetSource, mean=mean, std=std, collate_fn=collate_detection)

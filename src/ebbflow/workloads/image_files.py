@@ -32,8 +32,8 @@ from ebbflow.errors import DataError
 from ebbflow.workloads.disk_cache import disk_cached
 
 __all__ = [
-    "IMAGENET_MEAN", "IMAGENET_STD", "IMAGE_SUFFIXES", "Images", "decode_image", "decode_jpegs", "open_image",
-    "read_cifar10", "read_cifar100", "read_idx", "read_mnist_folder",
+    "IMAGENET_MEAN", "IMAGENET_STD", "IMAGE_SUFFIXES", "Images", "check_size", "decode_image", "decode_jpegs",
+    "open_image", "read_cifar10", "read_cifar100", "read_idx", "read_mnist_folder",
 ]  # fmt: skip
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
@@ -111,12 +111,23 @@ def decode_image(file: Path | BinaryIO, where: Path | str, *, size: tuple[int, i
     An image that cannot be read, or whose width and height are not `size`, raises DataError, which names it as `where`.
     """
     with open_image(file, where) as image:
-        if size is not None and image.size != size:  # known from the header, so that nothing huge is decoded
-            found, expected = ("{}x{}".format(*sides) for sides in (image.size, size))
-            raise DataError(f"{where}: {found} pixels; expected {expected}: get the original image")
+        if size is not None:  # known from the header, so that nothing huge is decoded
+            _check_size(image, where, size)
         if image.mode.startswith(("I", "F")):  # Pillow would cut every value above 255
             raise DataError(f"{where}: pixels of type {image.mode}; expected 8 bits per channel, convert the image")
         return image.convert("RGB")
+
+
+def check_size(file: Path, where: Path | str, size: tuple[int, int]) -> None:
+    """Read the header of an image; one that is damaged, or whose width and height are not `size`, raises DataError."""
+    with open_image(file, where) as image:
+        _check_size(image, where, size)
+
+
+def _check_size(image: Any, where: Path | str, size: tuple[int, int]) -> None:
+    if image.size != size:
+        found, expected = ("{}x{}".format(*sides) for sides in (image.size, size))
+        raise DataError(f"{where}: {found} pixels; expected {expected}: get the original image")
 
 
 # ---- idx: MNIST, Fashion-MNIST ----

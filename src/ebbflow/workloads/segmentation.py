@@ -45,6 +45,7 @@ _UNKNOWN = 254
 _MASK_SUFFIXES = (".png",)
 _NUMBER_MODES = ("L", "P", "1", "I", "I;16", "I;16B")
 """Pillow's modes with one number per pixel. The numbers of a palette image (P) are its indices, as in Pascal VOC."""
+_SOME_MASKS = 16  # masks that are read before training
 _AUXILIARY = 0.5  # weight of the auxiliary head's loss, in GluonCV's and torchvision's training scripts alike
 _BASE = 520 / 480  # shorter side of an image divided by the side of a crop, in both scripts
 _torchvision = functools.partial(import_torchvision, needed_for="segmentation")
@@ -97,8 +98,9 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
     """The images of a folder with the masks of another: bytes `(3, height, width)` and class indices `(height, width)`.
 
     When it is made, all names are compared and the headers of all files are read: an image without a mask, a mask
-    without an image, other files, different sizes, and masks in colours raise DataError then. Numbers in a mask that
-    are no class, and files that are damaged behind their header, raise it when the sample is read. No file is left out.
+    without an image, other files, different sizes, and masks in colours raise DataError then. `check_some_masks` reads
+    a few masks. Numbers in other masks that are no class, and files that are damaged behind their header, raise
+    DataError when the sample is read. No file is left out.
     """
 
     def __init__(self, images: Path, masks: Path, *, values: MaskClasses, transform: Transform) -> None:
@@ -124,14 +126,29 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image_path, mask_path = self._paths(index)
         pixels = np.array(decode_image(image_path, image_path))
-        with open_image(mask_path, mask_path) as mask:
-            numbers = np.array(mask)
+        numbers = _numbers(mask_path)
         if pixels.shape[:2] != numbers.shape:
             raise DataError(_size_problem(image_path, pixels.shape[1::-1], mask_path, numbers.shape[1::-1]))
         tv_tensors = _torchvision("tv_tensors")
         image = tv_tensors.Image(torch.from_numpy(pixels).permute(2, 0, 1))
         indices = tv_tensors.Mask(torch.from_numpy(self.values.indices(numbers, mask_path)))
         return self.transform(image, indices)
+
+    def check_some_masks(self) -> None:
+        """Read up to 16 masks, spread over the folder; numbers that are no class, or nothing but void, raise DataError.
+
+        So classes and void that do not fit the data are found before training, and not at the first validation.
+        """
+        chosen = np.unique(np.linspace(0, len(self) - 1, _SOME_MASKS).round().astype(int))
+        masks = [self._paths(index)[1] for index in chosen]
+        with ThreadPoolExecutor(8) as pool:
+            indices = list(pool.map(lambda path: self.values.indices(_numbers(path), path), masks))
+        if all((mask == VOID).all() for mask in indices):
+            raise DataError(
+                f"{self.masks}: all pixels of the {len(masks)} masks that were read have the value "
+                f"{self.values.void}, void; expected {self.values}: get the masks with the classes, or correct the "
+                f"arguments classes= and void= of the workload"
+            )
 
     def _paths(self, index: int) -> tuple[Path, Path]:
         return self.images / os.fsdecode(self._images[index]), self.masks / os.fsdecode(self._masks[index])
@@ -153,6 +170,11 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
                 f"{self.values}: replace the colours by these numbers"
             )
         return _size_problem(image_path, sizes[0], mask_path, sizes[1]) if sizes[0] != sizes[1] else None
+
+
+def _numbers(mask: Path) -> NDArray[Any]:
+    with open_image(mask, mask) as opened:
+        return np.array(opened)
 
 
 def _files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, str]:
@@ -344,6 +366,8 @@ def ade20k_fcn(
     source = functools.partial(DatasetSource, mean=IMAGENET_MEAN, std=IMAGENET_STD)
     train = SegmentationFolder(*layout.train, values=values, transform=random_scale_crop(size))
     valid = SegmentationFolder(*layout.valid, values=values, transform=ResizeImage(size))
+    for part in (train, valid):
+        part.check_some_masks()
     models = _torchvision("models.segmentation")
     model: nn.Module = models.fcn_resnet50(weights=None, weights_backbone=None, num_classes=classes, aux_loss=True)
     if backbone:
