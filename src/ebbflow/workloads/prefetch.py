@@ -87,10 +87,7 @@ class ReadFailure:
 
     def error(self, dataset: Dataset[Any]) -> DataError:
         """Return the error to raise; its note is the traceback of the data set's own error."""
-        error = DataError(
-            f"sample {self.index} of {type(dataset).__name__} cannot be read: {self.reason}; repair it, or remove it "
-            f"from the data set"
-        )
+        error = DataError(f"sample {self.index} of {type(dataset).__name__} cannot be read: {self.reason}")
         error.add_note(self.trace)
         return error
 
@@ -118,7 +115,10 @@ def _read_samples(dataset: Dataset[Any], sub_request: Request) -> list[Any] | Re
             try:
                 samples.append(dataset[index])
             except Exception as error:  # whatever the data set's own code raises
-                return ReadFailure(index, f"{type(error).__name__}: {error}", traceback.format_exc())
+                reason = f"{type(error).__name__}: {error}; repair it, or remove it from the data set"
+                if isinstance(error, DataError):  # says what to do
+                    reason = str(error)
+                return ReadFailure(index, reason, traceback.format_exc())
     return samples
 
 
