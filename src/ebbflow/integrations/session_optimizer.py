@@ -60,10 +60,6 @@ class SessionOptimizer(torch.optim.Optimizer):
         """Those of the wrapped optimizer."""
         return self.inner.defaults
 
-    _step_supports_amp_scaling = (
-        True  # a GradScaler then always calls step(), which counts the samples of a skipped one
-    )
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call the closure, which computes the gradient of a step, and apply the step."""
         result = None
@@ -131,7 +127,7 @@ class ReferenceSteps:
         if isinstance(elastic, SessionOptimizer):
             assert elastic.session is not None, "a step came before"
             elastic = elastic.session.flow.optimizer
-        due = int(elastic.progress / elastic.base_batch + 1e-6)  # sums of gains are rounded
+        due = elastic.reference_steps
         if scheduler.last_epoch > due:  # the rule went back to a snapshot
             scheduler.last_epoch = max(0, due - 1)
         while scheduler.last_epoch < due:
