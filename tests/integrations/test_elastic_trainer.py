@@ -22,7 +22,7 @@ import transformers
 
 import ebbflow
 from ebbflow.data.permutation import Permutation
-from ebbflow.errors import ConfigError
+from ebbflow.errors import CheckpointError, ConfigError
 from ebbflow.integrations.transformers import ElasticTrainer, ElasticTrainerMixin
 
 pytestmark = pytest.mark.slow  # all of it together: it imports transformers
@@ -325,6 +325,27 @@ def test_settings_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         trained(tmp_path, elastic, **settings)
+
+
+def test_a_checkpoint_of_the_plain_trainer_and_settings_that_are_none_are_refused(tmp_path: Path) -> None:
+    settings = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 2}
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), save_strategy="steps", save_steps=2, **settings)
+    known = {"model": new_model(), "args": args, "train_dataset": Decoded(), "data_collator": example()["pad"]}
+    transformers.Trainer(**known).train()
+    with pytest.raises(CheckpointError, match="saved by a script without Ebbflow; load its weights"):
+        ElasticTrainer(**known, elastic={"base_batch": 8}).train(resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match=r"elastic is 'spot\.csv'; expected settings"):
+        ElasticTrainer(**known, elastic="spot.csv")  # type: ignore[arg-type]
+
+
+def test_a_stream_is_refused(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[Any]:
+            return iter(Decoded())
+
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
+    with pytest.raises(ConfigError, match=r"train_dataset is a Stream, a stream.*random access"):
+        ElasticTrainer(model=new_model(), args=args, train_dataset=Stream(), elastic={"base_batch": 4})
 
 
 def test_the_mixin_makes_any_trainer_elastic(tmp_path: Path) -> None:

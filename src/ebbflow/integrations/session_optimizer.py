@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ebbflow.errors import ConfigError
+from ebbflow.errors import CheckpointError, ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.record import StepRow
 from ebbflow.run.session import Session, SessionStep
@@ -88,6 +88,11 @@ class SessionOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, with any number of processes; a state of other data is refused."""
+        if "ledger" not in state_dict:
+            raise CheckpointError(
+                "the checkpoint has an optimizer, but no position in the data: it was saved by a script without "
+                "Ebbflow; load its weights into the model, and begin without the checkpoint"
+            )
         if self.session is None:
             self._saved = state_dict
         else:
