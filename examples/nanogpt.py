@@ -5,6 +5,7 @@
 The lines marked `# elastic` make the difference to an ordinary script; docs/own-loops.md shows it.
 """
 
+import math
 import random
 
 import torch
@@ -64,6 +65,11 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.ln(hidden)).flatten(0, 1), y.flatten())
 
 
+def get_lr(update, total):
+    """Warm-up over a sixteenth of the updates, and a cosine to a tenth of the rate at the end."""
+    return 3e-3 * min(1.0, 16 * (update + 1) / total) * (0.55 + 0.45 * math.cos(math.pi * update / total))
+
+
 def main(plan=PLAN, local_batch=8):
     torch.manual_seed(1337)
     data = Text()
@@ -73,25 +79,21 @@ def main(plan=PLAN, local_batch=8):
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
     sampler = ElasticSampler(data, plan, local_batch=local_batch)  # elastic
-    optimizer = ElasticOptimizer(  # elastic
-        optimizer,
-        rule="sqrt",
-        base_batch=16,
-        sampler=sampler,
-        schedule="warmup(0.25ep)+cosine(end=0.1)",  # instead of get_lr(step)
-        epochs=EPOCHS,
-        clip=1.0,  # instead of clip_grad_norm_
-    )
     loader = DataLoader(data, batch_sampler=sampler)  # elastic
+    optimizer = ElasticOptimizer(optimizer, rule="sqrt", base_batch=16, sampler=sampler, clip=1.0)  # elastic
+    update, total = 0, EPOCHS * len(data) // 16
 
-    while not optimizer.finished:  # elastic
+    while update < total:
         for x, y in loader:
+            for group in optimizer.param_groups:
+                group["lr"] = get_lr(update, total)
             loss = model(x, y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            update = optimizer.reference_steps  # elastic
             if optimizer.updated and optimizer.updates % 10 == 0:  # elastic
-                print(f"update {optimizer.updates}  loss {loss.item():.4f}  lr {optimizer.last.lr:.5f}")
+                print(f"update {update}  loss {loss.item():.4f}  lr {group['lr']:.5f}")
     return model, optimizer, loss.item()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 
@@ -22,3 +23,17 @@ def without_diff(page: str, name: str) -> str:
         assert script.count(after) == 1, f"not in examples/{name}.py:\n{after}"
         script = script.replace(after, before)
     return script
+
+
+def changed_lines(page: str, name: str) -> tuple[int, int]:
+    """How many lines an example adds to a plain script, and how many it removes, without comments and empty lines.
+
+    The plain script is the example without the diff of the page and without the other lines that are marked, such as
+    the import, which the page need not show.
+    """
+    script = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    after = [re.sub(r" *# elastic.*$", "", line) for line in script]
+    marked = {plain for line, plain in zip(script, after, strict=True) if "  # elastic" in line}
+    before = [line for line in without_diff(page, name).splitlines() if line not in marked]
+    changes = [line for line in difflib.ndiff(before, after) if line[2:].strip() and line[2:].strip()[0] != "#"]
+    return sum(line.startswith("+ ") for line in changes), sum(line.startswith("- ") for line in changes)

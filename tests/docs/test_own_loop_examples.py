@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from docs.page_diffs import without_diff
+from docs.page_diffs import changed_lines, without_diff
 from ebbflow.optim.elastic import ElasticOptimizer
 
 pytestmark = pytest.mark.slow  # all of it together: it imports frameworks
@@ -71,6 +71,14 @@ def test_the_diff_on_the_page_leads_from_a_plain_script_to_the_example(name: str
     plain: dict[str, Any] = {"__name__": name}
     exec(compile(script, name, "exec"), plain)
     plain["main"]()
+
+
+def test_the_page_says_how_many_lines_change() -> None:
+    page = (ROOT / "docs" / "own-loops.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\w+)\.py\]\(([\w.-]*)#.*\| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    said = {name: (int(added), int(removed)) for name, _, added, removed in rows}
+    assert len(said) == 7
+    assert said == {name: changed_lines(place or "own-loops.md", name) for name, place, _, _ in rows}
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ pytest.importorskip("lightning", reason="lightning is not installed: pip install
 import lightning
 
 import ebbflow
+from ebbflow.data.permutation import Permutation
 from ebbflow.errors import ConfigError
 from ebbflow.integrations.lightning import ElasticStrategy
 
@@ -75,6 +77,11 @@ def masked(samples: int = 60) -> TensorDataset:
     return TensorDataset(x, torch.where(torch.rand(samples, 4, generator=generator) < 0.4, torch.nan, y))
 
 
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Any]:
+        return iter(masked())
+
+
 def fitted(module: Any, data: Any = None, *, batch_size: int = 4, **settings: Any) -> Any:
     elastic = {"rule": "linear", "base_batch": 8, **FLEET, **settings.pop("elastic", {})}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -128,19 +135,43 @@ def test_a_module_that_counts_nothing_has_the_mean_over_samples() -> None:
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
-def test_at_the_reference_batch_a_step_over_all_samples_is_that_of_lightning_alone() -> None:
-    """One batch has no order: with clipping, the weights after three of them are the same to rounding."""
-    plain, module = Regression(), Regression()
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=3, gradient_clip_val=0.5, **quiet)
-    trainer.fit(plain, DataLoader(masked(), batch_size=60))
-    elastic = {"trace": "constant(workers=1)", "base_batch": 60}
-    fitted(module, batch_size=60, max_epochs=3, gradient_clip_val=0.5, elastic=elastic)
+class Scheduled(Regression):
+    """With a scheduler that is stepped after every update."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Order(torch.utils.data.Sampler):  # type: ignore[type-arg]
+    """The order of 64 samples that a session has, anew in every epoch."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 64
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(Permutation(64, 3, self.epoch).indices(0, 64).tolist())
+
+
+def test_at_the_reference_batch_it_trains_what_lightning_alone_trains() -> None:
+    """Two workers with 4 samples each, and Lightning with two accumulated batches of 4, for three epochs of 8 steps,
+    with clipping and a scheduler."""
+    data = TensorDataset(*(torch.nan_to_num(tensor) for tensor in masked(64).tensors))
+    plain, module = Scheduled(), Scheduled()
+    plain.counting = module.counting = False
+    settings = {"max_epochs": 3, "gradient_clip_val": 0.5}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, accumulate_grad_batches=2, **settings, **quiet)
+    trainer.fit(plain, DataLoader(data, batch_size=4, sampler=Order()))
+    elastic = {"trace": "constant(workers=2)", "base_batch": 8, "seed": 3}
+    fitted(module, data, elastic=elastic, **settings)
+    assert trainer.global_step == 24
     torch.testing.assert_close(weights(module), weights(plain), rtol=1e-9, atol=1e-12)
 
 
@@ -211,6 +242,25 @@ def test_mixed_precision_in_bfloat16_learns() -> None:
 def test_settings_that_do_not_fit_are_refused(elastic: dict[str, Any], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fitted(Regression(), elastic=elastic, **settings)
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (DataLoader(masked(), batch_sampler=[[0, 1], [2, 3]]), "a sampler of its own .list."),
+        ([DataLoader(masked(), batch_size=4), DataLoader(masked(), batch_size=4)], "several DataLoaders"),
+        (DataLoader(Stream(), batch_size=4), "Stream is no map-style data set"),
+        ([[1.0, 2.0]], "is a list; expected one DataLoader"),
+    ],
+    ids=["batch-sampler", "two-loaders", "stream", "no-loader"],
+)
+def test_data_that_cannot_be_followed_is_refused(loader: Any, message: str) -> None:
+    trainer = lightning.Trainer(
+        strategy=ElasticStrategy(base_batch=8, **FLEET), accelerator="cpu", devices=1, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(Regression(), loader)
 
 
 def test_manual_optimization_is_refused() -> None:

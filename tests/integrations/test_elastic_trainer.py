@@ -21,7 +21,8 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import transformers
 
 import ebbflow
-from ebbflow.errors import ConfigError
+from ebbflow.data.permutation import Permutation
+from ebbflow.errors import CheckpointError, ConfigError
 from ebbflow.integrations.transformers import ElasticTrainer, ElasticTrainerMixin
 
 pytestmark = pytest.mark.slow  # all of it together: it imports transformers
@@ -71,8 +72,8 @@ def new_model() -> Any:
 class Decoded(Dataset):  # type: ignore[type-arg]
     """The samples of the example, for a session without the Trainer."""
 
-    def __init__(self) -> None:
-        self._samples = example()["Sentences"](120)
+    def __init__(self, count: int = 120) -> None:
+        self._samples = example()["Sentences"](count)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -125,28 +126,60 @@ def test_a_step_is_the_mean_over_its_tokens_however_many_workers_share_it(
     assert losses[0] == pytest.approx(losses[1])
 
 
-def test_at_the_reference_batch_nothing_differs_from_the_plain_trainer_but_the_order_of_the_samples(
-    tmp_path: Path,
+class Ordered(transformers.Trainer):  # type: ignore[misc]
+    """The plain Trainer, with the order of samples that a session has."""
+
+    def _get_train_sampler(self, *arguments: Any) -> Any:
+        samples, seed = len(self.train_dataset), self.args.seed
+        epochs = iter(range(1000))
+
+        class Order(torch.utils.data.Sampler):  # type: ignore[type-arg]
+            def __len__(self) -> int:
+                return samples
+
+            def __iter__(self) -> Iterator[int]:
+                return iter(Permutation(samples, seed, next(epochs)).indices(0, samples).tolist())
+
+        return Order()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr_scheduler_type": "cosine", "warmup_steps": 4, "max_grad_norm": 0.5},
+        {"lr_scheduler_type": "linear", "max_grad_norm": 0, "weight_decay": 0.1, "optim": "sgd"},
+        {"lr_scheduler_type": "cosine_with_restarts", "max_steps": 13, "label_smoothing_factor": 0.1},
+    ],
+    ids=["cosine-clipped", "linear-sgd", "max-steps-smoothed"],
+)
+def test_at_the_reference_batch_it_trains_what_the_plain_trainer_trains(
+    settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """One step over all samples has no order: weights after it, with clipping, are those of the plain Trainer."""
-    settings = {"per_device_train_batch_size": 120, "max_grad_norm": 1.0, "lr_scheduler_type": "cosine"}
-    config = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "vocab_size": 13, "n_positions": 16}
-    models = []
+    """Four workers with 4 sequences each, and the plain Trainer with 4 accumulated batches of 4: sequences differ in
+    length, and each step is a mean over tokens. Two epochs of 8 steps, in double precision; rates, losses, weights."""
+    runs = []
     for elastic in (False, True):
+        config = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "vocab_size": 13, "n_positions": 16}
         torch.manual_seed(0)
         model = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(**config, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
         ).double()
         args = transformers.TrainingArguments(
-            output_dir=str(tmp_path), num_train_epochs=3, use_cpu=True, report_to="none", disable_tqdm=True,
-            save_strategy="no", learning_rate=1e-2, **settings,
+            output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
+            learning_rate=1e-2, logging_steps=1, per_device_train_batch_size=4,
+            gradient_accumulation_steps=1 if elastic else 4, **{"num_train_epochs": 2} | settings,
         )  # fmt: skip
-        kind = ElasticTrainer if elastic else transformers.Trainer
-        more = {"elastic": {"trace": "constant(workers=1)", "base_batch": 120}} if elastic else {}
-        made = kind(model=model, args=args, train_dataset=Decoded(), data_collator=example()["pad"], **more)
+        kind = ElasticTrainer if elastic else Ordered
+        more = {"elastic": {"trace": "constant(workers=4)", "rule": "linear", "base_batch": 16}} if elastic else {}
+        made = kind(model=model, args=args, train_dataset=Decoded(128), data_collator=example()["pad"], **more)
         made.train()
-        models.append(model)
-    torch.testing.assert_close(weights(models[0]), weights(models[1]), rtol=1e-6, atol=1e-6)
+        rows = [row for row in made.state.log_history if "loss" in row]
+        runs.append((weights(model), [row["learning_rate"] for row in rows], [row["loss"] for row in rows]))
+    (plain, rates, losses), (ours, our_rates, our_losses) = runs
+    assert len(rates) == settings.get("max_steps", 16)
+    assert our_rates == pytest.approx(rates, rel=1e-12) and our_losses == pytest.approx(losses, rel=1e-6)
+    # torch's clipping divides by the norm plus 1e-6, ours by the norm.
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 # Schedulers, counts, logs ------------------------------------------------------------------------------------------
@@ -292,6 +325,27 @@ def test_settings_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         trained(tmp_path, elastic, **settings)
+
+
+def test_a_checkpoint_of_the_plain_trainer_and_settings_that_are_none_are_refused(tmp_path: Path) -> None:
+    settings = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 2}
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), save_strategy="steps", save_steps=2, **settings)
+    known = {"model": new_model(), "args": args, "train_dataset": Decoded(), "data_collator": example()["pad"]}
+    transformers.Trainer(**known).train()
+    with pytest.raises(CheckpointError, match="saved by a script without Ebbflow; load its weights"):
+        ElasticTrainer(**known, elastic={"base_batch": 8}).train(resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match=r"elastic is 'spot\.csv'; expected settings"):
+        ElasticTrainer(**known, elastic="spot.csv")  # type: ignore[arg-type]
+
+
+def test_a_stream_is_refused(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[Any]:
+            return iter(Decoded())
+
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
+    with pytest.raises(ConfigError, match=r"train_dataset is a Stream, a stream.*random access"):
+        ElasticTrainer(model=new_model(), args=args, train_dataset=Stream(), elastic={"base_batch": 4})
 
 
 def test_the_mixin_makes_any_trainer_elastic(tmp_path: Path) -> None:

@@ -85,6 +85,14 @@ def test_shards_are_found_by_their_names_in_the_order_of_their_numbers(tmp_path)
     assert [path.name for path in found["val"]] == ["i-validation-0.tar"]
 
 
+def test_shards_need_no_name_of_the_data_set(tmp_path):
+    for name in ("train-000000.tar", "train-000001.tar", "val-000000.tar", "strain-000000.tar"):
+        (tmp_path / name).touch()
+    found = find_shards(tmp_path)
+    assert [path.name for path in found["train"]] == ["train-000000.tar", "train-000001.tar"]
+    assert [path.name for path in found["val"]] == ["val-000000.tar"]
+
+
 # ---- the index ----
 
 

@@ -62,6 +62,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     datasets.DatasetDict(rows).save_to_disk(folder / "blocks")
     uneven = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [1, 2]]})
     datasets.DatasetDict({"train": uneven, "test": uneven}).save_to_disk(folder / "uneven")
+    uneven.save_to_disk(folder / "one")
     return folder
 
 
@@ -166,6 +167,7 @@ def test_the_weights_and_outputs_are_those_of_the_library(photographs: Path) -> 
         ("timm:resnet10t(depth=3)", "cannot be made with these arguments"),
         ("hf:gpt22", "similar names: .*gpt2"),
         ("hf:openai/gpt", "nothing is downloaded"),
+        ("hf:gpt2(n_layr=1)", "no argument 'n_layr'; did you mean 'n_layer'"),
         ("hf:wav2vec2", "neither a causal language model nor an image classifier"),
     ],
 )
@@ -180,6 +182,8 @@ def test_wrong_blocks_are_explained(tokens: Path, saved: Path) -> None:
     task = build(f"hf:gpt2({SMALL})", data=saved / "uneven")
     with pytest.raises(DataError, match="row 1 has 2 tokens"):
         task.train.batch(np.array([1]), train=True)
+    with pytest.raises(DataError, match="one Dataset; expected a DatasetDict"):
+        build(f"hf:gpt2({SMALL})", data=saved / "one")
     with pytest.raises(DataError, match="columns are input_ids"):
         build("timm:resnet10t(size=32)", data=saved / "blocks")
     small = SMALL.replace("vocab_size=50", "vocab_size=9")

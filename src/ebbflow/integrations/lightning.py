@@ -20,6 +20,7 @@ from ebbflow.core.extras import require
 from ebbflow.errors import ConfigError
 from ebbflow.integrations.session_optimizer import ReferenceSteps, SessionOptimizer, refuse_settings
 from ebbflow.run.session import Session, SessionStep
+from ebbflow.workloads import DatasetSource
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -81,7 +82,8 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     the reference batch.
 
     Limits: one optimizer, automatic optimization, no "16-mixed" precision (use "bf16-mixed"). Hooks that get the batch
-    (`on_train_batch_start`, ...) get a placeholder; `training_step` gets the samples. `limit_train_batches` is refused.
+    (`on_train_batch_start`, ...) get a placeholder; `training_step` gets the samples. `limit_train_batches`, several
+    DataLoaders, samplers of one's own and streams are refused.
     """
 
     strategy_name = "ebbflow"
@@ -100,6 +102,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self.optimizer: SessionOptimizer
         """What Lightning steps."""
         self._stack = ExitStack()
+        self._training = False
 
     # Beginning and ending -----------------------------------------------------------------------------------------
 
@@ -135,7 +138,10 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             return dataloader
         if not isinstance(dataloader, DataLoader):
             raise ConfigError(f"the data of the training is a {type(dataloader).__name__}; expected one DataLoader")
-        assert dataloader.batch_size is not None, "a DataLoader without a batch size is refused by the session"
+        if self._training:
+            raise ConfigError("the training has several DataLoaders; expected one: combine their data sets")
+        DatasetSource.from_loader(dataloader, torch.device("cpu"), pairs=False)  # refuses what cannot be followed
+        assert dataloader.batch_size is not None, "a DataLoader without a batch size was refused"
         samples, accumulated = len(dataloader.dataset), trainer.accumulate_grad_batches  # type: ignore[arg-type]
         trainer.accumulate_grad_batches = 1  # the session cuts steps into backward passes
         settings: dict[str, Any] = {"local_batch": dataloader.batch_size * accumulated, **self._settings}
@@ -157,6 +163,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             **settings,
         )
         self._stack.enter_context(self.session)
+        self._training = True
         flow = self.session.flow
         flow.total_samples = flow.optimizer.total_samples = total
         self.optimizer.begin(self.session)
@@ -197,7 +204,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._close(exception)
 
     def _close(self, error: BaseException | None) -> None:
-        stack, self._stack = self._stack, ExitStack()
+        stack, self._stack, self._training = self._stack, ExitStack(), False
         stack.__exit__(type(error) if error is not None else None, error, error.__traceback__ if error else None)
 
     # One step -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ebbflow.errors import ConfigError
+from ebbflow.errors import CheckpointError, ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.record import StepRow
 from ebbflow.run.session import Session, SessionStep
@@ -60,10 +60,6 @@ class SessionOptimizer(torch.optim.Optimizer):
         """Those of the wrapped optimizer."""
         return self.inner.defaults
 
-    _step_supports_amp_scaling = (
-        True  # a GradScaler then always calls step(), which counts the samples of a skipped one
-    )
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call the closure, which computes the gradient of a step, and apply the step."""
         result = None
@@ -92,6 +88,11 @@ class SessionOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, with any number of processes; a state of other data is refused."""
+        if "ledger" not in state_dict:
+            raise CheckpointError(
+                "the checkpoint has an optimizer, but no position in the data: it was saved by a script without "
+                "Ebbflow; load its weights into the model, and begin without the checkpoint"
+            )
         if self.session is None:
             self._saved = state_dict
         else:
@@ -131,7 +132,7 @@ class ReferenceSteps:
         if isinstance(elastic, SessionOptimizer):
             assert elastic.session is not None, "a step came before"
             elastic = elastic.session.flow.optimizer
-        due = int(elastic.progress / elastic.base_batch + 1e-6)  # sums of gains are rounded
+        due = elastic.reference_steps
         if scheduler.last_epoch > due:  # the rule went back to a snapshot
             scheduler.last_epoch = max(0, due - 1)
         while scheduler.last_epoch < due:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ebbflow.core.extras import require
 from ebbflow.errors import ConfigError
@@ -91,11 +91,14 @@ class ElasticTrainerMixin(Trainer):  # type: ignore[misc]
     checkpoint may be continued by any number of them.
 
     Limits: the Trainer's `training_step` is replaced; override `compute_loss`. DeepSpeed, FSDP and DataParallel are
-    refused, and so is a sampling strategy other than "random". A live fleet continues from its own checkpoints.
+    refused, and so are a sampling strategy other than "random" and streams (IterableDataset). A live fleet continues
+    from its own checkpoints.
     """
 
     def __init__(self, *arguments: Any, elastic: Mapping[str, Any], **others: Any) -> None:
         super().__init__(*arguments, **others)
+        if not isinstance(elastic, Mapping):
+            raise ConfigError(f'elastic is {elastic!r}; expected settings, such as {{"trace": ..., "base_batch": 64}}')
         self._elastic = dict(elastic)
         refuse_settings(self._elastic, _INSTEAD)
         self._live = self._elastic.get("engine") == "live"
@@ -125,6 +128,11 @@ class ElasticTrainerMixin(Trainer):  # type: ignore[misc]
             raise ConfigError(
                 f"train_sampling_strategy is {strategy!r}, but here every sample counts once per epoch, in an order "
                 f"that follows from the seed; leave it at 'random'"
+            )
+        if isinstance(self.train_dataset, IterableDataset):
+            raise ConfigError(
+                f"train_dataset is a {type(self.train_dataset).__name__}, a stream, but here every sample counts once "
+                f"per epoch, in an order that follows from the seed; give a data set with random access"
             )
         if self._live and args.fp16:
             raise ConfigError("fp16 is set, whose loss scale a fleet does not share; use bf16")

@@ -319,6 +319,14 @@ class ElasticOptimizer(torch.optim.Optimizer):
         """Progress of training in samples of the reference run, which the schedule follows."""
         return self._progress * self.base_batch if self.by_gain else float(self._samples)
 
+    @property
+    def reference_steps(self) -> int:
+        """Progress in whole steps at the reference batch: what a schedule that counts steps is to be asked for.
+
+        It changes after updates only, by as many steps as the update is worth: none, one or several.
+        """
+        return int(self.progress / self.base_batch + 1e-6)  # sums of gains are rounded
+
     def due(self, batch: int) -> bool:
         """Whether an upcoming step of `batch` samples is to be measured; see `Averages.due`."""
         return bool(self.rule.needs) and self._averages.due(batch, memory=self.memory, every=self.measure_every)

@@ -1,7 +1,7 @@
 """Images in tar files (shards), in the layout of webdataset, which large file systems prefer to single files.
 
-    DIR/NAME-train-000000.tar, DIR/NAME-train-000001.tar, ...   numbered from 0 without gaps
-    DIR/NAME-val-000000.tar, ...                                or NAME-validation-
+    DIR/NAME-train-000000.tar, DIR/NAME-train-000001.tar, ...   or train-000000.tar; numbered from 0 without gaps
+    DIR/NAME-val-000000.tar, ...                                or NAME-validation-, val-, validation-
 
 Each sample is two members of a shard with the same key: KEY.jpg (or another image) and KEY.cls, the number of its class
 as text. Keys are unique in a shard. Other members with the key of a sample, such as KEY.json, are not used.
@@ -32,7 +32,7 @@ from ebbflow.workloads.image_folders import Transform
 __all__ = ["ImageShards", "ShardSample", "find_shards", "index_shard"]
 
 _BLOCK = 512  # the unit of tar files
-_SHARD = re.compile(r"(?P<stem>.+-(?P<part>train|val|validation)-)(?P<number>\d+)\.tar")
+_SHARD = re.compile(r"(?P<stem>(?:.+-)?(?P<part>train|val|validation)-)(?P<number>\d+)\.tar")
 _AGAIN = "get or write the shard again"
 
 

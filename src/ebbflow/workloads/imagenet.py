@@ -34,8 +34,8 @@ __all__ = [
 ]  # fmt: skip
 
 _LAYOUTS = (
-    "train/CLASS/*.jpg and val/CLASS/*.jpg, shards NAME-train-000000.tar and NAME-val-000000.tar, or a DatasetDict "
-    "that Hugging Face datasets saved"
+    "train/CLASS/*.jpg and val/CLASS/*.jpg, shards train-000000.tar and val-000000.tar (or NAME-train-...), or a "
+    "DatasetDict that Hugging Face datasets saved"
 )
 
 # The warm-up of five epochs has no effect at the reference batch; at other batches it belongs to the rule:

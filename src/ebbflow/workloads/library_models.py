@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ebbflow.core.extras import require
+from ebbflow.core.spec import nearest
 from ebbflow.errors import ConfigError, MissingExtra
 from ebbflow.workloads.imagenet import GOYAL, image_task, plain_batch_norms
 from ebbflow.workloads.prefetch import DatasetSource
@@ -147,6 +148,7 @@ class _Logits(nn.Module):
 
 def _configuration(transformers: Any, model: str, options: Mapping[str, str]) -> Any:
     if (Path(model) / "config.json").exists() and model:
+        _check_options(model, transformers.AutoConfig.from_pretrained(model, local_files_only=True), options)
         return transformers.AutoConfig.from_pretrained(model, local_files_only=True, **_values(options))
     known = sorted(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
     if "/" in model:
@@ -154,7 +156,15 @@ def _configuration(transformers: Any, model: str, options: Mapping[str, str]) ->
             f"hf:{model}: nothing is downloaded; give a folder with a config.json, or a type of network such as hf:gpt2"
         )
     _check_name("hf", model, known, example="hf:gpt2")
+    _check_options(model, transformers.AutoConfig.for_model(model), options)
     return _made(f"hf:{model}", transformers.AutoConfig.for_model, model, **_values(options))
+
+
+def _check_options(model: str, config: Any, options: Mapping[str, str]) -> None:
+    """Refuse arguments that the configuration does not have: transformers takes any name, and ignores it."""
+    for name in options:
+        if not hasattr(config, name):
+            raise ConfigError(f"hf:{model} has no argument {name!r}; {nearest(name, sorted(config.to_dict()))}")
 
 
 def _check_name(library: str, name: str, known: Sequence[str], *, example: str) -> None:

@@ -419,7 +419,8 @@ class DatasetSource:
         if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__"):
             raise ConfigError(
                 f"{type(self.dataset).__name__} is no map-style data set; expected one with __len__ and __getitem__, "
-                f"whose samples can be read in any order"
+                f"whose samples can be read in any order; a stream can be trained on in its own order by an "
+                f"ElasticSampler over a StreamDataset"
             )
         self._reader = SampleReader(
             self.dataset,

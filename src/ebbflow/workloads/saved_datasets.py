@@ -31,12 +31,17 @@ class SavedSplits(NamedTuple):
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether the folder holds a DatasetDict."""
-    return (folder / "dataset_dict.json").exists()
+    """Whether the folder was saved by `datasets`."""
+    return (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()
 
 
 def read_saved(folder: Path) -> SavedSplits:
     """Open a DatasetDict, memory-mapped; the samples are not read."""
+    if not (folder / "dataset_dict.json").exists():
+        raise DataError(
+            f"{folder}: one Dataset; expected a DatasetDict with a split for training and one for validation: save "
+            f"data.train_test_split(0.1), for example"
+        )
     datasets = require("datasets", extra="hf", needed_for=f"the saved data set {folder}")
     splits = datasets.load_from_disk(str(folder))
     valid = next((name for name in _VALIDATION if name in splits), None)
