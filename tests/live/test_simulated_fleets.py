@@ -11,7 +11,8 @@ from random import Random
 
 import pytest
 
-from live.fleet_simulator import SimulatedFleet, Violation, check_lineages, random_history, recover
+from live.fleet_histories import check_lineages, random_history, recover
+from live.fleet_simulator import SimulatedFleet, Violation
 
 
 def failures(first: int, number: int, majority: bool) -> list[str]:
@@ -85,7 +86,7 @@ def test_newcomers_wait_for_a_trainer_that_is_busy_for_longer_than_the_lighthous
 @pytest.mark.parametrize("away_s", [0.0, 1.0, 30.0])
 def test_a_lighthouse_that_is_restarted_costs_two_seconds_more_than_its_restart(away_s: float) -> None:
     fleet = trained(3)
-    fleet.restart_lighthouse(away_s)
+    fleet.lighthouse.restart(away_s)
     fleet.run_until(fleet.now + away_s)
     before, back = len(fleet.commits), fleet.now
     fleet.run_until(back + 60.0, stop=lambda: len(fleet.commits) > before + 3)
@@ -96,7 +97,7 @@ def test_a_lighthouse_that_is_restarted_costs_two_seconds_more_than_its_restart(
 def test_a_lighthouse_that_stands_still_costs_no_replica() -> None:
     for seed in range(20):
         fleet = trained(3, seed=seed)
-        fleet.stall(2.0)
+        fleet.lighthouse.stall(2.0)
         fleet.run_until(20.0)
         recover(fleet)
         assert len(fleet.commits[-1].group) == 3
