@@ -67,7 +67,7 @@ def _cause(fleet: SimulatedFleet, fault: str, random: Random, most: int) -> None
         fleet.cut_off(victim)
         fleet.at(random.uniform(0.2, 5.0), lambda: fleet.reconnect(victim))
     elif fault == "cut link" and len(running) > 1:
-        link = frozenset(one.name for one in random.sample(running, 2))
+        link = frozenset(one.machine for one in random.sample(running, 2))
         fleet.cut_links.add(link)
         fleet.at(random.uniform(0.5, 6.0), lambda: fleet.cut_links.discard(link))
 

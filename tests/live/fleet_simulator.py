@@ -35,7 +35,7 @@ from ebbflow.live import membership as protocol
 from ebbflow.live import membership_events as m
 from ebbflow.live.membership import Membership, MembershipPhase, initial_lineage, without_heartbeat
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
-from live.simulated_lighthouse import HEARTBEAT_TIMEOUT_S, SimulatedLighthouse
+from live.simulated_lighthouse import HEARTBEAT_TIMEOUT_S, Heartbeats, SimulatedLighthouse
 
 CONNECT_TIMEOUT_S = 10.0
 COLLECTIVE_TIMEOUT_S = 60.0
@@ -64,10 +64,14 @@ class Commit(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One incarnation of a replica."""
+    """One process of a replica."""
 
     name: str
+    """As the lighthouse knows it; another one when it registers again."""
+    machine: str
+    """Its first name, by which links are cut."""
     membership: Membership
+    heartbeats: Heartbeats = field(init=False)
     position: int = 0
     """Committed samples; part of the state that peers send each other."""
     todo: deque[m.Instruction] = field(default_factory=deque)
@@ -79,12 +83,9 @@ class Replica:
     paused: bool = False
     dead: bool = False
     cut_off: bool = False
-    silent_since: float | None = None
-    """Since when the lighthouse hears nothing of it; negative if it has never heard of it."""
-    heard_from: float = 0.0
-    """When its first heartbeat came to this lighthouse, or comes."""
     registered: bool = False
     """Whether it sends heartbeats, as far as it depends on itself."""
+    registrations: int = 0
     unresponsive: float = -1.0
     """When it was last paused, cut off or without a lighthouse."""
     backlog: list[tuple[int, Callable[..., Any], bool]] = field(default_factory=list)
@@ -110,6 +111,7 @@ class SimulatedGroup:
 
     names: tuple[str, ...]
     members: frozenset[str]
+    machines: frozenset[str]
     connected: dict[str, Replica] = field(default_factory=dict)
     """Replicas that have begun to connect and have not closed their connections."""
     connecting: dict[str, int] = field(default_factory=dict)
@@ -168,6 +170,8 @@ class SimulatedFleet:
         self.now = 0.0
         self.messages: dict[str, int] = defaultdict(int)
         self.replicas: dict[str, Replica] = {}
+        """By every name that they ever had."""
+        self._started: list[Replica] = []
         self.cut_links: set[frozenset[str]] = set()
         self.commits: list[Commit] = []
         self.parents: dict[int, int] = {}
@@ -244,7 +248,8 @@ class SimulatedFleet:
         )  # fmt: skip
         step, lineage, position = self.checkpoint
         membership.state = m.ReplicaState(step=step, lineage=lineage)
-        replica = self.replicas[name] = Replica(name, membership, position=position)
+        replica = self.replicas[name] = Replica(name, name, membership, position=position)
+        self._started.append(replica)
         self.lighthouse.add(replica)
         self.report(replica, m.Started(now=self.now))
         return replica
@@ -253,7 +258,10 @@ class SimulatedFleet:
         replica.dead = True
         self.lighthouse.silence(replica)
         self._close(replica)
-        for rendezvous, meeting in list(self.meetings.items()):  # its store ends with it
+        self._close_store(replica)
+
+    def _close_store(self, replica: Replica) -> None:
+        for rendezvous, meeting in list(self.meetings.items()):
             if rendezvous.startswith(f"{replica.name}/"):
                 for other, wait in list(meeting.waiting.values()):
                     if other.waits == wait:
@@ -283,7 +291,7 @@ class SimulatedFleet:
         self.lighthouse.hear(replica, self.random.uniform(0, 3 * HEARTBEAT_INTERVAL_S))
 
     def running(self) -> list[Replica]:
-        return [replica for replica in self.replicas.values() if not replica.dead]
+        return [replica for replica in self._started if not replica.dead]
 
     def report(self, replica: Replica, event: m.MembershipEvent) -> None:
         """What `FleetConnection._run` does: hand over an event, and execute what follows."""
@@ -336,6 +344,7 @@ class SimulatedFleet:
         replica.registered = False
         self.lighthouse.silence(replica)
         self.lighthouse.hear(replica, 0.0)
+        self._close_store(replica)
 
     def _drop(self, replica: Replica, instruction: m.DropConnections) -> None:
         self._close(replica)
@@ -408,6 +417,11 @@ class SimulatedFleet:
             self.report(replica, m.LighthouseUnreachable(now=self.now, reason="nobody answers"))
             return
         replica.registered = True
+        replica.registrations += 1
+        if replica.registrations > 1:
+            replica.name = f"{replica.machine}.{replica.registrations}"
+            self.replicas[replica.name] = replica
+            self.lighthouse.add(replica)
         self.lighthouse.hear(replica, self.random.uniform(0, HEARTBEAT_INTERVAL_S))
         self.report(replica, m.Registered(now=self.now, name=replica.name, store=replica.name))
 
@@ -421,9 +435,7 @@ class SimulatedFleet:
             dead = without_heartbeat(ages, ages, HEARTBEAT_TIMEOUT_S)
             for name in ages.keys() - {*dead, *instruction.besides}:
                 self.messages["store"] += 1
-                other = self.replicas[name]
-                answers = not (other.paused or other.dead) and self.linked(name, replica.name)
-                groups[name] = other.published if answers else None
+                groups[name] = self.replicas[name].published if self._answers(name, replica) else None
         return m.HeartbeatsReceived(now=self.now, ages=ages, groups=groups)
 
     def _check_links(self, replica: Replica, instruction: m.CheckLinks) -> None:
@@ -432,16 +444,12 @@ class SimulatedFleet:
         def checked(now: float) -> m.LinksChecked:
             ages = self.lighthouse.ages() if self.lighthouse.reaches(replica) else {}
             alive = [name for name in instruction.names if ages.get(name, math.inf) <= HEARTBEAT_TIMEOUT_S]
-            silent = tuple(
-                name
-                for name in alive
-                if self.replicas[name].dead or self.replicas[name].paused or not self.linked(name, replica.name)
-            )
+            silent = tuple(name for name in alive if not self._answers(name, replica))
             return m.LinksChecked(now=now, unreachable=silent)
 
         self.wait(replica, instruction)
         self.messages["store"] += len(instruction.names)
-        cut = any(not self.linked(name, replica.name) for name in instruction.names)
+        cut = any(not self.linked(self.replicas[name], replica) for name in instruction.names)
         self.answer(replica, checked, instruction.after_s + (STORE_TIMEOUT_S if cut else self.delay()), "store")
 
     def _replace(self, replica: Replica, lineage: int, position: int, giver: Replica) -> None:
@@ -475,22 +483,32 @@ class SimulatedFleet:
 
     # Stores and groups ------------------------------------------------------------------------------------------------
 
-    def linked(self, one: str, other: str) -> bool:
-        return not self.cut_links or frozenset((one, other)) not in self.cut_links
+    def linked(self, one: Replica, other: Replica) -> bool:
+        return not self.cut_links or frozenset((one.machine, other.machine)) not in self.cut_links
+
+    def _has_store(self, name: str) -> bool:
+        """Whether the store that was registered under a name is there."""
+        owner = self.replicas[name]
+        return not owner.dead and owner.name == name and owner.registered
+
+    def _answers(self, name: str, asker: Replica) -> bool:
+        """Whether the store of a replica answers another one."""
+        return self._has_store(name) and not self.replicas[name].paused and self.linked(self.replicas[name], asker)
 
     def _meet(self, replica: Replica, instruction: m.SendHandshake) -> None:
         self.wait(replica, instruction)
-        owner = self.replicas[instruction.rendezvous.partition("/")[0]]
-        if owner.dead:
+        address = instruction.rendezvous.partition("/")[0]
+        owner = self.replicas[address]
+        if not self._has_store(address):
             self.answer(replica, _NO_STORE, self.delay(), "store")
             return
-        if not self.linked(owner.name, replica.name):
+        if not self.linked(owner, replica):
             self.answer(replica, _STORE_OUT_OF_REACH, CONNECT_TIMEOUT_S, "store")
             return
         meeting, wait = self.meetings[instruction.rendezvous], replica.waits
 
         def write() -> None:
-            if replica.waits == wait and not owner.dead:
+            if replica.waits == wait and self._has_store(address):
                 meeting.handshakes[instruction.rank] = instruction.handshake
                 meeting.waiting[instruction.rank] = (replica, wait)
                 self._confirm(meeting, instruction.size)
@@ -521,7 +539,9 @@ class SimulatedFleet:
         names = instruction.names
         group = self.groups.get(instruction.rendezvous)
         if group is None:
-            group = self.groups[instruction.rendezvous] = SimulatedGroup(names, frozenset(names))
+            group = self.groups[instruction.rendezvous] = SimulatedGroup(
+                names, frozenset(names), frozenset(self.replicas[name].machine for name in names)
+            )
         if replica.group is not None:
             replica.group.connected.pop(replica.name, None)
         replica.group = group
@@ -569,7 +589,7 @@ class SimulatedFleet:
         stopped = self.lighthouse.stopped(others) if self.lighthouse.reaches(replica) else []
         self.messages["page"] += 1
         waited = self.now - began
-        cut = any(replica.name in link and link <= group.members for link in self.cut_links)
+        cut = any(replica.machine in link and link <= group.machines for link in self.cut_links)
         if stopped or (cut and waited > NOTICE_CUT_S) or waited > COLLECTIVE_TIMEOUT_S:
             self._fail(replica, f"no heartbeat of {sorted(stopped)}", 0.0)
         else:
@@ -607,7 +627,7 @@ class SimulatedFleet:
             self._add_up(group)
 
     def _cut(self, group: SimulatedGroup) -> bool:
-        return any(link <= group.members for link in self.cut_links)
+        return any(link <= group.machines for link in self.cut_links)
 
     def _add_up(self, group: SimulatedGroup) -> None:
         if group.gone or len(group.arrived) < len(group.names):

@@ -7,6 +7,7 @@ every request, but only at those of which it does not hear at present.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,23 @@ KEEP_ALIVE_S = 80.0
 """After which torchft's client notices that a machine has vanished: it asks every 60 s and waits for 20 s."""
 _LOOK_EVERY_S = 0.05  # whether a quorum can be formed; besides at every request
 _NEVER_HEARD = -100.0
+
+
+@dataclass(eq=False, slots=True)
+class Heartbeats:
+    """The heartbeats that a replica sends under one name."""
+
+    name: str
+    replica: Replica
+    silent_since: float | None = _NEVER_HEARD
+    """Since when the lighthouse hears nothing of it; negative if it has never heard of it."""
+    heard_from: float = 0.0
+    """When the first one came to this lighthouse, or comes."""
+
+    @property
+    def over(self) -> bool:
+        """Whether none will ever come."""
+        return self.replica.dead or self.replica.heartbeats is not self
 
 
 class SimulatedLighthouse:
@@ -38,46 +56,48 @@ class SimulatedLighthouse:
         """Who waits for a quorum -> since when, the request, and the number of the wait; the first ones first."""
         self.heard: dict[str, None] = {}
         """Those whose heartbeats come."""
-        self.silent: dict[str, Replica] = {}
+        self.silent: dict[str, Heartbeats] = {}
         """Those whose heartbeats do not come, or have not been noticed yet."""
-        self._buried: dict[str, Replica] = {}
-        """Those that died longer than the timeout ago."""
+        self._buried: dict[str, Heartbeats] = {}
+        """Those that ended longer than the timeout ago."""
         self._buried_asked = 0
         self._look_at: float | None = None
 
     # Heartbeats -------------------------------------------------------------------------------------------------------
 
     def add(self, replica: Replica) -> None:
-        replica.silent_since = _NEVER_HEARD
-        self.silent[replica.name] = replica
+        """Listen to a replica that has a name that nobody had before."""
+        replica.heartbeats = self.silent[replica.name] = Heartbeats(replica.name, replica)
 
     def silence(self, replica: Replica) -> None:
         """No more heartbeats come."""
-        if replica.silent_since is None:
-            self._miss(replica, self.fleet.now)
+        if replica.heartbeats.silent_since is None:
+            self._miss(replica.heartbeats, self.fleet.now)
         replica.unresponsive = self.fleet.now
 
     def hear(self, replica: Replica, after_s: float) -> None:
         """Its heartbeats come from then on, if it sends any."""
-        replica.heard_from = self.fleet.now + after_s if replica.registered else math.inf
+        replica.heartbeats.heard_from = self.fleet.now + after_s if replica.registered else math.inf
 
-    def _miss(self, replica: Replica, since: float) -> None:
-        replica.silent_since = since
-        self.heard.pop(replica.name, None)
-        self.silent[replica.name] = replica
+    def _miss(self, heartbeats: Heartbeats, since: float) -> None:
+        heartbeats.silent_since = since
+        self.heard.pop(heartbeats.name, None)
+        self.silent[heartbeats.name] = heartbeats
 
     def _listen(self) -> None:
         """Notice whose heartbeats have begun to come."""
         now = self.fleet.now if self.stalled_since is None else self.stalled_since
-        for replica in [*self.silent.values()]:
-            if replica.heard_from <= now and not (replica.paused or replica.dead or replica.cut_off):
-                replica.silent_since = None
-                del self.silent[replica.name]
-                self.heard[replica.name] = None
+        for heartbeats in [*self.silent.values()]:
+            if heartbeats.heard_from <= now and not heartbeats.over:
+                replica = heartbeats.replica
+                if not (replica.paused or replica.cut_off):
+                    heartbeats.silent_since = None
+                    del self.silent[heartbeats.name]
+                    self.heard[heartbeats.name] = None
 
-    def _silence_of(self, replica: Replica) -> float:
-        """Seconds since its last heartbeat; infinite if none has ever come."""
-        since = replica.silent_since
+    def _silence_of(self, heartbeats: Heartbeats) -> float:
+        """Seconds since the last one; infinite if none has ever come."""
+        since = heartbeats.silent_since
         if since is None:
             return 0.0
         return self.fleet.now - since if since >= 0.0 else math.inf
@@ -87,8 +107,8 @@ class SimulatedLighthouse:
         self._listen()
         ages = dict.fromkeys(self.heard, 0.0)
         for known in (self.silent, self._buried):
-            for name, replica in known.items():
-                if (age := self._silence_of(replica)) < math.inf:
+            for name, heartbeats in known.items():
+                if (age := self._silence_of(heartbeats)) < math.inf:
                     ages[name] = age
         return ages
 
@@ -98,8 +118,8 @@ class SimulatedLighthouse:
         return [
             name
             for known in (self.silent, self._buried)
-            for name, replica in known.items()
-            if name in members and HEARTBEAT_TIMEOUT_S < self._silence_of(replica) < math.inf
+            for name, heartbeats in known.items()
+            if name in members and HEARTBEAT_TIMEOUT_S < self._silence_of(heartbeats) < math.inf
         ]
 
     def reaches(self, replica: Replica) -> bool:
@@ -117,8 +137,8 @@ class SimulatedLighthouse:
         if self.stalled_since is None:
             return
         for replica in self.fleet.running():
-            if replica.silent_since is None:
-                self._miss(replica, self.stalled_since)
+            if replica.heartbeats.silent_since is None:
+                self._miss(replica.heartbeats, self.stalled_since)
             self.hear(replica, self.fleet.random.uniform(0, HEARTBEAT_INTERVAL_S))
         self.stalled_since = None
         self._form_quorum()
@@ -133,9 +153,10 @@ class SimulatedLighthouse:
             replica = self.fleet.replicas[name]
             if replica.waits == wait:  # one that is cut off learns it from the keep-alive of its connection
                 self._refuse(replica, after_s=KEEP_ALIVE_S if replica.cut_off else 0.0)
+        self.silent.clear()
         self._buried.clear()
-        for replica in self.fleet.replicas.values():
-            self._miss(replica, _NEVER_HEARD)
+        for replica in self.fleet.running():
+            self._miss(replica.heartbeats, _NEVER_HEARD)
         self.fleet.at(seconds, self._is_back)
 
     def _is_back(self) -> None:
@@ -173,12 +194,12 @@ class SimulatedLighthouse:
         self._listen()
         late = set()  # whose heartbeats are missed, and not for long
         here = len(asked) - self._buried_asked
-        for name, replica in [*self.silent.items()]:
-            if self._silence_of(replica) < HEARTBEAT_TIMEOUT_S:
+        for name, heartbeats in [*self.silent.items()]:
+            if self._silence_of(heartbeats) < HEARTBEAT_TIMEOUT_S:
                 late.add(name)
                 continue
             here -= name in asked
-            if replica.dead:
+            if heartbeats.over:
                 self._buried[name] = self.silent.pop(name)
                 self._buried_asked += name in asked
         if not self._is_complete(here, late):
