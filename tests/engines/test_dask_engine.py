@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from distributed import Client, LocalCluster
@@ -461,6 +462,24 @@ def engine_with(client: Client, **changes: Any) -> DaskEngine:
     model = changes.pop("model", None) or make_model()
     given = {"data": Plain(), "samples": SAMPLES, "optimizer": make_optimizer(model), "plan": "follow(4)", **changes}
     return DaskEngine(model, given.pop("data"), cross_entropy, given.pop("plan"), client=client, **given)
+
+
+def _listening() -> list[str]:
+    """The addresses on which this process waits for connections."""
+    found = psutil.Process().net_connections("tcp")
+    return [one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN]
+
+
+def test_workers_listen_only_on_the_address_that_they_were_told(two_workers: Client) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    before = {worker: len(addresses) for worker, addresses in two_workers.run(_listening).items()}
+    with engine_with(two_workers, model=model, optimizer=optimizer, min_workers=2) as engine:
+        flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
+        assert flow.run_step() is not None
+        found = two_workers.run(_listening)
+    assert sum(map(len, found.values())) > sum(before.values()), "the store, at least"
+    assert {address for addresses in found.values() for address in addresses} == {"127.0.0.1"}
 
 
 def test_a_model_that_cannot_be_pickled_is_refused_with_advice(two_workers: Client) -> None:

@@ -101,6 +101,25 @@ def test_a_replica_that_is_cut_off_stops_and_rejoins_when_the_link_is_restored(
     check(tmp_path)
 
 
+def test_a_link_that_is_slow_but_alive_costs_no_replica_and_no_sample(network: None, tmp_path: Path) -> None:
+    """256 kbit/s: a step of some 2 kB takes a tenth of a second, and the whole state of a newcomer as well."""
+    limit = ("qdisc", "add", "dev", "eth", "root", "tbf", "rate", "256kbit", "burst", "8kb", "latency", "2s")
+    slowed = subprocess.run(["ip", "netns", "exec", ENDS["r2"], "tc", *limit], capture_output=True, check=False)
+    if slowed.returncode != 0:
+        pytest.skip(f"a link cannot be limited here: {slowed.stderr.decode().strip()}")
+    with training(tmp_path) as fleet:
+        fleet.processes["r2"].kill()
+        fleet.processes["r2"].join()
+        fleet.start("r2", network=ENDS["r2"], bind="10.77.0.12")
+        fleet.trains(*ENDS, step=8, members=3)
+        fleet.stop_holding()
+        assert set(fleet.wait().values()) == {0}
+    check(tmp_path)
+    _, runs = read_fleet(tmp_path)
+    received = [event.what for run in runs for event in run.events if run.path.parent.name == "r2"]
+    assert "received" in received, "the state came over the slow link"
+
+
 @pytest.mark.parametrize(
     "pair",
     [("r0", "r1"), pytest.param(("r1", "r2"), marks=pytest.mark.long)],  # the store where all meet is that of r0
