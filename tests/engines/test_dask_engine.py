@@ -324,8 +324,9 @@ def test_a_cluster_whose_scheduler_is_killed_is_reported_as_gone(tmp_path: Path)
                           "--no-dashboard", "--scheduler-file", str(address)], **quiet),
     ]  # fmt: skip
     try:
-        until = time.monotonic() + 60
-        while not address.exists() and time.monotonic() < until:
+        until = time.monotonic() + 120
+        # The file is there before its content is complete.
+        while not (address.exists() and address.read_text().rstrip().endswith("}")) and time.monotonic() < until:
             time.sleep(0.05)
         where = json.loads(address.read_text())["address"]
         worker = ["distributed.cli.dask_worker", where, "--no-nanny", "--nthreads", "1", "--no-dashboard",

@@ -123,7 +123,7 @@ def start(folder: Path, *arguments: str, ranks: int = 2, workload: str = "test-r
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=200)
     finally:
         process.kill()
     return process.returncode, out, err
@@ -141,7 +141,7 @@ def nothing_left() -> Iterator[None]:
 
 def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
     """Until the record holds so many steps; rows reach the file with each checkpoint."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     path = folder / "record.jsonl"
     while not path.is_file() or path.read_bytes().count(b'"kind":"step"') < count:
         assert process.poll() is None, process.communicate()

@@ -29,7 +29,7 @@ def failures(first: int, number: int, majority: bool) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("majority", [False, True])
 def test_no_guarantee_is_violated_in_a_random_history(majority: bool) -> None:
-    assert failures(0, 300, majority) == []
+    assert failures(0, 1000, majority) == []
 
 
 @pytest.mark.long

@@ -241,6 +241,18 @@ def test_a_clock_that_was_set_back_does_not_turn_left_into_finished(fake_job: Ma
     assert seen.of("r0") == ["started", "told to leave", "left"]
 
 
+def test_the_status_of_an_earlier_run_says_nothing_about_a_replica_that_writes_none(fake_job: MakeJob) -> None:
+    job = fake_job("never")
+    old = job.fleet.folder / "replicas" / "r0" / "status.json"
+    old.parent.mkdir(parents=True)
+    old.write_text(f'{{"state": "finished", "step": 10, "batch": 64, "time": {time.time() + 3600}}}')
+    seen = Seen()
+    with Supervisor(job) as fleet:
+        fleet.request("r0")
+        poll_until(fleet, seen, lambda: not fleet.active)
+    assert seen.of("r0") == ["started", "incomplete"]
+
+
 def test_a_replica_whose_log_cannot_be_written_runs_without_one(fake_job: MakeJob) -> None:
     job = fake_job("train", 5)
     log = job.fleet.folder / "replicas" / "r1" / "log.txt"
