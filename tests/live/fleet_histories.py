@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import combinations
 from random import Random
 
 from live.fleet_simulator import Commit, SimulatedFleet, Violation
@@ -35,8 +36,8 @@ def random_history(seed: int, *, majority: bool = False, faults: tuple[str, ...]
         _cause(fleet, random.choice(faults), random, most)
         time += random.choice((random.uniform(0.0, 0.8), random.uniform(0.0, 4.0)))
     fleet.run_until(time)
-    check_lineages(fleet)
     recover(fleet)
+    check_lineages(fleet)
     return fleet
 
 
@@ -69,46 +70,43 @@ def _cause(fleet: SimulatedFleet, fault: str, random: Random, most: int) -> None
     elif fault == "cut link" and len(running) > 1:
         link = frozenset(one.machine for one in random.sample(running, 2))
         fleet.cut_links.add(link)
-        fleet.at(random.uniform(0.5, 6.0), lambda: fleet.cut_links.discard(link))
+        fleet.at(random.choice((6.0, 60.0)) * random.random(), lambda: fleet.cut_links.discard(link))
 
 
 def check_lineages(fleet: SimulatedFleet) -> None:
-    """Every sample exactly once on every lineage; with a majority, no two lineages that commit at the same time."""
-    for lineage in {commit.lineage for commit in fleet.commits}:
-        assert lineage in fleet.parents
-    starts = {commit.lineage: (commit.assignment.start, commit.assignment.stop) for commit in fleet.commits}
-    for lineage, parent in fleet.parents.items():
-        if starts[lineage][0] != (starts[parent][1] if parent in starts else 0) and parent in starts:
-            raise Violation(f"samples {starts[lineage]} follow {starts[parent]}")
+    """Every sample exactly once on every lineage; with a majority, no two groups that train at the same time."""
+    starts = {commit.state: (commit.assignment.start, commit.assignment.stop) for commit in fleet.commits}
+    for state, parent in fleet.parents.items():
+        if starts[state][0] != (starts[parent][1] if parent in starts else 0):
+            raise Violation(f"samples {starts[state]} follow {starts.get(parent, 'nothing')}")
+    if len({*fleet.lineages.values()}) < len(fleet.lineages):
+        raise Violation("two states have the same lineage")
     if fleet.min_replicas > 1:
-        ends: dict[int, float] = {}
+        groups: dict[int, list[Commit]] = defaultdict(list)
         for commit in fleet.commits:
-            ends[commit.lineage] = commit.time
-        branches: dict[int, list[Commit]] = defaultdict(list)
-        for commit in fleet.commits:
-            branches[commit.parent].append(commit)
-        last: dict[int, float] = {}
-        for commit in reversed(fleet.commits):  # the time of the last commit of every branch
-            for lineage in fleet.ancestry(commit.lineage):
-                if last.get(lineage, -1.0) >= commit.time:
-                    break
-                last[lineage] = max(last.get(lineage, 0.0), commit.time)
-        for siblings in branches.values():
-            firsts = {}
-            for commit in siblings:
-                firsts.setdefault(commit.lineage, commit.time)
-            for one in firsts:
-                for other in firsts:
-                    if one != other and firsts[one] < firsts[other] <= last[one]:
-                        raise Violation(f"two lineages commit at the same time, at {firsts[other]}")
+            groups[commit.group_number].append(commit)
+        for one, other in combinations(groups.values(), 2):
+            together = one[0].time < other[-1].time and other[0].time < one[-1].time
+            # The last of a group may commit a step when the first have gone on from it in another group.
+            follows = one[-1].state in fleet.ancestry(other[-1].state) or other[-1].state in fleet.ancestry(
+                one[-1].state
+            )
+            if together and not follows:
+                raise Violation(f"{one[0].group} and {other[0].group} train at the same time, at {other[0].time}")
 
 
 def recover(fleet: SimulatedFleet, within_s: float = 100.0) -> None:
-    """No more faults: the replicas that are left, or enough new ones, commit a step together within bounded time."""
-    fleet.run_until(fleet.now + 6.0)  # all that was cut, paused or away comes back
+    """No more faults: the replicas that are left, or enough new ones, commit a step together within bounded time.
+
+    The time counts from when all that was cut, paused or away has come back, and nobody hangs any longer.
+    """
+    fleet.run_until(fleet.now + 6.0)
+    while fleet.cut_links:
+        fleet.run_until(fleet.now + 1.0)
     for replica in fleet.running():
         replica.leaving = False  # those that do not know it yet
-    deadline, seen = fleet.now + within_s, len(fleet.commits)
+    hanging_s = max((replica.hangs_until - fleet.now for replica in fleet.running()), default=0.0)
+    deadline, seen = fleet.now + max(0.0, hanging_s) + within_s, len(fleet.commits)
 
     def together() -> bool:
         nonlocal seen
@@ -125,7 +123,7 @@ def recover(fleet: SimulatedFleet, within_s: float = 100.0) -> None:
     if not recovered:
         phases = {r.name: (r.membership.phase.name, r.waiting_for, r.state) for r in fleet.running()}
         raise Violation(f"no step of all {len(phases)} replicas within {within_s:g} s: {phases}")
-    lineages = {r.state.lineage for r in fleet.running()}
-    longest = max(({*fleet.ancestry(lineage)} for lineage in lineages), key=len)
-    if not lineages <= longest:
+    states = {r.model.number for r in fleet.running()}
+    longest = max(({*fleet.ancestry(state)} for state in states), key=len)
+    if not states <= longest:
         raise Violation("replicas that train together have different lineages")

@@ -57,9 +57,22 @@ class Commit(NamedTuple):
     """When this replica began to compute it."""
     replica: str
     group: tuple[str, ...]
+    group_number: int
+    """No two quorum groups have the same."""
     parent: int
-    lineage: int
+    state: int
+    """Numbers of the states before and after it. The simulator gives them: what the protocol takes for equal states, by
+    their lineages, is compared with what is equal."""
     assignment: Assignment
+
+
+class Model(NamedTuple):
+    """What stands for weights and position in the data."""
+
+    number: int
+    """Of the step that led to it; no two committed steps have the same."""
+    position: int
+    """Committed samples."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,8 +85,8 @@ class Replica:
     """Its first name, by which links are cut."""
     membership: Membership
     heartbeats: Heartbeats = field(init=False)
-    position: int = 0
-    """Committed samples; part of the state that peers send each other."""
+    model: Model
+    """What it trains: given to peers as a whole, and saved in checkpoints."""
     todo: deque[m.Instruction] = field(default_factory=deque)
     waits: int = 0
     """Number of the wait; what was begun before is not waited for any longer."""
@@ -109,6 +122,7 @@ class Replica:
 class SimulatedGroup:
     """A connected group: who is in it, and how far the sum of the current step is."""
 
+    number: int
     names: tuple[str, ...]
     members: frozenset[str]
     machines: frozenset[str]
@@ -120,8 +134,8 @@ class SimulatedGroup:
     """Those whose connections are closed."""
     arrived: dict[str, int] = field(default_factory=dict)
     """Replicas that have begun the sum of a step -> the number of their wait."""
-    sent: dict[int, tuple[m.ReplicaState, int, Replica]] = field(default_factory=dict)
-    """Rank that needs it -> the state that is on its way, the samples that it has, and whose it is."""
+    sent: dict[int, tuple[m.ReplicaState, Model, Replica]] = field(default_factory=dict)
+    """Rank that needs it -> the state that is on its way, and whose it is."""
     summing: set[str] = field(default_factory=set)
     """Replicas that have not completed the sum which all have begun."""
     confirmed: set[str] = field(default_factory=set)
@@ -175,7 +189,10 @@ class SimulatedFleet:
         self.cut_links: set[frozenset[str]] = set()
         self.commits: list[Commit] = []
         self.parents: dict[int, int] = {}
-        self.checkpoint = (0, ROOT, 0)
+        self.checkpoint = (0, ROOT, Model(0, 0))
+        self.lineages = {0: ROOT}
+        """The lineage that the protocol gave to each state."""
+        self._models = count(1)
         self.meetings: dict[str, Meeting] = defaultdict(Meeting)
         self.groups: dict[str, SimulatedGroup] = {}
         self.lighthouse = SimulatedLighthouse(self, min_replicas=min_replicas, join_timeout_s=join_timeout_s)
@@ -246,9 +263,9 @@ class SimulatedFleet:
             {"job": "j"}, min_replicas=self.min_replicas, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             connect_timeout_s=CONNECT_TIMEOUT_S,
         )  # fmt: skip
-        step, lineage, position = self.checkpoint
+        step, lineage, model = self.checkpoint
         membership.state = m.ReplicaState(step=step, lineage=lineage)
-        replica = self.replicas[name] = Replica(name, name, membership, position=position)
+        replica = self.replicas[name] = Replica(name, name, membership, model)
         self._started.append(replica)
         self.lighthouse.add(replica)
         self.report(replica, m.Started(now=self.now))
@@ -365,16 +382,16 @@ class SimulatedFleet:
         self.at(instruction.after_s + self.delay(), request)
 
     def _load(self, replica: Replica, instruction: m.LoadCheckpoint) -> m.MembershipEvent:
-        step, lineage, position = self.checkpoint
+        step, lineage, model = self.checkpoint
         if step <= replica.state.step:
             return m.NoNewerCheckpoint(now=self.now)
-        self._replace(replica, lineage, position, replica)
+        self._replace(replica, model, replica)
         return m.CheckpointLoaded(now=self.now, step=step, lineage=lineage)
 
     def _send(self, replica: Replica, instruction: m.SendState) -> m.MembershipEvent:
         """The state travels while the sender computes."""
         assert replica.group is not None
-        replica.group.sent |= dict.fromkeys(instruction.to, (replica.state, replica.position, replica))
+        replica.group.sent |= dict.fromkeys(instruction.to, (replica.state, replica.model, replica))
         for rank in instruction.to:
             receiver = self.replicas[replica.group.names[rank]]
             if receiver.group is replica.group and isinstance(receiver.waiting_for, m.ReceiveState):
@@ -452,7 +469,7 @@ class SimulatedFleet:
         cut = any(not self.linked(self.replicas[name], replica) for name in instruction.names)
         self.answer(replica, checked, instruction.after_s + (STORE_TIMEOUT_S if cut else self.delay()), "store")
 
-    def _replace(self, replica: Replica, lineage: int, position: int, giver: Replica) -> None:
+    def _replace(self, replica: Replica, model: Model, giver: Replica) -> None:
         """A replica takes over another state.
 
         It may lose a step that it committed only if it, or the replica whose state it gets, was taken for dead after
@@ -460,26 +477,22 @@ class SimulatedFleet:
         """
         dropped = []
         for commit in reversed(replica.committed):
-            if self.descends(lineage, commit.lineage):
+            if commit.state in self.ancestry(model.number):
                 break
             dropped.append(commit)
         since = dropped[-1].began - JUST_BEFORE_S if dropped else 0.0
         if dropped and max(replica.unresponsive, giver.unresponsive) < since:
             raise Violation(f"{replica.name} gives up {len(dropped)} committed steps, the first of {dropped[-1].time}")
         del replica.committed[len(replica.committed) - len(dropped) :]
-        replica.position = position
+        replica.model = model
 
-    def descends(self, lineage: int, ancestor: int) -> bool:
-        """Whether a state contains another one."""
-        return ancestor in self.ancestry(lineage)
-
-    def ancestry(self, lineage: int) -> Iterator[int]:
-        """A state and those that it followed from."""
+    def ancestry(self, state: int) -> Iterator[int]:
+        """The numbers of a state and of those that it followed from."""
         while True:
-            yield lineage
-            if lineage not in self.parents:
+            yield state
+            if state not in self.parents:
                 return
-            lineage = self.parents[lineage]
+            state = self.parents[state]
 
     # Stores and groups ------------------------------------------------------------------------------------------------
 
@@ -540,7 +553,7 @@ class SimulatedFleet:
         group = self.groups.get(instruction.rendezvous)
         if group is None:
             group = self.groups[instruction.rendezvous] = SimulatedGroup(
-                names, frozenset(names), frozenset(self.replicas[name].machine for name in names)
+                len(self.groups), names, frozenset(names), frozenset(self.replicas[name].machine for name in names)
             )
         if replica.group is not None:
             replica.group.connected.pop(replica.name, None)
@@ -602,10 +615,10 @@ class SimulatedFleet:
         if group.gone:
             self._fail(replica, "a peer is gone", self.delay())
         elif (found := group.sent.get(membership.group.rank)) is not None:
-            state, position, giver = found
+            state, model, giver = found
 
             def received(now: float) -> m.StateReceived:
-                self._replace(replica, state.lineage, position, giver)
+                self._replace(replica, model, giver)
                 return m.StateReceived(now=now, step=state.step, lineage=state.lineage, size=1)
 
             self.answer(replica, received, self.random.uniform(0.01, 0.3), "state")
@@ -638,20 +651,21 @@ class SimulatedFleet:
         peers = [self.replicas[name] for name in group.names]
         waits, group.arrived = group.arrived, {}
         group.summing.update(group.names)
-        states = {(peer.state.step, peer.state.lineage, peer.position) for peer in peers}
+        states = {(peer.state.step, peer.state.lineage, peer.model) for peer in peers}
         if len(states) != 1:
             raise Violation(f"{group.names} compute a step with different states: {states}")
-        ((_, _, position),) = states
-        step = Assignment(0, position, position + 8)
+        ((_, _, model),) = states
+        step = Assignment(0, model.position, model.position + 8)
+        after = Model(next(self._models), step.stop)
         leaving = frozenset(rank for rank, peer in enumerate(peers) if peer.leaving)
         wanted = any(peer.membership.wants_lighthouse(self.now) for peer in peers)
         event = m.StepCommitted(now=self.now, assignment=step, leaving=leaving, lighthouse_wanted=wanted)
         self.messages["sum"] += 2 * len(peers)
         for peer in peers:
-            self.to(peer, partial(self._sum_arrives, peer, group, waits, event), self.delay(), waits[peer.name])
+            self.to(peer, partial(self._sum_arrives, peer, group, waits, event, after), self.delay(), waits[peer.name])
 
     def _sum_arrives(
-        self, replica: Replica, group: SimulatedGroup, waits: dict[str, int], event: m.StepCommitted
+        self, replica: Replica, group: SimulatedGroup, waits: dict[str, int], event: m.StepCommitted, after: Model
     ) -> None:
         """A replica has the sum; when all have said so, each learns it and commits the step."""
         if replica.group is not group:
@@ -665,9 +679,9 @@ class SimulatedFleet:
             group.all_confirmed = True
             for name in group.names:
                 peer = self.replicas[name]
-                self.to(peer, partial(self._all_confirmed, peer, group, event), self.delay(), waits[name])
+                self.to(peer, partial(self._all_confirmed, peer, group, event, after), self.delay(), waits[name])
 
-    def _all_confirmed(self, peer: Replica, group: SimulatedGroup, event: m.StepCommitted) -> None:
+    def _all_confirmed(self, peer: Replica, group: SimulatedGroup, event: m.StepCommitted, after: Model) -> None:
         if peer.group is not group:
             return
         if group.gone and group.gone & group.summing and self.random.random() < 0.5:
@@ -677,26 +691,34 @@ class SimulatedFleet:
         group.all_confirmed = bool(group.summing)
         peer.waits += 1
         peer.waiting_for = None
-        self._commit(peer, event)
+        self._commit(peer, group, event, after)
 
-    def _commit(self, replica: Replica, event: m.StepCommitted) -> None:
-        parent, membership = replica.state.lineage, replica.membership
-        assert membership.group is not None
-        names = membership.group.names
-        instructions = membership.handle(dataclasses.replace(event, now=self.now))
-        lineage = replica.state.lineage
-        commit = Commit(self.now, replica.computes_since, replica.name, names, parent, lineage, event.assignment)
+    def _commit(self, replica: Replica, group: SimulatedGroup, event: m.StepCommitted, after: Model) -> None:
+        parent, names = replica.model.number, group.names
+        instructions = replica.membership.handle(dataclasses.replace(event, now=self.now))
+        if self.lineages.setdefault(after.number, replica.state.lineage) != replica.state.lineage:
+            raise Violation(f"{names} have the same state, and {replica.name} gives it another lineage")
+        commit = Commit(
+            time=self.now,
+            began=replica.computes_since,
+            replica=replica.name,
+            group=names,
+            group_number=group.number,
+            parent=parent,
+            state=after.number,
+            assignment=event.assignment,
+        )
         replica.committed.append(commit)
-        replica.position = event.assignment.stop
+        replica.model = after
         self.commits.append(commit)
-        self.parents[commit.lineage] = parent
+        self.parents[after.number] = parent
         if names[0] == replica.name and self.checkpoint_every and replica.state.step % self.checkpoint_every == 0:
             self._save(replica)
         self.follow(replica, instructions)
 
     def _save(self, replica: Replica) -> None:
         if replica.state.step > self.checkpoint[0]:
-            self.checkpoint = (replica.state.step, replica.state.lineage, replica.position)
+            self.checkpoint = (replica.state.step, replica.state.lineage, replica.model)
 
 
 @contextmanager

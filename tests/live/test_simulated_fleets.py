@@ -74,7 +74,7 @@ def test_two_kills_shortly_after_one_another_start_no_second_lineage() -> None:
         recover(fleet)
         check_lineages(fleet)
         survivor = max(replica.state.step for replica in fleet.running())
-        assert len({commit.lineage for commit in fleet.commits}) == survivor, "every step is of one lineage"
+        assert len({commit.state for commit in fleet.commits}) == survivor, "every step is of one lineage"
 
 
 def test_newcomers_wait_for_a_trainer_that_is_busy_for_longer_than_the_lighthouse_waits() -> None:
@@ -85,7 +85,7 @@ def test_newcomers_wait_for_a_trainer_that_is_busy_for_longer_than_the_lighthous
     fleet.start()
     fleet.run_until(60.0)
     assert len(fleet.commits[-1].group) == 3
-    assert len({commit.lineage for commit in fleet.commits}) == max(r.state.step for r in fleet.running())
+    assert len({commit.state for commit in fleet.commits}) == max(r.state.step for r in fleet.running())
 
 
 @pytest.mark.parametrize("away_s", [0.0, 1.0, 30.0])
@@ -128,7 +128,7 @@ def test_a_cut_link_costs_one_replica_and_no_more_than_forty_seconds(replicas: i
     fleet.run_until(fleet.now + 15.0)
     assert training(fleet) == {*names}, "it is back"
     check_lineages(fleet)
-    assert len({commit.lineage for commit in fleet.commits}) == max(one.state.step for one in fleet.running())
+    assert len({commit.state for commit in fleet.commits}) == max(one.state.step for one in fleet.running())
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -145,4 +145,4 @@ def test_a_replica_that_hangs_is_left_behind_after_eighty_seconds_and_comes_back
     fleet.run_until(hangs.hangs_until + 15.0)
     assert training(fleet) == everybody
     check_lineages(fleet)
-    assert len({commit.lineage for commit in fleet.commits}) == max(one.state.step for one in fleet.running())
+    assert len({commit.state for commit in fleet.commits}) == max(one.state.step for one in fleet.running())
