@@ -88,10 +88,8 @@ def check_lineages(fleet: SimulatedFleet) -> None:
         for one, other in combinations(groups.values(), 2):
             together = one[0].time < other[-1].time and other[0].time < one[-1].time
             # The last of a group may commit a step when the first have gone on from it in another group.
-            follows = one[-1].state in fleet.ancestry(other[-1].state) or other[-1].state in fleet.ancestry(
-                one[-1].state
-            )
-            if together and not follows:
+            before, after = (one, other) if one[-1].state < other[-1].state else (other, one)
+            if together and before[-1].state not in fleet.ancestry(after[-1].state):
                 raise Violation(f"{one[0].group} and {other[0].group} train at the same time, at {other[0].time}")
 
 
