@@ -1,7 +1,7 @@
 """What the membership protocol costs by the size of a fleet: messages and seconds, simulated; and the real lighthouse.
 
-simulated   the protocol of every replica in virtual time (tests/live/fleet_simulator.py): messages per step and
-            replica; seconds from a change of the fleet to the next step of all, with steps of one second
+simulated   the protocol of every replica in virtual time (tests/live/fleet_simulator.py): seconds per step, of which one
+            is spent computing; messages per step and replica; seconds from a change of the fleet to the next step of all
 lighthouse  torchft's lighthouse on loopback, in a process of its own: seconds for one quorum of all replicas, which are
             threads of several processes, and processor time of the lighthouse alone
 """
@@ -51,10 +51,12 @@ def simulate(replicas: int) -> None:
             fleet.start()
         started = until_all_train()
         fleet.messages.clear()
-        steps = len(fleet.commits)
+        before = len(fleet.commits)
         fleet.run_until(fleet.now + 10.0)
-        count = max(1, (len(fleet.commits) - steps) // replicas)
         control = sum(number for kind, number in fleet.messages.items() if kind not in ("sum", "state"))
+        ends = list({commit.state: commit.time for commit in fleet.commits[before:]}.values())  # of the last replica
+        step_s = (ends[-1] - ends[0]) / (len(ends) - 1)
+        messages = control / (10.0 / step_s) / replicas
         for _ in range(max(1, replicas // 10)):
             fleet.start()
         fleet.run_until(fleet.now + 0.5)
@@ -64,7 +66,7 @@ def simulate(replicas: int) -> None:
         vanished = until_all_train()
     memory_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(
-        f"{replicas:6} replicas  control messages per step and replica {control / count / replicas:.1f}  "
+        f"{replicas:6} replicas  step {step_s:.2f} s  control messages per step and replica {messages:.1f}  "
         f"first step after {started:.1f} s  a tenth joins {joined:.1f} s  a third vanishes {vanished:.1f} s  "
         f"(simulated in {time.monotonic() - began:.0f} s, with at most {memory_gb:.1f} GB)",
         flush=True,
