@@ -1,7 +1,7 @@
 """What the membership protocol costs by the size of a fleet: messages and seconds, simulated; and the real lighthouse.
 
-simulated   the protocol of every replica in virtual time (tests/live/fleet_simulator.py): seconds per step, of which one
-            is spent computing; messages per step and replica; seconds from a change of the fleet to the next step of all
+simulated   the protocol of every replica in virtual time (tests/live/fleet_simulator.py): seconds per step, of which
+            one is spent computing; messages per step and replica; seconds from a change of the fleet to the next step
 lighthouse  torchft's lighthouse on loopback, in a process of its own: seconds for one quorum of all replicas, which are
             threads of several processes, and processor time of the lighthouse alone
 """
