@@ -15,7 +15,7 @@ import pytest
 from cli.answers import Answer, Ebbflow
 from ebbflow.cli import common
 from ebbflow.cli.main import main
-from live.fakes import processes_with
+from live.fakes import processes_with, until
 from report.written_study import study as study
 
 
@@ -55,7 +55,7 @@ class Shell:
         self.started.append(process)
         return process
 
-    def run(self, *arguments: object, timeout_s: float = 60) -> Answer:
+    def run(self, *arguments: object, timeout_s: float = 120) -> Answer:
         process = self.start(*arguments)
         out, err = process.communicate(timeout=timeout_s)
         assert "Traceback" not in err
@@ -82,4 +82,4 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     for process in shell.started:
         process.kill()
         process.communicate()
-    assert processes_with(f"{tmp_path}/job") == []  # lighthouses and replicas alike
+    until(lambda: not processes_with(f"{tmp_path}/job"))  # lighthouses and replicas alike, which die with the launcher

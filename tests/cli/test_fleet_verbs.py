@@ -54,7 +54,7 @@ def test_ctrl_c_lets_the_replicas_leave(shell: Shell) -> None:
     launcher = shell.start("launch", "--replicas", 2, "--out", "job", FAKE, "train")
     until(lambda: shell.training("r0", "r1"))
     launcher.send_signal(signal.SIGINT)
-    out, _ = launcher.communicate(timeout=30)
+    out, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 3
     assert "not finished; the same command continues" in out
     assert shell.status("r0")["state"] == shell.status("r1")["state"] == "left"
@@ -69,7 +69,7 @@ def test_a_second_ctrl_c_kills_those_who_do_not_leave(shell: Shell) -> None:
     assert launcher.stderr is not None
     until(lambda: "told to leave" in launcher.stderr.readline())  # type: ignore[union-attr]
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=120)
     assert launcher.returncode == 3
     assert not alive(pid)
 
@@ -110,7 +110,7 @@ def test_a_killed_lighthouse_comes_back_at_its_address(shell: Shell) -> None:
     assert "no lighthouse answers" in shown and "r0       training" in shown, "what the files of the replicas say"
     os.kill(lighthouse, signal.SIGKILL)
     launcher.send_signal(signal.SIGTERM)
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=120)
 
 
 @pytest.mark.process
@@ -127,10 +127,10 @@ def test_one_replica_joins_a_fleet_elsewhere(shell: Shell) -> None:
     assert same[0] == 2
     assert "is in use by another launcher" in same[2]
     joined.send_signal(signal.SIGTERM)  # what a cloud sends
-    joined.communicate(timeout=30)
+    joined.communicate(timeout=120)
     assert shell.status("node-7")["state"] == "left"
     lighthouse.send_signal(signal.SIGTERM)
-    assert lighthouse.wait(timeout=30) == 0
+    assert lighthouse.wait(timeout=120) == 0
 
 
 def listening(pid: int) -> set[str]:

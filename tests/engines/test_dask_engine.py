@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from distributed import Client, LocalCluster
@@ -323,8 +324,9 @@ def test_a_cluster_whose_scheduler_is_killed_is_reported_as_gone(tmp_path: Path)
                           "--no-dashboard", "--scheduler-file", str(address)], **quiet),
     ]  # fmt: skip
     try:
-        until = time.monotonic() + 60
-        while not address.exists() and time.monotonic() < until:
+        until = time.monotonic() + 120
+        # The file is there before its content is complete.
+        while not (address.exists() and address.read_text().rstrip().endswith("}")) and time.monotonic() < until:
             time.sleep(0.05)
         where = json.loads(address.read_text())["address"]
         worker = ["distributed.cli.dask_worker", where, "--no-nanny", "--nthreads", "1", "--no-dashboard",
@@ -461,6 +463,24 @@ def engine_with(client: Client, **changes: Any) -> DaskEngine:
     model = changes.pop("model", None) or make_model()
     given = {"data": Plain(), "samples": SAMPLES, "optimizer": make_optimizer(model), "plan": "follow(4)", **changes}
     return DaskEngine(model, given.pop("data"), cross_entropy, given.pop("plan"), client=client, **given)
+
+
+def _listening() -> list[str]:
+    """The addresses on which this process waits for connections."""
+    found = psutil.Process().net_connections("tcp")
+    return [one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN]
+
+
+def test_workers_listen_only_on_the_address_that_they_were_told(two_workers: Client) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    before = {worker: len(addresses) for worker, addresses in two_workers.run(_listening).items()}
+    with engine_with(two_workers, model=model, optimizer=optimizer, min_workers=2) as engine:
+        flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
+        assert flow.run_step() is not None
+        found = two_workers.run(_listening)
+    assert sum(map(len, found.values())) > sum(before.values()), "the store, at least"
+    assert {address for addresses in found.values() for address in addresses} == {"127.0.0.1"}
 
 
 def test_a_model_that_cannot_be_pickled_is_refused_with_advice(two_workers: Client) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from ebbflow.data.ledger import Assignment, MicroBatch
 from ebbflow.engines.emulated import FusedEngine, Ranks
 from ebbflow.engines.emulated.emulated_engine import EmulatedStep
 from ebbflow.errors import ConfigError
+from ebbflow.live.processes import hold_port
 from ebbflow.plan.batch_plan import BatchPlan, StepSize
 from ebbflow.record import Run, read_record
 from ebbflow.run import torchrun
@@ -37,12 +37,6 @@ ENVIRONMENT = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one")
@@ -55,16 +49,17 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same runs by so many ranks; one start for all of them."""
     world, folder = request.param, tmp_path_factory.mktemp("several")
-    place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen([sys.executable, SCRIPT, folder], env={**ENVIRONMENT, **place, "RANK": str(rank)})
-        for rank in range(world)
-    ]
-    try:
-        assert [process.wait(timeout=200) for process in processes] == [0] * world
-    finally:
-        for process in processes:
-            process.kill()
+    with hold_port() as port:
+        place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
+        processes = [
+            subprocess.Popen([sys.executable, SCRIPT, folder], env={**ENVIRONMENT, **place, "RANK": str(rank)})
+            for rank in range(world)
+        ]
+        try:
+            assert [process.wait(timeout=200) for process in processes] == [0] * world
+        finally:
+            for process in processes:
+                process.kill()
     return folder
 
 
@@ -118,7 +113,7 @@ def test_ranks_that_never_compute_are_told_of(several: Path) -> None:
 
 
 def start(folder: Path, *arguments: str, ranks: int = 2, workload: str = "test-ranks") -> subprocess.Popen[str]:
-    command = ["-m", "torch.distributed.run", "--master-port", str(free_port()), "--nproc-per-node", str(ranks)]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = ["-m", "ebbflow", "train", workload, "--plugin", str(SCRIPT), "--trace", TRACE, "--rule", "adascale"]
     return subprocess.Popen(
         [sys.executable, *command, *run, "--engine", "loop", "--out", str(folder), *arguments],
@@ -128,7 +123,7 @@ def start(folder: Path, *arguments: str, ranks: int = 2, workload: str = "test-r
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=200)
     finally:
         process.kill()
     return process.returncode, out, err
@@ -146,7 +141,7 @@ def nothing_left() -> Iterator[None]:
 
 def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
     """Until the record holds so many steps; rows reach the file with each checkpoint."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     path = folder / "record.jsonl"
     while not path.is_file() or path.read_bytes().count(b'"kind":"step"') < count:
         assert process.poll() is None, process.communicate()

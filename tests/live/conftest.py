@@ -11,7 +11,7 @@ import pytest
 
 from ebbflow.live.protocol import FleetConfig
 from ebbflow.live.supervisor import Job
-from live.fakes import FAKE, processes_with
+from live.fakes import FAKE, processes_with, until
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def fake_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         return Job(command=command, fleet=fleet)
 
     yield make
-    assert processes_with(f"EBBFLOW_FOLDER={tmp_path}") == []
+    until(lambda: not processes_with(f"EBBFLOW_FOLDER={tmp_path}"))
 
 
 @pytest.fixture

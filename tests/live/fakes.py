@@ -56,11 +56,11 @@ def alive(pid: int) -> bool:
     """Whether a process runs; the dead that nobody has waited for do not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it is gone before the file is opened, or before it is read
         return False
 
 
-def until(condition: Callable[[], object], *, seconds: float = 30.0) -> None:
+def until(condition: Callable[[], object], *, seconds: float = 120.0) -> None:
     """Wait for something that must happen; how long it takes proves nothing."""
     end = time.monotonic() + seconds
     while not condition():

@@ -15,6 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from ebbflow.live.processes import hold_port
+
 HEARTBEAT_MS = 600
 os.environ["RUST_LOG"] = "error"  # read when torchft is loaded
 # The server of Python 3.11 that loads modules beforehand does not know this process's path, but the environment's.
@@ -23,7 +25,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["live.replicas", "live.rank_replicas"])
 
 
-def eventually(condition: Callable[[], Any], what: str, *, within_s: float = 60.0) -> Any:
+def eventually(condition: Callable[[], Any], what: str, *, within_s: float = 150.0) -> Any:
     """Wait for something that happens in another process."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:
@@ -47,6 +49,7 @@ class TestFleet:
 
     def __post_init__(self) -> None:
         self.lighthouse: Any = None
+        self._ports: list[socket.socket] = []
         self.host, self.port = "127.0.0.1", 0
         self.start_lighthouse()
 
@@ -71,8 +74,8 @@ class TestFleet:
 
     def start_ranks(self, name: str, ranks: int, *, faults: Mapping[int, str] | None = None, **more: Any) -> None:
         """Start a replica of several ranks, as torchrun does; their processes are called r0.0, r0.1, ..."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        self._ports.append(hold_port())
+        port = self._ports[-1].getsockname()[1]
         for rank in range(ranks):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
             shared = {"MASTER_PORT": port, **more.get("environment_of_all", {})}
@@ -126,7 +129,7 @@ class TestFleet:
         except (FileNotFoundError, ValueError):
             return {}
 
-    def wait(self, *names: str, within_s: float = 60.0) -> dict[str, int]:
+    def wait(self, *names: str, within_s: float = 150.0) -> dict[str, int]:
         """The exit codes of replicas, all of them by default, when they have ended."""
         until = time.monotonic() + within_s
         codes = {}
@@ -144,6 +147,8 @@ class TestFleet:
             process.join(10)
         if self.lighthouse is not None:
             self.lighthouse.shutdown()
+        for port in self._ports:
+            port.close()
 
     def __enter__(self) -> TestFleet:
         return self

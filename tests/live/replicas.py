@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from contract.suite import EPOCHS, counted_loss, make_data, make_model, nested
+from ebbflow.core.files import write_whole
 from ebbflow.engines import allreduce, process_group
 from ebbflow.engines.base import Faults
 from ebbflow.engines.process_group import ProcessGroup
@@ -179,14 +180,16 @@ def enter_network(name: str | None) -> None:
                 raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
 
 
-def lighthouse(network: str | None, address: str, heartbeat_ms: int) -> None:
-    """A lighthouse, perhaps in a network namespace, until it is killed."""
+def lighthouse(network: str | None, address: str, heartbeat_ms: int, there: Path | None = None) -> None:
+    """A lighthouse, perhaps in a network namespace, until it is killed; its port is written into the file `there`."""
     enter_network(network)
     from torchft._torchft import LighthouseServer
 
     server = LighthouseServer(
         bind=address, min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=20, heartbeat_timeout_ms=heartbeat_ms
     )
+    if there is not None:
+        write_whole(there, server.address().rpartition(":")[2].encode())
     while server:
         time.sleep(1)
 

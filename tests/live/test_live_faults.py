@@ -399,8 +399,9 @@ def test_a_replica_that_hangs_while_it_sends_heartbeats_is_left_behind_and_comes
     group.start("r1", hang=True)
     group.trains(*others, step=2, members=len(others) + 1)
     group.trains(*others, members=len(others))
+    eventually(lambda: group.status("r1")["state"] == "waiting", "a word of the one that hangs")
     status = group.status("r1")
-    assert status["state"] == "waiting" and "in batch (" in status["reason"], "it says where it hangs"
+    assert "in batch (" in status["reason"], "it says where it hangs"
     group.trains(*others, step=status["step"] + 4, members=len(others))
     (tmp_path / "release").touch()
     group.trains(*others, "r1", members=len(others) + 1)
@@ -462,15 +463,17 @@ def test_the_lighthouse_is_started_anew_under_a_running_fleet(fleet: Any, tmp_pa
 
 
 def lighthouse_process(group: TestFleet) -> Any:
-    """A lighthouse in a process of its own in the place of the one that a fleet has."""
+    """A lighthouse in a process of its own: in the place of the one that a fleet has, or again where one was killed."""
     if group.lighthouse is not None:
         group.lighthouse.shutdown()
-        group.lighthouse = None
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            group.port = free.getsockname()[1]
-    address = f"127.0.0.1:{group.port}"
-    lighthouse = CONTEXT.Process(target=replicas.lighthouse, args=(None, address, HEARTBEAT_MS), daemon=True)
+        group.lighthouse, group.port = None, 0
+    there = group.folder / "lighthouse"
+    there.unlink(missing_ok=True)
+    arguments = (None, f"127.0.0.1:{group.port}", HEARTBEAT_MS, there)
+    lighthouse = CONTEXT.Process(target=replicas.lighthouse, args=arguments, daemon=True)
     lighthouse.start()
+    eventually(there.exists, "a lighthouse")
+    group.port = int(there.read_text())
     return lighthouse
 
 

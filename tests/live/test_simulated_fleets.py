@@ -11,7 +11,8 @@ from random import Random
 
 import pytest
 
-from live.fleet_simulator import SimulatedFleet, Violation, check_lineages, random_history, recover
+from live.fleet_histories import check_lineages, random_history, recover
+from live.fleet_simulator import SimulatedFleet, Violation
 
 
 def failures(first: int, number: int, majority: bool) -> list[str]:
@@ -28,11 +29,12 @@ def failures(first: int, number: int, majority: bool) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("majority", [False, True])
 def test_no_guarantee_is_violated_in_a_random_history(majority: bool) -> None:
-    assert failures(0, 300, majority) == []
+    assert failures(0, 500, majority) == []
 
 
 @pytest.mark.long
 @pytest.mark.process
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("majority", [False, True])
 def test_no_guarantee_is_violated_in_fifty_thousand_random_histories(majority: bool) -> None:
     with ProcessPoolExecutor() as pool:
@@ -55,6 +57,11 @@ def trained(replicas: int, *, seed: int = 1, join_timeout_s: float = 10.0) -> Si
     return fleet
 
 
+def training(fleet: SimulatedFleet) -> set[str]:
+    """The first names of those that took part in the last step."""
+    return {fleet.replicas[name].machine for name in fleet.commits[-1].group}
+
+
 def test_two_kills_shortly_after_one_another_start_no_second_lineage() -> None:
     for gap_s in (0.05, 0.3, 0.6, 0.75):
         fleet = trained(3, join_timeout_s=1.0)
@@ -68,7 +75,7 @@ def test_two_kills_shortly_after_one_another_start_no_second_lineage() -> None:
         recover(fleet)
         check_lineages(fleet)
         survivor = max(replica.state.step for replica in fleet.running())
-        assert len({commit.lineage for commit in fleet.commits}) == survivor, "every step is of one lineage"
+        assert len({commit.state for commit in fleet.commits}) == survivor, "every step is of one lineage"
 
 
 def test_newcomers_wait_for_a_trainer_that_is_busy_for_longer_than_the_lighthouse_waits() -> None:
@@ -79,13 +86,13 @@ def test_newcomers_wait_for_a_trainer_that_is_busy_for_longer_than_the_lighthous
     fleet.start()
     fleet.run_until(60.0)
     assert len(fleet.commits[-1].group) == 3
-    assert len({commit.lineage for commit in fleet.commits}) == max(r.state.step for r in fleet.running())
+    assert len({commit.state for commit in fleet.commits}) == max(r.state.step for r in fleet.running())
 
 
 @pytest.mark.parametrize("away_s", [0.0, 1.0, 30.0])
 def test_a_lighthouse_that_is_restarted_costs_two_seconds_more_than_its_restart(away_s: float) -> None:
     fleet = trained(3)
-    fleet.restart_lighthouse(away_s)
+    fleet.lighthouse.restart(away_s)
     fleet.run_until(fleet.now + away_s)
     before, back = len(fleet.commits), fleet.now
     fleet.run_until(back + 60.0, stop=lambda: len(fleet.commits) > before + 3)
@@ -96,7 +103,7 @@ def test_a_lighthouse_that_is_restarted_costs_two_seconds_more_than_its_restart(
 def test_a_lighthouse_that_stands_still_costs_no_replica() -> None:
     for seed in range(20):
         fleet = trained(3, seed=seed)
-        fleet.stall(2.0)
+        fleet.lighthouse.stall(2.0)
         fleet.run_until(20.0)
         recover(fleet)
         assert len(fleet.commits[-1].group) == 3
@@ -114,15 +121,15 @@ def test_a_cut_link_costs_one_replica_and_no_more_than_forty_seconds(replicas: i
     cut_at, before = fleet.now, len(fleet.commits)
     assert fleet.run_until(cut_at + 40.0, stop=lambda: len(fleet.commits) > before), "one side is left out"
     fleet.run_until(cut_at + 200.0)
-    (out,) = {*names} - {*fleet.commits[-1].group}
+    (out,) = {*names} - training(fleet)
     assert out == max(link), "of two that have come equally far, the last one by name"
     times = [commit.time for commit in fleet.commits if commit.time > cut_at + 40.0]
     assert max(later - earlier for earlier, later in pairwise(times)) < 2.0, "it does not disturb the others meanwhile"
     fleet.cut_links.clear()
     fleet.run_until(fleet.now + 15.0)
-    assert set(fleet.commits[-1].group) == {*names}, "it is back"
+    assert training(fleet) == {*names}, "it is back"
     check_lineages(fleet)
-    assert len({commit.lineage for commit in fleet.commits}) == max(one.state.step for one in fleet.running())
+    assert len({commit.state for commit in fleet.commits}) == max(one.state.step for one in fleet.running())
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -134,8 +141,9 @@ def test_a_replica_that_hangs_is_left_behind_after_eighty_seconds_and_comes_back
     fleet.run_until(fleet.now + 3.0)
     before = len(fleet.commits)
     assert fleet.run_until(fleet.now + 77.0, stop=lambda: len(fleet.commits) > before)
-    assert set(fleet.commits[-1].group) == {*fleet.replicas} - {hangs.name}
+    everybody = {one.machine for one in fleet.running()}
+    assert training(fleet) == everybody - {hangs.machine}
     fleet.run_until(hangs.hangs_until + 15.0)
-    assert set(fleet.commits[-1].group) == {*fleet.replicas}
+    assert training(fleet) == everybody
     check_lineages(fleet)
-    assert len({commit.lineage for commit in fleet.commits}) == max(one.state.step for one in fleet.running())
+    assert len({commit.state for commit in fleet.commits}) == max(one.state.step for one in fleet.running())

@@ -241,6 +241,18 @@ def test_a_clock_that_was_set_back_does_not_turn_left_into_finished(fake_job: Ma
     assert seen.of("r0") == ["started", "told to leave", "left"]
 
 
+def test_the_status_of_an_earlier_run_says_nothing_about_a_replica_that_writes_none(fake_job: MakeJob) -> None:
+    job = fake_job("never")
+    old = job.fleet.folder / "replicas" / "r0" / "status.json"
+    old.parent.mkdir(parents=True)
+    old.write_text(f'{{"state": "finished", "step": 10, "batch": 64, "time": {time.time() + 3600}}}')
+    seen = Seen()
+    with Supervisor(job) as fleet:
+        fleet.request("r0")
+        poll_until(fleet, seen, lambda: not fleet.active)
+    assert seen.of("r0") == ["started", "incomplete"]
+
+
 def test_a_replica_whose_log_cannot_be_written_runs_without_one(fake_job: MakeJob) -> None:
     job = fake_job("train", 5)
     log = job.fleet.folder / "replicas" / "r1" / "log.txt"
@@ -318,8 +330,12 @@ def test_a_replica_that_is_requested_again_while_it_leaves_comes_back(fake_job: 
         fleet.request("r0")
         poll_until(fleet, seen, lambda: fleet.replicas["r0"].incarnations == 2 and training(fleet, "r0"))
         seen.extend(fleet.stop("r0", kill=True))
+        fleet.request("r0")  # as in a trace whose next change is due at once
+        poll_until(fleet, seen, lambda: fleet.replicas["r0"].incarnations == 3 and training(fleet, "r0"))
+        seen.extend(fleet.stop("r0", kill=True))
         poll_until(fleet, seen, lambda: not fleet.active)
-    assert seen.of("r0") == ["started", "told to leave", "left", "started", "killed", "left"]
+    ends = ["told to leave", "left", "started", "killed", "left", "started", "killed", "left"]
+    assert seen.of("r0") == ["started", *ends]
     assert fleet.replicas["r0"].deaths == 0
 
 
@@ -498,8 +514,9 @@ def test_the_ranks_of_a_replica_end_and_start_together(fake_job: MakeJob, tmp_pa
     def ranks() -> dict[str, int]:
         found = {}
         for process in processes_with(f"EBBFLOW_FOLDER={tmp_path}"):
-            said = Path(f"/proc/{process}/environ").read_text().split("\0")
-            found |= {part: process for part in said if part.startswith("RANK=")}
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                said = Path(f"/proc/{process}/environ").read_text().split("\0")
+                found |= {part: process for part in said if part.startswith("RANK=")}
         return found
 
     seen = Seen()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.errors import ConfigError
-from ebbflow.live.trace_replay import adapt_trace, make_schedule
+from ebbflow.live.trace_replay import TraceReplay, adapt_trace, make_schedule
 from ebbflow.traces import Trace
 
 
@@ -68,6 +68,36 @@ def test_the_seed_decides_which_replica_is_stopped_and_how() -> None:
     histories = {tuple(departures("random", stop="mixed", seed=seed)) for seed in range(20)}
     assert len(histories) > 5
     assert {what for history in histories for _, what, _ in history} == {"start", "kill", "term"}
+
+
+class Requests(list[tuple[str, str]]):
+    """What a supervisor is asked for."""
+
+    def request(self, name: str) -> None:
+        self.append(("start", name))
+
+    def stop(self, name: str, **_: object) -> list[object]:
+        self.append(("stop", name))
+        return []
+
+    def stop_all(self, **_: object) -> list[object]:
+        self.append(("stop", "all"))
+        return []
+
+
+def test_a_replay_that_is_late_makes_one_change_after_the_other() -> None:
+    """Between two calls the supervisor starts and ends what it was asked for: a short stay is not left out."""
+    asked, now = Requests(), 0.0
+    schedule = make_schedule(Trace.parse("0s:1 1s:2 2s:1 3s:2 4s"), leaver="newest")
+    replay = TraceReplay(asked, schedule, grace_s=1, clock=lambda: now)  # type: ignore[arg-type]
+    now = 100.0
+    calls = []
+    while replay.act() is not None:
+        calls.append(asked[:])
+        asked.clear()
+        assert len(calls) < 6
+    assert calls == [[("start", "r0")], [("start", "r1")], [("stop", "r1")]]
+    assert asked == [("start", "r1"), ("stop", "all")]
 
 
 def test_a_trace_is_scaled_down_never_up() -> None:

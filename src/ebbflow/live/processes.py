@@ -26,8 +26,8 @@ from ebbflow.live.protocol import HEARTBEAT_TIMEOUT_MS, LOOPBACK, format_address
 from ebbflow.live.torchft_api import start_lighthouse
 
 __all__ = [
-    "ChildProcess", "LighthouseOptions", "LighthouseProcess", "ReplicaProcesses", "listen", "rank_environment",
-    "serve_lighthouse",
+    "ChildProcess", "LighthouseOptions", "LighthouseProcess", "ReplicaProcesses", "hold_port", "listen",
+    "rank_environment", "serve_lighthouse",
 ]  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
@@ -166,6 +166,18 @@ def rank_environment(rank: int, ranks: int, *, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
+def hold_port() -> socket.socket:
+    """Hold a free port of loopback for a program that is about to listen on it with SO_REUSEADDR, as torch does.
+
+    While the socket is open, nobody else is given the port, and a server can still bind it, since this one does not
+    listen. A port that was only looked for may be taken before the program has imported torch.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((LOOPBACK, 0))
+    return holder
+
+
 class ReplicaProcesses:
     """The processes of one replica, one per rank, which end together: when one fails, the others are killed.
 
@@ -178,13 +190,10 @@ class ReplicaProcesses:
         self.log = log
         self._ranks: list[ChildProcess] = []
         self._failed: int | None = None
-        port = 0
-        if ranks > 1:
-            with socket.create_server((LOOPBACK, 0)) as free:  # if it is taken before rank 0 has it, the replica dies
-                port = free.getsockname()[1]
+        self._port = hold_port() if ranks > 1 else None
         try:
             for rank in range(ranks):
-                own = rank_environment(rank, ranks, port=port) if ranks > 1 else {}
+                own = rank_environment(rank, ranks, port=self._port.getsockname()[1]) if self._port is not None else {}
                 self._ranks.append(
                     ChildProcess(
                         command,
@@ -225,7 +234,10 @@ class ReplicaProcesses:
                 self.kill()
         if self._failed is not None:
             return codes[self._failed]
-        return None if None in codes else 0
+        if None in codes:
+            return None
+        self._release_port()
+        return 0
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all ranks that still run."""
@@ -236,6 +248,11 @@ class ReplicaProcesses:
         """Kill all ranks, with all that they started, and wait for their end."""
         for process in self._ranks:
             process.kill()
+        self._release_port()
+
+    def _release_port(self) -> None:
+        if self._port is not None:
+            self._port.close()
 
     def log_tail(self, lines: int = 15) -> list[str]:
         """Read the last lines of the log of the rank that failed, or of rank 0."""

@@ -247,7 +247,7 @@ class SupervisedReplica:
     not_before: float = 0.0
     """It is not started before this time (monotonic)."""
     kill_at: float | None = None
-    """It was told to leave, and is killed if it has not left by this time (monotonic)."""
+    """It was told to leave, and is killed if it has not left by this time (monotonic); or it was killed then."""
 
     @property
     def running(self) -> bool:
@@ -326,6 +326,7 @@ class Supervisor:
             return []
         if kill:
             replica.child.kill()
+            replica.kill_at = time.monotonic()  # so that this end was asked for, also if it is requested again at once
             return [FleetEvent(time=time.time(), replica=name, what="killed")]
         if replica.kill_at is None:
             replica.kill_at = time.monotonic() + grace_s

@@ -139,17 +139,22 @@ class TraceReplay:
         return self.elapsed_s >= self.end_s
 
     def act(self) -> list[FleetEvent] | None:
-        """Do what is due and return what was done; None when the trace is over."""
+        """Do what is due and return what was done; None when the trace is over.
+
+        Of several changes that are due, as on a machine that stood still for a while, one call makes the first: a
+        replica that comes for a short time is really started.
+        """
         events: list[FleetEvent] = []
         now = self.elapsed_s
-        while self._due and self._due[0].time_s <= now:
+        change_s = min(now, self._due[0].time_s) if self._due else now
+        while self._due and self._due[0].time_s <= change_s:
             action = self._due.popleft()
             if action.what == "start":
                 self.fleet.request(action.replica)  # the supervisor reports when it has started
             else:
                 events += self.fleet.stop(action.replica, kill=action.what == "kill", grace_s=self.grace_s)
             self.done.append(ReplayAction(time_s=now, what=action.what, replica=action.replica))
-        if not self.over:
+        if self._due or not self.over:
             return events
         if not self.finish:
             events += self.fleet.stop_all(grace_s=self.grace_s)

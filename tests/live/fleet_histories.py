@@ -1,0 +1,127 @@
+"""Random histories of simulated fleets, and what must be true of every one of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import combinations
+from random import Random
+
+from live.fleet_simulator import Commit, SimulatedFleet, Violation
+
+FAULTS = (
+    "start", "kill", "kill two", "pause", "leave", "cut off", "stall", "restart lighthouse", "cut link", "hang",
+)  # fmt: skip
+
+
+def random_history(seed: int, *, majority: bool = False, faults: tuple[str, ...] = FAULTS) -> SimulatedFleet:
+    """Let a small fleet live through faults that follow from the seed, then let it recover; raises `Violation`.
+
+    `majority`: fewer than a majority of all replicas that ever run at a time do not train.
+    """
+    random = Random(seed)
+    size = random.randint(2, 4)
+    most = size + 1
+    fleet = SimulatedFleet(
+        random,
+        min_replicas=most // 2 + 1 if majority else 1,
+        join_timeout_s=random.choice((1.0, 10.0)),
+        step_s=random.choice(((0.1, 0.3), (0.2, 1.0), (0.2, 3.0))),
+        checkpoint_every=random.choice((0, 3)),
+    )
+    for _ in range(size):
+        fleet.at(random.uniform(0, 0.5), fleet.start)
+    time = random.uniform(0.5, 4.0)
+    for _ in range(random.randint(1, 6)):
+        fleet.run_until(time)
+        _cause(fleet, random.choice(faults), random, most)
+        time += random.choice((random.uniform(0.0, 0.8), random.uniform(0.0, 4.0)))
+    fleet.run_until(time)
+    recover(fleet)
+    check_lineages(fleet)
+    return fleet
+
+
+def _cause(fleet: SimulatedFleet, fault: str, random: Random, most: int) -> None:
+    running = fleet.running()
+    if fault == "restart lighthouse":
+        fleet.lighthouse.restart(random.uniform(0.0, 2.0))
+    elif fault == "stall":
+        fleet.lighthouse.stall(random.uniform(0.1, 2.0))
+    elif fault == "start" or not running:
+        if len(running) < most:
+            fleet.start()
+    elif fault in ("kill", "kill two"):
+        for victim in random.sample(running, min(len(running), 1 + (fault == "kill two"))):
+            fleet.at(random.uniform(0.0, 0.75), lambda victim=victim: None if victim.dead else fleet.kill(victim))  # type: ignore[misc]
+            if random.random() < 0.7:  # a launcher starts it again
+                fleet.at(random.uniform(0.8, 2.0), fleet.start)
+    elif fault == "pause":
+        victim = random.choice(running)
+        fleet.pause(victim)
+        fleet.at(random.choice((0.3, 1.5, 4.0)), lambda: fleet.resume(victim))
+    elif fault == "hang":
+        random.choice(running).hangs_until = fleet.now + random.uniform(1.0, 90.0)
+    elif fault == "leave":
+        random.choice(running).leaving = True
+    elif fault == "cut off":
+        victim = random.choice(running)
+        fleet.cut_off(victim)
+        fleet.at(random.uniform(0.2, 5.0), lambda: fleet.reconnect(victim))
+    elif fault == "cut link" and len(running) > 1:
+        link = frozenset(one.machine for one in random.sample(running, 2))
+        fleet.cut_links.add(link)
+        fleet.at(random.choice((6.0, 60.0)) * random.random(), lambda: fleet.cut_links.discard(link))
+
+
+def check_lineages(fleet: SimulatedFleet) -> None:
+    """Every sample exactly once on every lineage; with a majority, no two groups that train at the same time."""
+    starts = {commit.state: (commit.assignment.start, commit.assignment.stop) for commit in fleet.commits}
+    for state, parent in fleet.parents.items():
+        if starts[state][0] != (starts[parent][1] if parent in starts else 0):
+            raise Violation(f"samples {starts[state]} follow {starts.get(parent, 'nothing')}")
+    if len({*fleet.lineages.values()}) < len(fleet.lineages):
+        raise Violation("two states have the same lineage")
+    if fleet.min_replicas > 1:
+        groups: dict[int, list[Commit]] = defaultdict(list)
+        for commit in fleet.commits:
+            groups[commit.group_number].append(commit)
+        for one, other in combinations(groups.values(), 2):
+            together = one[0].time < other[-1].time and other[0].time < one[-1].time
+            # The last of a group may commit a step when the first have gone on from it in another group.
+            before, after = (one, other) if one[-1].state < other[-1].state else (other, one)
+            if together and before[-1].state not in fleet.ancestry(after[-1].state):
+                raise Violation(f"{one[0].group} and {other[0].group} train at the same time, at {other[0].time}")
+
+
+def recover(fleet: SimulatedFleet, within_s: float = 100.0) -> None:
+    """No more faults: the replicas that are left, or enough new ones, commit a step together within bounded time.
+
+    The time counts from when all that was cut, paused or away has come back, and nobody hangs any longer.
+    """
+    fleet.run_until(fleet.now + 6.0)
+    while fleet.cut_links:
+        fleet.run_until(fleet.now + 1.0)
+    for replica in fleet.running():
+        replica.leaving = False  # those that do not know it yet
+    hanging_s = max((replica.hangs_until - fleet.now for replica in fleet.running()), default=0.0)
+    deadline, seen = fleet.now + max(0.0, hanging_s) + within_s, len(fleet.commits)
+
+    def together() -> bool:
+        nonlocal seen
+        if len(fleet.commits) == seen:
+            return False
+        seen = len(fleet.commits)
+        return set(fleet.commits[-1].group) == {replica.name for replica in fleet.running()}
+
+    recovered = False
+    while fleet.now < deadline and not recovered:
+        while len(fleet.running()) < fleet.min_replicas:
+            fleet.start()
+        recovered = fleet.run_until(min(deadline, fleet.now + 10.0), stop=together)
+    if not recovered:
+        phases = {r.name: (r.membership.phase.name, r.waiting_for, r.state) for r in fleet.running()}
+        raise Violation(f"no step of all {len(phases)} replicas within {within_s:g} s: {phases}")
+    states = {r.model.number for r in fleet.running()}
+    longest = max(({*fleet.ancestry(state)} for state in states), key=len)
+    if not states <= longest:
+        raise Violation("replicas that train together have different lineages")
