@@ -80,7 +80,7 @@ class Auto(Rule):
     probe: bool = param(True, doc="whether long runs compare coefficients")
     averaged: bool = param(True, doc="whether a probe scores averaged weights, or the last ones")
     lower: bool = param(True, doc="whether a probe tries c/2, too, or only 2c")
-    ramp: float = param(1.0, doc="steps of the ramp after an increase, per unit of its factor; 0: it is applied at once")
+    ramp: float = param(1.0, doc="steps of the ramp after an increase, per unit of its factor; 0: none")
 
     def __post_init__(self) -> None:
         if not 0 <= self.limit <= 1:
