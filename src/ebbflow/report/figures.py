@@ -506,7 +506,7 @@ def _traces(arms: Sequence[ArmResult], traces: Sequence[str]) -> Drawing | None:
         end = float(trace.get("end") or times[-1])
         clock = [arm.columns["time_s"] for arm in arms if arm.trace == name]
         first, last = min(float(c.min()) for c in clock), max(float(c.max()) for c in clock)
-        unit, per = ("hours", 3600.0) if end > 3 * 3600 else ("minutes", 60.0)
+        unit, per = time_unit(end)
         x, y = envelope(*changes(np.append(times, end) / per, np.append(workers, workers[-1])))
         axis.axvspan(first / per, min(last, end) / per, color=BAND, alpha=0.35, linewidth=0)
         axis.plot(x, y, drawstyle="steps-post", color=INK, linewidth=1.2)

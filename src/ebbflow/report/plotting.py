@@ -301,12 +301,13 @@ def log_if_wide(axes: Sequence[Axes], drawn: Sequence[Array], *, wide: float) ->
 def time_unit(seconds: float) -> tuple[str, float]:
     """A unit for an axis that ends at so many seconds, and its length in seconds.
 
-    >>> time_unit(90.0), time_unit(5000.0), time_unit(1e5)
-    (('seconds', 1.0), ('minutes', 60.0), ('hours', 3600.0))
+    >>> time_unit(90.0), time_unit(5000.0), time_unit(1e5), time_unit(1e6)
+    (('seconds', 1.0), ('minutes', 60.0), ('hours', 3600.0), ('days', 86400.0))
     """
-    if seconds <= 300:
-        return "seconds", 1.0
-    return ("minutes", 60.0) if seconds <= 3 * 3600 else ("hours", 3600.0)
+    for most, name, length in ((300.0, "seconds", 1.0), (3 * 3600.0, "minutes", 60.0), (3 * 86400.0, "hours", 3600.0)):
+        if seconds <= most:
+            return name, length
+    return "days", 86400.0
 
 
 def _plain_ticks(axis: Axis) -> None:

@@ -21,6 +21,7 @@ from ebbflow.report.plotting import (
     drawing_style,
     legend,
     panels,
+    time_unit,
 )
 from ebbflow.report.report_page import CSS_VARIABLES, render_template, replace_folder, write_figures
 from ebbflow.simulate.search import pareto, round_to_cents
@@ -150,7 +151,7 @@ def simulation_figures(found: Simulations) -> Iterator[Drawing]:
 
 def _time_bars(found: Simulations) -> Drawing:
     figure, (axis,) = panels([""], height=0.55 * len(found) + 0.7)
-    scale, unit = _unit(max(one.time_s for one in found.values()))
+    unit, scale = time_unit(max(one.time_s for one in found.values()))
     names = list(found)
     left = np.zeros(len(found))
     for part in BREAKDOWN:
@@ -171,7 +172,7 @@ def _time_bars(found: Simulations) -> Drawing:
 
 def _money_over_time(found: Simulations) -> Drawing:
     figure, (axis,) = panels([""], height=3.0)
-    scale, unit = _unit(max(one.time_s for one in found.values()))
+    unit, scale = time_unit(max(one.time_s for one in found.values()))
     style = RuleStyle(list(found))
     for name, one in found.items():
         times = _times_of_changes(one)
@@ -202,7 +203,7 @@ def _times_of_changes(one: Simulation) -> npt.NDArray[np.float64]:
 def _trade(found: Simulations) -> Drawing:
     """Cost against time; the Pareto front is joined by a line."""
     figure, (axis,) = panels([""], height=3.6)
-    scale, unit = _unit(max(one.time_s for one in found.values()))
+    unit, scale = time_unit(max(one.time_s for one in found.values()))
     points = [(one.time_s / scale, round_to_cents(one.cost_usd)) for one in found.values()]
     front = pareto(points)
     ahead = sorted(point for point, best in zip(points, front, strict=True) if best)
@@ -224,11 +225,3 @@ def _trade(found: Simulations) -> Drawing:
         "both faster and cheaper (the Pareto front).",
         figure=figure,
     )  # fmt: skip
-
-
-def _unit(seconds: float) -> tuple[float, str]:
-    """The unit of the time axis: its length in seconds, and its name."""
-    for size, name in ((2 * 86400.0, "days"), (2 * 3600.0, "hours"), (120.0, "minutes")):
-        if seconds >= size:
-            return {"days": 86400.0, "hours": 3600.0, "minutes": 60.0}[name], name
-    return 1.0, "seconds"

@@ -20,7 +20,6 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from torch.utils.data import Dataset
 
 from ebbflow.core.extras import require
 from ebbflow.errors import DataError
-from ebbflow.workloads.image_files import IMAGENET_MEAN, check_size, decode_image
+from ebbflow.workloads.image_files import IMAGENET_MEAN, check_all, check_size, decode_image
 from ebbflow.workloads.torchvision_import import import_torchvision, pickle_with_torchvision
 
 __all__ = ["CocoImages", "CocoMetric", "CocoSplit", "check_headers", "collate_detection", "read_coco"]
@@ -276,11 +275,7 @@ def check_headers(folder: Path, names: NDArray[np.bytes_], ids: NDArray[np.int64
             return str(error)
         return None
 
-    with ThreadPoolExecutor(8) as pool:
-        wrong = [found for found in pool.map(problem, range(len(names))) if found is not None]
-    if wrong:
-        more = f"; {len(wrong) - 1} other images have problems, too" if len(wrong) > 1 else ""
-        raise DataError(f"{wrong[0]}{more}")
+    check_all(problem, len(names), "images")
 
 
 def _named(path: Path, identity: int) -> str:

@@ -32,8 +32,8 @@ from ebbflow.errors import DataError
 from ebbflow.workloads.disk_cache import disk_cached
 
 __all__ = [
-    "IMAGENET_MEAN", "IMAGENET_STD", "IMAGE_SUFFIXES", "Images", "check_size", "decode_image", "decode_jpegs",
-    "open_image", "read_cifar10", "read_cifar100", "read_idx", "read_mnist_folder",
+    "IMAGENET_MEAN", "IMAGENET_STD", "IMAGE_SUFFIXES", "Images", "check_all", "check_size", "decode_image",
+    "decode_jpegs", "open_image", "read_cifar10", "read_cifar100", "read_idx", "read_mnist_folder",
 ]  # fmt: skip
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
@@ -122,6 +122,15 @@ def check_size(file: Path, where: Path | str, size: tuple[int, int]) -> None:
     """Read the header of an image; one that is damaged, or whose width and height are not `size`, raises DataError."""
     with open_image(file, where) as image:
         _check_size(image, where, size)
+
+
+def check_all(problem: Callable[[int], str | None], count: int, what: str) -> None:
+    """Call `problem` for the numbers below `count`, several at once; raise DataError with the first that it returns."""
+    with ThreadPoolExecutor(8) as pool:
+        wrong = [found for found in pool.map(problem, range(count)) if found is not None]
+    if wrong:
+        more = f"; {len(wrong) - 1} other {what} have problems, too" if len(wrong) > 1 else ""
+        raise DataError(f"{wrong[0]}{more}")
 
 
 def _check_size(image: Any, where: Path | str, size: tuple[int, int]) -> None:

@@ -29,7 +29,14 @@ from torch.utils.data import Dataset
 
 from ebbflow.engines.loss_sum import LossSum
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.workloads.image_files import IMAGE_SUFFIXES, IMAGENET_MEAN, IMAGENET_STD, decode_image, open_image
+from ebbflow.workloads.image_files import (
+    IMAGE_SUFFIXES,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    check_all,
+    decode_image,
+    open_image,
+)  # fmt: skip
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.torchvision_import import import_torchvision, load_backbone, pickle_with_torchvision
 from ebbflow.workloads.workload import Recipe, Task, missing_data, register_workload
@@ -114,11 +121,7 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
         # would soon have its own copy of the memory.
         self._images = np.array([os.fsencode(names[stem]) for stem in sorted(names)])
         self._masks = np.array([os.fsencode(mask_names[stem]) for stem in sorted(names)])
-        with ThreadPoolExecutor(8) as pool:
-            wrong = [problem for problem in pool.map(self._header_problem, range(len(self))) if problem is not None]
-        if wrong:
-            more = f"; {len(wrong) - 1} other samples have problems, too" if len(wrong) > 1 else ""
-            raise DataError(f"{wrong[0]}{more}")
+        check_all(self._header_problem, len(self), "samples")
 
     def __len__(self) -> int:
         return len(self._images)
