@@ -201,6 +201,16 @@ def test_a_probe_compares_three_coefficients_over_the_same_steps() -> None:
     assert scaling.lr == pytest.approx(4.0), "twice the gain of 2, and at most S = 4"
 
 
+def test_no_probe_begins_after_the_smaller_last_step_of_an_epoch() -> None:
+    """Of 8 samples, 256 steps would have to score a branch; the probe that follows has steps of 32, and 64 of them."""
+    last = replace(LONG, samples=640_000 // 2 - 8, batch=8)
+    _, state = Auto(guard=False).scale(last, dict(READY))
+    verdict, state = Auto(guard=False).review(last, 2.0, state)
+    assert (verdict, state["probe"]) == ("release", None)
+    verdict, state = Auto(guard=False).review(replace(LONG, samples=320_000), 2.0, state)
+    assert (verdict, state["probe"]["scores"]) == ("branch", 64)
+
+
 @pytest.mark.parametrize(
     ("losses", "coefficient", "verdicts"),
     [

@@ -176,6 +176,9 @@ class Auto(Rule):
         total, done, index = context.total_samples, context.samples + context.batch, state["probes"]
         if not (self.probe and total) or index >= len(_PROBES_AT) or done < _PROBES_AT[index] * total:
             return "release", state
+        epoch = context.epoch_samples
+        if epoch and done % epoch == 0:
+            return "release", state  # the last step of an epoch is smaller than those of the probe would be
         if self._warmed(context, state["warm_up"], state["worth"]) < 1:
             return "release", state
         base = state["coefficient"]
@@ -185,7 +188,6 @@ class Auto(Rule):
         steps = max(_SCORES, math.ceil(_SCORED / context.batch))
         branch = (_BRANCH + steps) * context.batch
         cost = ((len(factors) - 1) * _BRANCH + len(factors) * steps) * context.batch
-        epoch = context.epoch_samples
         if len(factors) < 2 or state["given_back"] + cost > _COST * total or (epoch and branch > epoch):
             return "release", {**state, "probes": index + 1}
         if epoch and done % epoch + branch >= epoch:
