@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shutil
@@ -78,6 +79,19 @@ def test_the_cells_that_compare_choices_with_full_length_runs_can_be_run(name: s
         assert len(study.arms()) == 12
         check_arms(study.arms())
     assert len({cell["name"] for cell in cells}) == len(cells) == {"cells.toml": 8, "digits.toml": 4}[name]
+
+
+def test_choices_are_within_a_point_of_the_best_candidate_for_a_fifth_of_the_cost_as_the_page_says() -> None:
+    script = runpy.run_path(str(EVIDENCE / "choose" / "agreement.py"))
+    rows = json.loads((EVIDENCE / "choose" / "agreement.json").read_text(encoding="utf-8"))
+    assert len(rows) == 8
+    for row in rows:
+        full = row["full"]
+        assert len(full) == 12 and row["best_score"] == max(full.values())
+        assert row["regret"] == pytest.approx(row["best_score"] - full[row["chosen"]]) and row["regret"] < 0.01
+        assert row["share_of_epochs"] <= 0.2
+    page = (EVIDENCE.parent / "choose.md").read_text(encoding="utf-8")
+    assert script["table"](rows) in page
 
 
 @pytest.mark.parametrize("folder", UPCOMING)

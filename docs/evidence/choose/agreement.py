@@ -150,6 +150,21 @@ def _means(runs: dict[str, list[float | None]]) -> dict[str, float | None]:
             for key, found in runs.items()}  # fmt: skip
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line per cell as Markdown, for accuracies: what was chosen, and how far it is behind the best candidate."""
+    head = "cell", "chosen", "best at full length", "regret, points", "of a random candidate", "of the worst", "cost"
+    lines = [f"| {' | '.join(head)} |", "|:--|:--|:--" + "|--:" * 4 + "|"]
+    for row in rows:
+        behind = [row["best_score"] - score for score in row["full"].values() if score is not None]
+        numbers = (100 * value for value in (row["regret"], fmean(behind), max(behind)))
+        lines.append(
+            f"| {row['cell']} | `{row['chosen']}` | `{row['best']}` | "
+            + " | ".join(f"{number:.1f}" for number in numbers)
+            + f" | {row['share_of_epochs']:.1%} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run the cells of a file, one after another, or those of the atlas, several at once."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -181,6 +196,7 @@ def main() -> None:
             print(f"{row['cell']}: chosen {row['chosen']} {row['chosen_score']}, best {row['best']} "
                   f"{row['best_score']}, regret {row['regret']}, {row['share_of_epochs']:.0%} of the epochs, "
                   f"{row['choose_s']:.0f} s", flush=True)  # fmt: skip
+    print(table([*rows.values()]))
 
 
 if __name__ == "__main__":
