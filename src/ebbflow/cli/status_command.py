@@ -53,8 +53,10 @@ def status(
     ] = "127.0.0.1",
     json: AsJson = False,
 ) -> None:
-    """Show the replicas of a fleet, its step, batch, rate and samples per second, and, where noise is measured, what a
-    further worker is worth."""
+    """Show the replicas of a fleet, its step, batch, rate and samples per second.
+
+    Where noise is measured, it also says what a further worker is worth.
+    """
     if Path(fleet).is_dir():
         folder = Path(fleet)
         address = read_lighthouse_address(folder)
