@@ -174,6 +174,66 @@ def test_the_two_line_script_has_a_tracker(tmp_path: Path) -> None:
     assert {"workers", "multiplier", "noise_scale", "lr", "lr_base", "samples"} <= found.keys()
 
 
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from ebbflow import ElasticOptimizer, ElasticSampler
+model, data = torch.nn.Linear(4, 1), TensorDataset(torch.randn(40, 4), torch.randn(40, 1))
+sampler = ElasticSampler(data, 2, local_batch=4)
+inner = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = ElasticOptimizer(inner, "sqrt", base_batch=4, sampler=sampler, tracker="wandb, tensorboard")
+for x, y in DataLoader(data, batch_sampler=sampler):
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.process
+def test_the_trackers_of_a_script_are_closed_at_its_end(tmp_path: Path) -> None:
+    """Before the libraries end their own processes: nothing is lost, and the script ends without a traceback."""
+    for name in ("wandb", "tensorboard"):
+        pytest.importorskip(name, reason=f"{name} is not installed: pip install 'ebbflow[{name}]'")
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr[-3000:]
+    for read in (wandb, tensorboard):
+        assert [step for step, _ in read(tmp_path / "runs")["workers"]] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.process
+def test_runs_that_begin_anew_in_a_folder_are_several_runs(tmp_path: Path) -> None:
+    """Two starts from the first sample, and a part that goes on with the second of them."""
+    library = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'ebbflow[mlflow]'")
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'ebbflow[tensorboard]'")
+    for rule, step in (("sqrt", 0), ("linear", 0), ("linear", 2)):
+        tracker = open_tracker("mlflow, tensorboard", tmp_path, name="a run", step=step, several_runs=True)
+        tracker.settings({"rule": rule})
+        tracker.scalars(step, {"workers": 2})
+        tracker.close()
+    client = library.MlflowClient((tmp_path / "mlflow").resolve().as_uri())
+    runs = client.search_runs([client.get_experiment_by_name("ebbflow").experiment_id])
+    assert {run.data.params["rule"]: len(client.get_metric_history(run.info.run_id, "workers")) for run in runs} == {
+        "sqrt": 1,
+        "linear": 2,
+    }
+    assert [len(list((tmp_path / "tensorboard" / place).glob("events.*"))) for place in ("", "2")] == [1, 2]
+
+
+@pytest.mark.process
+def test_settings_of_a_run_that_continues_may_have_changed(tmp_path: Path) -> None:
+    """MLflow lets no parameter change; what is different is a tag."""
+    library = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'ebbflow[mlflow]'")
+    for device in ("cpu", "cuda"):
+        tracker = open_tracker("mlflow", tmp_path, name="a run", step=3)
+        tracker.settings({"rule": "sqrt", "device": device})
+        tracker.close()
+    client = library.MlflowClient((tmp_path / "mlflow").resolve().as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("ebbflow").experiment_id])
+    assert run.data.params == {"rule": "sqrt", "device": "cpu"} and run.data.tags["changed.device"] == "cuda"
+
+
 @pytest.mark.process
 def test_the_arms_of_a_study_have_it_as_a_setting(tmp_path: Path) -> None:
     """A study of two arms, each with its event files."""

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.cli import status_command
+from ebbflow.errors import ConfigError
 from ebbflow.live.fleet_status import FleetStatus
 from ebbflow.record import Event, Header, Row, StepRow, ValidationRow, encode
 from ebbflow.report.fleet_page import POINTS, FleetHistory, fleet_page, fleet_view
@@ -130,6 +132,25 @@ def refusal(url: str, data: bytes | None = None) -> tuple[int, bytes]:
         urllib.request.urlopen(url, data=data, timeout=30)
     with caught.value as answer:
         return answer.code, answer.read()
+
+
+def test_a_job_that_has_ended_is_shown_from_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No lighthouse answers: an error behind the table, unless the replica was finished."""
+    (tmp_path / "fleet.json").write_text('{"lighthouse": "127.0.0.1:9"}', encoding="utf-8")
+    path = write(tmp_path, "r0", HEADER, step(0, time_s=0.0, batch=10, samples=10)).parent / "status.json"
+    views: list[dict[str, object]] = []
+    monkeypatch.setattr(status_command, "serve_page", lambda page, view, **others: views.append(view()))
+    for state, note in (("finished", "the job is finished"), ("training", "no lighthouse answers")):
+        path.write_text(json.dumps({"pid": 1, "state": state, "time": 0.0}), encoding="utf-8")
+        status_command.status(str(tmp_path), serve=True)
+        assert note in str(views[-1]["note"]) and views[-1]["progress"]["samples"] == 10  # type: ignore[index]
+    with pytest.raises(ConfigError, match="no lighthouse answers"):
+        status_command.status(str(tmp_path))
+    path.write_text(json.dumps({"pid": 1, "state": "finished", "time": 0.0}), encoding="utf-8")
+    status_command.status(str(tmp_path))
+    assert "finished" in capsys.readouterr().out
 
 
 @pytest.mark.process

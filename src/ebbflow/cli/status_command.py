@@ -53,8 +53,10 @@ def status(
     ] = "127.0.0.1",
     json: AsJson = False,
 ) -> None:
-    """Show the replicas of a fleet, its step, batch, rate and samples per second, and, where noise is measured, what a
-    further worker is worth."""
+    """Show the replicas of a fleet, its step, batch, rate and samples per second.
+
+    Where noise is measured, it also says what a further worker is worth.
+    """
     if Path(fleet).is_dir():
         folder = Path(fleet)
         address = read_lighthouse_address(folder)
@@ -66,7 +68,8 @@ def status(
 
         def view() -> dict[str, Any]:
             history.read()
-            return fleet_view(_ask(address, folder, price=price), history, price=price)
+            found, problem = _ask(address, folder, price=price)
+            return fleet_view(found, history, price=price, note=problem)
 
         def tell(url: str) -> None:
             err.print(f"the page is at {url}; Ctrl-C ends it, the job goes on", markup=False, soft_wrap=True)
@@ -75,26 +78,40 @@ def status(
         with contextlib.suppress(KeyboardInterrupt):
             serve_page(fleet_page(name), view, bind=bind, port=port, on_start=tell)
         return
-    found = _ask(address, folder, price=price)
+    found, problem = _ask(address, folder, price=price)
+    if problem and not _finished(found):
+        err.print(members_table(found))
+        raise ConfigError(problem)
     if json:
         print_json(dataclasses.asdict(found))
     else:
         out.print(members_table(found))
 
 
-def _ask(address: str, folder: Path | None, *, price: float | None) -> FleetStatus:
-    """What the lighthouse and the replicas say now."""
+def _finished(found: FleetStatus) -> bool:
+    """Whether a job has ended as it should: one replica that has trained to the end is enough."""
+    return any(member.state == "finished" for member in found.members)
+
+
+def _ask(address: str, folder: Path | None, *, price: float | None) -> tuple[FleetStatus, str]:
+    """What the lighthouse and the replicas say now.
+
+    If no lighthouse answers, what the files of the job say, and as a second value what is wrong or that the job is
+    finished; a ConfigError if there are no such files.
+    """
     try:
         lighthouse = fetch_lighthouse_status(address)
-    except ConfigError:
-        if folder is not None:  # the files say what the replicas were doing, and what they wait for
-            err.print(members_table(combine(address, None, read_statuses(folder), price=price)))
-        raise
+    except ConfigError as problem:
+        statuses = read_statuses(folder) if folder is not None else {}
+        if not statuses:
+            raise
+        found = combine(address, None, statuses, price=price)
+        return found, "the job is finished" if _finished(found) else str(problem)
     if folder is not None:
-        return combine(address, lighthouse, read_statuses(folder), price=price)
+        return combine(address, lighthouse, read_statuses(folder), price=price), ""
     try:
         statuses = fetch_statuses(lighthouse, find_secret(None))
     except ConfigError as problem:
         err.print(f"only the lighthouse was asked, not the replicas: {problem}", markup=False, soft_wrap=True)
         statuses = {}
-    return combine(address, lighthouse, statuses, price=price)
+    return combine(address, lighthouse, statuses, price=price), ""

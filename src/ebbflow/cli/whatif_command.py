@@ -35,8 +35,10 @@ def whatif(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Find the best workers to rent, local batch and policy, show what the answer depends on, and, with a noise scale,
-    what a further worker is worth."""
+    """Find the best workers to rent, local batch and policy, and show what the answer depends on.
+
+    With a noise scale it also says what a further worker is worth.
+    """
     goal = Goal(deadline=None if deadline is None else parse_seconds(deadline), budget=budget)
     grid = settings_grid(
         [None] if max_workers is None else numbers(max_workers, what="--max-workers"),

@@ -6,12 +6,14 @@ parentheses if it is not to be that of the run: `tensorboard(logs), wandb`.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import math
 import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,12 +43,13 @@ class Tracker(Protocol):
 class _TensorBoard:
     """Event files in `tensorboard/` of the run's folder; `tensorboard --logdir` finds those of all runs below it."""
 
-    def __init__(self, folder: Path, name: str, step: int) -> None:
+    def __init__(self, folder: Path, name: str, step: int, number: int) -> None:
         needed = "the tracker tensorboard"
         require("tensorboard", extra="tensorboard", needed_for=needed)
         module = require("torch.utils.tensorboard", extra="tensorboard", needed_for=needed)
         # What an earlier part of the run wrote beyond the step from which it continues is not shown.
-        self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=step or None)
+        place = folder / "tensorboard" / (str(number) if number > 1 else "")
+        self._writer = module.SummaryWriter(str(place), purge_step=step or None)
 
     def settings(self, values: Mapping[str, Any]) -> None:
         lines = [f"| {key} | {value} |" for key, value in values.items()]
@@ -69,13 +72,13 @@ class _WandB:
     `wandb sync` uploads it. The parts of a run that was interrupted have the same id, and so become one run.
     """
 
-    def __init__(self, folder: Path, name: str, step: int) -> None:
+    def __init__(self, folder: Path, name: str, step: int, number: int) -> None:
         wandb = require("wandb", extra="wandb", needed_for="the tracker wandb")
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "ebbflow"),
             name=name,
-            id=_identity(folder),
+            id=_identity(folder, number),
             resume="allow",
             dir=str(folder),
             mode=os.environ.get("WANDB_MODE", "offline"),
@@ -103,7 +106,7 @@ class _MLflow:
     A run that continues after an interruption is the same run there.
     """
 
-    def __init__(self, folder: Path, name: str, step: int) -> None:
+    def __init__(self, folder: Path, name: str, step: int, number: int) -> None:
         mlflow = require("mlflow", extra="mlflow", needed_for="the tracker mlflow", package="mlflow-skinny")
         place = os.environ.get("MLFLOW_TRACKING_URI")
         if place is None:
@@ -114,15 +117,19 @@ class _MLflow:
         title = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ebbflow")
         found = self._client.get_experiment_by_name(title)
         experiment = found.experiment_id if found is not None else self._client.create_experiment(title)
-        tag = {"ebbflow.run": _identity(folder)}
+        tag = {"ebbflow.run": _identity(folder, number)}
         runs = self._client.search_runs([experiment], f"tags.`ebbflow.run` = '{tag['ebbflow.run']}'", max_results=1)
         run = runs[0] if runs else self._client.create_run(experiment, run_name=name, tags=tag)
         self._id = run.info.run_id
 
     def settings(self, values: Mapping[str, Any]) -> None:
+        known = self._client.get_run(self._id).data.params
         for name, value in values.items():
-            if value is not None:
-                self._client.log_param(self._id, name, str(value)[:500])
+            text = str(value)[:500]
+            if value is not None and name not in known:
+                self._client.log_param(self._id, name, text)
+            elif value is not None and known[name] != text:  # MLflow lets no parameter change
+                self._client.set_tag(self._id, f"changed.{name}", text)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
@@ -135,7 +142,7 @@ class _MLflow:
         self._client.set_terminated(self._id)
 
 
-TRACKERS: dict[str, Callable[[Path, str, int], Tracker]] = {
+TRACKERS: dict[str, Callable[[Path, str, int, int], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WandB,
     "mlflow": _MLflow,
@@ -157,16 +164,32 @@ def tracked_numbers(
     return shown
 
 
-def _identity(folder: Path) -> str:
-    """The same for all parts of a run: its folder says which run it is."""
-    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+def _identity(folder: Path, number: int) -> str:
+    """The same for all parts of a run: its folder, and its number there, say which run it is."""
+    identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    return f"{identity}-{number}" if number > 1 else identity
+
+
+def _number(folder: Path, *, anew: bool) -> int:
+    """Which of the runs in a folder this is, from 1 on: the next one if it begins anew."""
+    path = folder / "tracked-runs.txt"
+    number = int(path.read_text(encoding="utf-8")) if path.exists() else 0
+    if anew or not number:
+        number += 1
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{number}\n", encoding="utf-8")
+    return number
 
 
 class _Several:
-    """Several trackers, with numbers that are finite."""
+    """Several trackers, with numbers that are finite.
+
+    They are closed at the end of the process if nobody has done so, before the libraries end their own processes.
+    """
 
     def __init__(self, trackers: list[Tracker]) -> None:
         self._trackers = trackers
+        atexit.register(self.close)
 
     def settings(self, values: Mapping[str, Any]) -> None:
         for tracker in self._trackers:
@@ -182,8 +205,11 @@ class _Several:
             tracker.event(step, what, text)
 
     def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+        atexit.unregister(self.close)
+        trackers, self._trackers = self._trackers, []
+        with ExitStack() as stack:  # all of them, even if one fails
+            for tracker in trackers:
+                stack.callback(tracker.close)
 
 
 def check_tracker(text: str) -> list[tuple[str, str]]:
@@ -202,6 +228,11 @@ def check_tracker(text: str) -> list[tuple[str, str]]:
     return found
 
 
-def open_tracker(text: str, folder: Path | str, *, name: str, step: int = 0) -> Tracker:
-    """Open the trackers that a text names. `folder`: that of the run. `step`: from which a resumed run continues."""
-    return _Several([TRACKERS[kind](Path(own or folder), name, step) for kind, own in check_tracker(text)])
+def open_tracker(text: str, folder: Path | str, *, name: str, step: int = 0, several_runs: bool = False) -> Tracker:
+    """Open the trackers that a text names. `folder`: that of the run. `step`: from which a resumed run continues.
+
+    `several_runs`: the folder may hold earlier runs, and one that begins at step 0 is another one.
+    """
+    named = [(kind, Path(own or folder)) for kind, own in check_tracker(text)]
+    numbers = {place: _number(place, anew=step == 0) if several_runs else 1 for place in {place for _, place in named}}
+    return _Several([TRACKERS[kind](place, name, step, numbers[place]) for kind, place in named])

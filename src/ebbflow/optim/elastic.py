@@ -652,7 +652,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
     def _track(self, context: StepContext, update: Update) -> None:
         """Send what a step did to the tracker, which is opened at the first one of this process."""
         if isinstance(self._tracker, str):
-            self._tracker = open_tracker(self._tracker, "runs", name=str(self.rule), step=context.step)
+            name, step = str(self.rule), context.step
+            self._tracker = open_tracker(self._tracker, "runs", name=name, step=step, several_runs=True)
             weakref.finalize(self, self._tracker.close)
             self._tracker.settings({"rule": str(self.rule), "base_batch": self.base_batch})
             if context.step:

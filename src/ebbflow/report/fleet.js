@@ -82,7 +82,7 @@ function show(view) {
   const { now, job, progress, series } = view;
   const alive = now.members.filter((member) => member.heard_s !== null).length;
   at("job").textContent = [job.workload, job.rule && `rule ${job.rule}`, job.policy && `policy ${job.policy}`,
-    `lighthouse ${now.lighthouse}`, now.quorum ? `quorum ${now.quorum}` : "no quorum yet"].filter(Boolean).join(" · ");
+    `lighthouse ${now.lighthouse}`, now.quorum ? `quorum ${now.quorum}` : "no quorum"].filter(Boolean).join(" · ");
   const share = progress.total_samples ? progress.samples / progress.total_samples : 0;
   at("bar").style.width = `${Math.min(100, 100 * share).toFixed(1)}%`;
   const dollars = (value) => (value === null ? "–" : `$${value.toFixed(2)}`);
@@ -118,7 +118,7 @@ async function refresh() {
     const view = await answer.json();
     if (!answer.ok) throw new Error(view.error);
     show(view);
-    at("stale").textContent = "";
+    at("stale").textContent = view.note && `From the files of the job: ${view.note}.`;
   } catch (error) {
     at("stale").textContent = `Not up to date: ${error.message}.`;
   }

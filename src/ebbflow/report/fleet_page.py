@@ -110,13 +110,19 @@ class FleetHistory:
         return iter(sorted(found, key=lambda pair: pair[1].step))
 
 
-def fleet_view(status: FleetStatus, history: FleetHistory, *, price: float | None = None) -> dict[str, Any]:
-    """What the page shows, as JSON: the fleet now, its progress and cost, curves, validations and the last events."""
+def fleet_view(
+    status: FleetStatus, history: FleetHistory, *, price: float | None = None, note: str = ""
+) -> dict[str, Any]:
+    """What the page shows, as JSON: the fleet now, its progress and cost, curves, validations and the last events.
+
+    `note`: why the fleet is not asked any more, if so.
+    """
     steps = history.steps()
     seconds = history.seconds(steps)
     config: Mapping[str, Any] = history.header.config if history.header else {}
     return {
         "now": asdict(status),
+        "note": note,
         "job": {name: config.get(name) for name in ("workload", "rule", "policy", "epochs", "epoch_samples")},
         "progress": _progress(steps, seconds, config, price),
         "series": _series(steps, seconds),
