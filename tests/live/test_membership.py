@@ -431,6 +431,14 @@ def test_newcomers_do_not_believe_at_once_that_all_others_have_just_died() -> No
         react(membership, HandshakesReceived(now=0, handshakes=(sent.handshake,) * 2))
 
 
+def test_one_that_was_away_does_not_believe_at_once_that_those_who_went_on_without_it_have_died() -> None:
+    """It was found by a simulated history: the checkpoint of newcomer b is further than a, which stood still."""
+    for steps, age, believes in [((4, 12), 1.0, False), ((4, 12), 2.9, True), ((12, 4), 1.0, True)]:
+        formed = dataclasses.replace(quorum("a", "b", established=(True, False)), steps=steps)
+        *_, sent = react(asking(), formed, HeartbeatsReceived(now=0, ages={"a": 0.0, "b": 0.0, "t": age}))
+        assert isinstance(sent, SendHandshake) and sent.handshake.objects != believes
+
+
 def test_a_replica_says_that_it_has_a_state_as_soon_as_it_has_committed_a_step() -> None:
     membership = idle()
     new = [(0, 5, False)] * 2

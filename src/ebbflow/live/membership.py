@@ -334,6 +334,7 @@ class Membership:
         self._next_contact_check: float | None = None
         self._explains = False
         self._any_established = False  # in the quorum
+        self._left_behind = False  # no established replica of the quorum has come as far as the fleet
         self._checks = False  # whether this replica asks the living ones that the quorum lacks what they do
         self._last_participants: tuple[str, ...] = ()  # of the last committed step
         self._wait_for_others_until = 0.0
@@ -517,6 +518,9 @@ class Membership:
         )
         # One replica asks those that the quorum lacks what they do: if possible one that knows the lighthouse for long.
         self._any_established = any(event.established)
+        # The checkpoint of a newcomer may show that others have gone on without the established replica that is here.
+        furthest = max((step for step, there in zip(event.steps, event.established, strict=False) if there), default=-1)
+        self._left_behind = not self._any_established or max(event.steps, default=-1) > furthest
         self._checks = event.rank == (event.established.index(True) if self._any_established else 0)
         if self._checks or (self._missing and self._objections < _MAX_OBJECTIONS):
             self.phase = MembershipPhase.CHECKING
@@ -559,7 +563,7 @@ class Membership:
         if self._checks and (not event.ages or event.now - self._watching_since < self.heartbeat_timeout_s):
             return True
         ours = set(self._forming.names)
-        if self._checks and not self._any_established:
+        if self._checks and self._left_behind:
             # A lighthouse that stood still for a moment takes all replicas for dead, until their heartbeats come.
             limit = self.heartbeat_timeout_s + _JUST_DIED_S
             if any(self.heartbeat_timeout_s < age < limit for name, age in event.ages.items() if name not in ours):
