@@ -41,6 +41,8 @@ KEEP_ALIVE_S = 80.0
 """After which torchft's client notices that a machine has vanished: it asks every 60 s and waits for 20 s."""
 TICK_S = {m.AskLighthouse: 1.0, m.SendHandshake: 0.4, m.Connect: 0.4}
 """How often time is reported while these are waited for; more rarely than in reality, which saves events."""
+SOON_S = 0.5
+"""For which a replica waits for the state before it hears the steps of the others."""
 ROOT = initial_lineage("the same weights for all")
 
 
@@ -54,6 +56,8 @@ class Commit:
     parent: int
     lineage: int
     assignment: Assignment
+    began: float
+    """When the replica began the step, at the latest."""
 
 
 @dataclass(eq=False)
@@ -84,9 +88,12 @@ class Replica:
     published: m.PublishedGroup = m.PublishedGroup()
     leaving: bool = False
     hangs_until: float = 0.0
+    step_began: float = 0.0
     silenced: bool = False
     """Whether it has stopped its heartbeats since it kept the others waiting."""
     committed: list[Commit] = field(default_factory=list)
+    heard: deque[m.StepCommitted] = field(default_factory=deque)
+    """Steps of the others that it has heard while the state was on its way."""
 
     @property
     def state(self) -> m.ReplicaState:
@@ -106,6 +113,8 @@ class SimulatedGroup:
     """Replicas that have begun the sum of a step -> the number of their wait."""
     sent: dict[int, tuple[m.ReplicaState, int, Replica]] = field(default_factory=dict)
     """Rank that needs it -> the state that is on its way, the samples that it has, and whose it is."""
+    arrives: dict[str, float] = field(default_factory=dict)
+    """Replicas that listen -> when the state has arrived, if nothing breaks before."""
     summing: set[str] = field(default_factory=set)
     """Replicas that have not completed the sum which all have begun."""
     confirmed: set[str] = field(default_factory=set)
@@ -138,8 +147,9 @@ class SimulatedFleet:
         step_s: tuple[float, float] = (0.1, 1.0),
         latency_s: float = 0.002,
         checkpoint_every: int = 0,
+        transfer_s: tuple[float, float] = (0.01, 0.3),
     ) -> None:
-        """`step_s`: shortest and longest time that a replica computes. `latency_s`: mean of most messages; one in fifty
+        """`step_s`: shortest and longest time that a replica computes. `transfer_s`: that the state travels. `latency_s`: mean of most messages; one in fifty
         takes up to 0.3 s, so that they overtake each other."""
         self.random = random
         self.min_replicas = min_replicas
@@ -147,6 +157,7 @@ class SimulatedFleet:
         self.step_s = step_s
         self.latency_s = latency_s
         self.checkpoint_every = checkpoint_every
+        self.transfer_s = transfer_s
         self.now = 0.0
         self.messages: dict[str, int] = defaultdict(int)
         self.replicas: dict[str, Replica] = {}
@@ -370,10 +381,15 @@ class SimulatedFleet:
                 return m.StateSent(now=self.now)
             case m.ReceiveState():
                 self.wait(replica, instruction)
+                replica.heard.clear()
                 self._watch(replica, self.now)
                 self._receive(replica)
+            case m.ComputeStep() if replica.heard:
+                self.wait(replica, instruction)
+                self.to(replica, self._replay(replica, replica.waits), 0.02)
             case m.ComputeStep():
                 self.wait(replica, instruction)
+                replica.step_began = self.now
                 seconds = self.random.uniform(*self.step_s)
                 self.to(replica, self._computed(replica, replica.waits), max(seconds, replica.hangs_until - self.now))
                 if replica.hangs_until > self.now:
@@ -424,7 +440,7 @@ class SimulatedFleet:
             if self.descends(lineage, commit.lineage):
                 break
             dropped.append(commit)
-        since = dropped[-1].time - self.step_s[1] - 2.0 if dropped else 0.0
+        since = dropped[-1].began - 2.0 if dropped else 0.0
         if dropped and max(replica.unresponsive, giver.unresponsive) < since:
             raise Violation(f"{replica.name} gives up {len(dropped)} committed steps, the first of {dropped[-1].time}")
         del replica.committed[len(replica.committed) - len(dropped) :]
@@ -512,7 +528,8 @@ class SimulatedFleet:
                 # Who computes notices it when the sum begins. To a sum that is under way, this one may have contributed
                 # everything.
                 lacks = {name, replica.name} <= group.summing and not group.all_confirmed
-                if isinstance(peer.waiting_for, m.ComputeStep) and name not in group.arrived and not lacks:
+                busy = isinstance(peer.waiting_for, m.ComputeStep) or name in group.summing
+                if busy and name not in group.arrived and not lacks:
                     continue
                 self._fail(peer, f"{replica.name} is gone", self.delay())
 
@@ -524,6 +541,7 @@ class SimulatedFleet:
             if replica.waits == wait:
                 replica.waits += 1
                 replica.waiting_for = None
+                replica.heard.clear()
                 self.report(replica, kind(now=self.now, reason=reason))
 
         self.to(replica, fail, delay_s)
@@ -553,13 +571,45 @@ class SimulatedFleet:
         if group.gone:
             self._fail(replica, "a peer is gone", self.delay())
         elif (found := group.sent.get(membership.group.rank)) is not None:
-            state, position, giver = found
+            seconds = self.random.uniform(*self.transfer_s)
+            if seconds <= SOON_S:
+                self.answer(replica, self._received(replica, *found), seconds, "state")
+            else:
+                group.arrives[replica.name] = self.now + seconds
+                self.to(replica, self._computed(replica, replica.waits), SOON_S)
 
-            def received() -> m.StateReceived:
-                self._replace(replica, state.lineage, position, giver)
-                return m.StateReceived(now=self.now, step=state.step, lineage=state.lineage, size=1)
+    def _received(
+        self, replica: Replica, state: m.ReplicaState, position: int, giver: Replica
+    ) -> Callable[[], m.StateReceived]:
+        def received() -> m.StateReceived:
+            self._replace(replica, state.lineage, position, giver)
+            return m.StateReceived(now=self.now, step=state.step, lineage=state.lineage, size=1)
 
-            self.answer(replica, received, self.random.uniform(0.01, 0.3), "state")
+        return received
+
+    def _listen(self, replica: Replica, group: SimulatedGroup, event: m.StepCommitted) -> None:
+        """A replica has heard a step; when the state is there it loads it, and else it hears the next one."""
+        assert replica.membership.group is not None
+        rank = replica.membership.group.rank
+        if rank in event.leaving:
+            self.kill(replica)
+            return
+        replica.heard.append(event)
+        if self.now >= group.arrives[replica.name]:
+            self.answer(replica, self._received(replica, *group.sent[rank]), 0.0, "state")
+        elif event.leaving:
+            self._fail(replica, "a replica left", 0.0)
+        else:
+            self._computed(replica, replica.waits)()
+
+    def _replay(self, replica: Replica, wait: int) -> Callable[[], None]:
+        def replay() -> None:
+            if replica.waits == wait:
+                replica.waits += 1
+                replica.waiting_for = None
+                self._commit(replica, replica.heard.popleft())
+
+        return replay
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -574,7 +624,8 @@ class SimulatedFleet:
                 self._fail(replica, "a peer is gone", 0.0)
                 return
             group.arrived[replica.name] = wait
-            if len(group.arrived) < len(group.names) or self._cut(group):
+            waits_already = isinstance(replica.waiting_for, m.ReceiveState)
+            if not waits_already and (len(group.arrived) < len(group.names) or self._cut(group)):
                 self._watch(replica, self.now)
             if len(group.arrived) == len(group.names):
                 self._add_up(group)
@@ -593,14 +644,19 @@ class SimulatedFleet:
         peers = [self.replicas[name] for name in group.names]
         waits, group.arrived = group.arrived, {}
         group.summing.update(group.names)
-        states = {(peer.state.step, peer.state.lineage, peer.position) for peer in peers}
+        steps = {peer.name: peer.waiting_for for peer in peers if isinstance(peer.waiting_for, m.ComputeStep)}
+        states = {(peer.state.step, peer.state.lineage, peer.position) for peer in peers if peer.name in steps}
+        (listening,) = {step.receiving for step in steps.values()}
+        arrived = frozenset(rank for rank in listening if group.names[rank] in steps)
         if len(states) != 1:
             raise Violation(f"{group.names} compute a step with different states: {states}")
         ((_, _, position),) = states
         step = Assignment(0, position, position + 8)
         leaving = frozenset(rank for rank, peer in enumerate(peers) if peer.leaving)
         wanted = any(peer.membership.wants_lighthouse(self.now) for peer in peers)
-        event = m.StepCommitted(now=self.now, assignment=step, leaving=leaving, lighthouse_wanted=wanted)
+        event = m.StepCommitted(
+            now=self.now, assignment=step, leaving=leaving, lighthouse_wanted=wanted, arrived=arrived
+        )
         self.messages["sum"] += 2 * len(peers)
         for peer in peers:
             self.to(peer, self._sum_arrives(peer, group, waits, event), self.delay())
@@ -632,6 +688,9 @@ class SimulatedFleet:
                 return
             group.summing.discard(peer.name)
             group.all_confirmed = bool(group.summing)
+            if isinstance(peer.waiting_for, m.ReceiveState):
+                self._listen(peer, group, event)
+                return
             peer.waits += 1
             peer.waiting_for = None
             self._commit(peer, event)
@@ -643,7 +702,8 @@ class SimulatedFleet:
         assert membership.group is not None
         names = membership.group.names
         instructions = membership.handle(dataclasses.replace(event, now=self.now))
-        commit = Commit(self.now, replica.name, names, parent, replica.state.lineage, event.assignment)
+        began = min(replica.step_began, event.now - self.step_s[1])
+        commit = Commit(self.now, replica.name, names, parent, replica.state.lineage, event.assignment, began)
         replica.committed.append(commit)
         replica.position = event.assignment.stop
         self.commits.append(commit)
@@ -816,6 +876,7 @@ def random_history(seed: int, *, majority: bool = False, faults: tuple[str, ...]
         join_timeout_s=random.choice((1.0, 10.0)),
         step_s=random.choice(((0.1, 0.3), (0.2, 1.0), (0.2, 3.0))),
         checkpoint_every=random.choice((0, 3)),
+        transfer_s=random.choice(((0.01, 0.3), (0.1, 6.0))),
     )
     for _ in range(size):
         fleet.at(random.uniform(0, 0.5), fleet.start)
@@ -905,7 +966,10 @@ def recover(fleet: SimulatedFleet, within_s: float = 100.0) -> None:
         if len(fleet.commits) == seen:
             return False
         seen = len(fleet.commits)
-        return set(fleet.commits[-1].group) == {replica.name for replica in fleet.running()}
+        running = fleet.running()
+        if any(replica.membership.listening for replica in running):
+            return False
+        return set(fleet.commits[-1].group) == {replica.name for replica in running}
 
     recovered = False
     while fleet.now < deadline and not recovered:
