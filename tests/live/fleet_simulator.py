@@ -149,8 +149,8 @@ class SimulatedFleet:
         checkpoint_every: int = 0,
         transfer_s: tuple[float, float] = (0.01, 0.3),
     ) -> None:
-        """`step_s`: shortest and longest time that a replica computes. `transfer_s`: that the state travels. `latency_s`: mean of most messages; one in fifty
-        takes up to 0.3 s, so that they overtake each other."""
+        """`step_s`: shortest and longest time that a replica computes. `transfer_s`: that the state travels.
+        `latency_s`: mean of most messages; one in fifty takes up to 0.3 s, so that they overtake each other."""
         self.random = random
         self.min_replicas = min_replicas
         self.join_timeout_s = join_timeout_s
