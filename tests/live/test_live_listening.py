@@ -31,7 +31,7 @@ def start(fleet: Any, *, r0: str = "", r2: str = "", epochs: int = EPOCHS, **arg
     group.start("r0", fault=r0)
     group.start("r1")
     group.trains(*OLD)
-    group.start("r2", receive_later=True, fault=r2)
+    group.start("r2", receive_later=True, fault=r2, hold=None)  # it applies what it has heard at once
     eventually((group.folder / "r2.receiving").exists, "a transfer")
     return group
 

@@ -29,8 +29,8 @@ from ebbflow.data.ledger import Assignment
 from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, ProcessGroup, no_fault, open_store
 from ebbflow.engines.replica_ranks import ReplicaRanks
 from ebbflow.errors import ConfigError
-from ebbflow.live import listening, torchft_api
-from ebbflow.live.listening import Hear, HeardStep, IncomingState
+from ebbflow.live import torchft_api
+from ebbflow.live.listening import SOON_S, Hear, IncomingState, Listener
 from ebbflow.live.membership import (
     Membership,
     MembershipPhase,
@@ -101,6 +101,7 @@ _TRANSFER_S = 24 * 3600.0  # for the collectives of a step in which a replica do
 _COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send heartbeats
 _QUORUM_TIMEOUT = timedelta(minutes=5)  # then the lighthouse is asked again: an answer may have been lost
 _LEAVE_POLL_S = 0.1
+_LISTEN_POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0  # for finding out whether anybody listens at the address of the lighthouse
 _HANDSHAKE_POLL_S = 0.02
 _READ_AGAIN_S = 0.1  # before handshakes that not all replicas confirm are read again
@@ -192,10 +193,11 @@ class FleetConnection:
         self._names: tuple[str, ...] = ()  # of the replicas of the group, by rank
         self._asked_at = self._looks_at = 0.0  # when it was last asked who has stopped; when the peers are looked at
         self._away: frozenset[str] = frozenset()  # peers that did not answer then, or were not in the group
-        self.hear: Hear | None = None
-        """Takes part in a step of the others while this replica receives the state; without it they wait for it."""
-        self.heard: deque[HeardStep] = deque()
-        """Steps of the others that are to be applied to the state which this replica has received."""
+        self.begin_to_hear: Callable[[], Hear] | None = None
+        """Makes what takes part in the steps of the others while this replica receives the state; without it they
+        wait."""
+        self.listener: Listener | None = None
+        """Hears the steps of the others, which are to be applied to the state that this replica receives."""
         self._outgoing: OutgoingState | None = None
         self._transfers: list[threading.Thread] = []  # of the state to replicas that need it
         self._failed_transfers: list[str] = []  # names of replicas that could not receive it
@@ -524,6 +526,9 @@ class FleetConnection:
             self._store = None
 
     def _drop(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -793,19 +798,23 @@ class FleetConnection:
         """Receive the state, while this replica hears the steps that the others compute meanwhile, and load it."""
         group = self._group
         assert group is not None
-        self.heard = deque()
         incoming = IncomingState(group, source)
         try:
-            if self.hear is not None and not incoming.wait(listening.SOON_S):
+            if self.begin_to_hear is not None and not incoming.wait(SOON_S):
                 group.patience = timedelta(seconds=_TRANSFER_S)
-                self.heard = listening.listen(incoming, self.hear, self.membership.listening, rank=group.rank)
-                if self.heard and group.rank in self.heard[-1].leaving:
-                    raise LeftFleet
+                self.listener = Listener(self.begin_to_hear(), self.membership.listening, incoming, rank=group.rank)
+                self._wait_for_state(incoming, self.listener)
             state = incoming.take()
         except PeerLost as error:
             return _connection_failed(error)
         step, lineage = self.state.unpack(state)
         return StateReceived(now=monotonic(), step=step, lineage=lineage, size=incoming.size)
+
+    def _wait_for_state(self, incoming: IncomingState, listener: Listener) -> None:
+        """Raises `PeerLost` if the group breaks meanwhile, and `LeftFleet` when this replica has told the others so."""
+        while not incoming.wait(_LISTEN_POLL_S):
+            if (failure := listener.failure) is not None:
+                raise LeftFleet if listener.leaves else failure
 
 
 def _where(thread: int) -> str:

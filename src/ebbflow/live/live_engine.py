@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from ebbflow.engines.replica_step import Fetch, LoadedMicroBatch, Loss, Precisio
 from ebbflow.engines.shards import ShardedStep
 from ebbflow.live import equality
 from ebbflow.live.connection import FleetConnection
-from ebbflow.live.listening import HeardStep
+from ebbflow.live.listening import Hear, HeardStep, Listener
 from ebbflow.live.membership import fork_lineage
 from ebbflow.live.membership_events import ComputeStep, KeptPart
 from ebbflow.live.shares import computing_ranks, share_micro_batches, usable_parts
@@ -120,16 +121,17 @@ class LiveEngine(Engine):
         )
         of_rank = self._sharded.gradients.numbers if self._sharded is not None else 0
         self._batch_norm = self._replica.batch_norm
-        self._combine = StepAllReduce(
+        self._make_message = partial(
+            StepAllReduce,
             self._replica.parameters,
             meter=self._replica.meter,
             sums=self._batch_norm.sums,
             flags=("leaving", "lighthouse", "seconds", "timed", "weights", "differ"),
             all_reduce=lambda message: connection.all_reduce(message, of_rank=of_rank),
-            begin=None if self._sharded is not None else self._begin_sum,
         )
+        self._combine = self._make_message(begin=None if self._sharded is not None else self._begin_sum)
         if self._sharded is None:
-            connection.hear = self._hear
+            connection.begin_to_hear = self._begin_to_hear
         self._heard: HeardStep | None = None
         """The open step, if this replica has heard it."""
         self._have_state: frozenset[int] = frozenset()
@@ -282,8 +284,8 @@ class LiveEngine(Engine):
         samples, batch = sum(self._micro_batches[number].size for number in own), self._assignment.batch
         self._replica.check_complete(samples)
         self._in_last_pass = False
-        if self.connection.heard:
-            return self._apply_heard(self.connection.heard.popleft())
+        if self.connection.listener is not None:
+            return self._combine_heard(self.connection.listener)
         leaving, leads = self._leaving(), self.connection.ranks.leads
         if self._sharded is not None:
             self._sharded.gradients.collect()
@@ -330,25 +332,39 @@ class LiveEngine(Engine):
 
     # Steps that this replica hears ----------------------------------------------------------------------------------
 
-    def _hear(self, listening: frozenset[int]) -> HeardStep:
-        """Take part in a step of which this replica knows nothing, since it does not have the state yet."""
-        leaving = self._leaving()
-        try:
-            message = self._combine.listen(leaving=float(leaving))
-            leavers = self._who_leaves(leaving) if self._combine.flags["leaving"] else frozenset()
-            if self._combine.flags["differ"] > 0:
-                self._find_different(None)
-            arrived = self.connection.confirm(listening, has_state=False)
-            self._fault("hear")
-        except PeerLost:
-            self._combine.renew()
-            raise
-        return HeardStep(message=message, leaving=leavers, arrived=arrived)
+    def _begin_to_hear(self) -> Hear:
+        """What takes part in steps of which this replica knows nothing, since it does not have the state before them.
 
-    def _apply_heard(self, step: HeardStep) -> Gradients:
+        A thread of its own does this, with a message of its own, while the training loop waits for the state or applies
+        what was heard.
+        """
+        overheard = self._make_message(begin=self.connection.begin_all_reduce)
+        device = self._replica.parameters[0].device
+        stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+        def hear(listening: frozenset[int], caught_up: Callable[[], bool]) -> HeardStep:
+            leaving = self._leaving()
+            with torch.cuda.stream(stream):  # nothing without a GPU
+                message = overheard.listen(leaving=float(leaving))
+                leavers = self._who_leaves(leaving) if overheard.flags["leaving"] else frozenset()
+                if overheard.flags["differ"] > 0:
+                    self._find_different(None)
+            arrived = self.connection.confirm(listening, has_state=caught_up())
+            self._fault("hear")
+            return HeardStep(message=message, leaving=leavers, arrived=arrived)
+
+        return hear
+
+    def _combine_heard(self, listener: Listener) -> Gradients:
         """What `combine` returned on the other replicas, in a step that this one has heard."""
         assert self._assignment is not None and not self._share
-        self._heard = step
+        try:
+            self._heard = step = listener.next()
+        except PeerLost as reason:
+            self._failure = str(reason)
+            return Gradients(loss=math.nan, micro_batches=0)
+        if self.connection.rank in step.arrived:
+            self.connection.listener = None
         try:
             gradients = self._combine(StepPart(batch=self._assignment.batch))
         finally:
