@@ -68,9 +68,9 @@ def joining_replica(folder: Path, name: str, layers: int, width: int, local: int
                 step.backward(cross_entropy(model(inputs), targets))
 
 
-def measure_join(rate: str, steps: int, more: list[str]) -> tuple[float, list[float]]:
-    """Median seconds of a step of two replicas, and the seconds of each from the one in which a third replica joined
-    until that computed; the first of them includes forming the group."""
+def measure_join(rate: str, steps: int, more: list[str]) -> tuple[float, float, list[float]]:
+    """Median seconds of a step of two replicas and of three, and the seconds of each from the one before a third replica
+    joined until that computed."""
 
     def times(name: str) -> list[tuple[int, int, float]]:
         path = folder / f"{name}.times"
@@ -91,13 +91,14 @@ def measure_join(rate: str, steps: int, more: list[str]) -> tuple[float, list[fl
             start(2)
             wait("r2", 1)
             joined = times("r2")[0][0]  # the first step whose sum it has
-            while times("r0")[-1][1] < 3:
+            while sum(workers == 3 for _, workers, _ in times("r0")) < 4:
                 time.sleep(0.2)
             found = times("r0")
     computes = next(number for number, workers, _ in found if workers == 3)
     seconds = {after[0]: after[2] - before[2] for before, after in pairwise(found)}  # until this step began
     usual = statistics.median(value for step, value in seconds.items() if 2 < step < joined)
-    return usual, [seconds[step] for step in range(joined, computes + 1)]
+    of_three = statistics.median(value for step, value in seconds.items() if step > computes)
+    return usual, of_three, [seconds[step] for step in range(joined, computes + 1)]
 
 
 def replica(rank: int, rule: str, turns: int, bucket_bytes: int | None) -> None:
@@ -213,13 +214,13 @@ def main() -> None:
         size = state_bytes(arguments.layers, arguments.width)
         more = [f"--{name}={getattr(arguments, name)}" for name in ("layers", "width", "local")]
         print(f"{size / 1e9:.2f} GB of state; seconds of the others")
-        print(f"{'link':10}{'step':>8}{'transfer alone':>16}{'lost':>8}  steps until the newcomer computes")
+        print(f"{'link':10}{'step':>8}{'of three':>10}{'transfer alone':>16}{'lost':>8}  steps until the third computes")
         for rate in arguments.rates:
-            usual, during = measure_join(rate, arguments.turns, more)
+            usual, of_three, during = measure_join(rate, arguments.turns, more)
             transfer = size * 8 / (int(rate.removesuffix("gbit")) * 1e9)
             lost = sum(during) - len(during) * usual
             steps = " ".join(f"{seconds:.2f}" for seconds in during)
-            print(f"{rate:10}{usual:8.2f}{transfer:16.2f}{lost:8.2f}  {steps}", flush=True)
+            print(f"{rate:10}{usual:8.2f}{of_three:10.2f}{transfer:16.2f}{lost:8.2f}  {steps}", flush=True)
         return None
     print(f"{'link':10}{'rule':10}{'DDP':>10}{'live':>10}{'ratio':>8}{'limit':>8}")
     for rate in arguments.rates:

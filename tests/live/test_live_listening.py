@@ -27,7 +27,7 @@ def lines(path: Path) -> int:
 
 def start(fleet: Any, *, r0: str = "", r2: str = "", epochs: int = EPOCHS, **arguments: Any) -> TestFleet:
     """r0 and r1 train; r2 joins, and receives no tensor of the state before the file `release` is there."""
-    group: TestFleet = fleet(all=OLD, hold=2, note=True, epochs=epochs, **arguments)
+    group: TestFleet = fleet(all=OLD, hold=2, note=True, epochs=epochs, soon_s=0.1, **arguments)
     group.start("r0", fault=r0)
     group.start("r1")
     group.trains(*OLD)
