@@ -2,9 +2,9 @@
 
 Both train the same model (13M parameters, 50 MB of gradients) in the same two processes and take turns, so that other
 load on the machine affects both alike; the ratio is the median over the turns. Both send gradients in buckets while the
-backward pass goes on. With `--join` a third replica joins two others that train, and it is measured how much later than
-usual these begin the next step; the state (weights and momentum) is 100 MB. Needs root, the programs ip and tc, and a
-kernel with tbf; otherwise it says so and ends.
+backward pass goes on. With `--join` a third replica joins two others that train with Adam, and it is measured how many
+steps these commit until it computes, and how much longer than usual they take. `--layers` and `--width` make the state
+larger: 20 and 2048 are 1 GB. Needs root, the programs ip and tc, and a kernel with tbf; otherwise it says so and ends.
 """
 
 from __future__ import annotations
@@ -28,18 +28,22 @@ from typing import Any
 LIMIT = 1.05
 LOCAL, STEPS, WIDTH, LAYERS = 256, 3, 1024, 12
 HUB, ENDS = "ebblink-hub", ("ebblink-0", "ebblink-1", "ebblink-2")
-STATE_BYTES = 2 * 4 * (LAYERS * (WIDTH + 1) * WIDTH + 10 * (WIDTH + 1))
 SUBNET = "10.78.0"
 
 
-def make_model() -> Any:
+def make_model(layers: int = LAYERS, width: int = WIDTH) -> Any:
     from torch import nn
 
-    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, 10))
+    modules = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*modules, nn.Linear(width, 10))
 
 
-def joining_replica(folder: Path, name: str) -> None:
+def state_bytes(layers: int, width: int) -> int:
+    """Weights and the two averages of Adam."""
+    return 3 * 4 * (layers * (width + 1) * width + 10 * (width + 1))
+
+
+def joining_replica(folder: Path, name: str, layers: int, width: int, local: int) -> None:
     """Train for ever; write down the participants and the time of every committed step."""
     import torch
     from torch.nn.functional import cross_entropy
@@ -50,11 +54,11 @@ def joining_replica(folder: Path, name: str) -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.manual_seed(0)
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    data = TensorSource(torch.randn(1 << 14, WIDTH), torch.arange(1 << 14) % 10)
+    model = make_model(layers, width)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
+    data = TensorSource(torch.randn(1 << 14, width), torch.arange(1 << 14) % 10)
     with ebbflow.live.join(
-        model, optimizer, data, epochs=1_000, local_batch=LOCAL, base_batch=LOCAL, rule="linear",
+        model, optimizer, data, epochs=1_000, local_batch=local, base_batch=local, rule="linear",
         checkpoint_every_s=1e9,
     ) as fleet:  # fmt: skip
         for step in fleet:
@@ -64,8 +68,9 @@ def joining_replica(folder: Path, name: str) -> None:
                 step.backward(cross_entropy(model(inputs), targets))
 
 
-def measure_join(rate: str, steps: int) -> tuple[float, float]:
-    """Median seconds of a step of two replicas, and how much longer it took them when a third one joined."""
+def measure_join(rate: str, steps: int, more: list[str]) -> tuple[float, float, list[float]]:
+    """Median seconds of a step of two replicas and of three, and the seconds of each from the one before a third replica
+    joined until that computed."""
 
     def times(name: str) -> list[tuple[int, int, float]]:
         path = folder / f"{name}.times"
@@ -81,15 +86,19 @@ def measure_join(rate: str, steps: int) -> tuple[float, float]:
 
     with network(rate), tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        with processes(made, lambda rank: ["--joining"], (0, 1)) as start:
+        with processes(made, lambda rank: ["--joining", *more], (0, 1)) as start:
             wait("r0", steps)
             start(2)
-            wait("r2", steps)
+            wait("r2", 1)
+            joined = times("r2")[0][0]  # the first step whose sum it has
+            while sum(workers == 3 for _, workers, _ in times("r0")) < 4:
+                time.sleep(0.2)
             found = times("r0")
-            joined = times("r2")[0][0]  # the step in which it receives the state
+    computes = next(number for number, workers, _ in found if workers == 3)
     seconds = {after[0]: after[2] - before[2] for before, after in pairwise(found)}  # until this step began
     usual = statistics.median(value for step, value in seconds.items() if 2 < step < joined)
-    return usual, seconds[joined] + seconds[joined + 1] - 2 * usual
+    of_three = statistics.median(value for step, value in seconds.items() if step > computes)
+    return usual, of_three, [seconds[step] for step in range(joined, computes + 1)]
 
 
 def replica(rank: int, rule: str, turns: int, bucket_bytes: int | None) -> None:
@@ -186,23 +195,32 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", default=["linear", "adascale"])
     parser.add_argument("--bucket-bytes", type=int, help="least size of a bucket; a large number: no overlap")
     parser.add_argument("--join", action="store_true", help="measure what a newcomer costs the others instead")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model that is trained with --join")
+    parser.add_argument("--width", type=int, default=WIDTH, help="of these layers")
+    parser.add_argument("--local", type=int, default=LOCAL, help="samples of one replica per step, with --join")
     parser.add_argument("--joining", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rule", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.joining:
-        return joining_replica(Path(os.environ["EBBFLOW_FOLDER"]), f"r{arguments.rank}")
+        folder, sizes = Path(os.environ["EBBFLOW_FOLDER"]), (arguments.layers, arguments.width, arguments.local)
+        return joining_replica(folder, f"r{arguments.rank}", *sizes)
     if arguments.rank is not None:
         return replica(arguments.rank, arguments.rule, arguments.turns, arguments.bucket_bytes)
     if shutil.which("ip") is None or shutil.which("tc") is None or os.geteuid() != 0:
         print("skipped: network namespaces and limited links need root and the programs ip and tc")
         return None
     if arguments.join:
-        print(f"{'link':10}{'step':>10}{'transfer':>10}{'the others lose':>18}")
+        size = state_bytes(arguments.layers, arguments.width)
+        more = [f"--{name}={getattr(arguments, name)}" for name in ("layers", "width", "local")]
+        print(f"{size / 1e9:.2f} GB of state; seconds of the others")
+        print(f"{'link':10}{'step':>8}{'of three':>10}{'transfer alone':>16}{'lost':>8}  steps until the third computes")
         for rate in arguments.rates:
-            usual, lost = measure_join(rate, steps=arguments.turns)
-            transfer = STATE_BYTES * 8 / (int(rate.removesuffix("gbit")) * 1e9)
-            print(f"{rate:10}{usual * 1e3:8.1f}ms{transfer * 1e3:8.1f}ms{lost * 1e3:16.1f}ms", flush=True)
+            usual, of_three, during = measure_join(rate, arguments.turns, more)
+            transfer = size * 8 / (int(rate.removesuffix("gbit")) * 1e9)
+            lost = sum(during) - len(during) * usual
+            steps = " ".join(f"{seconds:.2f}" for seconds in during)
+            print(f"{rate:10}{usual:8.2f}{of_three:10.2f}{transfer:16.2f}{lost:8.2f}  {steps}", flush=True)
         return None
     print(f"{'link':10}{'rule':10}{'DDP':>10}{'live':>10}{'ratio':>8}{'limit':>8}")
     for rate in arguments.rates:

@@ -50,7 +50,7 @@ def test_an_all_reduce_leaves_the_same_sum_everywhere(stopped: Callable[[], list
 
 
 def test_bytes_are_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "_CHUNK", 1000)
+    monkeypatch.setattr(process_group, "CHUNK_BYTES", 1000)
     data = bytearray(range(256)) * 10
     passed: list[str] = []
     sent, received = in_group(

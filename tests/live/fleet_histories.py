@@ -26,6 +26,7 @@ def random_history(seed: int, *, majority: bool = False, faults: tuple[str, ...]
         min_replicas=most // 2 + 1 if majority else 1,
         join_timeout_s=random.choice((1.0, 10.0)),
         step_s=random.choice(((0.1, 0.3), (0.2, 1.0), (0.2, 3.0))),
+        transfer_s=random.choice(((0.01, 0.3), (0.1, 6.0))),
         checkpoint_every=random.choice((0, 3)),
     )
     for _ in range(size):
@@ -111,7 +112,10 @@ def recover(fleet: SimulatedFleet, within_s: float = 100.0) -> None:
         if len(fleet.commits) == seen:
             return False
         seen = len(fleet.commits)
-        return set(fleet.commits[-1].group) == {replica.name for replica in fleet.running()}
+        running = fleet.running()
+        if any(replica.membership.listening for replica in running):
+            return False
+        return set(fleet.commits[-1].group) == {replica.name for replica in running}
 
     recovered = False
     while fleet.now < deadline and not recovered:

@@ -44,6 +44,8 @@ NOTICE_CUT_S = 14.0
 """After which a replica that waits for its peers knows that it does not reach one: it looks twice, for 5 s and 2 s."""
 TICK_S = {m.AskLighthouse: 1.0, m.SendHandshake: 0.4, m.Connect: 0.4}
 """How often time is reported while these are waited for; more rarely than in reality, which saves events."""
+SOON_S = 0.5
+"""For which a replica waits for the state before it hears the steps of the others."""
 JUST_BEFORE_S = 2.0
 """For how long before a step a replica may have been taken for dead, so that it was left out of it."""
 ROOT = initial_lineage("the same weights for all")
@@ -112,6 +114,8 @@ class Replica:
     silenced: bool = False
     """Whether it has stopped its heartbeats since it kept the others waiting."""
     committed: list[Commit] = field(default_factory=list)
+    heard: deque[tuple[m.StepCommitted, Model]] = field(default_factory=deque)
+    """Steps of the others that it has heard while the state was on its way, and the states after them."""
 
     @property
     def state(self) -> m.ReplicaState:
@@ -136,6 +140,8 @@ class SimulatedGroup:
     """Replicas that have begun the sum of a step -> the number of their wait."""
     sent: dict[int, tuple[m.ReplicaState, Model, Replica]] = field(default_factory=dict)
     """Rank that needs it -> the state that is on its way, and whose it is."""
+    arrives: dict[str, float] = field(default_factory=dict)
+    """Replicas that listen -> when the state has arrived, if nothing breaks before."""
     summing: set[str] = field(default_factory=set)
     """Replicas that have not completed the sum which all have begun."""
     confirmed: set[str] = field(default_factory=set)
@@ -173,14 +179,16 @@ class SimulatedFleet:
         step_s: tuple[float, float] = (0.1, 1.0),
         latency_s: float = 0.002,
         checkpoint_every: int = 0,
+        transfer_s: tuple[float, float] = (0.01, 0.3),
     ) -> None:
-        """`step_s`: shortest and longest time that a replica computes. `latency_s`: mean of most messages; one in fifty
-        takes up to 0.3 s, so that they overtake each other."""
+        """`step_s`: shortest and longest time that a replica computes. `transfer_s`: that the state travels.
+        `latency_s`: mean of most messages; one in fifty takes up to 0.3 s, so that they overtake each other."""
         self.random = random
         self.min_replicas = min_replicas
         self.step_s = step_s
         self.latency_s = latency_s
         self.checkpoint_every = checkpoint_every
+        self.transfer_s = transfer_s
         self.now = 0.0
         self.messages: dict[str, int] = defaultdict(int)
         self.replicas: dict[str, Replica] = {}
@@ -405,6 +413,9 @@ class SimulatedFleet:
 
     def _compute(self, replica: Replica, instruction: m.ComputeStep) -> None:
         self.wait(replica, instruction)
+        if replica.heard:
+            self.to(replica, partial(self._replay, replica), 0.02)
+            return
         replica.computes_since = self.now
         seconds = max(self.random.uniform(*self.step_s), replica.hangs_until - self.now)
         self.to(replica, partial(self._computed, replica, replica.waits), seconds)
@@ -573,13 +584,15 @@ class SimulatedFleet:
         group, replica.group = replica.group, None
         if group is None:
             return
+        replica.heard.clear()
         group.gone.add(replica.name)
         group.connected.pop(replica.name, None)
         engaged = [peer for peer in group.connected.values() if type(peer.waiting_for) in _WITH_PEERS]
         for peer in sorted(engaged, key=_name):
             # Who computes notices it when the sum begins. To a sum that is under way, this one may have contributed
             # everything.
-            computes = type(peer.waiting_for) is m.ComputeStep and peer.name not in group.arrived
+            busy = type(peer.waiting_for) is m.ComputeStep or peer.name in group.summing
+            computes = busy and peer.name not in group.arrived
             lacks = {peer.name, replica.name} <= group.summing and not group.all_confirmed
             if lacks or not computes:
                 self._fail(peer, f"{replica.name} is gone", self.delay())
@@ -615,13 +628,40 @@ class SimulatedFleet:
         if group.gone:
             self._fail(replica, "a peer is gone", self.delay())
         elif (found := group.sent.get(membership.group.rank)) is not None:
-            state, model, giver = found
+            seconds = self.random.uniform(*self.transfer_s)
+            if seconds <= SOON_S:
+                self.answer(replica, partial(self._received, replica, *found), seconds, "state")
+            else:
+                group.arrives[replica.name] = self.now + seconds
+                self.to(replica, partial(self._computed, replica, replica.waits), SOON_S)
 
-            def received(now: float) -> m.StateReceived:
-                self._replace(replica, model, giver)
-                return m.StateReceived(now=now, step=state.step, lineage=state.lineage, size=1)
+    def _received(
+        self, replica: Replica, state: m.ReplicaState, model: Model, giver: Replica, now: float
+    ) -> m.StateReceived:
+        self._replace(replica, model, giver)
+        return m.StateReceived(now=now, step=state.step, lineage=state.lineage, size=1)
 
-            self.answer(replica, received, self.random.uniform(0.01, 0.3), "state")
+    def _listen(self, replica: Replica, group: SimulatedGroup, event: m.StepCommitted, after: Model) -> None:
+        """A replica has heard a step; when the state is there it loads it, and else it hears the next one."""
+        assert replica.membership.group is not None
+        rank = replica.membership.group.rank
+        if rank in event.leaving:
+            self.kill(replica)
+            return
+        replica.heard.append((event, after))
+        if self.now >= group.arrives[replica.name]:
+            self.answer(replica, partial(self._received, replica, *group.sent[rank]), 0.0, "state")
+        elif event.leaving:
+            self._fail(replica, "a replica left", 0.0)
+        else:
+            self._computed(replica, replica.waits)
+
+    def _replay(self, replica: Replica) -> None:
+        """Apply a step that was heard."""
+        assert replica.group is not None
+        replica.waits += 1
+        replica.waiting_for = None
+        self._commit(replica, replica.group, *replica.heard.popleft())
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -634,7 +674,8 @@ class SimulatedFleet:
             self._fail(replica, "a peer is gone", 0.0)
             return
         group.arrived[replica.name] = wait
-        if len(group.arrived) < len(group.names) or self._cut(group):
+        waits_already = type(replica.waiting_for) is m.ReceiveState
+        if not waits_already and (len(group.arrived) < len(group.names) or self._cut(group)):
             self._watch(replica, self.now)
         if len(group.arrived) == len(group.names):
             self._add_up(group)
@@ -651,7 +692,10 @@ class SimulatedFleet:
         peers = [self.replicas[name] for name in group.names]
         waits, group.arrived = group.arrived, {}
         group.summing.update(group.names)
-        states = {(peer.state.step, peer.state.lineage, peer.model) for peer in peers}
+        steps = {peer.name: peer.waiting_for for peer in peers if isinstance(peer.waiting_for, m.ComputeStep)}
+        states = {(peer.state.step, peer.state.lineage, peer.model) for peer in peers if peer.name in steps}
+        (listening,) = {step.receiving for step in steps.values()}
+        arrived = frozenset(rank for rank in listening if group.names[rank] in steps)
         if len(states) != 1:
             raise Violation(f"{group.names} compute a step with different states: {states}")
         ((_, _, model),) = states
@@ -659,7 +703,9 @@ class SimulatedFleet:
         after = Model(next(self._models), step.stop)
         leaving = frozenset(rank for rank, peer in enumerate(peers) if peer.leaving)
         wanted = any(peer.membership.wants_lighthouse(self.now) for peer in peers)
-        event = m.StepCommitted(now=self.now, assignment=step, leaving=leaving, lighthouse_wanted=wanted)
+        event = m.StepCommitted(
+            now=self.now, assignment=step, leaving=leaving, lighthouse_wanted=wanted, arrived=arrived
+        )
         self.messages["sum"] += 2 * len(peers)
         for peer in peers:
             self.to(peer, partial(self._sum_arrives, peer, group, waits, event, after), self.delay(), waits[peer.name])
@@ -689,6 +735,9 @@ class SimulatedFleet:
             return
         group.summing.discard(peer.name)
         group.all_confirmed = bool(group.summing)
+        if type(peer.waiting_for) is m.ReceiveState:
+            self._listen(peer, group, event, after)
+            return
         peer.waits += 1
         peer.waiting_for = None
         self._commit(peer, group, event, after)
@@ -700,7 +749,7 @@ class SimulatedFleet:
             raise Violation(f"{names} have the same state, and {replica.name} gives it another lineage")
         commit = Commit(
             time=self.now,
-            began=replica.computes_since,
+            began=min(replica.computes_since, event.now - self.step_s[1]),
             replica=replica.name,
             group=names,
             group_number=group.number,

@@ -66,11 +66,13 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
 
     `all`: no replica begins without these. `hold`: from this step on every step takes a while (`stop_holding`), by
     default 0.2 seconds (`hold_s`). `patience_s`: how long a replica waits for its peers, in the place of 60 and 10
-    seconds, and half of it in the place of 5. `auto`: other constants of the rule of this name.
+    seconds, and half of it in the place of 5. `soon_s`: how long a replica waits for a state before it listens, in the
+    place of half a second, which may be too short on a busy machine. `auto`: other constants of the rule of this name.
     """
     os.environ.update({**environment, **arguments.get("environment", {})})
     torch.set_num_threads(1)
     allreduce.BUCKET_BYTES = arguments.get("bucket_bytes", allreduce.BUCKET_BYTES)
+    connection.SOON_S = arguments.get("soon_s", 60.0)
     state_transfer._DESCRIBED = 64  # so that even the tensors of a tiny model are sent as large ones are
     if (patience_s := arguments.get("patience_s")) is not None:
         connection._COLLECTIVE_TIMEOUT_S = connection._CONNECT_TIMEOUT_S = patience_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -261,10 +262,8 @@ def asks(membership: Membership, *events: MembershipEvent, step: int) -> bool:
     return isinstance(asked, AskLighthouse) and asked.step == step
 
 
-def committed(
-    leaving: frozenset[int] = frozenset(), *, lighthouse_wanted: bool = False, now: float = 0.0
-) -> StepCommitted:
-    return StepCommitted(now=now, assignment=STEP, leaving=leaving, lighthouse_wanted=lighthouse_wanted)
+def committed(leaving: frozenset[int] = frozenset(), *, now: float = 0.0, **more: Any) -> StepCommitted:
+    return StepCommitted(now=now, assignment=STEP, leaving=leaving, **more)
 
 
 def test_a_replica_registers_when_it_starts_and_asks_for_a_quorum_when_it_needs_a_step() -> None:
@@ -767,6 +766,67 @@ def test_the_replica_with_the_right_lineage_sends_it_to_all_who_need_it() -> Non
     assert instructions == [SendState((1, 2))]
     (*_, step) = react(membership, StateSent(now=0))
     assert step == ComputeStep(step=3, participants=("a", "b", "c"), rank=0, receiving=frozenset({1, 2}))
+
+
+def listened_to(*more: tuple[int, int, bool]) -> Membership:
+    """Replica a, in the first step of a group in which b listens."""
+    membership, _ = connected((3, 9, True), (0, 5, False), *more)
+    react(membership, StateSent(now=0))
+    return membership
+
+
+def test_the_group_goes_on_without_the_lighthouse_until_nobody_listens_any_more() -> None:
+    membership = listened_to()
+    for step in (4, 5):
+        react(membership, committed())
+        assert react(membership, requested(step=step)) == [
+            ComputeStep(step=step, participants=("a", "b"), rank=0, receiving=frozenset({1}))
+        ]
+    react(membership, committed(arrived=frozenset({1})))
+    assert asks(membership, requested(step=6), step=6)
+
+
+def test_whoever_listened_goes_through_the_steps_that_it_heard_and_then_takes_part() -> None:
+    membership, _ = connected((0, 5, False), (3, 9, True))
+    key = membership.group.key if membership.group is not None else ""
+    (*_, step) = react(membership, StateReceived(now=0, step=3, lineage=9, size=1000))
+    assert step == ComputeStep(step=3, participants=("a", "b"), rank=0, receiving=frozenset({0}))
+    react(membership, committed())
+    (step,) = react(membership, requested(step=4, lineage=membership.state.lineage))
+    assert step == ComputeStep(step=4, participants=("a", "b"), rank=0, receiving=frozenset({0}))
+    react(membership, committed(arrived=frozenset({0})))
+    lineage = extend_lineage(extend_lineage(9, STEP, key), STEP, key)
+    assert membership.state == ReplicaState(step=5, lineage=lineage, established=True)
+    assert asks(membership, requested(step=5), step=5)
+
+
+def test_nobody_listens_in_a_group_that_failed() -> None:
+    membership = listened_to()
+    react(membership, StepFailed(now=0, reason="no heartbeat of b"))
+    assert membership.listening == frozenset()
+    assert asks(membership, requested(step=3, lineage=9), step=3)
+
+
+def test_when_one_leaves_those_who_have_the_state_go_on_without_those_who_listen() -> None:
+    membership = listened_to((3, 9, True))
+    (publish, _, connect) = react(membership, committed(frozenset({2})))
+    assert isinstance(publish, PublishGroup) and publish.group.names == ("a",)
+    assert isinstance(connect, Connect) and connect.names == ("a",)
+    assert membership.listening == frozenset()
+
+
+def test_a_replica_that_has_just_applied_what_it_heard_comes_back_through_the_lighthouse_if_one_left() -> None:
+    membership, _ = connected((0, 5, False), (3, 9, True), (3, 9, True))
+    react(membership, StateReceived(now=0, step=3, lineage=9, size=1000))
+    (recorded, dropped) = react(membership, committed(frozenset({2})))
+    assert isinstance(recorded, RecordEvent) and dropped == DropConnections()
+    assert membership.state.established and asks(membership, requested(step=4), step=4)
+
+
+def test_if_all_who_have_the_state_leave_the_first_of_them_saves_it() -> None:
+    assert react(listened_to(), committed(frozenset({0}))) == [LeaveFleet(save_state=True)]
+    assert react(listened_to(), committed(frozenset({0, 1}))) == [LeaveFleet(save_state=True)]
+    assert react(listened_to((3, 9, True)), committed(frozenset({0}))) == [LeaveFleet(save_state=False)]
 
 
 def test_a_peer_lost_while_the_state_is_sent_costs_the_group() -> None:

@@ -89,6 +89,30 @@ def test_newcomers_wait_for_a_trainer_that_is_busy_for_longer_than_the_lighthous
     assert len({commit.state for commit in fleet.commits}) == max(r.state.step for r in fleet.running())
 
 
+@pytest.mark.parametrize("dies", ["nobody", "sender", "another", "newcomer"])
+def test_the_others_do_not_wait_for_a_state_that_travels_for_many_steps(dies: str) -> None:
+    """Steps of one second, and a state that travels for ten: the newcomer hears them, and applies them all."""
+    fleet = trained(3)
+    fleet.step_s, fleet.transfer_s = (0.9, 1.0), (10.0, 10.0)
+    newcomer = fleet.start()
+    assert fleet.run_until(fleet.now + 10.0, stop=lambda: newcomer.group is not None)
+    fleet.run_until(fleet.now + 7.0)
+    assert not newcomer.committed and len(newcomer.heard) >= 4
+    sender = next(one for _, _, one in newcomer.group.sent.values()) if newcomer.group is not None else newcomer
+    others = [one for one in fleet.running() if one not in (sender, newcomer)]
+    victim = {"sender": sender, "another": others[0], "newcomer": newcomer}.get(dies)
+    if victim is not None:
+        fleet.kill(victim)
+    fleet.run_until(fleet.now + 25.0)
+    running = fleet.running()
+    assert set(fleet.commits[-1].group) == {one.name for one in running}
+    assert not any(one.membership.listening for one in running)
+    check_lineages(fleet)
+    times = [commit.time for commit in fleet.commits if commit.replica == others[-1].name]
+    assert max(later - earlier for earlier, later in pairwise(times)) < (4.5 if victim is not None else 1.5)
+    assert len({commit.state for commit in fleet.commits}) == max(one.state.step for one in running)
+
+
 @pytest.mark.parametrize("away_s", [0.0, 1.0, 30.0])
 def test_a_lighthouse_that_is_restarted_costs_two_seconds_more_than_its_restart(away_s: float) -> None:
     fleet = trained(3)

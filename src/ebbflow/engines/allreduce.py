@@ -207,6 +207,20 @@ class AllReduce:
         meter = self._measuring
         return self._measurement(meter, batch) if meter is not None else None
 
+    def listen(self, **fields: torch.Tensor) -> None:
+        """Take part in a step with nothing but these fields; neither gradients nor meter are touched.
+
+        The message then holds the sum over all processes. A process can do this that does not know the step.
+        """
+        self._buffer.zero_()
+        for name, values in fields.items():
+            self._named[name].copy_(values)
+        if self._begin is None:
+            self._all_reduce(self._buffer)
+            return
+        for wait in [self._begin(part) for _, part in self._buckets]:
+            wait()
+
     def fill(self, *, samples: float, batch: float, scale: float = 1.0) -> None:
         """Write this process's part into the message."""
         self._check(samples, batch)
@@ -368,6 +382,17 @@ class StepAllReduce:
     def overlap(self) -> None:
         """Send gradients while the backward pass that follows goes on: see AllReduce."""
         self._message.overlap()
+
+    @torch.no_grad()
+    def listen(self, **flags: float) -> torch.Tensor:
+        """Take part in a step that this process does not know, with nothing but flags; the sum, in host memory.
+
+        A call in which `begin` gives the parts of this sum instead of adding them up applies the step later.
+        """
+        numbers = [0.0] * 3 + [flags.get(name, 0.0) for name in self._flags]
+        self._message.listen(numbers=torch.tensor(numbers, dtype=torch.float64))
+        self.flags = dict(zip(self._flags, self._message["numbers"].tolist()[3:], strict=True))
+        return self._message.buffer.to("cpu", copy=True)
 
     @torch.no_grad()
     def message(self, part: StepPart) -> torch.Tensor:

@@ -30,6 +30,7 @@ from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, Proces
 from ebbflow.engines.replica_ranks import ReplicaRanks
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
+from ebbflow.live.listening import SOON_S, Hear, IncomingState, Listener
 from ebbflow.live.membership import (
     Membership,
     MembershipPhase,
@@ -91,15 +92,16 @@ from ebbflow.live.protocol import (
     format_address,
     parse_address,
 )
-from ebbflow.live.state_transfer import put_together, take_apart
+from ebbflow.live.state_transfer import OutgoingState
 
 __all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransferableState", "TransportUnusable"]
 
 _CONNECT_TIMEOUT_S = 10.0  # for the handshake, and for connecting
-_TRANSFER_S = 24 * 3600.0  # for the collectives of a step in which a replica receives the state
+_TRANSFER_S = 24 * 3600.0  # for the collectives of a step in which a replica does not have the state
 _COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send heartbeats
 _QUORUM_TIMEOUT = timedelta(minutes=5)  # then the lighthouse is asked again: an answer may have been lost
 _LEAVE_POLL_S = 0.1
+_LISTEN_POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0  # for finding out whether anybody listens at the address of the lighthouse
 _HANDSHAKE_POLL_S = 0.02
 _READ_AGAIN_S = 0.1  # before handshakes that not all replicas confirm are read again
@@ -134,7 +136,7 @@ class TransferableState(Protocol):
 
     def pack(self) -> Any:
         """The state after the last committed step, in plain containers. Nothing in it changes before the next step is
-        applied."""
+        committed."""
 
     def unpack(self, state: Any) -> tuple[int, int]:
         """Load what `pack` returned; return its number of committed steps and its lineage."""
@@ -191,6 +193,12 @@ class FleetConnection:
         self._names: tuple[str, ...] = ()  # of the replicas of the group, by rank
         self._asked_at = self._looks_at = 0.0  # when it was last asked who has stopped; when the peers are looked at
         self._away: frozenset[str] = frozenset()  # peers that did not answer then, or were not in the group
+        self.begin_to_hear: Callable[[], Hear] | None = None
+        """Makes what takes part in the steps of the others while this replica receives the state; without it they
+        wait."""
+        self.listener: Listener | None = None
+        """Hears the steps of the others, which are to be applied to the state that this replica receives."""
+        self._outgoing: OutgoingState | None = None
         self._transfers: list[threading.Thread] = []  # of the state to replicas that need it
         self._failed_transfers: list[str] = []  # names of replicas that could not receive it
         self._training_thread = threading.get_ident()
@@ -239,7 +247,7 @@ class FleetConnection:
                 transfer.join()
             raise TrainingFinished
         if self._group is not None:
-            # Those who compute wait for those who receive; whether these still receive anything, the transfer shows.
+            # Who receives the state may have to wait for it; whether it still receives anything, the transfer shows.
             self._group.patience = timedelta(seconds=_TRANSFER_S if instruction.receiving else _COLLECTIVE_TIMEOUT_S)
         self._computing_since = monotonic()
         return instruction
@@ -278,8 +286,8 @@ class FleetConnection:
         assert self._group is not None
         return self._group.begin_all_reduce(tensor)
 
-    def confirm(self) -> None:
-        """Wait until all participants of the step have its sum.
+    def confirm(self, listening: frozenset[int] = frozenset(), *, has_state: bool = True) -> frozenset[int]:
+        """Wait until all participants of the step have its sum; of those that listened, the ranks that have the state.
 
         Whoever committed a step before could be the only one that has it: it would have to be repeated if that replica
         then died, or were taken for dead.
@@ -287,8 +295,25 @@ class FleetConnection:
         assert self._group is not None
         if self.ranks.size > 1:
             self.all_reduce(torch.zeros(1))
-        else:
+            return listening
+        if not listening:
             self._group.barrier()
+            return frozenset()
+        said = torch.zeros(self._group.size)
+        said[self._group.rank] = float(has_state)
+        self._group.all_reduce(said)
+        return frozenset(rank for rank in listening if said[rank])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the replicas of the group, by rank."""
+        return self._names
+
+    @property
+    def rank(self) -> int:
+        """Rank of this replica in the group."""
+        assert self._group is not None
+        return self._group.rank
 
     @property
     def wants_lighthouse(self) -> bool:
@@ -296,13 +321,33 @@ class FleetConnection:
         return self.membership.wants_lighthouse(monotonic())
 
     def committed(
-        self, assignment: Assignment, *, leaving: frozenset[int], lighthouse_wanted: bool
+        self,
+        assignment: Assignment,
+        *,
+        leaving: frozenset[int],
+        lighthouse_wanted: bool,
+        arrived: frozenset[int] = frozenset(),
     ) -> LeaveFleet | None:
-        """Report that the step counts on this replica; the answer says whether it was the last one."""
+        """Report that the step counts on this replica; the answer says whether it was the last one.
+
+        The state may change from now on: what of it is still to be sent is copied.
+        """
+        if self._outgoing is not None:
+            if any(transfer.is_alive() for transfer in self._transfers):
+                self._outgoing.keep()
+                self._fault("copy")
+            else:
+                self._outgoing = None
         if self._computing_since is not None:
             self._step_s, self._computing_since = monotonic() - self._computing_since, None
         instruction = self._run(
-            StepCommitted(now=monotonic(), assignment=assignment, leaving=leaving, lighthouse_wanted=lighthouse_wanted)
+            StepCommitted(
+                now=monotonic(),
+                assignment=assignment,
+                leaving=leaving,
+                lighthouse_wanted=lighthouse_wanted,
+                arrived=arrived,
+            )
         )
         return instruction if isinstance(instruction, LeaveFleet) else None
 
@@ -481,6 +526,9 @@ class FleetConnection:
             self._store = None
 
     def _drop(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -631,6 +679,7 @@ class FleetConnection:
         others = [name for name in instruction.names if name != own]
         self.publish(_CONNECTED_KEY, key)
         self._key, self._names, self._transfers, self._failed_transfers = key, instruction.names, [], []
+        self._outgoing = None
         self._group = group = ProcessGroup(
             instruction.rendezvous + (f"/{self.ranks.rank}" if self.ranks.size > 1 else ""),
             instruction.rank,
@@ -726,19 +775,15 @@ class FleetConnection:
         return CheckpointLoaded(now=monotonic(), step=step, lineage=lineage)
 
     def _send_state(self, receivers: Sequence[int]) -> MembershipEvent:
-        """Begin to send the state, to all receivers at once, while this replica computes the step.
-
-        The state does not change before the step is applied, and the step is not applied before all receivers take part
-        in its sum, which they do when they have everything.
-        """
+        """Begin to send the state, to all receivers at once, while this replica computes steps."""
         group, names = self._group, self._names
         assert group is not None
-        description, tensors = take_apart(self.state.pack())
+        self._outgoing = outgoing = OutgoingState(self.state.pack(), len(receivers))
 
         def send(rank: int) -> None:
             try:
-                group.send(description, rank)
-                group.send_tensors(tensors, rank)
+                group.send(outgoing.description, rank)
+                group.send_tensors(outgoing.messages(), rank)
             except PeerLost:
                 self._failed_transfers.append(names[rank])  # then the step fails, too
 
@@ -750,16 +795,26 @@ class FleetConnection:
         return StateSent(now=monotonic())
 
     def _receive_state(self, source: int) -> MembershipEvent:
-        assert self._group is not None
+        """Receive the state, while this replica hears the steps that the others compute meanwhile, and load it."""
+        group = self._group
+        assert group is not None
+        incoming = IncomingState(group, source)
         try:
-            description = self._group.receive(source)
-            state, tensors = put_together(description)
-            self._group.receive_tensors(tensors, source)
+            if self.begin_to_hear is not None and not incoming.wait(SOON_S):
+                group.patience = timedelta(seconds=_TRANSFER_S)
+                self.listener = Listener(self.begin_to_hear(), self.membership.listening, incoming, rank=group.rank)
+                self._wait_for_state(incoming, self.listener)
+            state = incoming.take()
         except PeerLost as error:
             return _connection_failed(error)
         step, lineage = self.state.unpack(state)
-        size = len(description) + sum(tensor.nbytes for tensor in tensors)
-        return StateReceived(now=monotonic(), step=step, lineage=lineage, size=size)
+        return StateReceived(now=monotonic(), step=step, lineage=lineage, size=incoming.size)
+
+    def _wait_for_state(self, incoming: IncomingState, listener: Listener) -> None:
+        """Raises `PeerLost` if the group breaks meanwhile, and `LeftFleet` when this replica has told the others so."""
+        while not incoming.wait(_LISTEN_POLL_S):
+            if (failure := listener.failure) is not None:
+                raise LeftFleet if listener.leaves else failure
 
 
 def _where(thread: int) -> str:

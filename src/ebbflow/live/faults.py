@@ -12,6 +12,8 @@
     send        while a state is sent
     announced   before a state is received
     receive     while a state is received
+    copy        a step counts while a state is sent, and what is not sent yet was copied
+    hear        a step of the others counts while this replica receives a state
 
 `kill` ends the process as kill -9 does, `stop` halts it as SIGSTOP does, and `fail` acts as if the connection had been
 lost. The number after @ is the number of committed steps; @* stands for the first time that the point is reached.

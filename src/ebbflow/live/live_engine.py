@@ -1,6 +1,6 @@
 """The engine of a live fleet: every replica computes its micro-batches, and one all-reduce adds up everything.
 
-    participants   form a quorum group; replicas that need the state receive it now
+    participants   form a quorum group; replicas that need the state begin to receive it
     gradients      backward over this replica's micro-batches; gradient, statistics, loss and batch norm in one message
     commit         True if the sum arrived here; all replicas on which it did have the same numbers, bit for bit
 
@@ -8,6 +8,9 @@ When a replica dies in the middle of the all-reduce, the sum may arrive at some 
 Those that have it commit the step; the others receive the state of one of them in the next quorum group
 (`membership.py`). If nobody has it, the survivors keep what they have computed, and in the next attempt only the
 micro-batches of the dead replica are computed again (`shares.py`).
+
+A replica that receives the state hears the steps of the others meanwhile (`listening.py`). When the state is there, it
+goes through these steps as through any other, except that their sums are there already.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +36,7 @@ from ebbflow.engines.replica_step import Fetch, LoadedMicroBatch, Loss, Precisio
 from ebbflow.engines.shards import ShardedStep
 from ebbflow.live import equality
 from ebbflow.live.connection import FleetConnection
+from ebbflow.live.listening import Hear, HeardStep, Listener
 from ebbflow.live.membership import fork_lineage
 from ebbflow.live.membership_events import ComputeStep, KeptPart
 from ebbflow.live.shares import computing_ranks, share_micro_batches, usable_parts
@@ -116,14 +121,21 @@ class LiveEngine(Engine):
         )
         of_rank = self._sharded.gradients.numbers if self._sharded is not None else 0
         self._batch_norm = self._replica.batch_norm
-        self._combine = StepAllReduce(
+        self._make_message = partial(
+            StepAllReduce,
             self._replica.parameters,
             meter=self._replica.meter,
             sums=self._batch_norm.sums,
             flags=("leaving", "lighthouse", "seconds", "timed", "weights", "differ"),
             all_reduce=lambda message: connection.all_reduce(message, of_rank=of_rank),
-            begin=None if self._sharded is not None else self._begin_sum,
         )
+        self._combine = self._make_message(begin=None if self._sharded is not None else self._begin_sum)
+        if self._sharded is None:
+            connection.begin_to_hear = self._begin_to_hear
+        self._heard: HeardStep | None = None
+        """The open step, if this replica has heard it."""
+        self._have_state: frozenset[int] = frozenset()
+        """Ranks that said in the last step that they have the state now."""
         self._weights: int | None = None
         """The number of the weights at the last comparison, as long as this replica takes part."""
         self._differ = False
@@ -136,6 +148,8 @@ class LiveEngine(Engine):
         self._combined: float | None = None
         """When the previous step was combined; None where no step, or a lost one, came before."""
         self._quorum: ComputeStep | None = None
+        self._still_listen: frozenset[int] = frozenset()
+        """Ranks that did not have the state in the step before either."""
         self._size = (0, 0)
         """Workers and samples of the step, before a growing policy allows fewer."""
         self._assignment: Assignment | None = None
@@ -165,7 +179,9 @@ class LiveEngine(Engine):
         `TrainingFinished` if the others, or a checkpoint, turn out to have finished.
         """
         kept = self._kept[1] if self._kept is not None and self._kept[0] == self.lineage else None
+        before = self._quorum
         self._quorum = quorum = self.connection.next_step(step, self.lineage, kept)
+        self._still_listen = quorum.receiving & before.receiving if before is not None else frozenset()
         self._fault("quorum")
         parts = usable_parts(quorum.kept)
         if parts:
@@ -199,7 +215,9 @@ class LiveEngine(Engine):
         self._kept = None
         self._batch_norm.commit()
         wanted = self._combine.flags["lighthouse"] > 0
-        last = self.connection.committed(self._assignment, leaving=self._leavers, lighthouse_wanted=wanted)
+        last = self.connection.committed(
+            self._assignment, leaving=self._leavers, lighthouse_wanted=wanted, arrived=self._have_state
+        )
         self.parent = self.lineage if self.fork is None else self.fork
         self.lineage, self.fork = self.connection.membership.state.lineage, None
         self._fault("commit")
@@ -245,6 +263,9 @@ class LiveEngine(Engine):
             self._combine.overlap()
 
     def _begin_sum(self, part: torch.Tensor) -> Callable[[], None]:
+        if self._heard is not None:
+            part.copy_(self._heard.message[part.storage_offset() :][: part.numel()])
+            return lambda: None
         wait = self.connection.begin_all_reduce(part)
         if self._in_last_pass:
             self._fault("bucket")
@@ -263,6 +284,8 @@ class LiveEngine(Engine):
         samples, batch = sum(self._micro_batches[number].size for number in own), self._assignment.batch
         self._replica.check_complete(samples)
         self._in_last_pass = False
+        if self.connection.listener is not None:
+            return self._combine_heard(self.connection.listener)
         leaving, leads = self._leaving(), self.connection.ranks.leads
         if self._sharded is not None:
             self._sharded.gradients.collect()
@@ -289,7 +312,8 @@ class LiveEngine(Engine):
             self._earlier = self._share = ()  # what this replica computed is no longer there by itself
             self._leavers = self._who_leaves(leaving) if self._combine.flags["leaving"] else frozenset()
             self._compare_weights(number)
-            self.connection.confirm()
+            assert self._quorum is not None
+            self._have_state = self.connection.confirm(self._quorum.receiving)
             self._fault("sum")
         except PeerLost as reason:
             self._failure = str(reason)
@@ -299,9 +323,55 @@ class LiveEngine(Engine):
         if self._sharded is not None:
             gradients = self._sharded.gradients.complete(gradients, norm=self._norm)
         self._arrived = True
+        return self._timed(gradients)
+
+    def _timed(self, gradients: Gradients) -> Gradients:
         # Clocks differ between replicas, which must decide alike: all use the mean of what was said.
         timed = self._combine.flags["timed"]
         return replace(gradients, seconds=self._combine.flags["seconds"] / timed if timed else None)
+
+    # Steps that this replica hears ----------------------------------------------------------------------------------
+
+    def _begin_to_hear(self) -> Hear:
+        """What takes part in steps of which this replica knows nothing, since it does not have the state before them.
+
+        A thread of its own does this, with a message of its own, while the training loop waits for the state or applies
+        what was heard.
+        """
+        overheard = self._make_message(begin=self.connection.begin_all_reduce)
+        device = self._replica.parameters[0].device
+        stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+        def hear(listening: frozenset[int], caught_up: Callable[[], bool]) -> HeardStep:
+            leaving = self._leaving()
+            with torch.cuda.stream(stream):  # nothing without a GPU
+                message = overheard.listen(leaving=float(leaving))
+                leavers = self._who_leaves(leaving) if overheard.flags["leaving"] else frozenset()
+                if overheard.flags["differ"] > 0:
+                    self._find_different(None)
+            arrived = self.connection.confirm(listening, has_state=caught_up())
+            self._fault("hear")
+            return HeardStep(message=message, leaving=leavers, arrived=arrived)
+
+        return hear
+
+    def _combine_heard(self, listener: Listener) -> Gradients:
+        """What `combine` returned on the other replicas, in a step that this one has heard."""
+        assert self._assignment is not None and not self._share
+        try:
+            self._heard = step = listener.next()
+        except PeerLost as reason:
+            self._failure = str(reason)
+            return Gradients(loss=math.nan, micro_batches=0)
+        if self.connection.rank in step.arrived:
+            self.connection.listener = None
+        try:
+            gradients = self._combine(StepPart(batch=self._assignment.batch))
+        finally:
+            self._heard = None
+        self._leavers, self._have_state = step.leaving, step.arrived
+        self._weights, self._combined, self._arrived = None, None, True
+        return self._timed(gradients)
 
     def _weights_number(self) -> int:
         """The number of this replica's weights, in a step in which they are compared; else 0."""
@@ -323,23 +393,27 @@ class LiveEngine(Engine):
         the next step, so that all ask together. That step is lost for all of them.
         """
         assert self._quorum is not None
-        names, said = self._quorum.participants, self._combine.flags
+        said = self._combine.flags
         asked = said["differ"] > 0
         if number:
             self._differ = said["weights"] != number * len(computing_ranks(self._quorum))
-        if not asked:
-            return
-        self._differ = False
+        if asked:
+            self._differ = False
+            self._find_different(self._weights)
+
+    def _find_different(self, weights: int | None) -> None:
+        """Find the ranks whose weights differ, by the number of each that has one; raises `PeerLost` if any do."""
+        names, rank = self.connection.names, self.connection.rank
         numbers = torch.zeros(len(names), dtype=torch.float64, device=self._replica.parameters[0].device)
-        if self.connection.ranks.leads and self._weights is not None:
-            numbers[self._quorum.rank] = self._weights + 1.0
+        if self.connection.ranks.leads and weights is not None:
+            numbers[rank] = weights + 1.0
         self.connection.all_reduce(numbers)
         different = equality.different_ranks([int(one) - 1 if one else None for one in numbers.tolist()])
         if not different:
             return
         self._weights = None
-        if self._quorum.rank in different:
-            self.lineage = fork_lineage(self.lineage, self._quorum.rank)
+        if rank in different:
+            self.lineage = fork_lineage(self.lineage, rank)
             self.connection.weights_differ()
         raise PeerLost(
             f"the weights of {', '.join(names[rank] for rank in different)} differ from those of most replicas, "
@@ -349,9 +423,8 @@ class LiveEngine(Engine):
 
     def _who_leaves(self, leaving: bool) -> frozenset[int]:
         """Find the ranks that leave by one more, tiny all-reduce, in the rare step in which a replica leaves."""
-        assert self._quorum is not None
-        said = torch.zeros(len(self._quorum.participants), device=self._replica.parameters[0].device)
-        said[self._quorum.rank] = float(leaving)
+        said = torch.zeros(len(self.connection.names), device=self._replica.parameters[0].device)
+        said[self.connection.rank] = float(leaving)
         self.connection.all_reduce(said)
         return frozenset(rank for rank, leaves in enumerate(said.tolist()) if leaves)
 
@@ -363,8 +436,8 @@ class LiveEngine(Engine):
         if quorum is None or assignment is None:
             return
         share = [self._micro_batches[number] for number in self._share[max(0, self._fetches - 1) :]]
-        ranks = range(len(quorum.participants))
-        if quorum.receiving or quorum.kept:  # all compute in the next step, as many samples as the policy says
+        ranks = [rank for rank in range(len(quorum.participants)) if rank not in self._still_listen]
+        if quorum.receiving != self._still_listen or quorum.kept:  # who receives the state computes in the next step
             workers, samples = self.sizes(quorum.step + 1, len(ranks))
             size = replace(size, workers=workers, samples=samples)
         while share:
@@ -409,8 +482,9 @@ class LiveEngine(Engine):
 
     @property
     def first(self) -> bool:
-        """Whether this replica has rank 0 in its quorum group: it writes what is to be written once."""
-        return self._quorum is not None and self._quorum.rank == 0
+        """Whether this replica is the first of its quorum group that has the state: it writes what is to be written
+        once."""
+        return self._quorum is not None and self._quorum.rank == computing_ranks(self._quorum)[0]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -479,12 +479,14 @@ class LiveSession(Session):
 
         False if this replica is to save it: the first one is gone, or cannot be seen.
         """
-        group, seen = self._connection.membership.group, False
-        if self._ranks.leads and group is not None and group.rank > 0:
+        membership, seen = self._connection.membership, False
+        group = membership.group
+        first = min(set(range(len(group.names))) - membership.listening) if group is not None else 0
+        if self._ranks.leads and group is not None and group.rank != first:
             alive = True
             while not seen and alive and not self._leaving():
                 time.sleep(_LOOK_AGAIN_S)
-                alive = self._connection.sends_heartbeats(group.names[0])
+                alive = self._connection.sends_heartbeats(group.names[first])
                 seen = self._final_state_saved()
         return self._ranks.share(seen)
 
@@ -545,9 +547,9 @@ class LiveSession(Session):
     def pack(self) -> dict[str, Any]:
         """The state after the last committed step, in plain containers, for a peer that needs it.
 
-        Nothing in it changes before the next step is applied, although that is computed meanwhile: the tensors are the
-        model's and the optimizer's own, and what a forward pass may change, buffers and extras, is copied. Of a sharded
-        model these are the shards of this rank.
+        Nothing in it changes before the next step is committed, although that is computed meanwhile: the tensors are
+        the model's and the optimizer's own, and what a forward pass may change, buffers and extras, is copied. Of a
+        sharded model these are the shards of this rank.
         """
         state = self._complete_state()
         buffers = {name for name, _ in self.model.named_buffers()}

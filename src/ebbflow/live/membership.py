@@ -11,6 +11,10 @@ a connection, reads a clock or draws a random number: times, names and what othe
     heal        replicas with another lineage receive the complete state of one that has the right one
     compute     the step; if it is committed, every participant extends its lineage in the same way
 
+A replica that receives the state listens: it takes part in the sums of the steps that the others compute meanwhile, and
+applies them when it has the state. As long as somebody listens, the group goes on without asking the lighthouse. If the
+group fails or a replica leaves it, the listeners begin anew: they never have a part of a state.
+
 If anything fails on the way, the connections are dropped and the lighthouse is asked again. After two failures in a
 row, replicas find out whom they do not reach and tell each other through the lighthouse; one side of a cut link then
 stops its heartbeats until it reaches the other again, and the rest go on (`out_of_reach`). If all replicas of the next
@@ -327,6 +331,8 @@ class Membership:
         self._step_requested = False
         self._told_to_leave = False
         self._attempt = 0  # requests for a quorum
+        self.listening: frozenset[int] = frozenset()
+        """Ranks of the group that do not have its state yet."""
         self._independent_since: float | None = None  # the group goes on without asking the lighthouse
         self._watching_since = 0.0  # since when the lighthouse is there, without interruption as far as is known
         self._objections = 0
@@ -385,7 +391,7 @@ class Membership:
         if not event.registered:
             self.name = self.store = ""
             return [Unregister(), *self._fail("the others went on without this replica, which kept them waiting")]
-        if self.group is not None and self._independent_since is not None:
+        if self.group is not None and (self._independent_since is not None or self.listening):
             return self._compute()
         return self._begin()
 
@@ -674,6 +680,7 @@ class Membership:
         assert self.group is not None and self._agreement is not None
         self.phase = MembershipPhase.HEALING
         transfers = self._agreement.transfers
+        self.listening = frozenset(transfers)
         if (source := transfers.get(self.group.rank)) is not None:
             return [ReceiveState(source)]
         if receivers := tuple(rank for rank, sender in transfers.items() if sender == self.group.rank):
@@ -695,19 +702,17 @@ class Membership:
         assert self.group is not None and self._agreement is not None
         return [
             RecordEvent("members", " ".join(self.group.names)),
-            *self._compute(kept=self._kept, receiving=frozenset(self._agreement.transfers)),
+            *self._compute(kept=self._kept),
         ]
 
-    def _compute(
-        self, *, kept: tuple[KeptPart | None, ...] = (), receiving: frozenset[int] = frozenset()
-    ) -> list[Instruction]:
+    def _compute(self, *, kept: tuple[KeptPart | None, ...] = ()) -> list[Instruction]:
         group = self.group
         assert group is not None
         self.phase = MembershipPhase.COMPUTING
         self._step_requested = False
         self._reported = ""
         step = ComputeStep(
-            step=self.state.step, participants=group.names, rank=group.rank, kept=kept, receiving=receiving
+            step=self.state.step, participants=group.names, rank=group.rank, kept=kept, receiving=self.listening
         )
         return [step]
 
@@ -728,16 +733,21 @@ class Membership:
         )
         if event.lighthouse_wanted:
             self._independent_since = None
+        self.listening -= event.arrived
         if not event.leaving:
             return [self._publish(group)] if first else []
+        holders = [rank for rank in range(len(group.names)) if rank not in self.listening]
+        stay = [rank for rank in holders if rank not in event.leaving]
         if group.rank in event.leaving:
             self.phase = MembershipPhase.LEFT
-            return [LeaveFleet(save_state=len(event.leaving) == len(group.names) and group.rank == 0)]
-        return self._continue_without(group, event)
+            return [LeaveFleet(save_state=not stay and group.rank == holders[0])]
+        if group.rank not in stay:
+            return self._fail("a replica left the group while this one listened to its steps")
+        return self._continue_without(group, stay, event)
 
-    def _continue_without(self, group: QuorumGroup, event: StepCommitted) -> list[Instruction]:
-        """Form the next group at once with those who stay. All participants know who leaves, so all do the same."""
-        stay = [rank for rank in range(len(group.names)) if rank not in event.leaving]
+    def _continue_without(self, group: QuorumGroup, stay: Sequence[int], event: StepCommitted) -> list[Instruction]:
+        """Form the next group at once with those who stay and have the state. All participants know who leaves, so all
+        do the same; those who listen come back through the lighthouse."""
         if len(stay) < self.min_replicas:
             return self._fail(f"{len(stay)} replicas are left, and {self.min_replicas} are needed")
         self._last_participants = tuple(group.names[rank] for rank in stay)
@@ -817,6 +827,7 @@ class Membership:
         return [*recorded]
 
     def _drop(self) -> list[Instruction]:
+        self.listening = frozenset()
         if self.group is None:
             return []
         self.group = None

@@ -253,7 +253,11 @@ class NoNewerCheckpoint(MembershipEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateReceived(MembershipEvent):
-    """The complete state of a peer was received and loaded."""
+    """The complete state of a peer was received and loaded.
+
+    The peers may have committed steps since they had it. Their sums were heard, and are applied now: `ComputeStep`
+    follows for each of them.
+    """
 
     step: int
     lineage: int
@@ -275,6 +279,8 @@ class StepCommitted(MembershipEvent):
     """Ranks that said in this step that they leave."""
     lighthouse_wanted: bool = False
     """Whether a participant wants to ask the lighthouse again (`Membership.wants_lighthouse`)."""
+    arrived: frozenset[int] = frozenset()
+    """Ranks that said in this step that they have the state now, and compute from the next step on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -406,7 +412,10 @@ class SendState(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveState(Instruction):
-    """Receive the complete state from a rank and load it -> `StateReceived`, `ConnectionFailed`."""
+    """Receive the complete state from a rank and load it -> `StateReceived`, `ConnectionFailed`.
+
+    Meanwhile the others go on: this replica takes part in the sums of their steps, and keeps them.
+    """
 
     source: int
 
@@ -422,7 +431,7 @@ class ComputeStep(Instruction):
     kept: tuple[KeptPart | None, ...] = ()
     """What each rank has computed of this step, in an attempt that failed; empty if none has anything."""
     receiving: frozenset[int] = frozenset()
-    """Ranks that receive the state of before this step, while the others compute it."""
+    """Ranks that compute nothing, since the state is on its way to them, or has just come."""
 
 
 @dataclass(frozen=True, slots=True)

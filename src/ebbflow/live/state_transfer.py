@@ -1,19 +1,23 @@
 """The complete state of a replica as a short description and its tensors, which are sent straight from where they are.
 
 The description is the state with every large tensor replaced by an empty one of its shape. Reading it executes nothing.
+The state is sent while steps go on: what is not sent yet when a step is about to change it is copied before.
 """
 
 from __future__ import annotations
 
 import io
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ebbflow.engines.batches import map_batch
+from ebbflow.engines.process_group import CHUNK_BYTES
 from ebbflow.errors import CheckpointError
 
-__all__ = ["put_together", "take_apart"]
+__all__ = ["OutgoingState", "put_together", "take_apart"]
 
 _DESCRIBED = 1 << 12  # bytes of a tensor that is sent as a part of the description
 
@@ -54,3 +58,59 @@ def put_together(description: bytes | memoryview) -> tuple[Any, list[torch.Tenso
         return tensors[-1]
 
     return map_batch(described, make), tensors
+
+
+class OutgoingState:
+    """The state of a replica at one moment, on its way to receivers, each of which is served by a thread of its own.
+
+    Guarantees: every receiver gets the numbers of that moment, if `keep` is called before any of them changes. Costs
+    one copy of a message while it is sent and, after `keep`, one copy in the memory of the host of what some receiver
+    lacks, however many receivers there are; it is freed as it is sent.
+    """
+
+    def __init__(self, state: Any, receivers: int) -> None:
+        self.description, tensors = take_apart(state)
+        self._tensors: list[torch.Tensor | None] = [*tensors]
+        self._copied = [False] * len(tensors)
+        self._lacking = [receivers] * len(tensors)  # by tensor: receivers that do not have all of it
+        self._lock = threading.Lock()
+
+    def messages(self) -> Iterator[torch.Tensor]:
+        """The bytes of the tensors for one receiver, as many at a time as one message holds; nobody changes them."""
+        for number in range(len(self._tensors)):
+            start, stop = 0, 1
+            while start < stop:
+                with self._lock:
+                    numbers = self._bytes(number)
+                    stop = len(numbers)
+                    message = numbers[start : start + CHUNK_BYTES]
+                    message = message if self._copied[number] else message.to("cpu", copy=True)
+                if len(message):
+                    yield message
+                start += CHUNK_BYTES
+            with self._lock:
+                self._lacking[number] -= 1
+                if not self._lacking[number]:
+                    self._tensors[number] = None
+
+    def keep(self) -> None:
+        """Copy what some receiver lacks: the state is about to change."""
+        with self._lock:
+            for number, tensor in enumerate(self._tensors):
+                if tensor is not None:
+                    self._copy(number)
+
+    def _bytes(self, number: int) -> torch.Tensor:
+        tensor = self._tensors[number]
+        assert tensor is not None, "a receiver lacks it"
+        if not tensor.is_contiguous():
+            tensor = self._copy(number)
+        return tensor.reshape(-1).view(torch.uint8)
+
+    def _copy(self, number: int) -> torch.Tensor:
+        tensor = self._tensors[number]
+        assert tensor is not None
+        if not self._copied[number]:
+            self._tensors[number] = tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+            self._copied[number] = True
+        return tensor
