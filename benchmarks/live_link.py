@@ -69,8 +69,8 @@ def joining_replica(folder: Path, name: str, layers: int, width: int, local: int
 
 
 def measure_join(rate: str, steps: int, more: list[str]) -> tuple[float, float, list[float]]:
-    """Median seconds of a step of two replicas and of three, and the seconds of each from the one before a third replica
-    joined until that computed."""
+    """Median seconds of a step of two replicas and of three, and the seconds of each from the one before a third
+    replica joined until that computed."""
 
     def times(name: str) -> list[tuple[int, int, float]]:
         path = folder / f"{name}.times"
@@ -214,7 +214,9 @@ def main() -> None:
         size = state_bytes(arguments.layers, arguments.width)
         more = [f"--{name}={getattr(arguments, name)}" for name in ("layers", "width", "local")]
         print(f"{size / 1e9:.2f} GB of state; seconds of the others")
-        print(f"{'link':10}{'step':>8}{'of three':>10}{'transfer alone':>16}{'lost':>8}  steps until the third computes")
+        print(
+            f"{'link':10}{'step':>8}{'of three':>10}{'transfer alone':>16}{'lost':>8}  steps until the third computes"
+        )
         for rate in arguments.rates:
             usual, of_three, during = measure_join(rate, arguments.turns, more)
             transfer = size * 8 / (int(rate.removesuffix("gbit")) * 1e9)
