@@ -33,7 +33,8 @@ from unittest import mock
 from ebbflow.data.ledger import Assignment
 from ebbflow.live import membership as protocol
 from ebbflow.live import membership_events as m
-from ebbflow.live.membership import Membership, MembershipPhase, initial_lineage, without_heartbeat
+from ebbflow.live.agreement import initial_lineage, without_heartbeat
+from ebbflow.live.membership import Membership, MembershipPhase
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 from live.simulated_lighthouse import HEARTBEAT_TIMEOUT_S, Heartbeats, SimulatedLighthouse
 

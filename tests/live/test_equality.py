@@ -17,8 +17,8 @@ pytest.importorskip("torchft", reason="the live engine needs torchft: pip instal
 
 from contract.suite import EPOCHS, SAMPLES
 from ebbflow.live.accounting import read_fleet
+from ebbflow.live.agreement import UNKNOWN, agree
 from ebbflow.live.equality import different_ranks, sample_digest, structure_digest, weights_number
-from ebbflow.live.membership import UNKNOWN, agree
 from ebbflow.live.membership_events import Handshake, ReplicaState
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.sources import TensorSource

@@ -10,15 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.data.ledger import Assignment
-from ebbflow.live.membership import (
-    Membership,
-    MembershipPhase,
-    agree,
-    extend_lineage,
-    group_key,
-    initial_lineage,
-    out_of_reach,
-)
+from ebbflow.live.agreement import agree, extend_lineage, group_key, initial_lineage, out_of_reach
+from ebbflow.live.membership import Membership, MembershipPhase
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckHeartbeats,

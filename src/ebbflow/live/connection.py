@@ -30,14 +30,9 @@ from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, Proces
 from ebbflow.engines.replica_ranks import ReplicaRanks
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
+from ebbflow.live.agreement import gone_on_without, keeps_others_waiting, without_heartbeat
 from ebbflow.live.listening import SOON_S, Hear, IncomingState, Listener
-from ebbflow.live.membership import (
-    Membership,
-    MembershipPhase,
-    gone_on_without,
-    keeps_others_waiting,
-    without_heartbeat,
-)
+from ebbflow.live.membership import Membership, MembershipPhase
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckHeartbeats,

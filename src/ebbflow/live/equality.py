@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ebbflow.live.membership import UNKNOWN
+from ebbflow.live.agreement import UNKNOWN
 from ebbflow.workloads.sources import Source
 
 __all__ = ["CHECK_EVERY", "different_ranks", "sample_digest", "structure_digest", "weights_number"]

@@ -35,9 +35,9 @@ from ebbflow.engines.process_group import Fault, PeerLost, no_fault
 from ebbflow.engines.replica_step import Fetch, LoadedMicroBatch, Loss, Precision, ReplicaStep, micro_batch_seed
 from ebbflow.engines.shards import ShardedStep
 from ebbflow.live import equality
+from ebbflow.live.agreement import fork_lineage
 from ebbflow.live.connection import FleetConnection
 from ebbflow.live.listening import Hear, HeardStep, Listener
-from ebbflow.live.membership import fork_lineage
 from ebbflow.live.membership_events import ComputeStep, KeptPart
 from ebbflow.live.shares import computing_ranks, share_micro_batches, usable_parts
 from ebbflow.plan.batch_plan import StepSize

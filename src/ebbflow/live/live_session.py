@@ -42,12 +42,12 @@ from ebbflow.errors import (
     StorageUnreachable,
     UnreadableCheckpoints,
 )
+from ebbflow.live.agreement import describe_difference, initial_lineage
 from ebbflow.live.checkpoints import Checkpoints
 from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished, TransportUnusable
 from ebbflow.live.equality import sample_digest, structure_digest
 from ebbflow.live.faults import ScriptedFaults
 from ebbflow.live.live_engine import LiveEngine, StepSizes, by_policy
-from ebbflow.live.membership import describe_difference, initial_lineage
 from ebbflow.live.protocol import FINAL_WEIGHTS, STATUS_KEY, ReplicaConfig, create_secret
 from ebbflow.live.rank_watch import RankWatch
 from ebbflow.live.replica_files import ReplicaRecord, StatusFile
