@@ -47,7 +47,7 @@ def test_a_target_and_a_price_give_time_and_cost_to_it(study: Path, tmp_path: Pa
     assert 0 < cell["target_time_s"] < cell["time_s"]
     printed = ebbflow("report", arm, "--out", str(tmp_path / "r"), "--target", "0.99").out
     assert "no run reaches accuracy 99.0 %." in " ".join(printed.split())
-    assert "To the target" in (tmp_path / "r" / "index.html").read_text()
+    assert "To accuracy 99.0 %" in (tmp_path / "r" / "index.html").read_text()
 
 
 def test_a_report_takes_paths_as_text(study: Path, tmp_path: Path) -> None:

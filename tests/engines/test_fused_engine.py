@@ -150,7 +150,7 @@ def test_it_does_so_in_single_precision(make: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [images, odd_norms, no_norm])
+@pytest.mark.parametrize("make", [images, pytest.param(odd_norms, marks=pytest.mark.long), no_norm])
 def test_compiled_it_ends_the_same_with_few_graphs(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
