@@ -216,21 +216,16 @@ def summarise_ablations(cells: Sequence[AtlasCell]) -> list[AblationSummary]:
     return found
 
 
-def overhead(cells: Sequence[AtlasCell]) -> tuple[float, float, float]:
-    """Of `auto`: samples given back as a part of all, in the mean and at most; wall time over that of the first rule.
+def overhead(cells: Sequence[AtlasCell]) -> tuple[float, float]:
+    """Samples that `auto` gave back, as a part of all: in the mean, and at most.
 
-    The first rule measures, too: `adascale+statewarmup(0.05)` in both families. Wall time is that of runs side by side
-    on one machine, so only the sum over many means something.
+    Wall time is not among it: the rows come from machines with other loads. `benchmarks/auto_overhead.py` measures it.
     """
-    parts, own, other = [], 0.0, 0.0
-    for cell in cells:
-        measured = {row["seed"]: row["wall_s"] for row in cell.rows if row["rule"] == "adascale+statewarmup(0.05)"}
-        for row in cell.rows:
-            if row["rule"] == "auto" and row["score"] is not None:
-                parts.append(row["given_back"] / row["samples"])
-                if row["seed"] in measured:
-                    own, other = own + row["wall_s"], other + measured[row["seed"]]
-    return (fmean(parts), max(parts), own / other - 1 if other else 0.0) if parts else (0.0, 0.0, 0.0)
+    parts = [
+        row["given_back"] / row["samples"]
+        for cell in cells for row in cell.rows if row["rule"] == "auto" and row["score"] is not None
+    ]  # fmt: skip
+    return (fmean(parts), max(parts)) if parts else (0.0, 0.0)
 
 
 def verdicts(cells: Sequence[AtlasCell]) -> list[tuple[str, str, bool]]:
@@ -256,11 +251,10 @@ def verdicts(cells: Sequence[AtlasCell]) -> list[tuple[str, str, bool]]:
     guard = summarise_guard(cells)
     shown = f"{guard.false_alarms} of {guard.good} good runs"
     found.append((f"guard false alarms at most {ALARM_BAR:.0%}", shown, guard.rate <= ALARM_BAR))
-    mean, most, wall = overhead(cells)
+    mean, most = overhead(cells)
     found.append(
         (f"samples given back at most {OVERHEAD_BAR:.0%}", f"mean {mean:.1%}, most {most:.1%}", most <= OVERHEAD_BAR)
     )
-    found.append((f"wall time at most {OVERHEAD_BAR:.0%} more", f"{wall:+.1%}", wall <= OVERHEAD_BAR))
     elsewhere = fmean(
         not max(cell.fixed, key=lambda rule, cell=cell: cell.fixed[rule]).startswith("adascale+") for cell in cells
     )  # fmt: skip
