@@ -630,7 +630,8 @@ class SimulatedFleet:
             self._fail(replica, "a peer is gone", self.delay())
         elif (found := group.sent.get(membership.group.rank)) is not None:
             seconds = self.random.uniform(*self.transfer_s)
-            if seconds <= SOON_S:
+            instruction = replica.waiting_for
+            if seconds <= SOON_S or not (isinstance(instruction, m.ReceiveState) and instruction.listen):
                 self.answer(replica, partial(self._received, replica, *found), seconds, "state")
             else:
                 group.arrives[replica.name] = self.now + seconds

@@ -457,7 +457,7 @@ class FleetConnection:
             case SendState():
                 return self._send_state(instruction.to)
             case ReceiveState():
-                return self._receive_state(instruction.source)
+                return self._receive_state(instruction)
             case RecordEvent():
                 self._on_event(instruction.what, instruction.text)
             case Unregister():
@@ -789,13 +789,13 @@ class FleetConnection:
             transfer.start()
         return StateSent(now=monotonic())
 
-    def _receive_state(self, source: int) -> MembershipEvent:
+    def _receive_state(self, instruction: ReceiveState) -> MembershipEvent:
         """Receive the state, while this replica hears the steps that the others compute meanwhile, and load it."""
         group = self._group
         assert group is not None
-        incoming = IncomingState(group, source)
+        incoming = IncomingState(group, instruction.source)
         try:
-            if self.begin_to_hear is not None and not incoming.wait(SOON_S):
+            if self.begin_to_hear is not None and instruction.listen and not incoming.wait(SOON_S):
                 group.patience = timedelta(seconds=_TRANSFER_S)
                 self.listener = Listener(self.begin_to_hear(), self.membership.listening, incoming, rank=group.rank)
                 self._wait_for_state(incoming, self.listener)

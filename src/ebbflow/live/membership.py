@@ -529,7 +529,8 @@ class Membership:
         transfers = self._agreement.transfers
         self.listening = frozenset(transfers)
         if (source := transfers.get(self.group.rank)) is not None:
-            return [ReceiveState(source)]
+            # Where few have the state, they do not go on alone: their steps would be lost with them.
+            return [ReceiveState(source, listen=2 * len(transfers) <= len(self.group.names))]
         if receivers := tuple(rank for rank, sender in transfers.items() if sender == self.group.rank):
             return [SendState(receivers)]
         return self._compute_with_new_group()

@@ -418,6 +418,8 @@ class ReceiveState(Instruction):
     """
 
     source: int
+    listen: bool = True
+    """Whether it does that; else the others wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
