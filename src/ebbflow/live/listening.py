@@ -5,7 +5,7 @@
     apply       the training loop, when the state is there: each of these steps is applied as on every other replica
 
 When it has applied all steps but the one that is being added up, it says so in that step, and computes from the next
-one on. The others wait neither for the transfer nor for what it has to apply.
+one on. The others wait for the transfer only at its beginning (`SOON_S`), and where no more sums can be kept.
 
 Every step that was heard was confirmed by all participants. Whatever breaks the group before the state is there ends
 the transfer, too, and what was heard is forgotten: a listener has either the state of the others, bit for bit, or its
