@@ -271,7 +271,6 @@ def test_manual_optimization_is_refused() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.long
 def test_modules_are_replicas_of_a_live_fleet(tmp_path: Path) -> None:
     """Two replicas: every sample counts once, and both have the same weights."""
     pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")

@@ -375,7 +375,6 @@ def test_the_mixin_makes_any_trainer_elastic(tmp_path: Path) -> None:
 # Real processes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 @pytest.mark.process
 def test_trainers_are_replicas_of_a_live_fleet(tmp_path: Path) -> None:
     """Two replicas: every sample counts once, and all have the same weights."""

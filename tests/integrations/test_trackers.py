@@ -251,7 +251,6 @@ def test_the_arms_of_a_study_have_it_as_a_setting(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.long
 def test_a_fleet_sends_every_step_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'ebbflow[tensorboard]'")
     pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
