@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ebbflow
 from ebbflow.core.trackers import check_tracker, open_tracker
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, MissingExtra
 from ebbflow.record import read_record
 
 SETTINGS: dict[str, Any] = {"trace": "0s:4 3s:2 7s:5 60s", "step_time": "1s", "rule": "adascale", "base_batch": 8}
@@ -270,3 +270,13 @@ def test_a_tracker_that_does_not_exist_is_refused_before_the_run_begins(tmp_path
     with pytest.raises(ConfigError, match="tracker is 'tenserboard'"):
         trained(tmp_path, tracker="tenserboard")
     assert not (tmp_path / "record.jsonl").exists()
+
+
+def test_a_tracker_whose_library_is_missing_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbflow.core.trackers.find_spec", lambda name: None)  # nothing is installed
+    config = ebbflow.RunConfig(workload="digits-mlp", tracker="mlflow", epochs=1)
+    with pytest.raises(MissingExtra, match=r"the tracker mlflow needs mlflow-skinny.*pip install 'ebbflow\[mlflow\]'"):
+        ebbflow.train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -14,12 +14,13 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from ebbflow.core.extras import require
 from ebbflow.core.spec import nearest
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, MissingExtra
 
 __all__ = ["TRACKERS", "Tracker", "check_tracker", "open_tracker", "tracked_numbers"]
 
@@ -107,7 +108,7 @@ class _MLflow:
     """
 
     def __init__(self, folder: Path, name: str, step: int, number: int) -> None:
-        mlflow = require("mlflow", extra="mlflow", needed_for="the tracker mlflow", package="mlflow-skinny")
+        mlflow = require("mlflow", extra="mlflow", needed_for="the tracker mlflow", package=_PACKAGES["mlflow"])
         place = os.environ.get("MLFLOW_TRACKING_URI")
         if place is None:
             place = (folder.resolve() / "mlflow").as_uri()
@@ -147,6 +148,8 @@ TRACKERS: dict[str, Callable[[Path, str, int, int], Tracker]] = {
     "wandb": _WandB,
     "mlflow": _MLflow,
 }
+_PACKAGES = {"mlflow": "mlflow-skinny"}
+"""What pip calls a library, where that is not the name of the tracker."""
 
 
 def tracked_numbers(
@@ -213,10 +216,13 @@ class _Several:
 
 
 def check_tracker(text: str) -> list[tuple[str, str]]:
-    """The names of trackers in a text and their folders; a ConfigError if there is no such tracker.
+    """The names of trackers in a text and their folders.
 
-    >>> check_tracker("tensorboard(logs/first), wandb")
-    [('tensorboard', 'logs/first'), ('wandb', '')]
+    Raises ConfigError if there is no such tracker, and MissingExtra if its library is not installed; the library is
+    not imported, which would take seconds.
+
+    >>> check_tracker("tensorboard(logs/first), tensorboard")
+    [('tensorboard', 'logs/first'), ('tensorboard', '')]
     """
     found = []
     for part in text.split(","):
@@ -224,6 +230,8 @@ def check_tracker(text: str) -> list[tuple[str, str]]:
         name = match[1].strip() if match is not None else part.strip()
         if match is None or name not in TRACKERS:
             raise ConfigError(f"tracker is {text!r}; {nearest(name, list(TRACKERS))}")
+        if find_spec(name) is None:
+            raise MissingExtra(_PACKAGES.get(name, name), extra=name, needed_for=f"the tracker {name}")
         found.append((name, match[2] or ""))
     return found
 
