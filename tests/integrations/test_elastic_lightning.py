@@ -237,7 +237,6 @@ def test_mixed_precision_in_bfloat16_learns() -> None:
         ({}, {"limit_train_batches": 3}, r"limit_train_batches .or overfit_batches. is 3"),
         ({}, {"limit_train_batches": 1}, "is 1, but every sample counts once per epoch"),  # of batches, unlike 1.0
         ({}, {"overfit_batches": 1}, "is 1, but every sample counts once per epoch"),
-        ({}, {"devices": 2}, "the Trainer has 2 devices, but this strategy trains on one"),
         ({}, {"max_epochs": -1}, "max_epochs and max_steps of the Trainer are both -1"),
     ],
 )

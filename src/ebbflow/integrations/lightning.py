@@ -84,7 +84,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     Limits: one optimizer, automatic optimization, no "16-mixed" precision (use "bf16-mixed"). Hooks that get the batch
     (`on_train_batch_start`, ...) get a placeholder; `training_step` gets the samples. `limit_train_batches`, several
-    DataLoaders, several devices, samplers of one's own and streams are refused.
+    DataLoaders, samplers of one's own and streams are refused.
     """
 
     strategy_name = "ebbflow"
@@ -133,11 +133,6 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             raise ConfigError(
                 f"limit_train_batches (or overfit_batches) is {limit}, but every sample counts once per epoch; train "
                 f"on a smaller data set"
-            )
-        if (count := trainer.num_devices * trainer.num_nodes) > 1:
-            raise ConfigError(
-                f"the Trainer has {count} devices, but this strategy trains on one; give devices=1 and num_nodes=1, "
-                f"and start several processes with `ebbflow launch`"
             )
         if not self._live and (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ConfigError(
