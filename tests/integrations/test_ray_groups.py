@@ -55,13 +55,9 @@ def run(*command: str, start_timeout_s: int = 300) -> None:
 
 
 def end_processes_of(home: str) -> None:
-    """Kill every process that was started with this temporary folder of Ray, and wait until there is none."""
+    """Kill every process that has this temporary folder of Ray, and wait until there is none."""
     for _ in range(100):
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended, or belongs to somebody else
-                if f"RAY_TMPDIR={home}".encode() in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
+        found = [int(path.name) for path in Path("/proc").glob("[0-9]*") if belongs_to(path, home)]
         for process in found:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -69,6 +65,15 @@ def end_processes_of(home: str) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"processes of Ray that cannot be ended: {found}")
+
+
+def belongs_to(process: Path, home: str) -> bool:
+    """By its environment, or, since some processes of Ray overwrite theirs with a title, by the logs it writes."""
+    with suppress(OSError):  # it has ended, or belongs to somebody else
+        if f"RAY_TMPDIR={home}".encode() in (process / "environ").read_bytes().split(b"\0"):
+            return True
+        return any(file.readlink().is_relative_to(home) for file in (process / "fd").iterdir())
+    return False
 
 
 def groups() -> Any:
