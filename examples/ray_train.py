@@ -52,7 +52,7 @@ def main(folder, workers=(1, 2), epochs=4, policy="follow"):
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
     with tempfile.TemporaryDirectory() as storage:
         main(storage)
     ray.shutdown()

@@ -1,6 +1,7 @@
 """What test_ray_groups.py runs in processes of their own.
 
-python ray_groups.py FOLDER            a group of two workers, of which one kills itself in the second epoch; then a
+python ray_groups.py FOLDER short      a group of two workers for an epoch; then a group of one goes on for another
+python ray_groups.py FOLDER killed     a group of two workers, of which one kills itself in the second epoch; then a
                                        group of one goes on
 python ray_groups.py FOLDER elastic    a group that Ray itself resizes: from one worker to two when a machine comes,
                                        and back to one when that machine is gone
@@ -21,6 +22,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 EPOCHS, SAMPLES = 3, 60
+FIXED = {"rule": "adascale", "base_batch": 4, "policy": "fixed(12)"}
+"""Steps of 12 samples, whatever the number of workers; the rule measures the gradients."""
+FOLLOW = {"rule": "sqrt", "base_batch": 4, "policy": "follow"}
+"""Steps of 4 samples per worker: two workers train with sqrt(2) times the rate of one."""
 
 
 class Line(Dataset):  # type: ignore[type-arg]
@@ -58,9 +63,10 @@ def train_loop(config: dict[str, Any]) -> None:
 
     from ebbflow.integrations.ray import prepare
 
-    worker = prepare(*parts(), rule="adascale", base_batch=4, policy="fixed(12)")
+    worker = prepare(*parts(), **config["settings"])
     rank, started = ray.train.get_context().get_world_rank(), Path(config["folder"]) / "started"
     seen: list[int] = []
+    multipliers: list[float] = []
     for epoch in range(worker.epoch, config["epochs"]):
         if epoch == 1 and rank == 1 and not started.exists():
             started.touch()
@@ -70,14 +76,17 @@ def train_loop(config: dict[str, Any]) -> None:
 
             train(worker.model, worker.optimizer, worker.loader, die)
         seen.clear()
+        multipliers.clear()
         took = worker.optimizer
 
         def note(index: Any, took: Any = took) -> None:
             seen.extend(index.tolist()[: took.micro_batch.size])
+            if took.updated:
+                multipliers.append(took.last.multiplier)
 
         train(worker.model, worker.optimizer, worker.loader, note)
         (Path(config["folder"]) / f"seen-{epoch}-{rank}.json").write_text(json.dumps(seen))
-        worker.report({"size": ray.train.get_context().get_world_size()})
+        worker.report({"size": ray.train.get_context().get_world_size(), "multipliers": multipliers})
     if rank == 0:
         model = getattr(worker.model, "module", worker.model)
         torch.save(model.state_dict(), Path(config["folder"]) / "weights.pt")
@@ -90,7 +99,7 @@ def resized_loop(config: dict[str, Any]) -> None:
     from ebbflow.integrations.ray import prepare
 
     folder = Path(config["folder"])
-    worker = prepare(*parts(), rule="adascale", base_batch=4, policy="fixed(12)")
+    worker = prepare(*parts(), **FIXED)
     rank, size = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
     for epoch in range(worker.epoch, EPOCHS):
         seen: list[int] = []
@@ -113,7 +122,6 @@ SIZES = (1, 2, 1)
 
 def elastic(folder: Path) -> None:
     """Ray on two machines of one CPU each, of which the second comes in epoch 1 and is gone in epoch 2."""
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # also on Linux, it makes Ray use the loopback address
     import ray
     from ray.cluster_utils import Cluster
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -151,28 +159,36 @@ def wait_for(path: Path, fit: Future[Any]) -> None:
         time.sleep(0.1)
 
 
-def main(folder: Path) -> None:
+def one_after_another(folder: Path, groups: list[tuple[int, int]], settings: dict[str, Any]) -> None:
+    """Groups of so many workers, each until so many epochs are done; each continues from the checkpoint of the last."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    ray.init(num_cpus=3, include_dashboard=False, _node_ip_address="127.0.0.1")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
     sizes = []
     try:
-        for workers, epochs in ((2, 2), (1, EPOCHS)):
+        for workers, epochs in groups:
             result = TorchTrainer(
                 train_loop,
-                train_loop_config={"folder": str(folder), "epochs": epochs},
+                train_loop_config={"folder": str(folder), "epochs": epochs, "settings": settings},
                 scaling_config=ScalingConfig(num_workers=workers),
                 run_config=RunConfig(
                     name="groups", storage_path=str(folder / "ray"), failure_config=FailureConfig(max_failures=1)
                 ),
             ).fit()
-            sizes.append((result.metrics["size"], result.metrics["epoch"], result.metrics["updates"]))
+            found = result.metrics
+            sizes.append([found["size"], found["epoch"], found["updates"], found["multipliers"]])
     finally:
         ray.shutdown()
     (folder / "sizes.json").write_text(json.dumps(sizes))
 
 
 if __name__ == "__main__":
-    (elastic if "elastic" in sys.argv else main)(Path(sys.argv[1]))
+    target, kind = Path(sys.argv[1]), sys.argv[2]
+    if kind == "elastic":
+        elastic(target)
+    elif kind == "killed":
+        one_after_another(target, [(2, 2), (1, EPOCHS)], FIXED)
+    else:
+        one_after_another(target, [(2, 1), (1, 2)], FOLLOW)

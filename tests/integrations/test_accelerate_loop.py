@@ -77,6 +77,19 @@ def test_without_a_trace_the_workers_are_the_processes_that_there_are() -> None:
     assert optimizer.optimizer.updates == 32 and optimizer.optimizer.last.multiplier < 1  # 16 of 32 samples
 
 
+def test_a_tracker_gets_every_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'ebbflow[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, optimizer, _ = main()(EIGHT | {"tracker": f"tensorboard({tmp_path})"}, batch_size=4, epochs=1)
+    updates = optimizer.optimizer.updates
+    optimizer.optimizer._tracker.close()  # which otherwise happens when the process ends
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("workers")] == list(range(updates)) and updates == 16
+    assert {event.value for event in events.Scalars("workers")} == {8.0}
+
+
 def test_a_loop_resumes_where_it_was_saved(tmp_path: Path) -> None:
     model, _, _ = main()(EIGHT, epochs=3)
     main()(EIGHT, folder=str(tmp_path), epochs=2)
@@ -90,6 +103,9 @@ def test_a_loop_resumes_where_it_was_saved(tmp_path: Path) -> None:
         ({"trace": "constant(workers=8)"}, "epochs is missing"),
         ({"base_batch": None}, "base_batch is missing"),
         ({"rool": "sqrt"}, "unknown setting 'rool'; did you mean 'rule'"),
+        ({"ema": 0.99}, "ema is 0.99, but the loop keeps an average of its weights itself; leave it out"),
+        ({"compile": True}, "compile is True, but the loop compiles its model itself"),
+        ({"offset": "1min"}, "offset is '1min', but there is no trace; give trace"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:

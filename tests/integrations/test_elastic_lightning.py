@@ -88,9 +88,8 @@ def fitted(module: Any, data: Any = None, *, batch_size: int = 4, **settings: An
     trainer = lightning.Trainer(
         strategy=ElasticStrategy(**elastic),
         accelerator="cpu",
-        devices=1,
         enable_model_summary=False,
-        **{"max_epochs": 2, **quiet, **settings},
+        **{"devices": 1, "max_epochs": 2, **quiet, **settings},
     )
     data = masked() if data is None else data
     validation = DataLoader(data, batch_size=60)
@@ -235,7 +234,9 @@ def test_mixed_precision_in_bfloat16_learns() -> None:
         ({"epochs": 3}, {}, "epochs is given for the session.*set max_epochs"),
         ({"clip": 1.0}, {}, "clip is given for the session.*set gradient_clip_val"),
         ({"base_batch": None}, {}, "base_batch is missing"),
-        ({}, {"limit_train_batches": 3}, "limit_train_batches is 3"),
+        ({}, {"limit_train_batches": 3}, r"limit_train_batches .or overfit_batches. is 3"),
+        ({}, {"limit_train_batches": 1}, "is 1, but every sample counts once per epoch"),  # of batches, unlike 1.0
+        ({}, {"overfit_batches": 1}, "is 1, but every sample counts once per epoch"),
         ({}, {"max_epochs": -1}, "max_epochs and max_steps of the Trainer are both -1"),
     ],
 )
@@ -263,6 +264,22 @@ def test_data_that_cannot_be_followed_is_refused(loader: Any, message: str) -> N
         trainer.fit(Regression(), loader)
 
 
+def test_a_module_without_an_optimizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Regression, "configure_optimizers", lambda self: None)
+    with pytest.raises(ConfigError, match="configure_optimizers returned no optimizer; expected one"):
+        fitted(Regression())
+
+
+def test_processes_that_would_all_train_the_whole_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"one of 2 processes .WORLD_SIZE., each of which would train the whole run"):
+        fitted(Regression())
+
+
+def test_a_trial_run_of_one_batch_is_allowed() -> None:
+    assert fitted(Regression(), fast_dev_run=True).global_step == 1
+
+
 def test_manual_optimization_is_refused() -> None:
     module = Regression()
     module.automatic_optimization = False
@@ -271,7 +288,6 @@ def test_manual_optimization_is_refused() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.long
 def test_modules_are_replicas_of_a_live_fleet(tmp_path: Path) -> None:
     """Two replicas: every sample counts once, and both have the same weights."""
     pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")

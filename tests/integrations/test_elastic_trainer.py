@@ -318,6 +318,9 @@ def test_the_samples_of_a_step_that_overflows_count_and_the_scale_falls() -> Non
         ({}, {"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy is 'group_by_length'.*'random'"),
         ({"engine": "live"}, {"fp16": True}, "fp16 is set.*use bf16"),
         ({"rul": "sqrt"}, {}, "unknown setting 'rul'; did you mean 'rule'"),
+        ({"engine": "lve"}, {}, "engine is 'lve'; did you mean 'live'"),
+        ({}, {"num_train_epochs": 0}, "num_train_epochs is 0; expected more than 0, or max_steps"),
+        ({}, {"samples": 0}, "train_dataset has no samples"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
@@ -336,6 +339,17 @@ def test_a_checkpoint_of_the_plain_trainer_and_settings_that_are_none_are_refuse
         ElasticTrainer(**known, elastic={"base_batch": 8}).train(resume_from_checkpoint=True)
     with pytest.raises(ConfigError, match=r"elastic is 'spot\.csv'; expected settings"):
         ElasticTrainer(**known, elastic="spot.csv")  # type: ignore[arg-type]
+
+
+def test_a_model_whose_weights_are_all_frozen_is_refused(tmp_path: Path) -> None:
+    model = new_model()
+    model.requires_grad_(False)
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    trainer = ElasticTrainer(
+        model=model, args=args, train_dataset=Decoded(), data_collator=example()["pad"], elastic={"base_batch": 4}
+    )
+    with pytest.raises(ConfigError, match=r"the optimizer has no parameters.*frozen"):
+        trainer.train()
 
 
 def test_a_stream_is_refused(tmp_path: Path) -> None:
@@ -375,7 +389,6 @@ def test_the_mixin_makes_any_trainer_elastic(tmp_path: Path) -> None:
 # Real processes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 @pytest.mark.process
 def test_trainers_are_replicas_of_a_live_fleet(tmp_path: Path) -> None:
     """Two replicas: every sample counts once, and all have the same weights."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ebbflow
 from ebbflow.core.trackers import check_tracker, open_tracker
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, MissingExtra, OutputError
 from ebbflow.record import read_record
 
 SETTINGS: dict[str, Any] = {"trace": "0s:4 3s:2 7s:5 60s", "step_time": "1s", "rule": "adascale", "base_batch": 8}
@@ -251,7 +252,6 @@ def test_the_arms_of_a_study_have_it_as_a_setting(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.long
 def test_a_fleet_sends_every_step_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'ebbflow[tensorboard]'")
     pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
@@ -271,3 +271,42 @@ def test_a_tracker_that_does_not_exist_is_refused_before_the_run_begins(tmp_path
     with pytest.raises(ConfigError, match="tracker is 'tenserboard'"):
         trained(tmp_path, tracker="tenserboard")
     assert not (tmp_path / "record.jsonl").exists()
+
+
+def test_a_tracker_whose_library_is_missing_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbflow.core.trackers.find_spec", lambda name: None)  # nothing is installed
+    config = ebbflow.RunConfig(workload="digits-mlp", tracker="mlflow", epochs=1)
+    with pytest.raises(MissingExtra, match=r"the tracker mlflow needs mlflow-skinny.*pip install 'ebbflow\[mlflow\]'"):
+        ebbflow.train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_that_cannot_be_opened_or_is_named_twice_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'ebbflow[tensorboard]'")
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        OutputError, match=r"tensorboard\(.*file/logs\) cannot be opened \(NotADirectoryError.*leave it out"
+    ):
+        open_tracker(f"tensorboard({tmp_path / 'file' / 'logs'})", tmp_path, name="a run")
+    with pytest.raises(ConfigError, match="has an entry twice"):
+        check_tracker("tensorboard, tensorboard")
+
+
+@pytest.mark.process
+def test_a_tracker_that_fails_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """MLflow's file store is replaced by a file; TensorBoard, which stands behind it, gets every step."""
+    for name in ("mlflow", "tensorboard"):
+        pytest.importorskip(name, reason=f"{name} is not installed: pip install 'ebbflow[{name}]'")
+    tracker = open_tracker("mlflow, tensorboard", tmp_path, name="a run")
+    for step in range(4):
+        if step == 1:
+            shutil.rmtree(tmp_path / "mlflow")
+            (tmp_path / "mlflow").touch()
+        tracker.scalars(step, {"loss": 1.0})
+    tracker.close()
+    assert tensorboard(tmp_path)["loss"] == [(step, 1.0) for step in range(4)]
+    assert [record.getMessage()[:40] for record in caplog.records if "tracker" in record.name] == [
+        "the tracker mlflow fails and gets nothing"[:40]
+    ]

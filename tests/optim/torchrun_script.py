@@ -245,10 +245,15 @@ def plain_script() -> str:
 
 
 def run_examples(folder: Path, launch: int) -> None:
-    """The example, stopped by a notice in the first two launches, and the plain script in the last one."""
+    """The example, stopped by a notice in the first two launches, and the plain script in the last one.
+
+    The loop like torchtitan's is stopped after 5 and 11 steps; in the first launch it also runs to its end once."""
     (folder / "stop").touch()
     notice = [f"file({folder / 'stop'})"] if launch < 2 else []
     run_example("ddp_torchrun", folder / f"ddp-{launch}.txt", folder / "ddp", *notice)
+    run_example("torchtitan_loop", folder / f"titan-{launch}.txt", folder / "titan", (5, 11, 10**6)[launch])
+    if launch == 0:
+        run_example("torchtitan_loop", folder / "titan-alone.txt", folder / "titan-alone")
     if launch == 2:
         run_example("plain", folder / "plain.txt", folder / "plain")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,3 +23,11 @@ def make_record() -> Callable[..., Path]:
 def report(study: Path, tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
     """The report of the study, written once."""
     return write_report(study, out=tmp_path_factory.mktemp("page") / "report")
+
+
+@pytest.fixture(scope="session")
+def browser() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(name):
+            return found
+    pytest.skip("no Chromium on this machine: the page is not opened in a browser (apt-get install chromium)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -10,13 +11,14 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ebbflow.cli import status_command
 from ebbflow.errors import ConfigError
-from ebbflow.live.fleet_status import FleetStatus
+from ebbflow.live.fleet_status import FleetStatus, KnownReplica
 from ebbflow.record import Event, Header, Row, StepRow, ValidationRow, encode
 from ebbflow.report.fleet_page import POINTS, FleetHistory, fleet_page, fleet_view
 
@@ -174,3 +176,48 @@ def test_it_is_served_on_loopback_and_says_why_it_is_not_up_to_date(tmp_path: Pa
         finally:
             server.send_signal(signal.SIGINT)
         assert server.wait(timeout=30) == 0
+
+
+@pytest.mark.process
+def test_a_phone_shows_small_rates_and_nothing_beyond_its_width(browser: str, tmp_path: Path) -> None:
+    """The page with data, in a frame of 390 pixels: Chromium's own window is never that narrow."""
+    member = KnownReplica(name="replica-0", state="training", step=2, heard_s=0.4, samples_per_s=1234.5)
+    now = replace(NOW, members=(member,), step=2, epoch=0, batch=30, lr=0.0002928, multiplier=0.5, samples_per_s=1e6)
+    write(
+        tmp_path, "r0", HEADER, step(0, time_s=0, batch=20, samples=20), step(1, time_s=2, batch=20, samples=40),
+        step(2, time_s=4, batch=30, samples=70),
+        ValidationRow(step=2, epoch=0, samples=70, time_s=6, wall_s=6, metrics={"accuracy": 0.5, "loss": 0.00012}),
+        Event(step=2, what="members", text="r0:01d264a314be@127.0.0.1:34065 " * 9),
+    )  # fmt: skip
+    history = FleetHistory(tmp_path)
+    history.read()
+    page = fleet_page("a job with a rather long name, as people give them")
+    assert page.count("\nrefresh();") == 1
+    told = """
+      const says = (box) => getComputedStyle(box, "::before").display !== "none";
+      parent.postMessage(JSON.stringify({
+        width: innerWidth, page: document.documentElement.scrollWidth, text: document.body.innerText,
+        curves: document.querySelectorAll("path.curve").length,
+        hints: [...document.querySelectorAll(".wide")].map((box) => [says(box), box.scrollWidth > box.clientWidth]),
+      }), "*");"""
+    shown = f"\nshow({json.dumps(fleet_view(now, history, price=2.0))});{told}"
+    (tmp_path / "page.html").write_text(page.replace("\nrefresh();", shown), encoding="utf-8")
+    frame = """<pre id="seen"></pre><script>
+      onmessage = (event) => { document.getElementById("seen").textContent = event.data; };
+    </script><iframe src="page.html" width="390" height="800" style="border: 0"></iframe>"""
+    (tmp_path / "frame.html").write_text(frame, encoding="utf-8")
+    command = [
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+        "--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND",
+        f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", "--dump-dom",
+        (tmp_path / "frame.html").as_uri(),
+    ]  # fmt: skip
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.search(r'<pre id="seen">(.+?)</pre>', dom, re.DOTALL)
+    assert found, "the page's own script must run"
+    seen = json.loads(html.unescape(found[1]))
+    assert seen["page"] <= seen["width"] == 390  # less by the width of a scroll bar
+    assert "rate 2.928e-4 (x0.5)" in seen["text"] and "loss 1.2e-4" in seen["text"] and "1,000,000" in seen["text"]
+    assert seen["curves"] == 5
+    assert [says for says, _ in seen["hints"]] == [wider for _, wider in seen["hints"]]
+    assert seen["hints"][-1] == [True, True] and seen["hints"][1] == [False, False]  # events; validations

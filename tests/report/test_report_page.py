@@ -6,7 +6,6 @@ import html
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -157,14 +156,6 @@ def test_a_report_needs_neither_torch_nor_pyplot(study: Path, tmp_path: Path) ->
 
 
 # In a browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> str:
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if found := shutil.which(name):
-            return found
-    pytest.skip("no Chromium on this machine: the page is not opened in a browser (apt-get install chromium)")
 
 
 def browse(browser: str, page: Path, profile: Path, *, width: int = 1280) -> tuple[str, list[str]]:

@@ -125,6 +125,7 @@ def test_mistakes_in_the_loop_are_named() -> None:
         ({"epochs": None}, "epochs is missing: how many passes over the data\\?$"),
         ({"epochs": None, "max_steps": 5}, "virtual workers are planned for the whole run, which max_steps may end"),
         ({"base_batch": None}, "base_batch is missing: at how many samples per step"),
+        ({"base_batch": 0}, "^base_batch is 0; expected a number above 0"),
         ({"lr": 0.1}, "lr is no setting here: the optimizer has it"),
         ({"engine": "fussed"}, "engine is 'fussed'; did you mean 'fused'"),
     ],

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ebbflow import workloads
-from ebbflow.errors import CheckpointError, ConfigError, OutputError, PlanError
+from ebbflow.errors import CheckpointError, ConfigError, EbbflowError, OutputError, PlanError
 from ebbflow.record import Run, StepRow, read_record
 from ebbflow.run import training
 from ebbflow.run.config import RunConfig
@@ -368,6 +368,27 @@ def test_batch_norm_that_follows_the_batch_has_other_statistics(tmp_path: Path, 
 def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RunConfig(workload="test-cliff", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "fussed"}, "engine is 'fussed'; did you mean 'fused'"),
+        ({"tracker": "tenserboard"}, "did you mean 'tensorboard'"),
+        ({"optimizer": "sdg"}, "did you mean 'sgd'"),
+        ({"schedule": "cosin"}, "did you mean 'cosine'"),
+        ({"rule": "lineer"}, "did you mean 'linear'"),
+        ({"policy": "folow"}, "did you mean 'follow'"),
+        ({"trace": "poison(workers=3)"}, "did you mean 'poisson'"),
+        ({"step_time": "5"}, "step_time: duration '5' has no unit"),
+    ],
+)
+def test_a_typo_is_reported_before_the_data_is_read(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """The data file does not exist, which nobody notices."""
+    fleet: dict[str, Any] = {"workload": "test-as-many", "data": str(tmp_path / "missing.txt"), "rule": "sqrt"}
+    with pytest.raises(EbbflowError, match=message):
+        train(RunConfig(**{**fleet, **settings}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_finished_run_is_left_alone(tmp_path: Path, trace: str) -> None:

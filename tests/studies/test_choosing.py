@@ -115,13 +115,13 @@ def test_a_tournament_ends_with_a_ranking_a_page_and_a_choice_and_then_has_nothi
 
 
 @pytest.mark.process
-def test_a_budget_that_is_too_small_gives_the_fallback_and_the_least_budget(tmp_path: Path) -> None:
+def test_a_budget_that_is_too_small_for_a_step_trains_nothing_and_gives_the_fallback(tmp_path: Path) -> None:
     found = tournament(tmp_path / "out", budget="1ms", epochs=2)
     assert found.choice.decided_by == "fallback"
     assert found.choice.rule == fallback_rule("sgd")
-    assert re.search(
-        r"that is the least budget\. The fallback for this kind of optimizer is adascale", found.choice.note
-    )
+    assert found.choice.note.startswith("The budget of 1 ms is too small to train a single step: starting takes longer")
+    assert "The fallback for this kind of optimizer is adascale" in found.choice.note
+    assert not list((tmp_path / "out").glob("rung-1/arms/*"))
     # A larger budget goes on in the same folder.
     assert tournament(tmp_path / "out", epochs=2).choice.decided_by == "tournament"
 
@@ -216,6 +216,38 @@ def test_a_budget_that_ends_within_further_seeds_says_that_noise_could_have_deci
     assert asked == [[(first, 1), (second, 1)]]
     (text,) = one.more
     assert text.startswith("Noise could have decided rung 1; the budget ended while another seed of sqrt, rate x1, lin")
+
+
+def unfinished(monkeypatch: pytest.MonkeyPatch, **state: Any) -> Tournament:
+    """A tournament of two candidates and a minute, of which 40 s are spent."""
+    values: dict[str, Any] = dict.fromkeys(field.name for field in fields(Tournament) if field.init)
+    values |= {"candidates": [Candidate("sqrt", 1.0), Candidate("linear", 1.0)], "budget_s": 60.0, "jobs": 1}
+    values |= {"epochs": 20, "began": 60.0, "_before_s": 0.0, "begun": [[]], "ended": [{}], "left_out": {}, "timed": []}
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    return Tournament(**{**values, "_fractions": {}, **state})
+
+
+def test_the_least_budget_is_estimated_from_how_far_the_runs_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a run took 30 s, after 10 s of starting: two runs take 10 + 2 x 120 = 250 s. Nine tenths of a budget
+    are planned with, and 4 % are left for the end: 250 / (0.9 x 0.96) = 289 s."""
+    one = unfinished(monkeypatch, _first_step_s=10.0, _fractions={"first": 0.25})
+    assert one._why_undecided(None, (1, 3, 9)) == (
+        "The budget of 60.0 s ended before two candidates had trained for 1 epoch, which takes about 4.8 min: that is "
+        "the least budget."
+    )
+    side_by_side = unfinished(monkeypatch, _first_step_s=10.0, _fractions={"first": 0.25}, jobs=2)
+    assert side_by_side._least_s(1) == pytest.approx(130 / (0.9 * 0.96))
+    assert unfinished(monkeypatch)._least_s(1) is None  # nothing was seen of a run
+
+
+@pytest.mark.parametrize(
+    ("preparing_s", "begun", "late"), [(17.0, [[]], False), (18.0, [[]], True), (18.0, [[1]], False)]
+)
+def test_no_run_is_begun_if_importing_torch_again_would_take_longer_than_what_is_left(
+    preparing_s: float, begun: list[Any], late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 60 s less 4 % for the end, 40 s are spent: 17.6 s are left. A tournament that is continued has runs to end."""
+    assert unfinished(monkeypatch, _preparing_s=preparing_s, begun=begun)._too_late_to_begin is late
 
 
 # A kill ---------------------------------------------------------------------------------------------------------------

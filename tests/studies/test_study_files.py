@@ -117,6 +117,8 @@ def test_what_is_missing_is_said_to_be_missing() -> None:
         ({"settings": {"plugins": ["none.py"]}}, "none.py does not exist"),
         ({"settings": {"optimizer": "sdg"}}, "unknown optimizer 'sdg'; did you mean 'sgd'"),
         ({"settings": {"optimizer": "sgd(nesterov=true)"}}, "cannot be made: Nesterov momentum requires a momentum"),
+        ({"settings": {"engine": "fussed"}}, "engine is 'fussed'; did you mean 'fused'"),
+        ({"settings": {"tracker": "tenserboard"}}, "tracker is 'tenserboard'; did you mean 'tensorboard'"),
         ({"settings": {"schedule": "cosin"}}, "unknown schedule 'cosin'; did you mean 'cosine'"),
         ({"settings": {"step_time": "5"}}, "step_time: duration '5' has no unit; write 5s"),
         ({"settings": {"offset": "noon"}}, "offset: duration 'noon' is not a number with a unit"),

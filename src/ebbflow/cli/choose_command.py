@@ -99,7 +99,8 @@ def _print(answer: dict[str, Any]) -> None:
         shown.add_row(
             str(row["place"]), row["rule"], f"x{row['rate']:g}", score_text(row), str(row["epochs"]), str(row["seeds"])
         )
-    out.print(shown)
+    if answer["ranking"]:
+        out.print(shown)
     if answer["note"]:
         out.print(answer["note"], markup=False)
     out.print(f"rule {answer['rule']}, base rate {answer['lr']:g}", markup=False, style="bold")

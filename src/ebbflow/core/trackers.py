@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import logging
 import math
 import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from ebbflow.core.extras import require
 from ebbflow.core.spec import nearest
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, EbbflowError, MissingExtra, OutputError
 
 __all__ = ["TRACKERS", "Tracker", "check_tracker", "open_tracker", "tracked_numbers"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
@@ -107,7 +110,7 @@ class _MLflow:
     """
 
     def __init__(self, folder: Path, name: str, step: int, number: int) -> None:
-        mlflow = require("mlflow", extra="mlflow", needed_for="the tracker mlflow", package="mlflow-skinny")
+        mlflow = require("mlflow", extra="mlflow", needed_for="the tracker mlflow", package=_PACKAGES["mlflow"])
         place = os.environ.get("MLFLOW_TRACKING_URI")
         if place is None:
             place = (folder.resolve() / "mlflow").as_uri()
@@ -147,6 +150,8 @@ TRACKERS: dict[str, Callable[[Path, str, int, int], Tracker]] = {
     "wandb": _WandB,
     "mlflow": _MLflow,
 }
+_PACKAGES = {"mlflow": "mlflow-skinny"}
+"""What pip calls a library, where that is not the name of the tracker."""
 
 
 def tracked_numbers(
@@ -182,41 +187,55 @@ def _number(folder: Path, *, anew: bool) -> int:
 
 
 class _Several:
-    """Several trackers, with numbers that are finite.
+    """Several trackers by name, with numbers that are finite.
 
+    A tracker that fails is left out from then on, with a warning: a server that cannot be reached ends no training.
     They are closed at the end of the process if nobody has done so, before the libraries end their own processes.
     """
 
-    def __init__(self, trackers: list[Tracker]) -> None:
-        self._trackers = trackers
+    def __init__(self) -> None:
+        self._trackers: list[tuple[str, Tracker]] = []
         atexit.register(self.close)
 
+    def add(self, kind: str, tracker: Tracker) -> None:
+        self._trackers.append((kind, tracker))
+
     def settings(self, values: Mapping[str, Any]) -> None:
-        for tracker in self._trackers:
-            tracker.settings(values)
+        self._each(lambda tracker: tracker.settings(values))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
-        for tracker in self._trackers:
-            tracker.scalars(step, finite)
+        self._each(lambda tracker: tracker.scalars(step, finite))
 
     def event(self, step: int, what: str, text: str) -> None:
-        for tracker in self._trackers:
-            tracker.event(step, what, text)
+        self._each(lambda tracker: tracker.event(step, what, text))
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        trackers, self._trackers = self._trackers, []
-        with ExitStack() as stack:  # all of them, even if one fails
-            for tracker in trackers:
-                stack.callback(tracker.close)
+        self._each(lambda tracker: tracker.close())
+        self._trackers = []
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for kind, tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # whatever these libraries raise; the record has every number
+                self._trackers.remove((kind, tracker))
+                _LOG.warning("the tracker %s fails and gets nothing from here on: %s", kind, _in_one_line(error))
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def check_tracker(text: str) -> list[tuple[str, str]]:
-    """The names of trackers in a text and their folders; a ConfigError if there is no such tracker.
+    """The names of trackers in a text and their folders.
 
-    >>> check_tracker("tensorboard(logs/first), wandb")
-    [('tensorboard', 'logs/first'), ('wandb', '')]
+    Raises ConfigError if there is no such tracker, and MissingExtra if its library is not installed; the library is
+    not imported, which would take seconds.
+
+    >>> check_tracker("tensorboard(logs/first), tensorboard")
+    [('tensorboard', 'logs/first'), ('tensorboard', '')]
     """
     found = []
     for part in text.split(","):
@@ -224,15 +243,34 @@ def check_tracker(text: str) -> list[tuple[str, str]]:
         name = match[1].strip() if match is not None else part.strip()
         if match is None or name not in TRACKERS:
             raise ConfigError(f"tracker is {text!r}; {nearest(name, list(TRACKERS))}")
+        if find_spec(name) is None:
+            raise MissingExtra(_PACKAGES.get(name, name), extra=name, needed_for=f"the tracker {name}")
         found.append((name, match[2] or ""))
+    if len(set(found)) < len(found):
+        raise ConfigError(f"tracker is {text!r}, which has an entry twice; name each of them once")
     return found
 
 
 def open_tracker(text: str, folder: Path | str, *, name: str, step: int = 0, several_runs: bool = False) -> Tracker:
     """Open the trackers that a text names. `folder`: that of the run. `step`: from which a resumed run continues.
 
-    `several_runs`: the folder may hold earlier runs, and one that begins at step 0 is another one.
+    `several_runs`: the folder may hold earlier runs, and one that begins at step 0 is another one. Raises OutputError
+    if one cannot be opened; one that fails later is left out, with a warning.
     """
     named = [(kind, Path(own or folder)) for kind, own in check_tracker(text)]
-    numbers = {place: _number(place, anew=step == 0) if several_runs else 1 for place in {place for _, place in named}}
-    return _Several([TRACKERS[kind](place, name, step, numbers[place]) for kind, place in named])
+    opened = _Several()
+    try:
+        numbers = {
+            place: _number(place, anew=step == 0) if several_runs else 1 for place in {place for _, place in named}
+        }
+        for kind, place in named:
+            opened.add(kind, TRACKERS[kind](place, name, step, numbers[place]))
+    except EbbflowError:
+        opened.close()
+        raise
+    except Exception as error:  # whatever these libraries raise
+        opened.close()
+        raise OutputError(
+            f"the tracker {text} cannot be opened ({_in_one_line(error)}); check its folder or server, or leave it out"
+        ) from error
+    return opened

@@ -18,6 +18,21 @@ from ebbflow.workloads import DatasetSource
 __all__ = ["FrameworkSampler", "elastic_loop"]
 
 
+_OF_A_TRACE = ("step_time", "offset", "on_change", "repeat")
+_OF_THE_LOOP = {
+    "batch_norm": "the model of this loop is computed as it is",
+    "bn_follows_batch": "the model of this loop is computed as it is",
+    "compile": "the loop compiles its model itself",
+    "ema": "the loop keeps an average of its weights itself",
+    "fused_batch": "every micro-batch of the loader is computed by itself",
+    "label": "there is no record with a table",
+    "loader_workers": "the DataLoader has num_workers",
+    "precision": "the loop has its own autocast",
+    "validate_every": "the loop validates by itself",
+}
+"""Settings of a Session that a loop cannot follow, and why."""
+
+
 class FrameworkSampler(ElasticSampler):
     """An ElasticSampler in a framework whose loaders count the epochs themselves, anew after every start.
 
@@ -41,8 +56,12 @@ def elastic_loop(
     `loader`: its data set, `batch_size`, `collate_fn` and workers are used; with a sampler of its own it is refused.
     `settings`: those of a `Session`: base_batch, rule, schedule, clip, ...; with `trace` (and `epochs`, how long it is
     followed) the workers are virtual ones, and without it they are the ranks of `torch.distributed` that there are,
-    whose batch is that of `policy`. `options`: what else an ElasticOptimizer takes.
+    whose batch is that of `policy`. What only a Session can follow (ema, precision, ...) is refused. `options`: what
+    else an ElasticOptimizer takes.
     """
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(f"the loader is a {type(loader).__name__}; expected a DataLoader of torch.utils.data")
+    _check(optimizer, model, settings)
     source = DatasetSource.from_loader(loader, torch.device("cpu"), pairs=False)  # refuses what cannot be followed
     local_batch = loader.batch_size
     assert local_batch is not None, "a DataLoader without a batch size was refused"
@@ -66,6 +85,8 @@ def elastic_loop(
         memory_steps=config.memory_steps,
         measure_every=config.measure_every,
         clip=config.clip,
+        on_nonfinite=config.on_nonfinite if "on_nonfinite" in settings else "ignore",
+        tracker=config.tracker,
         model=model,
         **(options or {}),
     )
@@ -77,5 +98,24 @@ def elastic_loop(
         pin_memory=loader.pin_memory,
         persistent_workers=loader.persistent_workers,
         prefetch_factor=loader.prefetch_factor,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        timeout=loader.timeout,
     )
     return made, elastic
+
+
+def _check(optimizer: torch.optim.Optimizer, model: torch.nn.Module, settings: dict[str, Any]) -> None:
+    """Refuse what would be ignored without a word."""
+    for name, why in _OF_THE_LOOP.items():
+        if name in settings:
+            raise ConfigError(f"{name} is {settings[name]!r}, but {why}; leave it out")
+    if "trace" not in settings:
+        for name in _OF_A_TRACE:
+            if name in settings:
+                raise ConfigError(
+                    f"{name} is {settings[name]!r}, but there is no trace; give trace=..., or leave it out"
+                )
+    owned = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigError("no parameter of the optimizer belongs to the model; make it with model.parameters()")

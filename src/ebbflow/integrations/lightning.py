@@ -9,6 +9,7 @@ The LightningModule stays as it is, with automatic optimization.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -112,6 +113,8 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ConfigError(f"configure_optimizers returned {len(self.optimizers)} optimizers; expected one")
+        if not self.optimizers[0].param_groups:  # what Lightning puts in the place of None
+            raise ConfigError("configure_optimizers returned no optimizer; expected one")
         self.optimizer = SessionOptimizer(self.optimizers[0])
         self.optimizers = [self.optimizer]
         for config in self.lr_scheduler_configs:
@@ -125,10 +128,16 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             raise ConfigError("the module has automatic_optimization = False; expected automatic optimization")
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigError("precision is '16-mixed', whose scaler unscales before clipping; use 'bf16-mixed'")
-        if trainer.limit_train_batches != 1.0:
+        limit = trainer.limit_train_batches
+        if (isinstance(limit, int) or limit != 1.0) and not trainer.fast_dev_run:  # 1 is one batch, 1.0 all of them
             raise ConfigError(
-                f"limit_train_batches is {trainer.limit_train_batches}, but every sample counts once per epoch; "
-                f"train on a smaller data set"
+                f"limit_train_batches (or overfit_batches) is {limit}, but every sample counts once per epoch; train "
+                f"on a smaller data set"
+            )
+        if not self._live and (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ConfigError(
+                f"this is one of {ranks} processes (WORLD_SIZE), each of which would train the whole run; start "
+                f"several with `ebbflow launch` and engine='live', or one without torchrun"
             )
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -157,6 +166,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 sampler=dataloader.sampler,
                 collate_fn=dataloader.collate_fn,
                 num_workers=dataloader.num_workers,
+                worker_init_fn=dataloader.worker_init_fn,
             ),
             epochs=math.ceil(total / samples),
             micro_batch=dataloader.batch_size,

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ebbflow.core.extras import require
+from ebbflow.errors import CheckpointError
 from ebbflow.integrations.elastic_loop import elastic_loop
 from ebbflow.optim.elastic import ElasticOptimizer
 
@@ -103,7 +104,14 @@ class RayWorker:
         if checkpoint is None:
             return
         with checkpoint.as_directory() as folder:
-            state = torch.load(Path(folder) / _STATE, map_location="cpu", weights_only=True)
+            path = Path(folder) / _STATE
+            if not path.is_file():
+                found = ", ".join(sorted(one.name for one in Path(folder).glob("*"))) or "nothing"
+                raise CheckpointError(
+                    f"the checkpoint that Ray continues from holds {found}, and no {_STATE}: report with "
+                    f"worker.report(...) instead of ray.train.report, and begin under another name of the run"
+                )
+            state = torch.load(path, map_location="cpu", weights_only=True)
         self._unwrapped.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ebbflow.core.spec import nearest
+from ebbflow.engines.base import ENGINES
 from ebbflow.errors import CheckpointError, ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.record import StepRow
@@ -143,7 +145,11 @@ class ReferenceSteps:
 
 
 def refuse_settings(settings: dict[str, Any], instead: dict[str, str]) -> None:
-    """Refuse settings of a session that the framework has itself; `instead` names what to set there."""
+    """Refuse settings of a session that the framework has itself, `instead` of which something is set there, and an
+    engine that is neither "live" nor one of a session."""
     for name, other in instead.items():
         if name in settings:
             raise ConfigError(f"{name} is given for the session, but the framework has it: set {other} instead")
+    engine = settings.get("engine", "live")
+    if isinstance(engine, str) and engine != "live" and engine not in ENGINES:
+        raise ConfigError(f"engine is {engine!r}; {nearest(engine, [*ENGINES.names(), 'live'])}")

@@ -134,6 +134,8 @@ class ElasticTrainerMixin(Trainer):  # type: ignore[misc]
                 f"train_dataset is a {type(self.train_dataset).__name__}, a stream, but here every sample counts once "
                 f"per epoch, in an order that follows from the seed; give a data set with random access"
             )
+        if self.train_dataset is not None and not len(self.train_dataset):
+            raise ConfigError("train_dataset has no samples; expected one or more")
         if self._live and args.fp16:
             raise ConfigError("fp16 is set, whose loss scale a fleet does not share; use bf16")
 
@@ -170,6 +172,8 @@ class ElasticTrainerMixin(Trainer):  # type: ignore[misc]
             self._total = args.max_steps * reference
         else:
             self._total = math.ceil(args.num_train_epochs * samples)
+            if self._total <= 0:
+                raise ConfigError(f"num_train_epochs is {args.num_train_epochs}; expected more than 0, or max_steps")
         self._epochs = max(1, math.ceil(self._total / samples))
         endless = sys.maxsize  # the length of an epoch in steps is known at its end
         steps = max(1, math.ceil(self._total / max(1, reference)))

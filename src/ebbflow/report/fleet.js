@@ -9,8 +9,12 @@ const SVG = "http://www.w3.org/2000/svg";
 
 const at = (id) => document.getElementById(id);
 const make = (name, text) => Object.assign(document.createElement(name), { textContent: text ?? "" });
-const number = (value, digits = 4) =>
-  value === null || value === undefined ? "–" : Number(value.toPrecision(digits)).toLocaleString("en");
+function number(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  const rounded = Number(value.toPrecision(digits));
+  if (rounded !== 0 && Math.abs(rounded) < 0.001) return rounded.toExponential();  // rates, for the most part
+  return rounded.toLocaleString("en", { maximumSignificantDigits: digits });
+}
 
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
@@ -110,6 +114,7 @@ function show(view) {
     line.append(Object.assign(make("td", event.text), { className: "notes" }));
     return line;
   }));
+  document.querySelectorAll(".wide").forEach((box) => box.classList.toggle("fits", box.scrollWidth <= box.clientWidth));
 }
 
 async function refresh() {

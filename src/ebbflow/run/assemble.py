@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -13,29 +13,32 @@ import torch
 from ebbflow import workloads
 from ebbflow.core.spec import nearest
 from ebbflow.core.trackers import Tracker, check_tracker, open_tracker
+from ebbflow.core.units import parse_seconds
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines import emulated
 from ebbflow.engines.base import ENGINES, EngineMaker, EngineParts
 from ebbflow.engines.emulated import Ranks
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, UnitError
 from ebbflow.moments.meters import why_unmeasurable
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.optim.optimizers import build_optimizer
-from ebbflow.optim.schedules import Schedule
+from ebbflow.optim.schedules import Schedule, make_schedule
 from ebbflow.plan import BatchPlan, GrowingPolicy, Growth, make_policy
 from ebbflow.plan.policies import Drop, Policy
 from ebbflow.record import RowTracker
 from ebbflow.rules.families import default_rule, name_of_optimizer, optimizer_family, tell_default_rule
-from ebbflow.rules.rule import Rule
+from ebbflow.rules.rule import Rule, make_rule
 from ebbflow.run.config import RunConfig, recipe_settings
 from ebbflow.run.flow import Flow
 from ebbflow.run.planning import check_measurable, make_plan, unmeasured_step
+from ebbflow.traces import load as load_trace
 from ebbflow.workloads import Task
 from ebbflow.workloads.sources import EvenSubset
 
 __all__ = [
     "assemble",
+    "check_names",
     "engine_maker",
     "loader_workers",
     "make_evaluate",
@@ -61,6 +64,37 @@ def engine_maker(name: str) -> EngineMaker:
     if name not in ENGINES:
         raise ConfigError(f"engine is {name!r}; {nearest(name, ENGINES.names())}")
     return cast(EngineMaker, ENGINES.entry(name).make)
+
+
+def check_names(configs: Sequence[RunConfig]) -> None:
+    """Refuse runs with an engine, tracker, optimizer, schedule, rule, policy, trace or time that cannot be made.
+
+    It reads no data, so that a typo is reported before a data set is read. The plugins must have been loaded.
+    """
+
+    def texts(name: str) -> set[str]:
+        return {getattr(config, name) for config in configs} - {None}
+
+    for engine in texts("engine"):
+        engine_maker(engine)
+    for tracker in texts("tracker"):
+        check_tracker(tracker)
+    for optimizer in texts("optimizer"):
+        build_optimizer(optimizer, [torch.nn.Parameter(torch.zeros(1, 1))], lr=1.0)
+    for schedule in texts("schedule"):
+        make_schedule(schedule)
+    for name, words in (("step_time", {"fit"}), ("offset", set())):
+        for text in texts(name) - words:
+            try:
+                parse_seconds(text.removesuffix("/ep") if name == "step_time" else text)
+            except UnitError as error:
+                raise UnitError(f"{name}: {error}") from None
+    for rule in texts("rule"):
+        make_rule(rule)
+    for policy in texts("policy"):
+        make_policy(policy, local_batch=1)
+    for trace in {config.trace for config in configs if config.plan is None}:
+        load_trace(trace)
 
 
 def with_rule(

@@ -213,7 +213,14 @@ class RunConfig(BaseModel):
         known = settings_of(front_end)
         if unknown := [name for name in values if name not in known]:
             raise ConfigError(_not_offered(unknown[0], front_end))
-        return cls(**{known[name]: value for name, value in values.items()}, **others)
+        try:
+            return cls(**{known[name]: value for name, value in values.items()}, **others)
+        except ConfigError as error:
+            text = str(error)
+            for name, own in known.items():  # under the name that the front end knows
+                if name in values and text.startswith(f"{own} is "):
+                    text = text.replace(own, name, 1)
+            raise ConfigError(text) from None
 
     def check_engine(self, kind: EngineKind) -> None:
         """Refuse a setting that an engine cannot follow, with the reason, instead of ignoring it."""

@@ -28,6 +28,7 @@ from ebbflow.plan import BatchPlan
 from ebbflow.record import Event, NoRecord, RecordWriter, Run, read_record
 from ebbflow.run.assemble import (
     assemble,
+    check_names,
     engine_maker,
     loader_workers,
     make_evaluate,
@@ -212,6 +213,7 @@ def train(
         load_plugins(config.plugins)
         by_recipe = [name for name in recipe_settings() if getattr(config, name) is None]
         config = resolve(config)
+        check_names([config])
         open_files = partial(RunFiles, Path(folder), by_recipe=by_recipe, allow_code_change=allow_code_change)
         files = open_files(config=config, ranks=ranks)
         done = ranks.shared(files.finished_run) if config.rule is not None else None

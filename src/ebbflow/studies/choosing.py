@@ -95,6 +95,7 @@ def choose(
     else:
         config = RunConfig(workload=workload, trace=trace, **settings)
         metric, own_optimizer, train = "", None, None
+    budget_s, share = parse_budget(budget, device=config.device)
     load_plugins(config.plugins)
     from ebbflow.run.assemble import resolve
 
@@ -108,7 +109,6 @@ def choose(
         raise ConfigError(f"the trace {config.trace} has no workers at any time; give one with a worker or more")
     if seeds < 1:
         raise ConfigError(f"seeds is {seeds}; expected the most runs of a candidate in a rung, 1 or more")
-    budget_s, share = parse_budget(budget, device=config.device)
     base = float(whole.lr)
     candidates = _candidates(rules or candidate_rules(family, epochs=whole.epochs), rates)
     study = Study(

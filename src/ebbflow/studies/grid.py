@@ -51,12 +51,8 @@ import yaml
 from ebbflow.core.choices import Choice
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.spec import nearest
-from ebbflow.core.units import parse_seconds
-from ebbflow.errors import ConfigError, UnitError
-from ebbflow.plan.policies import make_policy
-from ebbflow.rules.rule import make_rule
+from ebbflow.errors import ConfigError
 from ebbflow.run.config import RunConfig
-from ebbflow.traces import load as load_trace
 
 __all__ = [
     "Arm", "PaperValue", "Study", "check_arms", "load_study", "parse_study", "recipe_names", "recipe_text",
@@ -437,29 +433,11 @@ def check_arms(arms: Sequence[Arm]) -> None:
     A typo that is found later would make every arm fail, and their records would keep the corrected study out of its
     folder.
     """
-    import torch  # not needed to describe a study
-
-    from ebbflow import workloads
-    from ebbflow.optim.optimizers import build_optimizer
-    from ebbflow.optim.schedules import make_schedule
+    from ebbflow import workloads  # imports torch, which describing a study does not need
+    from ebbflow.run.assemble import check_names
 
     for arm in arms:
         load_plugins(arm.config.plugins)
-    for optimizer in {arm.config.optimizer for arm in arms if arm.config.optimizer is not None}:
-        build_optimizer(optimizer, [torch.nn.Parameter(torch.zeros(1, 1))], lr=1.0)
-    for schedule in {arm.config.schedule for arm in arms}:
-        make_schedule(schedule)
-    for name, words in (("step_time", {"fit"}), ("offset", set())):
-        for text in {getattr(arm.config, name) for arm in arms} - words:
-            try:
-                parse_seconds(text.removesuffix("/ep") if name == "step_time" else text)
-            except UnitError as error:
-                raise UnitError(f"{name}: {error}") from None
-    for rule in {arm.config.rule for arm in arms if arm.config.rule is not None}:
-        make_rule(rule)
-    for policy in {arm.config.policy for arm in arms}:
-        make_policy(policy, local_batch=1)
-    for trace in {arm.config.trace for arm in arms if arm.config.plan is None}:
-        load_trace(trace)
+    check_names([arm.config for arm in arms])
     for workload in {arm.config.workload for arm in arms}:
         workloads.recipe(workload)

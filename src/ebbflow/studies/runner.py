@@ -246,7 +246,7 @@ def _run_arms(
 
     try:
         while (queue or running) and not should_stop():
-            while queue and len(running) < jobs:
+            while queue and len(running) < jobs and not (running and should_stop()):
                 arm = queue.pop(_next_arm(queue, forecast))
                 forecast.start(arm.id)
                 ours, theirs = context.Pipe(duplex=False)

@@ -148,6 +148,10 @@ class Tournament:
     more: list[str] = field(default_factory=list)
     """What a larger budget would give, in sentences."""
     _before_s: float = 0.0
+    _preparing_s: float = 0.0
+    """From the call of `choose` to the first run: importing torch, for the most part."""
+    _first_step_s: float | None = None
+    """What was spent when the first run reported a step."""
     _saved: float = 0.0
     _shown_metric: str = ""
     _higher_is_better: bool = True
@@ -160,6 +164,7 @@ class Tournament:
         busy = f"another tournament is running in {self.folder}; wait for it or choose another folder"
         with hold_lock(self.folder / ".choose.lock", busy=busy):
             self._load()
+            self._preparing_s = time.monotonic() - self.began
             lengths = rung_epochs(self.epochs)
             last = self._first_rung(lengths)
             while last is not None and last + 1 < len(lengths):
@@ -176,7 +181,7 @@ class Tournament:
         if len(self.begun) > 1:
             return 0 if self._train(0, lengths[0], []) else None
         self._train(0, lengths[0], [])
-        while self.share is None and not self._scores(0) and not self._over:
+        while self.share is None and not self._scores(0) and not self._over and not self._too_late_to_begin:
             untried = self._untried()
             if not untried:
                 break
@@ -294,6 +299,11 @@ class Tournament:
         return self._left < 0
 
     @property
+    def _too_late_to_begin(self) -> bool:
+        """Whether not even the first run can begin: the process that runs are forked from imports torch as well."""
+        return self.share is None and not any(self.begun) and self._left < self._preparing_s
+
+    @property
     def _pace(self) -> Pace:
         """What an arm costs, in the unit of the budget: measured, or simply its epochs."""
         return Pace(start_s=0.0, epoch_s=1.0) if self.share is not None else Pace.measured(self.timed)
@@ -334,6 +344,8 @@ class Tournament:
             message = ""
             if progress.what == "started":
                 started[progress.arm] = now
+            elif progress.what == "moved" and self._first_step_s is None:
+                self._first_step_s = self._spent_s
             elif progress.what in ("finished", "diverged", "found"):
                 self._read(number, arms[progress.arm], out / "arms" / progress.arm)
                 if progress.arm in started and (ended := self.ended[number].get(arms[progress.arm])):
@@ -537,6 +549,12 @@ class Tournament:
         scores = self._scores(last if last is not None else 0)
         if last is None or not scores:
             least = self._least_s(lengths[0])
+            if least is None:
+                return (
+                    f"The budget of {self._amount(self._allowed)} is too small to train a single step: starting takes "
+                    f"longer, {format_seconds(self._spent_s)} so far. How long a run takes is not known; a budget of a "
+                    f"few minutes measures it, and the same command continues."
+                )
             return (
                 f"The budget of {self._amount(self._allowed)} ended before two candidates had trained for "
                 f"{lengths[0]} {plural(lengths[0], 'epoch')}, which takes about {self._amount(least)}: that is the "
@@ -555,16 +573,19 @@ class Tournament:
             )
         return ""
 
-    def _least_s(self, epochs: int) -> float:
-        """How long two candidates take in the first rung, from arms that ended or else from how far they came."""
+    def _least_s(self, epochs: int) -> float | None:
+        """How long two candidates take in the first rung: from runs that ended, or from how far they came; None if no
+        run has reported a step."""
         if self.share is not None:
             return 2.0 * epochs
-        turns = math.ceil(2 / self.jobs)
+        far = max(self._fractions.values(), default=0.0)
         if self.timed:
             needed = rung_seconds(2, epochs, self._pace, self._turns)
+        elif self._first_step_s is not None and far > 0:
+            training = (self._spent_s - self._first_step_s) / far
+            needed = self._first_step_s + math.ceil(2 / self.jobs) * training
         else:
-            far = max([0.02, *self._fractions.values()])
-            needed = turns * self._spent_s / far
+            return None
         return needed / (_SURE * (1 - _AT_THE_END))
 
     def _cost(self) -> dict[str, Any]:
