@@ -195,7 +195,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self.stop_requested = False
         """Whether `stop` asked any rank to stop before the latest complete step; the same on all ranks."""
         self._applier = Applier(inner)
-        self.rule = make_rule(rule if rule is not None else self._default_rule())
+        named = make_rule(rule if rule is not None else self._default_rule())
+        self.rule = named.suited(adaptive=self._adaptive)
         self._check_rule()
         self._initial_lrs = [group["lr"] for group in inner.param_groups]
         self._rule_state = self.rule.init()

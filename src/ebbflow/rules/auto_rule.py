@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbflow.core.spec import param
@@ -88,6 +88,14 @@ class Auto(Rule):
         if not 0 <= self.ramp < math.inf:
             raise SpecError(f"auto: ramp is {self.ramp:g}; expected 0 (no ramp) or steps per unit of the increase")
 
+    def suited(self, *, adaptive: bool) -> Rule:
+        """The rate of an optimizer that normalises the gradient does not depend on the noise: nothing is measured."""
+        if not adaptive:
+            return self
+        unmeasured = replace(self)
+        object.__setattr__(unmeasured, "needs", frozenset())
+        return unmeasured
+
     @property
     def guards(self) -> bool:
         """Whether the run may go back to an earlier state."""
@@ -103,21 +111,25 @@ class Auto(Rule):
 
     def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
         """Rate, ramp, warm-up, in this order; zero where a branch is scored, so that nothing is learned then."""
-        gain = whole_gain(context)
-        fixed = math.sqrt(context.ratio) if context.adaptive else gain
+        stats: dict[str, float] = {}
+        if context.adaptive:
+            fixed = math.sqrt(context.ratio)
+        else:
+            fixed = whole_gain(context)
+            stats = {"gain": fixed, **noise_stats(context.moments)}
         scaling = Scaling(lr=_limited(context, state["coefficient"] * fixed))
         ramp = state["ramp"]
         if self.ramp:
             scaling, ramp = Ramp(self.ramp).modify(context, scaling, ramp)
         worth = state["worth"] + fixed
         done = self._warmed(context, state["warm_up"], worth)
-        stats = {"gain": gain, "coefficient": state["coefficient"], "warming": float(done < 1)}
+        stats |= {"coefficient": state["coefficient"], "warming": float(done < 1)}
         if state["probed"] is not None:
             stats["probed"] = state["probed"]
         if state["probe"] is not None:
             stats["probe"] = float(state["probe"]["branch"] + 1)
             done = 0.0 if state["probe"]["steps"] >= _BRANCH else done
-        scaling = scaling.map_lr(lambda m: m * done).with_stats(**stats, **noise_stats(context.moments))
+        scaling = scaling.map_lr(lambda m: m * done).with_stats(**stats)
         return scaling, {**state, "worth": worth, "fixed": fixed, "ramp": ramp, "probed": None}
 
     def _warmed(self, context: StepContext, length: float, worth: float) -> float:

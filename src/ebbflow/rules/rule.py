@@ -181,6 +181,10 @@ class Rule(_Part, ABC):
         """Whether `review` may ask to go back to an earlier state, so that states are kept."""
         return False
 
+    def suited(self, *, adaptive: bool) -> Rule:
+        """The same rule for an optimizer that normalises the gradient, or for one that does not; it may need less."""
+        return self
+
     @abstractmethod
     def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
         """The scaling of one step, and the state for the next one."""
@@ -225,6 +229,10 @@ class RuleChain(Rule):
     def guards(self) -> bool:
         """Whether the rule guards; modifiers do not."""
         return self.rule.guards
+
+    def suited(self, *, adaptive: bool) -> Rule:
+        """The chain with the rule that suits the optimizer; modifiers are the same for all."""
+        return replace(self, rule=self.rule.suited(adaptive=adaptive))
 
     def init(self) -> State:
         """The states of all parts, in order."""
