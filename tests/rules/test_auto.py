@@ -162,7 +162,7 @@ def test_the_report_shows_the_coefficient_and_that_the_run_went_back(tmp_path: P
 # Steps of 32 samples at S = 4, in a run of 20,000 steps whose epochs have 10,000: nothing is guarded any more. A branch
 # has 60 steps, and 64 more of 32 samples score it.
 LONG = replace(STEP, samples=64_000, total_samples=640_000, epoch_samples=320_000, workers=4)
-READY = {**Auto(guard=False).init(), "worth": 1e6, "fixed": 2.0}
+READY = {**Auto(guard=False).init(), "worth": 1e6, "fixed": 2.0, "level": 1.0, "rising": False}
 
 
 def probed(rule: Auto, losses: dict[int, float], *, workers: dict[int, int] | None = None) -> tuple[list[str], Any]:
