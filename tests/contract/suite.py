@@ -167,6 +167,32 @@ class FromStepThree(Rule):
         return Scaling(lr=context.ratio * (self.factor if context.step > 2 else 1.0)), state
 
 
+@dataclass(frozen=True)
+class SlopesAndReviews(Rule):
+    """The linear rate, times a factor that depends on the slopes along the step before; counts its reviews.
+
+    It asks for a snapshot after every third step, and never goes back.
+    """
+
+    @property
+    def guards(self) -> bool:
+        return True
+
+    def follows_slopes(self, state: Any) -> bool:
+        return True
+
+    def init(self) -> Any:
+        return 0
+
+    def scale(self, context: StepContext, state: Any) -> tuple[Scaling, Any]:
+        began, ended = context.slopes or (1.0, 0.0)
+        left = ended / began
+        return Scaling(lr=context.ratio / (1 + left**2), stats={"began": began, "left": left}), state
+
+    def review(self, context: StepContext, loss: float, state: Any) -> tuple[Verdict, Any]:
+        return "snapshot" if context.step % 3 == 2 else "continue", state + 1
+
+
 def weights_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([tensor.double().flatten() for tensor in model.state_dict().values()])
 

@@ -19,6 +19,7 @@ from contract.suite import (
     Fetched,
     FromStepThree,
     Outcome,
+    SlopesAndReviews,
     ThreeBranches,
     changing_plan,
     make_data,
@@ -254,6 +255,18 @@ def test_of_three_branches_only_the_winner_leaves_a_trace(case: EngineCase, winn
     assert flow.optimizer.state_dict()["rule_state"] == scores and len(set(scores)) == 3
     assert flow.ledger == plain.ledger and flow.branches is None
     torch.testing.assert_close(weights_of(flow.engine.model), weights_of(plain.engine.model), rtol=1e-9, atol=1e-12)
+
+
+@driven_here
+def test_a_rule_that_follows_the_slopes_sees_those_of_the_reference_and_keeps_what_it_has_reviewed(
+    case: EngineCase,
+) -> None:
+    flow, rows = run_steps(case, SlopesAndReviews(), 9)
+    plain, reference = run_steps(CASES[0], SlopesAndReviews(), 9)
+    assert flow.optimizer.state_dict()["rule_state"] == plain.optimizer.state_dict()["rule_state"] == 9
+    assert [row.stats["left"] for row in rows] == pytest.approx([row.stats["left"] for row in reference], rel=1e-6)
+    assert [row.stats["began"] < 0 for row in rows] == [False] + 8 * [True], "a step goes down where it begins"
+    torch.testing.assert_close(weights_of(flow.engine.model), weights_of(plain.engine.model), rtol=1e-7, atol=1e-9)
 
 
 @driven_here

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,76 @@ def test_the_report_shows_the_coefficient_and_that_the_run_went_back(tmp_path: P
     assert "went back to a snapshot" in page
 
 
+# -- the slopes --------------------------------------------------------------------------------------------------------
+
+
+def risen(left: float, steps: int, state: Any = None) -> list[Any]:
+    """The states after steps that leave this part of the slope; in each the level may rise by 0.04, worth 2 of 50."""
+    found, state = [], state or AUTO.init()
+    for _ in range(steps):
+        number = round(state["worth"] / 2)
+        slopes = (-1.0, -left) if number else None
+        _, state = AUTO.scale(replace(STEP, step=number, samples=32 * number, slopes=slopes), state)
+        state = json.loads(json.dumps(state))
+        found.append(state)
+    return found
+
+
+def levels(states: list[Any]) -> list[float]:
+    return [state["level"] for state in states]
+
+
+def test_the_level_goes_on_rising_above_1_while_some_of_the_slope_is_left() -> None:
+    """25 steps of 0.04 reach 1, from where each multiplies the level by 1.04, up to 4: 1.04^35 is 3.95."""
+    found = levels(risen(0.1, 62))
+    assert found[:25] == pytest.approx([0.04 * (number + 1) for number in range(25)])
+    assert found[59] == pytest.approx(1.04**35)
+    assert found[60:] == pytest.approx([4.0, 4.0])
+
+
+def test_steps_that_end_near_the_lowest_point_have_the_level_of_the_fixed_rule() -> None:
+    assert levels(risen(-0.1, 62))[24:] == pytest.approx([1.0] * 38)
+    assert levels(risen(0.0, 40))[-1] == 1.0
+
+
+def test_steps_that_go_beyond_it_end_the_warm_up_until_some_of_the_slope_is_left() -> None:
+    """Five slopes are enough to decide, which the sixth step has, at a level of 0.2; 0.24 is not reached."""
+    held = risen(-0.2, 30)
+    assert levels(held)[4:] == pytest.approx([0.2] * 26)
+    # Less than nothing: it stays. Ten steps of 0.3 after 29 of -0.2 outweigh them, and the level rises by 0.04 again.
+    assert levels(risen(-0.1, 20, held[-1]))[-1] == pytest.approx(0.2)
+    again = levels(risen(0.3, 20, held[-1]))
+    rose = [later - earlier for earlier, later in pairwise(again)]
+    assert rose[0] == 0 and rose[-3:] == pytest.approx([0.04] * 3)
+
+
+def test_the_level_is_at_least_an_eighth_and_nothing_changes_after_a_quarter_of_the_run() -> None:
+    fine = replace(STEP, total_samples=80_000)  # a step rises by 0.004, and by 0.0016 at the least
+    state = AUTO.init()
+    for number in range(200):
+        slopes = (-1.0, 5.0) if number else None
+        _, state = AUTO.scale(replace(fine, step=number, samples=32 * number, slopes=slopes), state)
+    assert 0.125 <= state["level"] < 0.13
+    assert AUTO.follows_slopes(state)
+    _, after = AUTO.scale(replace(fine, samples=20_000 - 32, slopes=(-1.0, -1.0)), state)
+    assert not AUTO.follows_slopes(after) and not Auto(slopes=False).follows_slopes(state)
+    _, later = AUTO.scale(replace(fine, samples=40_000), after)
+    assert later["level"] == after["level"]
+
+
+def test_slopes_that_are_not_finite_or_do_not_go_down_say_nothing() -> None:
+    state = AUTO.init()
+    for number, slopes in enumerate([None, *[(-1.0, math.nan)] * 10, *[(1.0, 1.0)] * 10]):
+        _, state = AUTO.scale(replace(STEP, step=number, samples=32 * number, slopes=slopes), state)
+    assert state["level"] == pytest.approx(21 * 0.04)
+
+
 # -- the probe ---------------------------------------------------------------------------------------------------------
 
 # Steps of 32 samples at S = 4, in a run of 20,000 steps whose epochs have 10,000: nothing is guarded any more. A branch
 # has 60 steps, and 64 more of 32 samples score it.
-LONG = replace(STEP, samples=64_000, total_samples=640_000, epoch_samples=320_000, workers=4)
-READY = {**Auto(guard=False).init(), "worth": 1e6, "fixed": 2.0}
+LONG = replace(STEP, samples=160_000, total_samples=640_000, epoch_samples=320_000, workers=4)
+READY = {**Auto(guard=False).init(), "worth": 1e6, "fixed": 2.0, "level": 1.0, "rising": False}
 
 
 def probed(rule: Auto, losses: dict[int, float], *, workers: dict[int, int] | None = None) -> tuple[list[str], Any]:
@@ -243,13 +308,13 @@ def test_probes_are_due_only_where_they_fit() -> None:
 
     assert verdict() == "branch"
     assert verdict(total_samples=0) == "release", "a run without an end has no probes"
-    assert verdict(samples=16_000) == "release", "5 % of the samples are 32,000"
+    assert verdict(samples=100_000) == "release", "a quarter of the samples are 160,000"
     assert verdict(epoch_samples=3_000) == "release", "a branch takes 124 steps of 32 samples, 3,968"
     assert verdict(samples=320_000 - 3_968) == "release", "it would end in the next epoch"
     # It gives back 2 x 60 + 3 x 64 steps, 9,984 samples, and 5 % of 640,000 are 32,000.
     assert verdict({**READY, "given_back": 22_016}) == "branch"
     assert verdict({**READY, "given_back": 22_017}) == "release"
-    assert verdict({**READY, "worth": 0.0}, total_samples=6_400_000, samples=330_000) == "release", "the warm-up"
+    assert verdict({**READY, "rising": True}) == "release", "the warm-up"
     assert Auto(guard=False, probe=False).review(LONG, 2.0, dict(READY))[0] == "release"
     # At the gain of S nothing above it is tried, and without lower ones there is nothing to compare.
     assert Auto(guard=False, lower=False).review(LONG, 2.0, {**READY, "fixed": 4.0})[0] == "release"
@@ -257,6 +322,31 @@ def test_probes_are_due_only_where_they_fit() -> None:
 
 class Killed(BaseException):
     """A kill -9, as far as the run is concerned."""
+
+
+def killed_at(step: int) -> Callbacks:
+    def on_step(row: Any) -> None:
+        if row.step == step:
+            raise Killed
+
+    return Callbacks(on_step=on_step)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd(momentum=0.9)", "adamw"])
+def test_a_run_killed_in_its_warm_up_follows_the_same_slopes(optimizer: str, tmp_path: Path) -> None:
+    config = RunConfig(
+        workload="digits-mlp", trace="constant(workers=8)", rule="auto", epochs=4, lr=0.001, optimizer=optimizer
+    )
+    whole = train(config, tmp_path / "whole")
+    assert sum("slope_left" in row.stats for row in whole.steps) > 10
+    assert whole.steps[-1].stats["level"] > 1, "the base rate is too low"
+    for step in (0, 1, 6, 7, 12):
+        with pytest.raises(Killed):
+            train(config, tmp_path / "killed", callbacks=killed_at(step), checkpoint_every_s=0)
+    killed = train(config, tmp_path / "killed")
+    assert killed.end is not None and whole.end is not None
+    assert killed.end.weights_sha256 == whole.end.weights_sha256
+    assert [row.stats for row in killed.steps] == [row.stats for row in whole.steps]
 
 
 def test_a_run_killed_at_every_step_of_a_probe_equals_an_uninterrupted_one(
@@ -271,13 +361,6 @@ def test_a_run_killed_at_every_step_of_a_probe_equals_an_uninterrupted_one(
     assert len(events) == 2
     inside = [row.step for row in whole.steps if "probe" in row.stats]
     assert len(inside) == 2 * 3 * 6
-
-    def killed_at(step: int) -> Callbacks:
-        def on_step(row: Any) -> None:
-            if row.step == step:
-                raise Killed
-
-        return Callbacks(on_step=on_step)
 
     for step in inside:
         with pytest.raises(Killed):

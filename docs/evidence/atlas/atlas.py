@@ -31,8 +31,8 @@ Length = Literal["short", "long"]
 RATES = (0.25, 1.0, 4.0)
 """Factors of the base rate."""
 AUTO: dict[Length, tuple[str, ...]] = {
-    "short": ("auto", "auto(guard=false)", "auto(ramp=0)", "auto(ramp=8)"),
-    "long": ("auto", "auto(probe=false)", "auto(averaged=false)", "auto(lower=false)"),
+    "short": ("auto", "auto(slopes=false)", "auto(guard=false)", "auto(ramp=0)", "auto(ramp=8)"),
+    "long": ("auto", "auto(slopes=false)", "auto(probe=false)", "auto(averaged=false)", "auto(lower=false)"),
 }
 """The automatic rule and its ablations: of guard and ramp in the short runs, of the probe in the long ones."""
 PLUGIN = Path(__file__).with_name("atlas_workloads.py")

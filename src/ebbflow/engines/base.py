@@ -44,6 +44,9 @@ class Gradients:
     norm: float | None = None
     """Norm of the mean gradient. Set only by the Dask all-reduce on unmeasured steps, when the optimizer clips or
     checks for NaN."""
+    slopes: tuple[float, float] | None = None
+    """Slopes of the loss along the step before this one. Set only by the Dask all-reduce, when the rule follows
+    them."""
     seconds: float | None = None
     """How long a step takes, from the previous one to this one: the same number in every process. None where this step
     has no predecessor, or where the plan says it (`StepSize.duration_s`)."""

@@ -26,6 +26,7 @@ from ebbflow.optim.across_ranks import AcrossRanks, StepTotals, without_sync
 from ebbflow.optim.apply import Applier, gradient_norm, scale_gradients
 from ebbflow.optim.open_gradients import OpenGradients, UnscaledStep, WatchedGradients
 from ebbflow.optim.schedules import Schedule, TrainingProgress, make_schedule
+from ebbflow.optim.step_slopes import StepSlopes
 from ebbflow.rules.families import default_rule, name_of_optimizer, tell_default_rule
 from ebbflow.rules.rule import Rule, Scaling, State, StepContext, Verdict, damp, make_rule
 
@@ -197,11 +198,13 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self.stop_requested = False
         """Whether `stop` asked any rank to stop before the latest complete step; the same on all ranks."""
         self._applier = Applier(inner)
-        self.rule = make_rule(rule if rule is not None else self._default_rule())
+        named = make_rule(rule if rule is not None else self._default_rule())
+        self.rule = named.suited(adaptive=self._adaptive)
         self._check_rule()
         self._initial_lrs = [group["lr"] for group in inner.param_groups]
         self._rule_state = self.rule.init()
         self._averages = Averages()
+        self._slopes = StepSlopes(self.layers)
         self._steps = 0
         self._samples = 0
         self._progress = 0.0  # reference steps that all steps together are worth, if the rule counts the gain
@@ -565,13 +568,31 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 self._meter.discard()
             self.skip_step(context)
 
-    def update(self, context: StepContext, measurement: Measurement | None = None, norm: float | None = None) -> Update:
+    @property
+    def follows_slopes(self) -> bool:
+        """Whether the rule now wants to know the slopes along a step; in a loop of your own it does without."""
+        return self.sampler is None and self.rule.follows_slopes(self._rule_state)
+
+    def slopes(self) -> tuple[float, float] | None:
+        """The slopes along the latest step, if the rule wants to know them and the mean gradient is in `.grad`."""
+        return self._slopes.measure() if self.follows_slopes else None
+
+    def update(
+        self,
+        context: StepContext,
+        measurement: Measurement | None = None,
+        norm: float | None = None,
+        slopes: tuple[float, float] | None = None,
+    ) -> Update:
         """Take one step with the mean gradient in `.grad`: ask the rule, scale the rates, step, restore the rates.
 
         Engines call this directly, with the position of the ledger in the context. `norm` is the norm of the mean
-        gradient, if the gradient itself is elsewhere.
+        gradient and `slopes` what `slopes()` returned there, if the gradient itself is elsewhere.
         """
         stats: dict[str, float] = {}
+        clipped = 1.0
+        if self.follows_slopes:
+            context = replace(context, slopes=slopes or self._slopes.measure())
         if self.clip is not None or self.on_nonfinite != "ignore":
             if norm is None:
                 norm = gradient_norm(self._applier.parameters) if measurement is None else measurement.norm
@@ -582,7 +603,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
             if self.clip is not None:
                 stats = {"gradient_norm": norm, "clipped": float(norm > self.clip)}
                 if norm > self.clip:
-                    scale_gradients(self._applier.parameters, self.clip / norm)
+                    clipped = self.clip / norm
+                    scale_gradients(self._applier.parameters, clipped)
         averages, moments = self._averages, None
         context = replace(context, adaptive=self._adaptive)
         if self.rule.needs:
@@ -598,9 +620,15 @@ class ElasticOptimizer(torch.optim.Optimizer):
             scaling = damp(scaling, self.rule, context, self._rule_state, exponent=exponent)
         self._applier.check(scaling, self.rule)
         self._set_base_rates(context)
+        if self.follows_slopes:
+            self._slopes.begin()
         with self._applier.scaled(scaling):
             self.inner.step()
         self._rule_state, self._averages = rule_state, averages
+        if self.follows_slopes:
+            self._slopes.end(clipped=clipped)
+        else:
+            self._slopes.forget()
         if self.by_gain:
             self._progress += context.ratio if scaling.progress is None else scaling.progress
             stats["progress"] = self._progress
@@ -706,6 +734,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._initial_lrs.append(self.param_groups[-1]["lr"])
         self._rates_set = None
         self._applier.refresh()
+        self._slopes = StepSlopes(self.layers)
         if self._meter is not None:
             self._meter.close()
             self._meter = self._make_meter()
@@ -727,6 +756,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             # A tuple, since its keys may change from step to step, and those of a dictionary must not.
             "rule_state": self._rule_state if self.sampler is None else (self._rule_state,),
             "averages": self._averages.state(),
+            "slopes": self._slopes.state_dict(),
             "measuring": self._meter is None or self._meter.on,
             "beta_steps": list(self._applier.steps),
             "initial_lrs": list(self._initial_lrs),
@@ -750,6 +780,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict({**inner, "state": {}} if state_dict.get("fresh") else inner)
         self._share_with_inner()
         self._averages = averages
+        self._slopes.load_state_dict(state_dict.get("slopes"))
         saved = state_dict["rule_state"]
         self._rule_state = saved[0] if isinstance(saved, tuple) else saved
         self._initial_lrs = list(state_dict["initial_lrs"])

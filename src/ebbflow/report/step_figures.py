@@ -125,6 +125,17 @@ STATISTICS = (
         "change after a probe.",
     ),
     Statistic(
+        column="level", title="Level", label="part of the multiplier",
+        caption="By what the warm-up of the rule auto multiplies the rate: it rises from 0, to 1 or to where the "
+        "slopes along the steps say that they are long enough.",
+    ),
+    Statistic(
+        column="slope_left", title="Slope left", label="slope at the end / at the beginning",
+        caption="How steep the loss is along a step where it ends, divided by where it begins, over the last steps of "
+        "the warm-up of auto. Near 1 the steps are much too short; below 0 they go beyond the lowest point on their "
+        "way.",
+    ),
+    Statistic(
         column="progress", title="Progress", label="reference steps",
         caption="Reference steps that the run was worth so far, which its schedule follows.",
     ),

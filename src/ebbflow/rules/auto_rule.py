@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbflow.core.spec import param
@@ -18,11 +18,16 @@ _WARM_UP = 0.05  # part of the reference run that the steps of the warm-up are w
 _ENDLESS = 20_000  # reference steps that a run without an end is taken to have
 _GUARDED = 0.05  # part of the run in which damage is looked for
 _SNAPSHOT_EVERY = 0.01  # part of the run between snapshots, as long as it is guarded
+_STEEP = 0.0  # part of the slope that is left after a step, above which the steps may be longer than the fixed rule's
+_BEYOND = -0.15  # part below which the steps are long enough, however short they are
+_LEAST, _MOST = 0.125, 4.0  # levels at which a warm-up may end because of the slopes
+_MEMORY_STEPS = 10  # steps that the average of the slopes remembers, at least
+_MEMORY = 1 / 150  # the same, as a part of the run
 _TOO_HIGH = 1.2  # of the loss of the first step
 _DEVIATIONS = 3.0
 _FEW = 3  # differences of losses
 _RESTORES = 2  # how often the guard may go back
-_PROBES_AT = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)  # parts of the run
+_PROBES_AT = (0.25, 0.4, 0.6, 0.8)  # parts of the run
 _BRANCH = 60  # steps of a branch; the weights of the second half are averaged
 _SCORED = 2048  # samples on which a branch is scored, at least
 _SCORES = 8  # steps in which it is scored, at least
@@ -44,12 +49,23 @@ _BETTER = 0.01  # of the loss
 class Auto(Rule):
     """m = min(S, c r), with r the measured gain, or c sqrt(S) where the optimizer normalises the gradient.
 
-    S = B/B0 and r is the gain of AdaScale; the multiplier never exceeds S. The coefficient c begins at 1.
+    S = B/B0 and r is the gain of AdaScale. The coefficient c begins at 1. With Adam and similar optimizers nothing is
+    measured.
 
-    Warm-up: from zero, until the steps so far are worth 5 % of the reference run: in gain for SGD, in sqrt(S) for the
-    others, so that it takes longer the larger the batch. It ends after a quarter of the run at the latest (`limit`).
-    After an increase of the batch by which the multiplier grows k times, it climbs as with the modifier `ramp`, over k
-    steps instead of 8k: long ramps cost more in short runs than they save.
+    Warm-up: a level, by which m is multiplied, rises from zero, and reaches 1 when the steps so far are worth 5 % of
+    the reference run: in gain for SGD, in sqrt(S) for the others, so that it takes longer the larger the batch. It
+    takes a quarter of the run at the most (`limit`). After an increase of the batch by which the multiplier grows k
+    times, it climbs as with the modifier `ramp`, over k steps instead of 8k: long ramps cost more in short runs than
+    they save.
+
+    Slopes: the base rate may be wrong, and where the level ends corrects it. Every gradient also shows how steep the
+    loss still is at the end of the step before, along that step. The slopes where the steps end, divided by those where
+    they begin, both summed over the last ten steps or 1/150 of the run, say which part of the slope is left: near 1 if
+    the steps are much too short, 0 if they end where the loss is lowest on their way, negative if they go beyond it.
+    For the first quarter of the run, as long as more than nothing is left the level goes on rising, above 1 in
+    proportion to itself, and up to 4, also beyond m = S. Where less than -0.15 is left it stays what it is, from 1/8
+    on, until more than nothing is left. This takes no further samples, and one copy of the weights. The level stays 1
+    in a loop of your own around `ElasticOptimizer`, and where the weights are held in shards.
 
     Guard: until the steps are worth twice the warm-up, and for at least 5 % of the samples, a step whose loss is not
     finite, or is more than 1.2 times that of the first step and three standard deviations above it, is taken for damage
@@ -60,7 +76,7 @@ class Auto(Rule):
     the losses of consecutive steps. In a loop of your own around `ElasticOptimizer`, which does not see the loss,
     nothing is guarded.
 
-    Probe: at 5, 10, 20, 40, 60 and 80 % of the samples, once warm-up and guard are over, 60 steps are trained three
+    Probe: at 25, 40, 60 and 80 % of the samples, once warm-up and guard are over, 60 steps are trained three
     times from the same state, with c, c/2 and 2c. Each branch is scored by its loss on the samples that follow, 2,048
     or more in eight steps or more, with the mean of its last 30 weights and without training on them. Another
     coefficient than c wins only if its loss is lower by 1 % and by two standard errors of the paired differences. The
@@ -71,11 +87,12 @@ class Auto(Rule):
 
     A run without an end is taken to have 20,000 reference steps, and has no probes.
 
-    Suits: a first run on a model that nobody has tuned for large batches. It is about as good as the fixed rule of the
-    optimizer's family, which is the default, and like that rule it does not notice a base rate that is too low.
+    Suits: a first run on a model that nobody has tuned for large batches, above all with SGD and where the base rate is
+    a guess.
     """
 
     limit: float = param(0.25, doc="longest warm-up, as a part of the run, 0 to 1")
+    slopes: bool = param(True, doc="whether the slopes along the steps say where the warm-up ends")
     guard: bool = param(True, doc="whether early damage is undone")
     probe: bool = param(True, doc="whether long runs compare coefficients")
     averaged: bool = param(True, doc="whether a probe scores averaged weights, or the last ones")
@@ -88,6 +105,18 @@ class Auto(Rule):
         if not 0 <= self.ramp < math.inf:
             raise SpecError(f"auto: ramp is {self.ramp:g}; expected 0 (no ramp) or steps per unit of the increase")
 
+    def suited(self, *, adaptive: bool) -> Rule:
+        """The rate of an optimizer that normalises the gradient does not depend on the noise: nothing is measured."""
+        if not adaptive:
+            return self
+        unmeasured = replace(self)
+        object.__setattr__(unmeasured, "needs", frozenset())
+        return unmeasured
+
+    def follows_slopes(self, state: State) -> bool:
+        """As long as the warm-up lasts."""
+        return self.slopes and bool(state["rising"])
+
     @property
     def guards(self) -> bool:
         """Whether the run may go back to an earlier state."""
@@ -97,35 +126,66 @@ class Auto(Rule):
         """The coefficient, the warm-up, the ramp, and what the guard has seen."""
         return {
             "coefficient": 1.0, "warm_up": 1.0, "worth": 0.0, "fixed": 1.0, "ramp": None, "restored": 0,
+            "level": None, "rising": True, "held": False, "slopes": [0.0, 0.0, 0],
             "guarded": self.guard, "first_loss": None, "last_loss": None, "differences": 0, "squares": 0.0,
             "snapshots": 0, "probe": None, "probes": 0, "given_back": 0, "probed": None,
         }  # fmt: skip
 
     def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
         """Rate, ramp, warm-up, in this order; zero where a branch is scored, so that nothing is learned then."""
-        gain = whole_gain(context)
-        fixed = math.sqrt(context.ratio) if context.adaptive else gain
+        stats: dict[str, float] = {}
+        if context.adaptive:
+            fixed = math.sqrt(context.ratio)
+        else:
+            fixed = whole_gain(context)
+            stats = {"gain": fixed, **noise_stats(context.moments)}
         scaling = Scaling(lr=_limited(context, state["coefficient"] * fixed))
         ramp = state["ramp"]
         if self.ramp:
             scaling, ramp = Ramp(self.ramp).modify(context, scaling, ramp)
         worth = state["worth"] + fixed
-        done = self._warmed(context, state["warm_up"], worth)
-        stats = {"gain": gain, "coefficient": state["coefficient"], "warming": float(done < 1)}
+        risen = self._risen(context, worth, state)
+        level = risen["level"]
+        stats |= {"coefficient": state["coefficient"], "level": level, "warming": float(risen["rising"])}
+        if risen["rising"] and (left := _slope_left(context, risen["slopes"])) is not None:
+            stats["slope_left"] = left
         if state["probed"] is not None:
             stats["probed"] = state["probed"]
         if state["probe"] is not None:
             stats["probe"] = float(state["probe"]["branch"] + 1)
-            done = 0.0 if state["probe"]["steps"] >= _BRANCH else done
-        scaling = scaling.map_lr(lambda m: m * done).with_stats(**stats, **noise_stats(context.moments))
-        return scaling, {**state, "worth": worth, "fixed": fixed, "ramp": ramp, "probed": None}
+            level = 0.0 if state["probe"]["steps"] >= _BRANCH else level
+        scaling = scaling.map_lr(lambda m: m * level).with_stats(**stats)
+        return scaling, {**state, **risen, "worth": worth, "fixed": fixed, "ramp": ramp, "probed": None}
 
-    def _warmed(self, context: StepContext, length: float, worth: float) -> float:
-        """Which part of the rate the warm-up allows."""
+    def _risen(self, context: StepContext, worth: float, state: dict[str, Any]) -> dict[str, Any]:
+        """The level that the warm-up has reached with a step, and what it depends on."""
+        level, held, slopes = state["level"], state["held"], state["slopes"]
+        if not state["rising"]:
+            return {"level": level, "rising": False}
+        if not self.limit:
+            return {"level": 1.0, "rising": False}
+        done = context.samples + context.batch
+        slopes = _remembered(context, slopes)
+        before = self._warmed(context, state["warm_up"], state["worth"], context.samples)
+        rise = self._warmed(context, state["warm_up"], worth, done) - before
+        level = min(1.0, before) if level is None else level  # above 0 where a run changes to this rule
+        left = _slope_left(context, slopes)
+        if left is None:
+            level = min(1.0, level + rise) if level < 1 else level
+        else:
+            steep = left > _STEEP
+            held = not steep and (held or left < _BEYOND)
+            if steep:
+                level = min(_MOST, level + rise * max(1.0, level))
+            elif level < _LEAST or (level < 1 and not held):
+                level = min(1.0, level + rise)
+        return {"level": level, "held": held, "slopes": slopes, "rising": done < self.limit * _total(context)}
+
+    def _warmed(self, context: StepContext, length: float, worth: float, samples: int) -> float:
+        """How far the warm-up is, of 1, after steps that are worth so much and have had so many samples."""
         total = _total(context)
         by_worth = worth / (_WARM_UP * length * total / context.ref_batch)
-        by_limit = (context.samples + context.batch) / (self.limit * total) if self.limit else 1.0
-        return min(1.0, max(by_worth, by_limit))
+        return max(by_worth, samples / (self.limit * total) if self.limit else 1.0)
 
     def review(self, context: StepContext, loss: float, state: State) -> tuple[Verdict, State]:
         """Go back after damage and keep snapshots, as long as the run is guarded; then probe."""
@@ -147,7 +207,8 @@ class Auto(Rule):
                 "restored": restored,
                 "guarded": restored < _RESTORES,
             }
-        if part >= _GUARDED and self._warmed(context, 2 * state["warm_up"], state["worth"]) == 1:
+        done = context.samples + context.batch
+        if part >= _GUARDED and self._warmed(context, 2 * state["warm_up"], state["worth"], done) >= 1:
             return "release", {**state, "guarded": False}
         seen = {
             "last_loss": loss,
@@ -179,7 +240,7 @@ class Auto(Rule):
         epoch = context.epoch_samples
         if epoch and done % epoch == 0:
             return "release", state  # the last step of an epoch is smaller than those of the probe would be
-        if self._warmed(context, state["warm_up"], state["worth"]) < 1:
+        if state["rising"]:
             return "release", state
         base = state["coefficient"]
         tried = [factor for factor in _FACTORS if self.lower or factor >= 1]
@@ -254,7 +315,32 @@ class Auto(Rule):
             "coefficient", "warm_up", "restored", "guarded", "first_loss", "probe", "probes", "given_back", "probed",
         )  # fmt: skip
         last = state["first_loss"] if snapshot["last_loss"] is None else snapshot["last_loss"]
-        return {**snapshot, "last_loss": last, **{name: state[name] for name in kept}}
+        level = snapshot["level"]
+        if level is not None:
+            level *= snapshot["warm_up"] / state["warm_up"]  # a longer warm-up has come less far
+        return {**snapshot, "last_loss": last, "level": level, **{name: state[name] for name in kept}}
+
+
+def _remembered(context: StepContext, slopes: list[Any]) -> list[Any]:
+    """The averages of the slopes with those along the step before this one: where it began, where it ended, steps."""
+    began, ended, count = slopes
+    if context.slopes is None or not all(map(math.isfinite, context.slopes)):
+        return slopes
+    kept = 1 - 1 / _memory(context)
+    return [began * kept + context.slopes[0], ended * kept + context.slopes[1], count + 1]
+
+
+def _slope_left(context: StepContext, slopes: list[Any]) -> float | None:
+    """Which part of the slope is left at the end of a step; None as long as too few steps say it.
+
+    1: the steps are much too short; 0: they end where the loss is lowest on their way; below 0: they go beyond.
+    """
+    began, ended, count = slopes
+    return ended / began if count >= _memory(context) / 2 and began < 0 else None
+
+
+def _memory(context: StepContext) -> float:
+    return max(_MEMORY_STEPS, _MEMORY * _total(context) / context.batch)
 
 
 def _limited(context: StepContext, multiplier: float) -> float:

@@ -83,6 +83,9 @@ class StepContext:
     """Whether the optimizer normalises the gradient, as Adam and similar ones do."""
     moments: Moments | None = None
     """Averaged noise and signal, including this step; None if no rule needs them or nothing was measured yet."""
+    slopes: tuple[float, float] | None = None
+    """Slopes of the loss along the step before this one, where it began and where it ended; for rules that follow
+    them, where they are known."""
 
     @property
     def ratio(self) -> float:
@@ -181,6 +184,14 @@ class Rule(_Part, ABC):
         """Whether `review` may ask to go back to an earlier state, so that states are kept."""
         return False
 
+    def suited(self, *, adaptive: bool) -> Rule:
+        """The same rule for an optimizer that normalises the gradient, or for one that does not; it may need less."""
+        return self
+
+    def follows_slopes(self, state: State) -> bool:
+        """Whether the next steps need the slopes along a step in their context."""
+        return False
+
     @abstractmethod
     def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
         """The scaling of one step, and the state for the next one."""
@@ -225,6 +236,14 @@ class RuleChain(Rule):
     def guards(self) -> bool:
         """Whether the rule guards; modifiers do not."""
         return self.rule.guards
+
+    def suited(self, *, adaptive: bool) -> Rule:
+        """The chain with the rule that suits the optimizer; modifiers are the same for all."""
+        return replace(self, rule=self.rule.suited(adaptive=adaptive))
+
+    def follows_slopes(self, state: State) -> bool:
+        """Whether the rule does; modifiers do not."""
+        return self.rule.follows_slopes(state[0])
 
     def init(self) -> State:
         """The states of all parts, in order."""

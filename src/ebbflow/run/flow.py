@@ -155,7 +155,9 @@ class Flow:
             self.on_gradients()
         diverged: Diverged | None = None
         try:
-            update = self.optimizer.update(context, measurement, norm=gradients.norm)  # rules, optim: the step
+            update = self.optimizer.update(  #                           rules, optim: the step
+                context, measurement, norm=gradients.norm, slopes=gradients.slopes
+            )
         except Diverged as error:
             if not self.optimizer.rule.guards:
                 raise

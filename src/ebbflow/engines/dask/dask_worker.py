@@ -212,6 +212,7 @@ class DaskReplica:
             # The driver decides alike on clipping and skipping, and has no gradient to look at.
             tensors = [parameter.grad for parameter in optimizer.layers if parameter.grad is not None]
             gradients = replace(gradients, norm=math.sqrt(float(squared_norms(tensors).sum())))
+        gradients = replace(gradients, slopes=optimizer.slopes())  # which the driver's rule follows, too
         self._open = (task.attempt, gradients)
         return gradients
 
@@ -224,7 +225,9 @@ class DaskReplica:
                 group.update(settings)
             for layer, momentum in zip(self.batch_norm.layers, step.momenta, strict=True):
                 layer.momentum = momentum
-            update = self.blueprint.optimizer.update(step.context, gradients.measurement, norm=gradients.norm)
+            update = self.blueprint.optimizer.update(
+                step.context, gradients.measurement, norm=gradients.norm, slopes=gradients.slopes
+            )
             if update.applied:
                 self.batch_norm.commit()
             else:  # a skipped step leaves no trace in the running statistics either

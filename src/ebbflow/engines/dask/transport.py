@@ -260,7 +260,9 @@ class AllReduceTransport(_Caller):
                 content: bytes = answers[address]
                 state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
                 self.blueprint.model.load_state_dict(state["model"])
-                self.blueprint.optimizer.load_state_dict(state["optimizer"])
+                optimizer = self.blueprint.optimizer
+                # The rule has followed every step here, too, and has seen its loss, which no worker's rule has.
+                optimizer.load_state_dict({**state["optimizer"], "rule_state": optimizer.state_dict()["rule_state"]})
                 self._saved, self._since_saved = content, []
                 return True
         self._connected = ()
