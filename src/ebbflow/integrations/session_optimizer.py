@@ -10,7 +10,7 @@ import torch
 from ebbflow.core.spec import nearest
 from ebbflow.engines.base import ENGINES
 from ebbflow.errors import CheckpointError, ConfigError
-from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.optim.rule_optimizer import RuleOptimizer
 from ebbflow.record import StepRow
 from ebbflow.run.session import Session, SessionStep
 
@@ -124,7 +124,7 @@ class ReferenceSteps:
     the history of the fleet, and a replica that joins late has the rate of the others.
     """
 
-    def __init__(self, scheduler: Any, optimizer: SessionOptimizer | ElasticOptimizer) -> None:
+    def __init__(self, scheduler: Any, optimizer: SessionOptimizer | RuleOptimizer) -> None:
         self._scheduler = scheduler
         self._optimizer = optimizer
 

@@ -1,1 +1,1 @@
-"""The optimizer step: `ElasticOptimizer`, schedules of the base rate, and optimizers by name."""
+"""The optimizer step: `RuleOptimizer`, `ElasticOptimizer` for plain loops, schedules, and optimizers by name."""

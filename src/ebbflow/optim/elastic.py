@@ -1,5 +1,4 @@
-"""`ElasticOptimizer`: any torch optimizer, with a learning rate that follows the batch. `apply.py` applies the
-scaling."""
+"""`ElasticOptimizer`: the steps of a `RuleOptimizer` from the micro-batches of a plain training loop."""
 
 from __future__ import annotations
 
@@ -7,8 +6,8 @@ import copy
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -17,53 +16,27 @@ import torch
 from ebbflow.core.choices import read_choice
 from ebbflow.core.spec import nearest
 from ebbflow.core.trackers import Tracker, check_tracker, open_tracker, tracked_numbers
-from ebbflow.core.units import whole_number
 from ebbflow.data.sampler import ElasticSampler, MicroBatchInfo
-from ebbflow.errors import CheckpointError, ConfigError, Diverged
-from ebbflow.moments.estimate import Averages, Measurement, Moments
-from ebbflow.moments.meters import HookMeter, why_unmeasurable
+from ebbflow.errors import ConfigError
+from ebbflow.moments.estimate import Measurement
+from ebbflow.moments.meters import HookMeter
 from ebbflow.optim.across_ranks import AcrossRanks, StepTotals, without_sync
-from ebbflow.optim.apply import Applier, gradient_norm, scale_gradients
 from ebbflow.optim.open_gradients import OpenGradients, UnscaledStep, WatchedGradients
-from ebbflow.optim.schedules import Schedule, TrainingProgress, make_schedule
-from ebbflow.optim.step_slopes import StepSlopes
-from ebbflow.rules.families import default_rule, name_of_optimizer, tell_default_rule
-from ebbflow.rules.rule import Rule, Scaling, State, StepContext, Verdict, damp, make_rule
+from ebbflow.optim.rule_optimizer import OnNonfinite, RuleOptimizer, Update
+from ebbflow.optim.schedules import Schedule
+from ebbflow.rules.rule import Rule, StepContext
 
-__all__ = ["ElasticOptimizer", "OnNonfinite", "StopRequest", "Update", "multiply_rates"]
+__all__ = ["ElasticOptimizer", "StopRequest", "multiply_rates"]
 
 _LOG = logging.getLogger(__name__)
 
-STATE_VERSION = 3
 _FIRST_STEPS = 4  # in which gradients are compared by value, since collectives change them without torch's counter
-
-OnNonfinite = Literal["ignore", "skip", "stop"]
 
 
 class StopRequest(Protocol):
     """Says whether this process was asked to stop, such as `StopSignal` and `PreemptionNotice`."""
 
     requested: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Update:
-    """What one step of an `ElasticOptimizer` did."""
-
-    lr_base: float
-    """Base rate of the step, of the first parameter group."""
-    lr: float
-    """Rate that the step used; the mean over the layers if they differ; 0 if the step was skipped."""
-    multiplier: float
-    """Factor of the whole step relative to a step at the base rate, inside and outside the momentum together."""
-    applied: bool = True
-    """False if the gradient was not finite, so that nothing but the position has changed."""
-    stats: Mapping[str, float] = field(default_factory=dict)
-    """Values for the record."""
-    scaling: Scaling = Scaling()
-    """What the rule returned."""
-    moments: Moments | None = None
-    """The noise and signal that the rule was given."""
 
 
 def multiply_rates(optimizer: torch.optim.Optimizer, first: float) -> None:
@@ -75,7 +48,7 @@ def multiply_rates(optimizer: torch.optim.Optimizer, first: float) -> None:
         group["lr"] = first if float(group["lr"]) == before else float(group["lr"]) * (first / before)
 
 
-class ElasticOptimizer(torch.optim.Optimizer):
+class ElasticOptimizer(RuleOptimizer):
     """Any torch optimizer, with a learning rate that follows the batch by a rule.
 
     In a plain training loop, with a sampler that provides the micro-batches of each step:
@@ -164,52 +137,30 @@ class ElasticOptimizer(torch.optim.Optimizer):
         tensorboard, wandb or mlflow, or several with commas, to which rank 0 sends every step; they write into the
         folder `runs`, or into the one that is named: `tensorboard(logs)`.
         """
-        whole_number(base_batch, "base_batch, the batch at which the rate was tuned,")
-        numbers = {"memory_steps": memory_steps, "measure_every": measure_every, "clip": clip}
-        for name, value in (numbers | {"accumulation": accumulation}).items():
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}; expected a number above 0")
+        if not accumulation > 0:
+            raise ConfigError(f"accumulation is {accumulation}; expected a number above 0")
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"reduction is {reduction!r}; {nearest(str(reduction), ['mean', 'sum'])}")
-        if isinstance(inner, torch.optim.LBFGS):
-            raise ConfigError("LBFGS evaluates the loss several times per step, each time on all samples; use another")
-        if not any(group["params"] for group in inner.param_groups):
-            raise ConfigError("the optimizer has no parameters; give it some of a model (are all of them frozen?)")
-        if on_nonfinite not in ("ignore", "skip", "stop"):
-            raise ConfigError(f"on_nonfinite is {on_nonfinite!r}; {nearest(on_nonfinite, ['ignore', 'skip', 'stop'])}")
-        self.inner = inner
-        self.base_batch = base_batch
         self.sampler = sampler
-        self.schedule = make_schedule(schedule) if schedule is not None else None
-        self.epoch_samples = epoch_samples or (sampler.samples if sampler is not None else 0)
-        self.total_samples = (epochs or 0) * self.epoch_samples
-        self.memory = memory_steps * base_batch
-        self.measure_every = measure_every
-        self.clip = clip
-        self.on_nonfinite = on_nonfinite
         self.reduction = reduction
         self.accumulation = accumulation
-        self.last: Update | None = None
-        """What the latest complete step did."""
-        self.updated = False
-        """Whether the latest call of `step` or `skip` completed a step and applied it."""
         self.micro_batch: MicroBatchInfo | None = None
         """The micro-batch of the latest call of `step` or `skip`; its `size` says how many of its samples count."""
         self.stop_requested = False
         """Whether `stop` asked any rank to stop before the latest complete step; the same on all ranks."""
-        self._applier = Applier(inner)
-        named = make_rule(rule if rule is not None else self._default_rule())
-        self.rule = named.suited(adaptive=self._adaptive)
-        self._check_rule()
-        self._initial_lrs = [group["lr"] for group in inner.param_groups]
-        self._rule_state = self.rule.init()
-        self._averages = Averages()
-        self._slopes = StepSlopes(self.layers)
-        self._steps = 0
-        self._samples = 0
-        self._progress = 0.0  # reference steps that all steps together are worth, if the rule counts the gain
+        super().__init__(
+            inner,
+            rule,
+            base_batch=base_batch,
+            schedule=schedule,
+            epochs=epochs,
+            epoch_samples=epoch_samples or (sampler.samples if sampler is not None else 0),
+            memory_steps=memory_steps,
+            measure_every=measure_every,
+            clip=clip,
+            on_nonfinite=on_nonfinite,
+        )
         self._open = OpenGradients()
-        self._rates_set: list[float] | None = None  # by the schedule, in the latest step
         self._scaler = scaler
         self._scale = 1.0  # loss scale of the current step's gradients
         self._stop = stop
@@ -225,8 +176,6 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 f"the rule {self.rule} measures every micro-batch; call step() after each of them, without "
                 f"accumulation, or use a rule that measures nothing, such as sqrt"
             )
-        super().__init__(inner.param_groups, inner.defaults)
-        self._share_with_inner()
         self._watched: WatchedGradients | None = None
         if sampler is not None:
             self._watched = WatchedGradients(self._applier.parameters)
@@ -251,45 +200,14 @@ class ElasticOptimizer(torch.optim.Optimizer):
         multiply_rates(inner, choice.lr)
         return cls(inner, options.pop("rule", choice.rule), base_batch=batch, **options)
 
-    def _share_with_inner(self) -> None:
-        """Let both optimizers hold the same parameter groups and the same state."""
-        self.param_groups = self.inner.param_groups
-        self.state = self.inner.state
-
-    def _default_rule(self) -> str:
-        """The rule where none was named."""
-        unmeasured = why_unmeasurable(self.layers)
+    def _unmeasured(self) -> str:
         if self.sampler is None:
-            unmeasured = "nothing is measured without a sampler"
-        elif self.accumulation > 1:
-            unmeasured = "with accumulation no single micro-batch can be measured"
-        elif not self.sampler.several_micro_batches:
-            unmeasured = "all steps have one micro-batch, in which no noise is seen (a smaller local_batch makes two)"
-        name = name_of_optimizer(type(self.inner))
-        return tell_default_rule(*default_rule(name, ends=self.total_samples > 0, unmeasured=unmeasured))
-
-    def _check_rule(self) -> None:
-        """Refuse a rule that the optimizer cannot follow, and find out whether the rule counts progress by gain.
-
-        A rule is a pure function, so that it can be asked about a step that does not happen.
-        """
-        layers = len(self.layers) if "layers" in self.rule.needs else 0
-        context = StepContext(
-            step=0,
-            batch=2 * self.base_batch,
-            ref_batch=self.base_batch,
-            samples=0,
-            epoch_samples=self.epoch_samples or self.base_batch,
-            total_samples=self.total_samples or self.base_batch,
-            adaptive=self._adaptive,
-            moments=Moments(noise=1.0, signal=1.0, layer_noise=(1.0,) * layers, layer_signal=(1.0,) * layers),
-        )
-        scaling, _ = self.rule.scale(context, self.rule.init())
-        self._applier.check(scaling, self.rule)
-        if layers:
-            self._applier.check_layers(self.rule)
-        self.by_gain = scaling.progress is not None
-        """Whether the schedule and the end of the run follow the sum of the gains instead of the samples."""
+            return "nothing is measured without a sampler"
+        if self.accumulation > 1:
+            return "with accumulation no single micro-batch can be measured"
+        if not self.sampler.several_micro_batches:
+            return "all steps have one micro-batch, in which no noise is seen (a smaller local_batch makes two)"
+        return ""
 
     def _make_meter(self) -> HookMeter | None:
         if not self.rule.needs or self.sampler is None:
@@ -308,41 +226,6 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 f"call step() after every micro-batch"
             )
         return AcrossRanks(self.layers, sampler=self.sampler, model=self._model, meter=self._meter)
-
-    @property
-    def layers(self) -> list[torch.nn.Parameter]:
-        """The layers of layer-wise rules: the trainable tensors, in the order of the parameter groups."""
-        return self._applier.layers
-
-    @property
-    def unfrozen(self) -> bool:
-        """Whether a tensor is trained that was frozen when the optimizer was made, and is not among the layers."""
-        return any(p.requires_grad for p in self._applier.frozen)
-
-    @property
-    def progress(self) -> float:
-        """Progress of training in samples of the reference run, which the schedule follows."""
-        return self._progress * self.base_batch if self.by_gain else float(self._samples)
-
-    @property
-    def reference_steps(self) -> int:
-        """Progress in whole steps at the reference batch: what a schedule that counts steps is to be asked for.
-
-        It changes after updates only, by as many steps as the update is worth: none, one or several.
-        """
-        return int(self.progress / self.base_batch + 1e-6)  # sums of gains are rounded
-
-    def due(self, batch: int) -> bool:
-        """Whether an upcoming step of `batch` samples is to be measured; see `Averages.due`."""
-        return bool(self.rule.needs) and self._averages.due(batch, memory=self.memory, every=self.measure_every)
-
-    @property
-    def finished(self) -> bool:
-        """Whether progress has reached the length of the run; False for a run without an end."""
-        enough = self.total_samples * (1 - 1e-9) if self.by_gain else self.total_samples  # sums of gains are rounded
-        return 0 < enough <= self.progress
-
-    # The step ---------------------------------------------------------------------------------------------------
 
     _step_supports_amp_scaling = True  # a GradScaler then calls step() without unscaling, and step() can refuse it
 
@@ -392,23 +275,6 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self.micro_batch = micro_batch = self.sampler.consume(self)
         if micro_batch.last:
             self._finish(micro_batch)
-
-    @property
-    def updates(self) -> int:
-        """Complete steps so far, including those that were skipped."""
-        return self._steps
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `.grad`; the gradients that a step under way has taken are kept elsewhere."""
-        self.inner.zero_grad(set_to_none=set_to_none)
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Call the hook before every update: it sees the inner optimizer, with the mean gradient in `.grad`."""
-        return self.inner.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Call the hook after every update: it sees the inner optimizer."""
-        return self.inner.register_step_post_hook(hook)
 
     def _take(self, weight: float | None) -> None:
         """Take the gradient out of `.grad`, as that of one micro-batch, or of `accumulation` of them."""
@@ -571,110 +437,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
     @property
     def follows_slopes(self) -> bool:
         """Whether the rule now wants to know the slopes along a step; in a loop of your own it does without."""
-        return self.sampler is None and self.rule.follows_slopes(self._rule_state)
-
-    def slopes(self) -> tuple[float, float] | None:
-        """The slopes along the latest step, if the rule wants to know them and the mean gradient is in `.grad`."""
-        return self._slopes.measure() if self.follows_slopes else None
-
-    def update(
-        self,
-        context: StepContext,
-        measurement: Measurement | None = None,
-        norm: float | None = None,
-        slopes: tuple[float, float] | None = None,
-    ) -> Update:
-        """Take one step with the mean gradient in `.grad`: ask the rule, scale the rates, step, restore the rates.
-
-        Engines call this directly, with the position of the ledger in the context. `norm` is the norm of the mean
-        gradient and `slopes` what `slopes()` returned there, if the gradient itself is elsewhere.
-        """
-        stats: dict[str, float] = {}
-        clipped = 1.0
-        if self.follows_slopes:
-            context = replace(context, slopes=slopes or self._slopes.measure())
-        if self.clip is not None or self.on_nonfinite != "ignore":
-            if norm is None:
-                norm = gradient_norm(self._applier.parameters) if measurement is None else measurement.norm
-            if not math.isfinite(norm) and self.on_nonfinite != "ignore":
-                if self.on_nonfinite == "stop":
-                    raise Diverged(f"the norm of the gradient is {norm} at step {context.step}")
-                return self.skip_step(context)
-            if self.clip is not None:
-                stats = {"gradient_norm": norm, "clipped": float(norm > self.clip)}
-                if norm > self.clip:
-                    clipped = self.clip / norm
-                    scale_gradients(self._applier.parameters, clipped)
-        averages, moments = self._averages, None
-        context = replace(context, adaptive=self._adaptive)
-        if self.rule.needs:
-            if measurement is None:
-                averages = averages.passed(context.batch)
-            else:
-                averages = averages.updated(measurement, memory=self.memory)
-            moments = averages.moments()
-            context = replace(context, moments=moments)
-        scaling, rule_state = self.rule.scale(context, self._rule_state)
-        if context.shortfall < 1:
-            exponent = self._applier.noise_exponent
-            scaling = damp(scaling, self.rule, context, self._rule_state, exponent=exponent)
-        self._applier.check(scaling, self.rule)
-        self._set_base_rates(context)
-        if self.follows_slopes:
-            self._slopes.begin()
-        with self._applier.scaled(scaling):
-            self.inner.step()
-        self._rule_state, self._averages = rule_state, averages
-        if self.follows_slopes:
-            self._slopes.end(clipped=clipped)
-        else:
-            self._slopes.forget()
-        if self.by_gain:
-            self._progress += context.ratio if scaling.progress is None else scaling.progress
-            stats["progress"] = self._progress
-        lr = float(self.param_groups[0]["lr"])
-        update = Update(
-            lr_base=lr,
-            lr=lr * math.fsum(scaling.layers) / len(scaling.layers),
-            multiplier=scaling.multiplier,
-            stats={**scaling.stats, **stats},
-            scaling=scaling,
-            moments=moments,
-        )
-        return self._advance(context, update)
-
-    @property
-    def _adaptive(self) -> bool:
-        return self._applier.noise_exponent < 1
-
-    def review(self, context: StepContext, loss: float) -> Verdict:
-        """Ask a rule that guards what follows from the loss of the latest step; engines do, your own loops do not."""
-        verdict, self._rule_state = self.rule.review(replace(context, adaptive=self._adaptive), loss, self._rule_state)
-        return verdict
-
-    def rule_restored(self, reviewed: State) -> None:
-        """Called when a snapshot was loaded because `review` asked for it; the rule keeps what it has learned.
-
-        `reviewed`: the state of the rule before it was loaded.
-        """
-        self._rule_state = self.rule.after_restore(self._rule_state, reviewed)
-
-    def rule_interrupted(self) -> None:
-        """Called when the states that the rule had asked to keep were not saved with this one."""
-        self._rule_state = self.rule.interrupted(self._rule_state)
-
-    def skip_step(self, context: StepContext) -> Update:
-        """Count the samples of a step whose gradient is not used."""
-        self._set_base_rates(context)
-        stats = {"skipped": 1.0} | ({"progress": self._progress} if self.by_gain else {})
-        base = float(self.param_groups[0]["lr"])
-        return self._advance(context, Update(lr_base=base, lr=0.0, multiplier=0.0, applied=False, stats=stats))
+        return self.sampler is None and super().follows_slopes
 
     def _advance(self, context: StepContext, update: Update) -> Update:
-        self._steps = context.step + 1
-        self._samples = context.samples + context.batch
-        self.last = update
-        self.updated = update.applied
+        super()._advance(context, update)
         if self._tracker is not None:
             self._track(context, update)
         return update
@@ -701,21 +467,6 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if not update.applied:
             self._tracker.event(context.step, "skipped step", "its gradient was not finite")
 
-    def _set_base_rates(self, context: StepContext) -> None:
-        if self.schedule is None:
-            return
-        factor = self.schedule.value(
-            TrainingProgress(
-                samples=self._progress * context.ref_batch if self.by_gain else context.samples,
-                epoch_samples=context.epoch_samples,
-                total_samples=context.total_samples,
-                ref_batch=context.ref_batch,
-            )
-        )
-        for group, initial in zip(self.param_groups, self._initial_lrs, strict=True):
-            group["lr"] = initial * factor
-        self._rates_set = [float(group["lr"]) for group in self.param_groups]
-
     # State ------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -723,22 +474,13 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
         Refused after the first step of a layer-wise rule, whose averages belong to the layers that it had.
         """
-        if "inner" not in self.__dict__ or getattr(self, "param_groups", None) is not self.inner.param_groups:
-            super().add_param_group(param_group)  # torch's constructor passes the groups of the inner optimizer
-            return
-        if self._steps and "layers" in self.rule.needs:
-            raise ConfigError(
-                f"the rule {self.rule} follows each layer; add groups of parameters before the first step"
-            )
-        self.inner.add_param_group(param_group)
-        self._initial_lrs.append(self.param_groups[-1]["lr"])
-        self._rates_set = None
-        self._applier.refresh()
-        self._slopes = StepSlopes(self.layers)
-        if self._meter is not None:
-            self._meter.close()
-            self._meter = self._make_meter()
-        self._ranks = self._across_ranks()
+        made = not self._under_construction
+        super().add_param_group(param_group)
+        if made:
+            if self._meter is not None:
+                self._meter.close()
+                self._meter = self._make_meter()
+            self._ranks = self._across_ranks()
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last complete step, in plain containers that `torch.load(weights_only=True)` reads.
@@ -747,78 +489,35 @@ class ElasticOptimizer(torch.optim.Optimizer):
         finds there. With a sampler, such a state therefore has all tensors of the inner optimizer, filled with what one
         step without gradients makes of them; `load_state_dict` knows that they mean nothing.
         """
-        fresh = self.sampler is not None and not self._steps and not self.inner.state
-        return {
-            "version": STATE_VERSION,
-            "inner": _stepped_once(self.inner).state_dict() if fresh else self.inner.state_dict(),
-            "fresh": fresh,
-            "rule": str(self.rule),
-            # A tuple, since its keys may change from step to step, and those of a dictionary must not.
-            "rule_state": self._rule_state if self.sampler is None else (self._rule_state,),
-            "averages": self._averages.state(),
-            "slopes": self._slopes.state_dict(),
+        state = super().state_dict() | {
+            "fresh": self.sampler is not None and not self._steps and not self.inner.state,
             "measuring": self._meter is None or self._meter.on,
-            "beta_steps": list(self._applier.steps),
-            "initial_lrs": list(self._initial_lrs),
-            "base_batch": self.base_batch,
-            "steps": self._steps,
-            "samples": self._samples,
-            "progress": self._progress,
             "sampler": self.sampler.state_dict() if self.sampler is not None else None,
         }
+        if state["fresh"]:
+            state["inner"] = _stepped_once(self.inner).state_dict()
+        if self.sampler is not None:
+            # A tuple, since its keys may change from step to step, and those of a dictionary must not.
+            state["rule_state"] = (self._rule_state,)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; a state of another version, rule or reference batch is refused."""
-        for key, own in (("version", STATE_VERSION), ("rule", str(self.rule)), ("base_batch", self.base_batch)):
-            if state_dict.get(key) != own:
-                raise CheckpointError(
-                    f"the optimizer state was saved with {key} {state_dict.get(key)!r}, this optimizer has {own!r}; "
-                    f"create it with the saved one, or start anew"
-                )
-        averages = Averages.restore(state_dict["averages"])
-        inner = state_dict["inner"]
-        self.inner.load_state_dict({**inner, "state": {}} if state_dict.get("fresh") else inner)
-        self._share_with_inner()
-        self._averages = averages
-        self._slopes.load_state_dict(state_dict.get("slopes"))
-        saved = state_dict["rule_state"]
-        self._rule_state = saved[0] if isinstance(saved, tuple) else saved
-        self._initial_lrs = list(state_dict["initial_lrs"])
-        first, second = state_dict["beta_steps"]
-        self._applier.steps = (first, second)
-        self._steps = state_dict["steps"]
-        self._samples = state_dict["samples"]
-        self._progress = state_dict["progress"]
-        self._open, self._rates_set = OpenGradients(), None
-        self.inner.zero_grad()  # gradients of an incomplete step belong to another position
+        saved = dict(state_dict)
+        if saved.get("fresh"):
+            saved["inner"] = {**saved["inner"], "state": {}}
+        if isinstance(saved.get("rule_state"), tuple):
+            saved["rule_state"] = saved["rule_state"][0]
+        super().load_state_dict(saved)
+        self._open = OpenGradients()
         if self._meter is not None:
             self._meter.discard()
-            self._meter.on = state_dict["measuring"]
-        if self.sampler is not None and state_dict["sampler"] is not None:
-            self.sampler.load_state_dict(state_dict["sampler"])
+            self._meter.on = saved["measuring"]
+        if self.sampler is not None and saved["sampler"] is not None:
+            self.sampler.load_state_dict(saved["sampler"])
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle everything but the sampler and the scaler, which belong to a process.
-
-        Torch's optimizers pickle their groups and states, which would lose the rule, the averages and the position.
-        """
-        settings = {
-            "base_batch": self.base_batch,
-            "schedule": self.schedule,
-            "epochs": self.total_samples // self.epoch_samples if self.epoch_samples else None,
-            "epoch_samples": self.epoch_samples,
-            "memory_steps": self.memory / self.base_batch,
-            "measure_every": self.measure_every,
-            "clip": self.clip,
-            "on_nonfinite": self.on_nonfinite,
-            "reduction": self.reduction,
-            "accumulation": self.accumulation,
-        }
-        state = {key: value for key, value in self.state_dict().items() if key not in ("inner", "sampler")}
-        return _unpickled, (type(self), self.inner, self.rule, settings, state)
-
-    def __repr__(self) -> str:
-        return f"ElasticOptimizer({type(self.inner).__name__}, rule={str(self.rule)!r}, base_batch={self.base_batch})"
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | {"reduction": self.reduction, "accumulation": self.accumulation}
 
 
 def _stepped_once(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -829,15 +528,3 @@ def _stepped_once(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     stepped.step()
     return stepped
-
-
-def _unpickled(
-    kind: type[ElasticOptimizer],
-    inner: torch.optim.Optimizer,
-    rule: Rule,
-    settings: dict[str, Any],
-    state: dict[str, Any],
-) -> ElasticOptimizer:
-    optimizer = kind(inner, rule, **settings)
-    optimizer.load_state_dict({**state, "inner": inner.state_dict(), "sampler": None})
-    return optimizer

@@ -15,7 +15,7 @@ from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.base import Engine, Gradients
 from ebbflow.engines.batches import map_batch
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
-from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.optim.rule_optimizer import RuleOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.plan.batch_plan import StepSize
 from ebbflow.plan.growing import Growth
@@ -47,7 +47,7 @@ class Flow:
     """The parts of a run that meet in a step, and its position."""
 
     engine: Engine
-    optimizer: ElasticOptimizer
+    optimizer: RuleOptimizer
     ledger: Ledger
     step: int = 0
     total_samples: int = 0

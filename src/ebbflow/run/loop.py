@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ebbflow.errors import ConfigError, Diverged, PlanError
-from ebbflow.optim.elastic import Update
+from ebbflow.optim.rule_optimizer import Update
 from ebbflow.record import End, Event, LayersRow, Row, StepRow, ValidationRow, layers_due
 from ebbflow.run.checkpoint import weights_digest
 from ebbflow.run.flow import Flow, check_loss
