@@ -12,7 +12,7 @@
       v
     rules       how the step scales            Rule: StepContext -> Scaling
       v
-    optim       the step                       ElasticOptimizer: the one place that writes parameter groups
+    optim       the step                       RuleOptimizer: the one place that writes parameter groups
       v
     record      what happened                  one row per step, one per validation
       v

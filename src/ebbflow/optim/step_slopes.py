@@ -69,11 +69,13 @@ class StepSlopes:
     def _along(self, step: list[torch.Tensor]) -> float:
         """The product of the gradient and a step."""
         products = [
-            torch.sum(_single(parameter.grad) * part, dtype=torch.float64).cpu()
+            torch.sum(_single(parameter.grad) * part, dtype=torch.float64)
             for parameter, part in zip(self.parameters, step, strict=True)
             if parameter.grad is not None
         ]
-        return float(torch.stack(products).sum())
+        if len({product.device for product in products}) > 1:
+            products = [product.cpu() for product in products]
+        return float(torch.stack(products).sum())  # one synchronisation with the device
 
     def state_dict(self) -> dict[str, Any] | None:
         """The latest step, and the slope where it began."""

@@ -15,8 +15,8 @@ from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.base import Engine, Gradients
 from ebbflow.engines.batches import map_batch
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
-from ebbflow.optim.rule_optimizer import RuleOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
+from ebbflow.optim.rule_optimizer import RuleOptimizer
 from ebbflow.plan.batch_plan import StepSize
 from ebbflow.plan.growing import Growth
 from ebbflow.plan.policies import Drop
