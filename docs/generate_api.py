@@ -12,7 +12,7 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def _described(name: str, found: Any) -> str:
         lines.append(_text(doc) + "\n")
     if found is RunConfig:
         return "\n".join(lines)
-    members = [*_fields(node), *_methods(found, node)]
+    members = [*_fields(node), *_methods(found, node), *_inherited(found)]
     if members:
         lines.append("\n".join(members) + "\n")
     bases = [base.__name__ for base in found.__bases__ if base.__name__ in DESCRIBED]
@@ -197,10 +197,10 @@ def _fields(node: ast.ClassDef) -> Iterator[str]:
         yield f"- `{part.target.id}: {ast.unparse(part.annotation)}{default}`{doc}"
 
 
-def _methods(found: type, node: ast.ClassDef) -> Iterator[str]:
+def _methods(found: type, node: ast.ClassDef, without: Collection[str] = ()) -> Iterator[str]:
     """The public methods and properties of a class."""
     for part in node.body:
-        if not isinstance(part, ast.FunctionDef) or part.name.startswith("_"):
+        if not isinstance(part, ast.FunctionDef) or part.name.startswith("_") or part.name in without:
             continue
         kinds = {ast.unparse(decorator) for decorator in part.decorator_list}
         if any(kind.endswith((".setter", "overload")) for kind in kinds):
@@ -210,6 +210,17 @@ def _methods(found: type, node: ast.ClassDef) -> Iterator[str]:
         shown = part.name if kinds & {"property", "cached_property"} else _call(part)
         doc = ast.get_docstring(part)
         yield f"- `{shown}`" + (f": {_inline(doc)}" if doc else "")
+
+
+def _inherited(found: type) -> Iterator[str]:
+    """The public methods and properties that a class has from one of this package that the page does not describe."""
+    seen = set(vars(found))
+    for base in found.__mro__[1:]:
+        if base.__module__.startswith("ebbflow.") and base.__name__ not in DESCRIBED:
+            node = _node(base)
+            assert isinstance(node, ast.ClassDef)
+            yield from _methods(base, node, seen)
+            seen |= set(vars(base))
 
 
 def _call(node: ast.FunctionDef) -> str:
