@@ -25,6 +25,8 @@ AGREED = (
     "ramp",
     "warming",
     "coefficient",
+    "level",
+    "slope_left",
     "progress",
 )
 """The names that rules and the optimizer write."""
@@ -39,7 +41,8 @@ def everything(progress: float) -> dict[str, float]:
     return {
         "gain": 1 + progress, "gain_min": 1.0, "gain_max": 9.0, "noise": 40.0, "signal": 0.1, "noise_scale": 400.0,
         "ramp": min(1.0, progress),
-        "warming": float(max(0, 3 - int(progress))), "coefficient": 0.5, "progress": 100 * progress,
+        "warming": float(max(0, 3 - int(progress))), "coefficient": 0.5, "level": 0.8, "slope_left": 0.1,
+        "progress": 100 * progress,
     }  # fmt: skip
 
 
