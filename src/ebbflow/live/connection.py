@@ -238,8 +238,6 @@ class FleetConnection:
         if not isinstance(instruction, ComputeStep):
             raise LeftFleet
         if self.state.finished:
-            for transfer in self._transfers:
-                transfer.join()
             raise TrainingFinished
         if self._group is not None:
             # Who receives the state may have to wait for it; whether it still receives anything, the transfer shows.
@@ -364,6 +362,11 @@ class FleetConnection:
         """Put a text into the store of this replica, where others can read it over the network."""
         if self._store is not None:
             self._store.set(key, text.encode())
+
+    def finish_transfers(self) -> None:
+        """Wait until the replicas that receive the state from this one have it, or are lost."""
+        for transfer in self._transfers:
+            transfer.join()
 
     def sends_heartbeats(self, name: str) -> bool:
         """Whether the lighthouse has heard of a replica, by its name in the group, within the heartbeat timeout."""
