@@ -13,10 +13,13 @@ FAULTS = (
 )  # fmt: skip
 
 
-def random_history(seed: int, *, majority: bool = False, faults: tuple[str, ...] = FAULTS) -> SimulatedFleet:
+def random_history(
+    seed: int, *, majority: bool = False, faults: tuple[str, ...] = FAULTS, longest_transfer_s: float = 6.0
+) -> SimulatedFleet:
     """Let a small fleet live through faults that follow from the seed, then let it recover; raises `Violation`.
 
-    `majority`: fewer than a majority of all replicas that ever run at a time do not train.
+    `majority`: fewer than a majority of all replicas that ever run at a time do not train. `longest_transfer_s`: of the
+    state, in every second history; else it takes less than a step.
     """
     random = Random(seed)
     size = random.randint(2, 4)
@@ -26,7 +29,7 @@ def random_history(seed: int, *, majority: bool = False, faults: tuple[str, ...]
         min_replicas=most // 2 + 1 if majority else 1,
         join_timeout_s=random.choice((1.0, 10.0)),
         step_s=random.choice(((0.1, 0.3), (0.2, 1.0), (0.2, 3.0))),
-        transfer_s=random.choice(((0.01, 0.3), (0.1, 6.0))),
+        transfer_s=random.choice(((0.01, 0.3), (0.1, longest_transfer_s))),
         checkpoint_every=random.choice((0, 3)),
     )
     for _ in range(size):
@@ -47,7 +50,7 @@ def _cause(fleet: SimulatedFleet, fault: str, random: Random, most: int) -> None
     if fault == "restart lighthouse":
         fleet.lighthouse.restart(random.uniform(0.0, 2.0))
     elif fault == "stall":
-        fleet.lighthouse.stall(random.uniform(0.1, 2.0))
+        fleet.lighthouse.stall(random.uniform(0.1, random.choice((2.0, 6.0))))
     elif fault == "start" or not running:
         if len(running) < most:
             fleet.start()
@@ -61,7 +64,9 @@ def _cause(fleet: SimulatedFleet, fault: str, random: Random, most: int) -> None
         fleet.pause(victim)
         fleet.at(random.choice((0.3, 1.5, 4.0)), lambda: fleet.resume(victim))
     elif fault == "hang":
-        random.choice(running).hangs_until = fleet.now + random.uniform(1.0, 90.0)
+        victim = random.choice(running)
+        victim.hangs_until = fleet.now + random.uniform(1.0, 90.0)
+        victim.holds_lock = random.random() < 0.3
     elif fault == "leave":
         random.choice(running).leaving = True
     elif fault == "cut off":
@@ -86,18 +91,21 @@ def check_lineages(fleet: SimulatedFleet) -> None:
         groups: dict[int, list[Commit]] = defaultdict(list)
         for commit in fleet.commits:
             groups[commit.group_number].append(commit)
-        for one, other in combinations(groups.values(), 2):
-            together = one[0].time < other[-1].time and other[0].time < one[-1].time
-            # The last of a group may commit a step when the first have gone on from it in another group.
-            before, after = (one, other) if one[-1].state < other[-1].state else (other, one)
-            if together and before[-1].state not in fleet.ancestry(after[-1].state):
-                raise Violation(f"{one[0].group} and {other[0].group} train at the same time, at {other[0].time}")
+        # From the first to the last decided step: replicas that were paused, or listened, commit steps later than that.
+        spans = [
+            (min(one.decided for one in commits), max(one.decided for one in commits), commits[0].group)
+            for commits in groups.values()
+        ]
+        for (first, last, group), (other_first, other_last, other) in combinations(spans, 2):
+            if first < other_last and other_first < last:
+                raise Violation(f"{group} and {other} train at the same time, at {max(first, other_first)}")
 
 
 def recover(fleet: SimulatedFleet, within_s: float = 100.0) -> None:
     """No more faults: the replicas that are left, or enough new ones, commit a step together within bounded time.
 
-    The time counts from when all that was cut, paused or away has come back, and nobody hangs any longer.
+    The time counts from when all that was cut, paused or away has come back, and nobody hangs any longer; one transfer
+    of the state comes on top of it.
     """
     fleet.run_until(fleet.now + 6.0)
     while fleet.cut_links:
@@ -105,7 +113,8 @@ def recover(fleet: SimulatedFleet, within_s: float = 100.0) -> None:
     for replica in fleet.running():
         replica.leaving = False  # those that do not know it yet
     hanging_s = max((replica.hangs_until - fleet.now for replica in fleet.running()), default=0.0)
-    deadline, seen = fleet.now + max(0.0, hanging_s) + within_s, len(fleet.commits)
+    within_s += max(0.0, hanging_s) + fleet.transfer_s[1]
+    deadline, seen = fleet.now + within_s, len(fleet.commits)
 
     def together() -> bool:
         nonlocal seen

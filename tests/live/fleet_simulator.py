@@ -7,7 +7,7 @@ a history, with all its delays and faults, exactly.
 
     killed    a process ends, and its connections break; its heartbeat is missed after the timeout
     paused    a process stands still and its connections stay; later it goes on with what it was doing
-    hanging   a process computes on and on, and sends heartbeats
+    hanging   a process computes on and on, and sends heartbeats; its store may not answer
     cut off   a replica does not reach the lighthouse; its peers it does
     cut link  two replicas do not reach each other; both reach the lighthouse
     stalled   the lighthouse stands still, and then takes everybody for dead
@@ -56,8 +56,10 @@ class Commit(NamedTuple):
     """A step that a replica has committed."""
 
     time: float
-    began: float
-    """When this replica began to compute it."""
+    decided: float
+    """When all participants had confirmed that they have its sum: from then on nobody can prevent it."""
+    asked: float
+    """When one of its participants last asked the lighthouse who takes part."""
     replica: str
     group: tuple[str, ...]
     group_number: int
@@ -76,6 +78,16 @@ class Model(NamedTuple):
     """Of the step that led to it; no two committed steps have the same."""
     position: int
     """Committed samples."""
+
+
+@dataclass(eq=False, slots=True)
+class SummedStep:
+    """A step of which all participants have contributed to the sum."""
+
+    event: m.StepCommitted
+    after: Model
+    asked: float
+    decided: float = math.inf
 
 
 @dataclass(eq=False, slots=True)
@@ -103,20 +115,23 @@ class Replica:
     """Whether it sends heartbeats, as far as it depends on itself."""
     registrations: int = 0
     unresponsive: float = -1.0
-    """When it was last paused, cut off or without a lighthouse."""
+    """When it was last paused or cut off, or had stopped its heartbeats itself."""
+    asked: float = 0.0
+    """When the lighthouse last named the replicas of its group."""
     backlog: list[tuple[int, Callable[..., Any], bool]] = field(default_factory=list)
     """What happened while it was paused."""
     group: SimulatedGroup | None = None
     published: m.PublishedGroup = m.PublishedGroup()
     leaving: bool = False
-    computes_since: float = 0.0
-    """When it began with the step that it is in."""
     hangs_until: float = 0.0
+    """Until when it computes, if it begins a step before that."""
+    holds_lock: bool = False
+    """Whether none of its threads runs while it hangs; torchft's do, which send heartbeats."""
     silenced: bool = False
     """Whether it has stopped its heartbeats since it kept the others waiting."""
     committed: list[Commit] = field(default_factory=list)
-    heard: deque[tuple[m.StepCommitted, Model]] = field(default_factory=deque)
-    """Steps of the others that it has heard while the state was on its way, and the states after them."""
+    heard: deque[SummedStep] = field(default_factory=deque)
+    """Steps of the others that it has heard while the state was on its way."""
 
     @property
     def state(self) -> m.ReplicaState:
@@ -321,6 +336,8 @@ class SimulatedFleet:
 
     def report(self, replica: Replica, event: m.MembershipEvent) -> None:
         """What `FleetConnection._run` does: hand over an event, and execute what follows."""
+        if type(event) is m.QuorumFormed:
+            replica.asked = self.now
         self.follow(replica, replica.membership.handle(event))
 
     def follow(self, replica: Replica, instructions: list[m.Instruction]) -> None:
@@ -394,7 +411,7 @@ class SimulatedFleet:
         step, lineage, model = self.checkpoint
         if step <= replica.state.step:
             return m.NoNewerCheckpoint(now=self.now)
-        self._replace(replica, model, replica)
+        self._replace(replica, model)
         return m.CheckpointLoaded(now=self.now, step=step, lineage=lineage)
 
     def _send(self, replica: Replica, instruction: m.SendState) -> m.MembershipEvent:
@@ -417,10 +434,9 @@ class SimulatedFleet:
         if replica.heard:
             self.to(replica, partial(self._replay, replica), 0.02)
             return
-        replica.computes_since = self.now
         seconds = max(self.random.uniform(*self.step_s), replica.hangs_until - self.now)
         self.to(replica, partial(self._computed, replica, replica.waits), seconds)
-        if replica.hangs_until > self.now:
+        if replica.hangs_until > self.now and not replica.holds_lock:
             self._silence_if_hanging(replica, COLLECTIVE_TIMEOUT_S + 2 * self.step_s[1])
 
     def _silence_if_hanging(self, replica: Replica, after_s: float) -> None:
@@ -446,6 +462,7 @@ class SimulatedFleet:
             self.report(replica, m.LighthouseUnreachable(now=self.now, reason="nobody answers"))
             return
         replica.registered = True
+        replica.unresponsive = self.now
         replica.registrations += 1
         if replica.registrations > 1:
             replica.name = f"{replica.machine}.{replica.registrations}"
@@ -469,34 +486,72 @@ class SimulatedFleet:
 
     def _check_links(self, replica: Replica, instruction: m.CheckLinks) -> None:
         """A dead process refuses at once; a paused one and a cut link do not answer."""
+        until = self.now + instruction.after_s
 
-        def checked(now: float) -> m.LinksChecked:
+        def alive(names: tuple[str, ...]) -> tuple[str, ...]:
             ages = self.lighthouse.ages() if self.lighthouse.reaches(replica) else {}
-            alive = [name for name in instruction.names if ages.get(name, math.inf) <= HEARTBEAT_TIMEOUT_S]
-            silent = tuple(name for name in alive if not self._answers(name, replica))
-            return m.LinksChecked(now=now, unreachable=silent)
+            return tuple(name for name in names if ages.get(name, math.inf) <= HEARTBEAT_TIMEOUT_S)
+
+        def look() -> None:
+            names = alive(instruction.names)
+            if names and self.now < until:
+                self.to(replica, look, 0.5)
+                return
+            self.messages["store"] += len(names)
+            cut = any(not self.linked(self.replicas[name], replica) for name in names)
+            self.to(replica, partial(ask, names), STORE_TIMEOUT_S if cut else self.delay())
+
+        def ask(names: tuple[str, ...]) -> None:
+            silent = tuple(name for name in names if not self._answers(name, replica))
+            checked = partial(self._links_checked, alive, silent)
+            self.answer(replica, checked, HEARTBEAT_TIMEOUT_S + 2 * HEARTBEAT_INTERVAL_S if silent else 0.0, "store")
 
         self.wait(replica, instruction)
-        self.messages["store"] += len(instruction.names)
-        cut = any(not self.linked(self.replicas[name], replica) for name in instruction.names)
-        self.answer(replica, checked, instruction.after_s + (STORE_TIMEOUT_S if cut else self.delay()), "store")
+        look()
 
-    def _replace(self, replica: Replica, model: Model, giver: Replica) -> None:
+    def _links_checked(
+        self, alive: Callable[[tuple[str, ...]], tuple[str, ...]], silent: tuple[str, ...], now: float
+    ) -> m.LinksChecked:
+        return m.LinksChecked(now=now, unreachable=alive(silent))
+
+    def _replace(self, replica: Replica, model: Model) -> None:
         """A replica takes over another state.
 
-        It may lose a step that it committed only if it, or the replica whose state it gets, was taken for dead after
-        the step began, or shortly before: else both would have been asked who takes part in it.
+        It may lose steps that it committed only if it was paused, cut off or without heartbeats after the participants
+        of the first of them last asked the lighthouse, or shortly before, or if that is true of all that already had
+        the other branch then and are not dead. If nobody had it yet, it must be true of one that began it.
         """
+        kept = [*self.ancestry(model.number)]
         dropped = []
         for commit in reversed(replica.committed):
-            if commit.state in self.ancestry(model.number):
+            if commit.state in kept:
                 break
             dropped.append(commit)
-        since = dropped[-1].began - JUST_BEFORE_S if dropped else 0.0
-        if dropped and max(replica.unresponsive, giver.unresponsive) < since:
+        if dropped and not self._excused(replica, dropped[-1], kept):
             raise Violation(f"{replica.name} gives up {len(dropped)} committed steps, the first of {dropped[-1].time}")
         del replica.committed[len(replica.committed) - len(dropped) :]
         replica.model = model
+
+    def _excused(self, replica: Replica, lost: Commit, kept: list[int]) -> bool:
+        """Whether a replica may lose a step and those that follow; `kept`: the other states, the last one first."""
+        branch = kept[: kept.index(lost.parent)] if lost.parent in kept else kept
+        before = {
+            id(one): (one, commit.state)
+            for commit in self.commits
+            if commit.time <= lost.asked and (one := self.replicas[commit.replica]) is not replica
+        }
+        had = [one for one, state in before.values() if state in branch]
+        began = [self.replicas[commit.replica] for commit in self.commits if branch and commit.state == branch[-1]]
+
+        def taken_for_dead(one: Replica) -> bool:
+            still = one.paused or one.cut_off or not one.registered
+            return still or one.unresponsive >= lost.asked - JUST_BEFORE_S
+
+        if taken_for_dead(replica):
+            return True
+        if had:
+            return all(one.dead or taken_for_dead(one) for one in had)
+        return any(taken_for_dead(one) for one in began)
 
     def ancestry(self, state: int) -> Iterator[int]:
         """The numbers of a state and of those that it followed from."""
@@ -518,7 +573,9 @@ class SimulatedFleet:
 
     def _answers(self, name: str, asker: Replica) -> bool:
         """Whether the store of a replica answers another one."""
-        return self._has_store(name) and not self.replicas[name].paused and self.linked(self.replicas[name], asker)
+        owner = self.replicas[name]
+        stuck = owner.holds_lock and owner.hangs_until > self.now and type(owner.waiting_for) is m.ComputeStep
+        return self._has_store(name) and not owner.paused and not stuck and self.linked(owner, asker)
 
     def _meet(self, replica: Replica, instruction: m.SendHandshake) -> None:
         self.wait(replica, instruction)
@@ -640,20 +697,20 @@ class SimulatedFleet:
     def _received(
         self, replica: Replica, state: m.ReplicaState, model: Model, giver: Replica, now: float
     ) -> m.StateReceived:
-        self._replace(replica, model, giver)
+        self._replace(replica, model)
         return m.StateReceived(now=now, step=state.step, lineage=state.lineage, size=1)
 
-    def _listen(self, replica: Replica, group: SimulatedGroup, event: m.StepCommitted, after: Model) -> None:
+    def _listen(self, replica: Replica, group: SimulatedGroup, step: SummedStep) -> None:
         """A replica has heard a step; when the state is there it loads it, and else it hears the next one."""
         assert replica.membership.group is not None
         rank = replica.membership.group.rank
-        if rank in event.leaving:
+        if rank in step.event.leaving:
             self.kill(replica)
             return
-        replica.heard.append((event, after))
+        replica.heard.append(step)
         if self.now >= group.arrives[replica.name]:
             self.answer(replica, partial(self._received, replica, *group.sent[rank]), 0.0, "state")
-        elif event.leaving:
+        elif step.event.leaving:
             self._fail(replica, "a replica left", 0.0)
         else:
             self._computed(replica, replica.waits)
@@ -663,7 +720,7 @@ class SimulatedFleet:
         assert replica.group is not None
         replica.waits += 1
         replica.waiting_for = None
-        self._commit(replica, replica.group, *replica.heard.popleft())
+        self._commit(replica, replica.group, replica.heard.popleft())
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -701,20 +758,19 @@ class SimulatedFleet:
         if len(states) != 1:
             raise Violation(f"{group.names} compute a step with different states: {states}")
         ((_, _, model),) = states
-        step = Assignment(0, model.position, model.position + 8)
-        after = Model(next(self._models), step.stop)
+        samples = Assignment(0, model.position, model.position + 8)
+        after = Model(next(self._models), samples.stop)
         leaving = frozenset(rank for rank, peer in enumerate(peers) if peer.leaving)
         wanted = any(peer.membership.wants_lighthouse(self.now) for peer in peers)
         event = m.StepCommitted(
-            now=self.now, assignment=step, leaving=leaving, lighthouse_wanted=wanted, arrived=arrived
+            now=self.now, assignment=samples, leaving=leaving, lighthouse_wanted=wanted, arrived=arrived
         )
+        step = SummedStep(event, after, asked=max(peer.asked for peer in peers))
         self.messages["sum"] += 2 * len(peers)
         for peer in peers:
-            self.to(peer, partial(self._sum_arrives, peer, group, waits, event, after), self.delay(), waits[peer.name])
+            self.to(peer, partial(self._sum_arrives, peer, group, waits, step), self.delay(), waits[peer.name])
 
-    def _sum_arrives(
-        self, replica: Replica, group: SimulatedGroup, waits: dict[str, int], event: m.StepCommitted, after: Model
-    ) -> None:
+    def _sum_arrives(self, replica: Replica, group: SimulatedGroup, waits: dict[str, int], step: SummedStep) -> None:
         """A replica has the sum; when all have said so, each learns it and commits the step."""
         if replica.group is not group:
             return
@@ -725,11 +781,12 @@ class SimulatedFleet:
         if len(group.confirmed) == len(group.names):
             group.confirmed.clear()
             group.all_confirmed = True
+            step.decided = self.now
             for name in group.names:
                 peer = self.replicas[name]
-                self.to(peer, partial(self._all_confirmed, peer, group, event, after), self.delay(), waits[name])
+                self.to(peer, partial(self._all_confirmed, peer, group, step), self.delay(), waits[name])
 
-    def _all_confirmed(self, peer: Replica, group: SimulatedGroup, event: m.StepCommitted, after: Model) -> None:
+    def _all_confirmed(self, peer: Replica, group: SimulatedGroup, step: SummedStep) -> None:
         if peer.group is not group:
             return
         if group.gone and group.gone & group.summing and self.random.random() < 0.5:
@@ -738,20 +795,22 @@ class SimulatedFleet:
         group.summing.discard(peer.name)
         group.all_confirmed = bool(group.summing)
         if type(peer.waiting_for) is m.ReceiveState:
-            self._listen(peer, group, event, after)
+            self._listen(peer, group, step)
             return
         peer.waits += 1
         peer.waiting_for = None
-        self._commit(peer, group, event, after)
+        self._commit(peer, group, step)
 
-    def _commit(self, replica: Replica, group: SimulatedGroup, event: m.StepCommitted, after: Model) -> None:
+    def _commit(self, replica: Replica, group: SimulatedGroup, step: SummedStep) -> None:
+        event, after = step.event, step.after
         parent, names = replica.model.number, group.names
         instructions = replica.membership.handle(dataclasses.replace(event, now=self.now))
         if self.lineages.setdefault(after.number, replica.state.lineage) != replica.state.lineage:
             raise Violation(f"{names} have the same state, and {replica.name} gives it another lineage")
         commit = Commit(
             time=self.now,
-            began=min(replica.computes_since, event.now - self.step_s[1]),
+            decided=step.decided,
+            asked=step.asked,
             replica=replica.name,
             group=names,
             group_number=group.number,

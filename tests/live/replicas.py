@@ -16,6 +16,7 @@ from ebbflow.engines import allreduce, process_group
 from ebbflow.engines.base import Faults
 from ebbflow.engines.process_group import ProcessGroup
 from ebbflow.live import connection, equality, membership, state_transfer
+from ebbflow.live.connection import FleetConnection
 from ebbflow.live.live_session import join
 from ebbflow.live.protocol import fetch_heartbeat_ages
 from ebbflow.optim.elastic import ElasticOptimizer
@@ -65,9 +66,10 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     """Train the contract's model.
 
     `all`: no replica begins without these. `hold`: from this step on every step takes a while (`stop_holding`), by
-    default 0.2 seconds (`hold_s`). `patience_s`: how long a replica waits for its peers, in the place of 60 and 10
-    seconds, and half of it in the place of 5. `soon_s`: how long a replica waits for a state before it listens, in the
-    place of half a second, which may be too short on a busy machine. `auto`: other constants of the rule of this name.
+    default 0.2 seconds (`hold_s`). `gate`: after this step they wait for the file `gate-open`. `patience_s`: how long a
+    replica waits for its peers, in the place of 60 and 10 seconds, and half of it in the place of 5. `soon_s`: how long
+    a replica waits for a state before it listens, in the place of half a second, which may be too short on a busy
+    machine. `auto`: other constants of the rule of this name.
     """
     os.environ.update({**environment, **arguments.get("environment", {})})
     torch.set_num_threads(1)
@@ -108,6 +110,8 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
                 print(row.step, file=file)
         if hold is not None and row.step >= hold and not full_speed.exists():
             time.sleep(arguments.get("hold_s", 0.2))
+        while row.step == arguments.get("gate") and not (folder / "gate-open").exists():
+            time.sleep(0.01)
         if row.step == arguments.get("tamper"):
             with torch.no_grad():
                 next(model.parameters()).add_(1.0)
@@ -133,6 +137,7 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         loss=counted_loss if counted else cross_entropy,
         on_commit=pace,
         checkpoint_every_s=arguments.get("checkpoint_every_s", 60.0),
+        ema=arguments.get("ema"),
     ) as fleet:
         if (everybody := arguments.get("all")) is not None:
             together(folder, environment["EBBFLOW_LIGHTHOUSE"], own, everybody)
@@ -162,16 +167,24 @@ def break_backend(said: str) -> None:
 
 
 def receive_later(folder: Path, own: str) -> None:
-    """Let this process receive no tensor of a state before the file `release` is there."""
-    receive = ProcessGroup.receive_tensors
+    """Let this process receive no tensor of a state before the file `release` is there, or one of its own.
+
+    It tells, by a file `asked`, when it asks the lighthouse for the first time.
+    """
+    receive, ask = ProcessGroup.receive_tensors, FleetConnection._ask
+
+    def asking(*arguments: Any) -> None:
+        ask(*arguments)
+        (folder / f"{own}.asked").touch()
 
     def waiting(*arguments: Any) -> None:
         (folder / f"{own}.receiving").touch()
-        while not (folder / "release").exists():
+        while not ((folder / "release").exists() or (folder / f"{own}.release").exists()):
             time.sleep(0.01)
         receive(*arguments)
 
     ProcessGroup.receive_tensors = waiting  # type: ignore[method-assign]
+    FleetConnection._ask = asking  # type: ignore[method-assign]
 
 
 def enter_network(name: str | None) -> None:

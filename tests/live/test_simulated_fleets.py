@@ -5,22 +5,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partialmethod
 from itertools import pairwise
 from random import Random
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from ebbflow.live import membership
+from ebbflow.live.agreement import Agreement, agree
+from ebbflow.live.membership_events import Handshake
+from ebbflow.live.objections import Objections
 from live.fleet_histories import check_lineages, random_history, recover
 from live.fleet_simulator import SimulatedFleet, Violation
+from live.simulated_lighthouse import SimulatedLighthouse
 
 
-def failures(first: int, number: int, majority: bool) -> list[str]:
+def failures(first: int, number: int, majority: bool, longest_transfer_s: float = 6.0) -> list[str]:
     """The seeds of histories in which a guarantee does not hold, and which."""
     found = []
     for seed in range(first, first + number):
         try:
-            random_history(seed, majority=majority)
+            random_history(seed, majority=majority, longest_transfer_s=longest_transfer_s)
         except Violation as violation:
             found.append(f"seed {seed}: {violation}")
     return found
@@ -42,6 +53,63 @@ def test_no_guarantee_is_violated_in_fifty_thousand_random_histories(majority: b
         assert [violation for part in parts for violation in part.result()] == []
 
 
+def test_no_guarantee_is_violated_while_states_travel_for_many_steps() -> None:
+    assert failures(50_000, 100, majority=False, longest_transfer_s=25.0) == []
+
+
+def one_that_is_behind(handshakes: Sequence[Handshake]) -> Agreement:
+    """The state that counts is the one that has come least far."""
+    agreement = agree(handshakes)
+    if not agreement.transfers:
+        return agreement
+    return agree([dataclasses.replace(one, state=turned(one)) for one in handshakes])
+
+
+def turned(handshake: Handshake) -> Any:
+    return dataclasses.replace(handshake.state, step=-handshake.state.step)
+
+
+def without_transfers(handshakes: Sequence[Handshake]) -> Agreement:
+    return dataclasses.replace(agree(handshakes), transfers={})
+
+
+BROKEN: dict[str, tuple[bool, tuple[Any, ...]]] = {
+    "no objections": (False, (mock.patch.object(Objections, "objects", return_value=False),)),
+    "the state that is behind": (False, (mock.patch.object(membership, "agree", one_that_is_behind),)),
+    "no transfers": (False, (mock.patch.object(membership, "agree", without_transfers),)),
+    "numbers as lineages": (False, (mock.patch.object(membership, "extend_lineage", lambda lineage, *_: lineage + 1),)),
+    "no majority": (
+        True,
+        (
+            # Objections keep most groups apart even so.
+            mock.patch.object(Objections, "objects", return_value=False),
+            mock.patch.object(SimulatedFleet, "_excused", return_value=True),
+            mock.patch.object(
+                membership.Membership, "__init__", partialmethod(membership.Membership.__init__, min_replicas=1)
+            ),
+            mock.patch.object(
+                SimulatedLighthouse, "__init__", partialmethod(SimulatedLighthouse.__init__, min_replicas=1)
+            ),
+        ),
+    ),
+}
+"""Protocols that do not work: with a majority or not, and what is replaced."""
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_protocol_is_noticed_within_a_hundred_histories(what: str) -> None:
+    majority, patches = BROKEN[what]
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        for seed in range(100):
+            try:
+                random_history(seed, majority=majority)
+            except Violation:
+                return
+    raise AssertionError("no check has failed")
+
+
 def test_a_seed_reproduces_a_history() -> None:
     histories = [random_history(7).commits for _ in range(2)]
     assert histories[0] == histories[1] and histories[0] != random_history(8).commits
@@ -60,6 +128,92 @@ def trained(replicas: int, *, seed: int = 1, join_timeout_s: float = 10.0) -> Si
 def training(fleet: SimulatedFleet) -> set[str]:
     """The first names of those that took part in the last step."""
     return {fleet.replicas[name].machine for name in fleet.commits[-1].group}
+
+
+def lines_of(fleet: SimulatedFleet) -> int:
+    """How many committed steps do not belong to the longest lineage, when the fleet has recovered."""
+    recover(fleet)
+    check_lineages(fleet)
+    return len({commit.state for commit in fleet.commits}) - max(one.state.step for one in fleet.running())
+
+
+def test_a_lighthouse_that_stands_still_after_its_restart_lets_no_newcomer_begin() -> None:
+    """Seed 104,674: it had not heard of the trainers yet when it answered the newcomer."""
+    for seed in range(20):
+        fleet = trained(2, seed=seed, join_timeout_s=1.0)
+        fleet.lighthouse.restart(1.1)
+        fleet.start()
+        fleet.run_until(fleet.now + 1.1)
+        fleet.lighthouse.stall(1.2 + seed / 10)
+        assert lines_of(fleet) == 0
+
+
+def test_a_lighthouse_that_stands_still_again_and_again_makes_nobody_go_on_alone_twice() -> None:
+    """Seeds 106,297 and 111,273: it then takes all for dead but the one whose request it sees first."""
+    for seed in range(20):
+        fleet = trained(3, seed=seed, join_timeout_s=1.0)
+        fleet.transfer_s = (0.1, 6.0)
+        fleet.cut_off(fleet.running()[0])
+        fleet.run_until(fleet.now + 3.0)
+        fleet.reconnect(fleet.running()[0])
+        for _ in range(4):
+            fleet.lighthouse.stall(1.0 + seed / 20)
+            fleet.run_until(fleet.now + 1.5 + seed / 20)
+        assert lines_of(fleet) == 0
+
+
+@pytest.mark.parametrize("holds_lock", [False, True])
+def test_the_only_replica_with_the_last_steps_may_hang_while_another_receives_them(holds_lock: bool) -> None:
+    """Seeds 113,104 and 509,279: the receiver, which has an older state, waits and does not go on from that."""
+    fleet = trained(2, join_timeout_s=1.0)
+    alone, away = fleet.running()
+    fleet.transfer_s = (10.0, 10.0)
+    fleet.cut_off(away)
+    fleet.run_until(fleet.now + 5.0)
+    fleet.reconnect(away)
+    assert fleet.run_until(fleet.now + 10.0, stop=lambda: away.group is not None and bool(away.membership.listening))
+    alone.hangs_until, alone.holds_lock = fleet.now + 69.0, holds_lock
+    fleet.start()
+    fleet.run_until(fleet.now + 69.0)
+    assert lines_of(fleet) == 0
+
+
+def test_a_replica_behind_a_cut_link_is_not_taken_for_one_that_hangs() -> None:
+    """Seed 420,747: two went on without the third, one of them left, and the other is not reached by the third."""
+    for seed in range(20):
+        fleet = trained(3, seed=seed, join_timeout_s=1.0)
+        away, stays, leaves = fleet.running()
+        fleet.cut_off(away)
+        fleet.run_until(fleet.now + 3.0)
+        leaves.leaving = True
+        fleet.step_s = (3.0, 4.0)
+        fleet.start()
+        link = frozenset((away.machine, stays.machine))
+        fleet.cut_links.add(link)
+        fleet.at(20.0, lambda fleet=fleet, link=link: fleet.cut_links.discard(link))  # type: ignore[misc]
+        assert fleet.run_until(fleet.now + 5.0, stop=lambda leaves=leaves: leaves.dead)  # type: ignore[misc]
+        fleet.run_until(fleet.now + 0.2)
+        fleet.lighthouse.stall(1.2)
+        fleet.run_until(fleet.now + 0.5)
+        fleet.reconnect(away)
+        fleet.run_until(fleet.now + 25.0)
+        assert lines_of(fleet) == 0
+
+
+def test_with_a_majority_a_step_that_was_decided_before_a_pause_may_be_applied_after_it() -> None:
+    """Seed 209,813: meanwhile two newcomers have begun anew; they give up their steps, and do not train beside it."""
+    fleet = SimulatedFleet(Random(3), min_replicas=2, join_timeout_s=1.0, step_s=(0.2, 0.3))
+    one, other = fleet.start(), fleet.start()
+    fleet.run_until(10.0)
+    assert fleet.run_until(20.0, stop=lambda: len(other.committed) > len(one.committed))
+    fleet.pause(one)
+    fleet.kill(other)
+    newcomers = [fleet.start(), fleet.start()]
+    assert fleet.run_until(30.0, stop=lambda: all(len(new.committed) > 3 for new in newcomers))
+    fleet.resume(one)
+    recover(fleet)
+    check_lineages(fleet)
+    assert len({commit.group for commit in fleet.commits}) >= 3, "all three train together at the end"
 
 
 def test_two_kills_shortly_after_one_another_start_no_second_lineage() -> None:

@@ -99,6 +99,7 @@ _LEAVE_POLL_S = 0.1
 _LISTEN_POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0  # for finding out whether anybody listens at the address of the lighthouse
 _HANDSHAKE_POLL_S = 0.02
+_WAIT_FOR_LINK_S = 0.5  # while a replica is left out: do those that it does not reach still send heartbeats?
 _READ_AGAIN_S = 0.1  # before handshakes that not all replicas confirm are read again
 _CONNECT_POLL_S = 0.05
 _STORE_TIMEOUT_S = 2.0  # for reading from the store of another replica
@@ -238,8 +239,6 @@ class FleetConnection:
         if not isinstance(instruction, ComputeStep):
             raise LeftFleet
         if self.state.finished:
-            for transfer in self._transfers:
-                transfer.join()
             raise TrainingFinished
         if self._group is not None:
             # Who receives the state may have to wait for it; whether it still receives anything, the transfer shows.
@@ -364,6 +363,11 @@ class FleetConnection:
         """Put a text into the store of this replica, where others can read it over the network."""
         if self._store is not None:
             self._store.set(key, text.encode())
+
+    def finish_transfers(self) -> None:
+        """Wait until the replicas that receive the state from this one have it, or are lost."""
+        for transfer in self._transfers:
+            transfer.join()
 
     def sends_heartbeats(self, name: str) -> bool:
         """Whether the lighthouse has heard of a replica, by its name in the group, within the heartbeat timeout."""
@@ -601,11 +605,19 @@ class FleetConnection:
         return HeartbeatsReceived(now=monotonic(), ages=ages, groups=groups)
 
     def _check_links(self, instruction: CheckLinks) -> None:
+        def alive(names: Sequence[str]) -> list[str]:
+            return [name for name in names if self.sends_heartbeats(name)]
+
         def check() -> MembershipEvent:
-            sleep(instruction.after_s)
-            alive = [name for name in instruction.names if self.sends_heartbeats(name)]
-            said = self._ask_stores(alive, _GROUP_KEY)
-            return LinksChecked(now=monotonic(), unreachable=tuple(name for name in alive if said[name] is None))
+            until, names = monotonic() + instruction.after_s, alive(instruction.names)
+            while names and monotonic() < until:
+                sleep(min(instruction.after_s, _WAIT_FOR_LINK_S))
+                names = alive(instruction.names)
+            said = self._ask_stores(names, _GROUP_KEY)
+            silent = [name for name in names if said[name] is None]
+            if silent:  # one that has just died is no longer there when its heartbeat has timed out
+                sleep(self._heartbeat_timeout_s + 2 * HEARTBEAT_INTERVAL_S)
+            return LinksChecked(now=monotonic(), unreachable=tuple(alive(silent)))
 
         self._in_background(check, _LEAVE_POLL_S)
 

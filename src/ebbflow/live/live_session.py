@@ -456,14 +456,19 @@ class LiveSession(Session):
         self._status.update("left", step=self.flow.step)
 
     def _finish(self) -> None:
-        """Form one more quorum group, so that a replica that missed the last sum receives the final state; then end."""
+        """Form one more quorum group, so that a replica that missed the last sum receives the final state; then end.
+
+        The final state is saved before this replica waits for those to which it sends it: their link may be slow.
+        """
         self._connection.return_to_lighthouse()
         with contextlib.suppress(LeftFleet, TrainingFinished):
             self.engine.participants(self.flow.step)
         if not self.finished:
             return
         position = {"step": self.flow.step, "epoch": self.flow.ledger.epoch, "position": self.flow.ledger.position}
-        if not self._first_saves() and (problem := self._save_final_state()):
+        problem = "" if self._first_saves() else self._save_final_state()
+        self._connection.finish_transfers()
+        if problem:
             self._event("incomplete", problem)
             self._status.update("incomplete", reason=problem, **position)
             return

@@ -87,6 +87,7 @@ from ebbflow.live.membership_events import (
     Unregister,
     WeightsDiffer,
 )
+from ebbflow.live.objections import Objections
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 
 __all__ = ["Membership", "MembershipPhase", "QuorumGroup"]
@@ -94,13 +95,11 @@ __all__ = ["Membership", "MembershipPhase", "QuorumGroup"]
 _RETRY_PAUSE_S = 0.2  # before an unreachable lighthouse is tried again
 _OBJECTION_PAUSE_S = 0.1  # before the lighthouse is asked for a better quorum
 _TOO_FEW_PAUSE_S = 1.0  # before the lighthouse is asked for a larger one
-_MAX_OBJECTIONS = 5  # because of a replica that is late
 _MAX_BACKEND_FAILURES = 5  # with the same replicas and no committed step between
 _MAX_FOREIGN = 3  # attempts with another secret, before a replica that never met one with its own gives up
 _MAX_FAILURES = 2  # in a row, before a replica looks for peers that it does not reach
 _LEFT_OUT_S = 5.0  # between two attempts of a replica that was left out to reach its peers
 _CONTACT_EVERY_S = 5.0  # while a replica waits for a quorum: does the lighthouse still answer?
-_JUST_DIED_S = 2.0  # for which newcomers do not believe that all others are dead
 _EXPLAIN_AFTER_S = 10.0  # for which a replica waits for the others without a word
 
 
@@ -181,15 +180,11 @@ class Membership:
         self.listening: frozenset[int] = frozenset()
         """Ranks of the group that do not have its state yet."""
         self._independent_since: float | None = None  # the group goes on without asking the lighthouse
-        self._watching_since = 0.0  # since when the lighthouse is there, without interruption as far as is known
-        self._objections = 0
+        self.objections = Objections(heartbeat_timeout_s=heartbeat_timeout_s, patience_s=2 * connect_timeout_s)
+        """What this replica knows that speaks against a quorum."""
         self._contact_lost = False  # the lighthouse did not answer while a quorum was waited for
         self._next_contact_check: float | None = None
         self._explains = False
-        self._any_established = False  # in the quorum
-        self._left_behind = False  # no established replica of the quorum has come as far as the fleet
-        self._checks = False  # whether this replica asks the living ones that the quorum lacks what they do
-        self._last_participants: tuple[str, ...] = ()  # of the last committed step
         self._wait_for_others_until = 0.0
         self._handshake_deadline = 0.0
         self._next_heartbeat_check = 0.0
@@ -297,14 +292,14 @@ class Membership:
 
     def _on_registered(self, event: Registered) -> list[Instruction]:
         self.name, self.store = event.name, event.store
-        self._watching_since = event.now
+        self.objections.watch.reached(event.now)
         if self._step_requested:
             return self._begin()
         self.phase = MembershipPhase.IDLE
         return []
 
     def _on_lighthouse_unreachable(self, event: LighthouseUnreachable) -> list[Instruction]:
-        self._watching_since = event.now
+        self.objections.watch.reached(event.now)
         explained = [RecordEvent("waiting", event.reason)] if self._explanation_due(event.now) else []
         if not self._step_requested:
             self.phase = MembershipPhase.IDLE  # the first step tries again
@@ -369,29 +364,22 @@ class Membership:
             names=event.replicas,
             rank=event.rank,
         )
-        # One replica asks those that the quorum lacks what they do: if possible one that knows the lighthouse for long.
-        self._any_established = any(event.established)
-        # The checkpoint of a newcomer may show that others have gone on without the established replica that is here.
-        furthest = max((step for step, there in zip(event.steps, event.established, strict=False) if there), default=-1)
-        self._left_behind = not self._any_established or max(event.steps, default=-1) > furthest
-        self._checks = event.rank == (event.established.index(True) if self._any_established else 0)
-        if self._checks or (self._missing and self._objections < _MAX_OBJECTIONS):
+        self.objections.consider(event)
+        if self.objections.looks:
             self.phase = MembershipPhase.CHECKING
-            return [CheckHeartbeats(besides=event.replicas if self._checks else ())]
+            return [CheckHeartbeats(besides=event.replicas if self.objections.asks else ())]
         return self._send_handshake(event.now, objects=False)
 
     # From a quorum to a connected group -------------------------------------------------------------------------------
 
-    @property
-    def _missing(self) -> set[str]:
-        """Participants of the last committed step that the lighthouse left out of the quorum."""
-        assert self._forming is not None
-        return set(self._last_participants) - set(self._forming.names)
-
     def _on_heartbeats_received(self, event: HeartbeatsReceived) -> list[Instruction]:
+        if event.ages:
+            self.objections.watch.answered(event.now, about_quorum=self.phase is MembershipPhase.CHECKING)
+        else:
+            self.objections.watch.lost()
         if self.phase is MembershipPhase.ASKING:
             if self._contact_lost and event.ages:  # it is back, perhaps as another one that knows of no request
-                self._contact_lost, self._watching_since = False, event.now
+                self._contact_lost = False
                 return self._begin()
             self._contact_lost = not event.ages
             if not self._explains:
@@ -401,42 +389,9 @@ class Membership:
             return [RecordEvent("waiting", _explain_wait(here, self.min_replicas))]
         assert self._forming is not None
         if self.phase is MembershipPhase.CHECKING:
-            return self._send_handshake(event.now, objects=self._objects(event))
+            return self._send_handshake(event.now, objects=self.objections.objects(event))
         dead = without_heartbeat(self._forming.names, event.ages, self.heartbeat_timeout_s)
         return self._fail(f"no heartbeat of {', '.join(dead)}") if dead else []
-
-    def _objects(self, event: HeartbeatsReceived) -> bool:
-        """Whether this quorum must not compute, by what is known of the living replicas that it lacks.
-
-        It must not as long as others may commit steps meanwhile: those of a quorum group none of whose replicas is in
-        this quorum. A replica that does not say in which group it is may be in such a group, and so may one of which
-        the lighthouse has not heard yet, because it has only just been started.
-        """
-        assert self._forming is not None
-        if self._checks and (not event.ages or event.now - self._watching_since < self.heartbeat_timeout_s):
-            return True
-        ours = set(self._forming.names)
-        if self._checks and self._left_behind:
-            # A lighthouse that stood still for a moment takes all replicas for dead, until their heartbeats come.
-            limit = self.heartbeat_timeout_s + _JUST_DIED_S
-            if any(self.heartbeat_timeout_s < age < limit for name, age in event.ages.items() if name not in ours):
-                return True
-        for name, other in event.groups.items():
-            if other is None:
-                # One that trained with this group is with nobody else: those others would say so, if they answer. It
-                # hangs without letting its threads run, and need not be waited for any longer than one that is late.
-                if name not in self._last_participants or self._objections < _MAX_OBJECTIONS:
-                    return True
-                continue
-            if other.names and ours.isdisjoint(other.names):
-                return True
-            if other.established and not self._any_established:  # it has a state that all others would give up
-                return True
-        # A lighthouse that stood still for a moment takes all replicas for dead and forms a quorum of whoever asks
-        # first. A replica that hangs sends heartbeats, too, and the lighthouse rightly leaves it out after a while:
-        # so the number of these objections is limited.
-        late = len(self._missing) - len(without_heartbeat(self._missing, event.ages, self.heartbeat_timeout_s))
-        return late > 0 and self._objections < _MAX_OBJECTIONS
 
     def _send_handshake(self, now: float, *, objects: bool) -> list[Instruction]:
         assert self._forming is not None
@@ -463,13 +418,14 @@ class Membership:
         ]
 
     def _publish(self, group: QuorumGroup) -> Instruction:
-        return PublishGroup(PublishedGroup(names=group.names, established=self.state.established))
+        return PublishGroup(PublishedGroup(names=group.names, established=self.state.established, step=self.state.step))
 
     def _on_handshakes_received(self, event: HandshakesReceived) -> list[Instruction]:
         assert self._forming is not None
         self._met_others = self._met_others or len(event.handshakes) > 1
+        self.objections.meet(event.handshakes)
         if any(handshake.objects for handshake in event.handshakes):
-            self._objections += 1
+            self.objections.objected(event.now)
             reason = "a replica that the lighthouse has left out sends heartbeats and may still be training"
             explained = [RecordEvent("waiting", reason)] if self._explanation_due(event.now) else []
             # The same pause for all, so that they ask again at the same time.
@@ -570,10 +526,9 @@ class Membership:
         group = self.group
         assert group is not None
         self.phase = MembershipPhase.IDLE
-        self._objections = self._backend_failures = self._failures = 0
+        self.objections.committed(group.names)
+        self._backend_failures = self._failures = 0
         self._suspects = self._unreachable = ()
-        self._last_participants = group.names
-        first = not self.state.established
         self.state = ReplicaState(
             step=self.state.step + 1,
             lineage=extend_lineage(self.state.lineage, event.assignment, group.key),
@@ -583,7 +538,7 @@ class Membership:
             self._independent_since = None
         self.listening -= event.arrived
         if not event.leaving:
-            return [self._publish(group)] if first else []
+            return [self._publish(group)]
         holders = [rank for rank in range(len(group.names)) if rank not in self.listening]
         stay = [rank for rank in holders if rank not in event.leaving]
         if group.rank in event.leaving:
@@ -598,12 +553,13 @@ class Membership:
         do the same; those who listen come back through the lighthouse."""
         if len(stay) < self.min_replicas:
             return self._fail(f"{len(stay)} replicas are left, and {self.min_replicas} are needed")
-        self._last_participants = tuple(group.names[rank] for rank in stay)
+        names = tuple(group.names[rank] for rank in stay)
+        self.objections.participants = names
         stores = tuple(group.stores[rank] for rank in stay)
         following = QuorumGroup(
             key=f"{group.key}+",  # no group has two successors
             rendezvous=f"{stores[0]}/ebbflow/{group.key}+",
-            names=self._last_participants,
+            names=names,
             rank=stay.index(group.rank),
             stores=stores,
         )

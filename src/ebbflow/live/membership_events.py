@@ -108,6 +108,8 @@ class PublishedGroup:
     """Replicas of its last quorum group."""
     established: bool = False
     """Whether it has committed a step with this fleet since it started."""
+    step: int = 0
+    """Number of committed steps."""
 
     def encode(self) -> str:
         """Write it as JSON."""
@@ -118,7 +120,11 @@ class PublishedGroup:
         """Read what `encode` wrote; anything else is a ValueError."""
         try:
             body = json.loads(text)
-            return cls(names=tuple(str(name) for name in body["names"]), established=bool(body["established"]))
+            return cls(
+                names=tuple(str(name) for name in body["names"]),
+                established=bool(body["established"]),
+                step=int(body["step"]),
+            )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a quorum group of ebbflow: {error!r}") from None
 
@@ -204,7 +210,7 @@ class LinksChecked(MembershipEvent):
     """It was tried which replicas can be reached."""
 
     unreachable: tuple[str, ...]
-    """Those that send heartbeats, and whose store does not answer."""
+    """Those whose store does not answer, and that still send heartbeats a heartbeat timeout later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -352,7 +358,7 @@ class CheckLinks(Instruction):
 
     names: tuple[str, ...]
     after_s: float = 0.0
-    """How long to wait before."""
+    """How long to wait before, as long as one of them sends heartbeats."""
 
 
 @dataclass(frozen=True, slots=True)

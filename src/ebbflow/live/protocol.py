@@ -160,7 +160,11 @@ class FleetConfig:
     folder: Path = param(doc="folder of the job, with records, status files and checkpoints")
     job: str = param("job", doc="name of the job; a replica of another job is refused")
     bind: str = param(LOOPBACK, doc="address that the replica listens on, and at which its peers reach it")
-    min_replicas: int = param(1, doc="training waits while there are fewer replicas")
+    min_replicas: int = param(
+        1,
+        doc="training waits while there are fewer replicas; if it is a majority of all that may run, no two groups "
+        "ever train at the same time",
+    )
     heartbeat_timeout_ms: int = param(
         HEARTBEAT_TIMEOUT_MS, doc="a replica whose last heartbeat is older is dead; as at the lighthouse"
     )
