@@ -80,6 +80,8 @@ class RuleOptimizer(torch.optim.Optimizer):
                 raise ConfigError(f"{name} is {value}; expected a number above 0")
         if isinstance(inner, torch.optim.LBFGS):
             raise ConfigError("LBFGS evaluates the loss several times per step, each time on all samples; use another")
+        if not any(group["params"] for group in inner.param_groups):
+            raise ConfigError("the optimizer has no parameters; give it some of a model (are all of them frozen?)")
         if on_nonfinite not in ("ignore", "skip", "stop"):
             raise ConfigError(f"on_nonfinite is {on_nonfinite!r}; {nearest(on_nonfinite, ['ignore', 'skip', 'stop'])}")
         self.inner = inner
