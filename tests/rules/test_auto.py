@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -332,6 +333,18 @@ def killed_at(step: int) -> Callbacks:
     return Callbacks(on_step=on_step)
 
 
+def killed_run(config: RunConfig, folder: Path, *, at: Sequence[int], equals: Run) -> Run:
+    """The run, killed at each of these steps and continued; it has the weights and rows of the uninterrupted one."""
+    for step in at:
+        with pytest.raises(Killed):
+            train(config, folder, callbacks=killed_at(step), checkpoint_every_s=0)
+    killed = train(config, folder)
+    assert killed.end is not None and equals.end is not None
+    assert killed.end.weights_sha256 == equals.end.weights_sha256
+    assert [row.stats for row in killed.steps] == [row.stats for row in equals.steps]
+    return killed
+
+
 @pytest.mark.parametrize("optimizer", ["sgd(momentum=0.9)", "adamw"])
 def test_a_run_killed_in_its_warm_up_follows_the_same_slopes(optimizer: str, tmp_path: Path) -> None:
     config = RunConfig(
@@ -340,13 +353,7 @@ def test_a_run_killed_in_its_warm_up_follows_the_same_slopes(optimizer: str, tmp
     whole = train(config, tmp_path / "whole")
     assert sum("slope_left" in row.stats for row in whole.steps) > 10
     assert whole.steps[-1].stats["level"] > 1, "the base rate is too low"
-    for step in (0, 1, 6, 7, 12):
-        with pytest.raises(Killed):
-            train(config, tmp_path / "killed", callbacks=killed_at(step), checkpoint_every_s=0)
-    killed = train(config, tmp_path / "killed")
-    assert killed.end is not None and whole.end is not None
-    assert killed.end.weights_sha256 == whole.end.weights_sha256
-    assert [row.stats for row in killed.steps] == [row.stats for row in whole.steps]
+    killed_run(config, tmp_path / "killed", at=(0, 1, 6, 7, 12), equals=whole)
 
 
 def test_a_run_killed_at_every_step_of_a_probe_equals_an_uninterrupted_one(
@@ -362,13 +369,7 @@ def test_a_run_killed_at_every_step_of_a_probe_equals_an_uninterrupted_one(
     inside = [row.step for row in whole.steps if "probe" in row.stats]
     assert len(inside) == 2 * 3 * 6
 
-    for step in inside:
-        with pytest.raises(Killed):
-            train(config, tmp_path / "killed", callbacks=killed_at(step), checkpoint_every_s=0)
-    killed = train(config, tmp_path / "killed")
-    assert killed.end is not None and whole.end is not None
-    assert killed.end.weights_sha256 == whole.end.weights_sha256
-    assert [row.stats for row in killed.steps] == [row.stats for row in whole.steps]
+    killed = killed_run(config, tmp_path / "killed", at=inside, equals=whole)
     assert [event for event in killed.events if event.what == "probe"] == events
     computed = sum(row.batch for row in whole.steps)
     assert computed - sum(row.stats.get("given_back", 0) for row in whole.steps) == whole.end.samples

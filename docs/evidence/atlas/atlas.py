@@ -34,7 +34,8 @@ AUTO: dict[Length, tuple[str, ...]] = {
     "short": ("auto", "auto(slopes=false)", "auto(guard=false)", "auto(ramp=0)", "auto(ramp=8)"),
     "long": ("auto", "auto(slopes=false)", "auto(probe=false)", "auto(averaged=false)", "auto(lower=false)"),
 }
-"""The automatic rule and its ablations: of guard and ramp in the short runs, of the probe in the long ones."""
+"""The automatic rule and its ablations: of the slopes in all runs, of guard and ramp in the short ones, of the probe in
+the long ones."""
 PLUGIN = Path(__file__).with_name("atlas_workloads.py")
 
 

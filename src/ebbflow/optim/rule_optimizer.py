@@ -54,9 +54,8 @@ class Update:
 class RuleOptimizer(torch.optim.Optimizer):
     """Any torch optimizer, with a learning rate that follows the batch by a rule; a step at a time, from its context.
 
-    Guarantees: the inner optimizer is called exactly once per step, with its step hooks; parameter groups hold the base
-    rate before and after every call; a step that fails or is skipped changes neither the state of the rule nor the
-    averages of noise and signal; `state_dict` restores the inner optimizer, the rule, the averages and the position.
+    It guarantees for a step what `ElasticOptimizer` does, which is one: the rates before and after it, what a step that
+    fails or is skipped leaves unchanged, and what `state_dict` restores.
     """
 
     def __init__(
