@@ -1,4 +1,4 @@
-"""The fused engine on a GPU against the reference on a CPU: as it is, compiled, and replayed from CUDA graphs."""
+"""Passes on a GPU against the reference on a CPU: as they are, compiled, and replayed from CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from engines.test_fused_engine import (
     train,
     twins,
 )
+from engines.test_graphs import gradients_of_steps, replica_step
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
@@ -83,6 +84,20 @@ def test_a_loss_that_is_a_sum_with_its_count_is_compiled_and_replayed_too() -> N
     assert [g.loss for g in ours] == pytest.approx([g.loss for g in theirs], rel=1e-7)
     measured, reference = ([g.measurement.sq_mean[0] for g in run] for run in (ours, theirs))
     assert measured == pytest.approx(reference, rel=1e-6)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize("needs", [(), ("moments",)])
+def test_a_replica_replays_its_micro_batches(needs: tuple[str, ...], sends: bool, interrupted: bool) -> None:
+    ours, theirs = (model.double() for model in twins(images))
+    replica = replica_step(ours.cuda(), torch.compile(over_two_classes), needs, captures=True, sends=sends)
+    found = gradients_of_steps(replica, interrupted=interrupted)
+    assert replica._captured is not None and len(replica._captured) == 1
+    expected = gradients_of_steps(replica_step(theirs, over_two_classes, needs), interrupted=False)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close([tensor.cpu() for tensor in one], other)
+    assert_same_state(ours.cpu(), theirs)
 
 
 def test_pieces_replayed_from_a_graph_are_measured_as_those_that_are_not() -> None:

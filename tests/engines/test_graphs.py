@@ -10,14 +10,17 @@ import pytest
 import torch
 from torch import nn
 
+from ebbflow.data.ledger import Ledger, micro_batches_of
+from ebbflow.engines.captured import CapturedPasses
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
-from ebbflow.engines.emulated.compiled import CapturedPasses
-from ebbflow.engines.replica_step import Loss
+from ebbflow.engines.replica_step import Loss, ReplicaStep
 from ebbflow.moments.meters import FusedMeter
-from ebbflow.plan.batch_plan import BatchPlan
+from ebbflow.plan.batch_plan import BatchPlan, StepSize
 from ebbflow.workloads import cross_entropy
 from engines.test_fused_engine import (
+    SAMPLES,
     assert_same_state,
+    data,
     engine_on,
     images,
     no_norm,
@@ -68,21 +71,25 @@ def recording(graph: Recorded, *, pool: object, capture_error_mode: str = "globa
             tensor.copy_(value)
 
 
+def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    MODES.clear()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+
+
 def with_graphs(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, needs: tuple[str, ...] = (), **settings: Any
 ) -> tuple[FusedEngine, nn.Module]:
     """A fused engine that captures, and a copy of its model."""
-    MODES.clear()
+    record_graphs(monkeypatch)
     fused, other = (model.double() for model in twins(make))
     engine = engine_on(FusedEngine, fused, **settings)
     assert isinstance(engine, FusedEngine)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
     engine._sums = FusedMeter(fused.parameters(), measured=bool(needs))
     if needs:
         engine.meter = engine._sums
     Recorded.graphs = engine._captured = CapturedPasses(engine._compute, engine._sums, samples=engine.fused_batch)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
     return engine, other
 
 
@@ -112,7 +119,7 @@ def test_other_threads_may_use_the_device_during_a_capture(monkeypatch: pytest.M
 
 
 def test_only_so_many_graphs_are_kept_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbflow.engines.emulated.compiled._MOST_GRAPHS", 2)
+    monkeypatch.setattr("ebbflow.engines.captured._MOST_GRAPHS", 2)
     engine, other = with_graphs(images, monkeypatch, fused_batch=24)
     train(engine)
     train(engine_on(LoopEngine, other))
@@ -141,3 +148,89 @@ def test_a_parameter_that_is_frozen_later_gets_no_gradient_from_an_old_graph(mon
         train(one, steps=6)
     assert_same_state(engine.model, other)
     assert len(MODES) == 2
+
+
+# The micro-batches of a live replica ----------------------------------------------------------------------------------
+
+
+def replica_step(
+    model: nn.Module, loss: Loss, needs: tuple[str, ...] = (), *, captures: bool = False, sends: bool = False
+) -> ReplicaStep:
+    device = next(model.parameters()).device
+    x, y = data()
+    x, y = x.to(device, torch.float64), y.to(device)
+    step = ReplicaStep(
+        model, lambda i: (x[i], y[i]), loss, samples=SAMPLES, seed=5, needs=needs, sends_in_last=lambda: sends,
+        captured_samples=8 if captures else 0,
+    )  # fmt: skip
+    if captures:
+        assert step._captured is not None
+        Recorded.graphs = step._captured
+    return step
+
+
+def gradients_of_steps(replica: ReplicaStep, *, interrupted: bool) -> list[list[torch.Tensor]]:
+    """The gradients of six steps of four workers with 7 samples each; from the third on, if interrupted, each in two attempts."""
+    size, ledger, found = StepSize(workers=4, samples=28, time_s=0.0, duration_s=1.0), Ledger(samples=SAMPLES), []
+    optimizer = torch.optim.SGD(replica.model.parameters(), lr=0.05)
+    for number in range(6):
+        assignment = ledger.assign(size.samples)
+        where = {"epoch": assignment.epoch, "batch": assignment.batch, "whole": assignment.batch}
+        todo = micro_batches_of(assignment, size)
+        replica.begin()
+        if interrupted and number > 1:
+            replica.compute(todo[:1], **where)
+            replica.pause()
+            replica.resume()
+            todo = todo[1:]
+        replica.compute(todo, **where)
+        if replica.meter is not None:
+            replica.meter.take()
+        replica.batch_norm.commit()
+        found.append([parameter.grad.clone() for parameter in replica.parameters if parameter.grad is not None])
+        optimizer.step()
+        ledger = ledger.commit(assignment)
+    return found
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize("needs", [(), ("moments",)])
+@pytest.mark.parametrize("loss", [cross_entropy, over_two_classes])
+def test_a_replica_that_replays_its_micro_batches_has_the_same_gradients(
+    loss: Loss, needs: tuple[str, ...], sends: bool, interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the last one is computed without a graph, and where a step is interrupted and goes on."""
+    record_graphs(monkeypatch)
+    ours, theirs = (model.double() for model in twins(images))
+    replica = replica_step(ours, loss, needs, captures=True, sends=sends)
+    found = gradients_of_steps(replica, interrupted=interrupted)
+    reference = replica_step(theirs, loss, needs)
+    for one, other in zip(found, gradients_of_steps(reference, interrupted=False), strict=True):
+        torch.testing.assert_close(one, other)
+    assert_same_state(ours, theirs)
+    assert float(replica.loss) == pytest.approx(float(reference.loss)) and replica.samples == reference.samples
+    assert float(replica.count) == float(reference.count)
+    assert MODES == ["thread_local"], "one shape, captured once"
+    if needs:
+        assert replica.meter is not None and reference.meter is not None
+        squares = [meter.take().squares.tolist() for meter in (replica.meter, reference.meter)]
+        assert squares[0] == pytest.approx(squares[1])
+
+
+def test_inputs_of_another_shape_are_not_copied_into_the_buffers_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single column would be spread over all of them without a word."""
+    record_graphs(monkeypatch)
+    weight = nn.Parameter(torch.ones(1))
+    sums = FusedMeter([weight], measured=False)
+
+    def compute(x: torch.Tensor, y: torch.Tensor, kind: str, factor: torch.Tensor) -> tuple[torch.Tensor, float]:
+        loss = (weight * x).sum()
+        (loss * factor).backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), len(x)
+
+    Recorded.graphs = passes = CapturedPasses(compute, sums, samples=4)
+    for columns in (3, 3, 3, 3, 1, 3):
+        loss, _ = passes(torch.ones(2, columns), torch.zeros(2), "pass", 1.0)
+        assert loss.item() == 2 * columns
+    assert sums._sums[0].item() == 2 * (5 * 3 + 1)

@@ -133,6 +133,8 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         max_steps=arguments.get("max_steps"),
         policy=arguments.get("policy", "follow"),
         local_batch=4,
+        micro_batch=arguments.get("micro_batch"),
+        compile=arguments.get("compile"),
         seed=arguments.get("seed", 7),
         loss=counted_loss if counted else cross_entropy,
         on_commit=pace,

@@ -32,6 +32,28 @@ def test_replicas_train_on_one_gpu(tmp_path: Path, names: list[str], transport: 
     assert len({run.end.weights_sha256 if run.end else "none" for run in runs}) == 1
 
 
+@pytest.mark.parametrize(("names", "rule"), [(["r0"], "linear"), (["r0", "r1"], "adascale"), (["r0", "r1"], "linear")])
+def test_replicas_that_replay_cuda_graphs_train_as_others(tmp_path: Path, names: list[str], rule: str) -> None:
+    """Of two replicas, each replays its first micro-batch, and sends gradients while it computes the second."""
+    losses = []
+    for compiled in (False, True):
+        settings = {
+            "all": names, "device": "cuda", "rule": rule, "micro_batch": 2, "compile": compiled,
+            "environment": {"EBBFLOW_TRANSPORT": "gloo"},
+        }  # fmt: skip
+        folder = tmp_path / str(compiled)
+        folder.mkdir()
+        with TestFleet(folder, replicas.tiny, settings) as group:
+            group.start(*names)
+            assert group.wait(within_s=280) == dict.fromkeys(names, 0)
+        account, runs = read_fleet(folder)
+        assert account.mistakes == () and account.samples == EPOCHS * SAMPLES
+        assert len({run.end.weights_sha256 if run.end else "none" for run in runs}) == 1
+        assert not [event for run in runs for event in run.events if event.what == "no CUDA graph"]
+        losses.append([row.loss for row in runs[0].steps])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_two_replicas_on_one_gpu_end_with_what_nccl_says(tmp_path: Path) -> None:
     settings = {"all": ["r0", "r1"], "device": "cuda", "environment": {"EBBFLOW_TRANSPORT": "nccl"}}
     with TestFleet(tmp_path, replicas.tiny, settings) as group:

@@ -19,9 +19,10 @@ import torch
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.batches import as_pair
+from ebbflow.engines.captured import CapturedPasses, Count
 from ebbflow.engines.loss_sum import LossSum, mean_over_samples
 from ebbflow.errors import ConfigError
-from ebbflow.moments.meters import Meter, meter_for
+from ebbflow.moments.meters import FusedMeter, Meter, meter_for
 from ebbflow.torch_api import BatchNorm, foreach_add_, foreach_copy_, foreach_lerp_, foreach_zero_
 
 __all__ = [
@@ -93,13 +94,13 @@ class ModelReset:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._modules, self._parameters = [*model.modules()], [*model.parameters()]
+        self._modules, self.parameters = [*model.modules()], [*model.parameters()]
         self._modes: list[bool] = []  # of each module after model.train(), which a model may have overridden
 
     def __call__(self) -> None:
         """Do it: torch's own calls only where a mode has changed."""
         self.train()
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 
     def train(self) -> None:
@@ -222,11 +223,19 @@ class ReplicaStep:
         precision: Precision = "fp32",
         needs: Collection[str] = (),
         parameters: Iterable[torch.nn.Parameter] | None = None,
+        sends_in_last: Callable[[], bool] = lambda: False,
         before_last: Callable[[], None] = lambda: None,
         after_backward: Callable[[], None] = lambda: None,
+        captured_samples: int = 0,
+        on_event: Callable[[str, str], None] = lambda what, text: None,
     ) -> None:
-        """`samples`: size of an epoch. `needs`: what to measure. `before_last` is called before the last backward pass
-        of a step, `after_backward` after every micro-batch."""
+        """`samples`: size of an epoch. `needs`: what to measure. `sends_in_last`: whether gradients are sent while the
+        last backward pass of the step goes on; then `before_last` is called before it. `after_backward` is called after
+        every micro-batch.
+
+        `captured_samples`: micro-batches of up to so many samples that `compute` gets are replayed from CUDA graphs,
+        but for those whose gradients are sent during the pass. `on_event(what, text)` says if that fails.
+        """
         self.model = model
         self.parameters = trained_parameters(model, parameters)
         self.meter = measuring(self.parameters, needs)
@@ -242,23 +251,37 @@ class ReplicaStep:
         self._seed = seed
         self._precision = precision
         self._device_type = self.parameters[0].device.type
+        self._sends_in_last = sends_in_last
         self._before_last = before_last
         self._after_backward = after_backward
+        self._sums: FusedMeter | None = None
+        """Adds up the gradients of captured passes."""
+        self._captured: CapturedPasses | None = None
+        if captured_samples:
+            measured = self.meter is not None
+            self._sums = FusedMeter(self.parameters, layers="layers" in needs, measured=measured)
+            self.meter = self._sums if measured else None
+            self._captured = CapturedPasses(
+                self._compute_pass, self._sums, samples=captured_samples,
+                on_refused=lambda why: on_event("no CUDA graph", f"every kernel is launched on its own: {why}"),
+            )  # fmt: skip
         self._generators = generators(model)
         self._reset = ModelReset(model)
         self._order = lru_cache(maxsize=2)(lambda epoch: Permutation(samples, seed, epoch))  # this one and the next
 
     def measure(self, on: bool) -> None:
-        """Whether the coming steps are measured, where anything is measured at all."""
-        if self.meter is not None:
+        """Whether the coming steps are measured, where anything is measured at all; captured passes always measure."""
+        if self.meter is not None and self._captured is None:
             self.meter.on = on
 
     def begin(self) -> None:
         """Begin a step, or begin it again: nothing of an earlier attempt is left."""
         self._reset()
         self.batch_norm.begin()
-        if self.meter is not None:
-            self.meter.discard()
+        for meter in self._meters():
+            meter.discard()
+        if self._captured is not None:
+            self._captured.begin(self._reset.parameters)
         self.loss, self.count, self.samples = 0.0, 0, 0
 
     def pause(self) -> None:
@@ -268,8 +291,11 @@ class ReplicaStep:
     def resume(self) -> None:
         """Go on with a step that was paused: its gradients, loss and statistics are added to."""
         self._reset.train()
-        if self.meter is not None:
-            self.meter.resume()
+        for meter in self._meters():
+            meter.resume()
+
+    def _meters(self) -> list[Meter]:
+        return [meter for meter in dict.fromkeys((self.meter, self._sums)) if meter is not None]
 
     def load(
         self, micro_batches: Sequence[MicroBatch], *, epoch: int, batch: int, whole: int | None = None
@@ -294,14 +320,21 @@ class ReplicaStep:
         """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""
         mean, count = mean_over_samples(loss, micro_batch.samples)
         weighted = mean * micro_batch.weight
-        if micro_batch.last:
+        if self._sends(micro_batch):
             self._before_last()
         weighted.backward()  # type: ignore[no-untyped-call]
         if self.meter is not None:
             self.meter.close_micro_batch(micro_batch.samples, micro_batch.weight)
-        self.loss = self.loss + weighted.detach()
+        self._add(weighted.detach(), count, micro_batch.samples)
+
+    def _sends(self, micro_batch: LoadedMicroBatch) -> bool:
+        """Whether gradients are sent while the backward pass of this micro-batch goes on."""
+        return micro_batch.last and self._sends_in_last()
+
+    def _add(self, loss: torch.Tensor, count: Count, samples: int) -> None:
+        self.loss = self.loss + loss
         self.count = self.count + count
-        self.samples += micro_batch.samples
+        self.samples += samples
 
     def compute(self, micro_batches: Sequence[MicroBatch], *, epoch: int, batch: int, whole: int | None = None) -> None:
         """Forward and backward passes over all micro-batches, with the loss function; `whole`: see `load`."""
@@ -310,9 +343,33 @@ class ReplicaStep:
                 "no loss was given, so the steps cannot be computed here; pass loss=, or use your own loop"
             )
         for micro_batch in self.load(micro_batches, epoch=epoch, batch=batch, whole=whole):
+            if self._captured is not None and not self._sends(micro_batch):
+                self._replay(micro_batch)
+                continue
+            if self._sums is not None and self.meter is None:
+                self._sums.put_back()  # what is sent of a gradient is that of all micro-batches
             with self.autocast():
                 loss = self.loss_function(self.model, micro_batch.inputs, micro_batch.targets)
             self.backward(loss, micro_batch)
+        if self._sums is not None and self.meter is None:
+            self._sums.put_back()
+
+    def _replay(self, micro_batch: LoadedMicroBatch) -> None:
+        """Add the gradient of a micro-batch to the sums, from a CUDA graph if it has the shape of earlier ones."""
+        assert self._captured is not None and self._sums is not None
+        inputs, targets, samples, weight, _ = micro_batch
+        loss, count = self._captured(inputs, targets, samples, weight)
+        self._sums.weigh(samples, weight)
+        self._add(loss * weight, count, samples)
+
+    def _compute_pass(
+        self, inputs: Any, targets: Any, samples: int, factor: torch.Tensor
+    ) -> tuple[torch.Tensor, Count]:
+        assert self.loss_function is not None
+        with self.autocast():
+            loss, count = mean_over_samples(self.loss_function(self.model, inputs, targets), samples)
+        (loss * factor).backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), count
 
     def abandon(self) -> None:
         """Give up the step: gradients and batch-norm statistics of its micro-batches are forgotten."""

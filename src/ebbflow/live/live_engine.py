@@ -92,10 +92,13 @@ class LiveEngine(Engine):
         norm: bool = False,
         leaving: Callable[[], bool] = lambda: False,
         fault: Fault = no_fault,
+        captured_samples: int = 0,
+        on_event: Callable[[str, str], None] = lambda what, text: None,
     ) -> None:
         """`samples`: size of an epoch. `lineage`: of the state that the model has now. `loss`: None if the user's own
         loop does the backward passes. `micro_batch`: most samples in one backward pass, over all ranks of a
-        replica. `norm`: whether the norm of the gradient is needed, which the ranks of a replica find together."""
+        replica. `norm`: whether the norm of the gradient is needed, which the ranks of a replica find together.
+        `captured_samples`, `on_event`: as for `ReplicaStep`; replicas of one rank only."""
         self.model = model
         self.connection = connection
         self.sizes = sizes
@@ -117,8 +120,9 @@ class LiveEngine(Engine):
         if connection.ranks.size > 1:
             self._sharded = ShardedStep(model, self._fetch_next, loss, ranks=connection.ranks, **settings)
         self._replica = self._sharded or ReplicaStep(
-            model, self._fetch_next, loss, before_last=self._overlap, **settings
-        )
+            model, self._fetch_next, loss, sends_in_last=self._sends_in_last, before_last=self._overlap,
+            captured_samples=captured_samples, on_event=on_event, **settings,
+        )  # fmt: skip
         of_rank = self._sharded.gradients.numbers if self._sharded is not None else 0
         self._batch_norm = self._replica.batch_norm
         self._make_message = partial(
@@ -255,12 +259,15 @@ class LiveEngine(Engine):
         """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""
         self._replica.backward(loss, micro_batch)
 
+    def _sends_in_last(self) -> bool:
+        """Whether there is anybody to send gradients to while the last backward pass goes on."""
+        assert self._quorum is not None
+        return len(self._quorum.participants) > 1
+
     def _overlap(self) -> None:
         """The last backward pass of this replica begins: gradients may be sent while it goes on."""
-        assert self._quorum is not None
-        if len(self._quorum.participants) > 1:
-            self._in_last_pass = True
-            self._combine.overlap()
+        self._in_last_pass = True
+        self._combine.overlap()
 
     def _begin_sum(self, part: torch.Tensor) -> Callable[[], None]:
         if self._heard is not None:

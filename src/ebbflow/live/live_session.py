@@ -249,7 +249,15 @@ class LiveSession(Session):
             norm=self._optimizer.clip is not None or self._optimizer.on_nonfinite != "ignore",
             leaving=self._leaving,
             fault=self._fault,
+            captured_samples=self._captured_samples(),
+            on_event=self._event,
         )
+
+    def _captured_samples(self) -> int:
+        """The largest micro-batch that is replayed from a CUDA graph, as compiled passes are on a GPU; 0: none."""
+        on_gpu = next(self.model.parameters()).device.type == "cuda"
+        largest = self.config.micro_batch or self.config.local_batch or 0
+        return largest if self.config.compile and on_gpu else 0
 
     _make_engine.measures = True  # type: ignore[attr-defined]
 

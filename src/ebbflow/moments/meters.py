@@ -556,6 +556,15 @@ class FusedMeter(_AddingMeter):
         self._samples = self._micro_batches = 0
 
     @torch.no_grad()
+    def resume(self) -> None:
+        """Go on with the step whose sums were taken; what else is in `.grad` is added to them."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and parameter.grad is not self._sums[index]:
+                self._sums[index].add_(parameter.grad)
+                self.touched.add(index)
+        super().resume()
+
+    @torch.no_grad()
     def add(self) -> frozenset[int]:
         """Take a gradient out of `.grad` and add it; the numbers of the parameters that had one. Can be captured."""
         arrived: dict[int, torch.Tensor] = {}

@@ -22,7 +22,8 @@ from ebbflow.core.spec import nearest
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.base import Engine, EngineParts, Faults, register_engine
 from ebbflow.engines.batches import as_pair, map_batch, tensors_in
-from ebbflow.engines.emulated.compiled import CapturedPasses, CompiledPasses, Count, Execution, PassShape
+from ebbflow.engines.captured import CapturedPasses, Count
+from ebbflow.engines.emulated.compiled import CompiledPasses, Execution, PassShape
 from ebbflow.engines.emulated.emulated_engine import EmulatedEngine, EmulatedStep, LoopEngine, Ranks
 from ebbflow.engines.emulated.grouped_batch_norm import BatchNormMode, GroupedBatchNorm, unfusable
 from ebbflow.engines.loss_sum import LossSum, mean_over_samples
@@ -169,7 +170,6 @@ class FusedEngine(EmulatedEngine):
         self._compiled = CompiledPasses(model, loss, self._groups, self._usual_shape()) if compile else None
         self._sums = self.meter if isinstance(self.meter, FusedMeter) else None
         self._captured: CapturedPasses | None = None
-        self._trained: tuple[bool, ...] = ()
         self.prefetches = device.type != "cpu"
         """Whether the first samples of a step are fetched while the one before is computed."""
         self._prefetched: _Prefetched | None = None
@@ -177,7 +177,9 @@ class FusedEngine(EmulatedEngine):
         """Whether batch norm was seen to get the rows of each worker separately, in a pass of several micro-batches."""
         if compile and device.type == "cuda":
             self._sums = self._sums or FusedMeter([p for p in self._parameters if p.requires_grad], measured=False)
-            self._captured = CapturedPasses(self._compute, self._sums, samples=self.fused_batch)
+            self._captured = CapturedPasses(
+                self._compute, self._sums, samples=self.fused_batch, on_refused=self._on_no_graph
+            )
             self._always_measures = True  # captured passes contain the measuring
 
     # The contract -------------------------------------------------------------------------------------------------
@@ -291,17 +293,11 @@ class FusedEngine(EmulatedEngine):
             self.meter.discard()  # of a step that an exception cut short
         if self._sums is not None and self._sums is not self.meter:
             self._sums.discard()
-        if self._captured is not None and self._trained != (
-            trained := tuple(p.requires_grad for p in self._parameters)
-        ):
-            self._trained = trained
-            self._captured.clear()
-            assert self._sums is not None
-            summed = {id(p) for p in self._sums.parameters}
-            if any(p.requires_grad and id(p) not in summed for p in self._parameters):
-                # Its gradient would be written where it was at the capture, and nobody reads it there.
-                self._captured.refused = "a parameter is trained that was not when the engine was made"
-                self._report("no CUDA graph", f"every kernel is launched on its own: {self._captured.refused}")
+        if self._captured is not None:
+            self._captured.begin(self._parameters)
+
+    def _on_no_graph(self, reason: str) -> None:
+        self._report("no CUDA graph", f"every kernel is launched on its own: {reason}")
 
     def _backward(self, step: EmulatedStep) -> tuple[torch.Tensor | float, int, torch.Tensor | float]:
         """All passes of a step; again with smaller ones where the memory does not suffice."""
@@ -350,13 +346,10 @@ class FusedEngine(EmulatedEngine):
         self, inputs: Any, targets: Any, shape: PassShape, execution: Execution, factor: float
     ) -> tuple[torch.Tensor, Count]:
         if self._captured is not None and self._sums is not None:
-            refused = self._captured.refused
-            computed = self._captured(inputs, targets, shape, execution, factor)
-            if self._captured.refused != refused:
-                self._report("no CUDA graph", f"every kernel is launched on its own: {self._captured.refused}")
+            computed = self._captured(inputs, targets, (shape, execution), factor)
             self._sums.weigh(shape.samples, factor)
             return computed
-        computed = self._compute(inputs, targets, shape, execution, factor)
+        computed = self._compute(inputs, targets, (shape, execution), factor)
         if self.meter is not None:
             self.meter.close_micro_batch(shape.samples, factor)
         return computed
@@ -382,8 +375,9 @@ class FusedEngine(EmulatedEngine):
         return computed
 
     def _compute(
-        self, inputs: Any, targets: Any, shape: PassShape, execution: Execution, factor: torch.Tensor | float
+        self, inputs: Any, targets: Any, kind: tuple[PassShape, Execution], factor: torch.Tensor | float
     ) -> tuple[torch.Tensor, Count]:
+        shape, execution = kind
         loss, count = mean_over_samples(self._forward(inputs, targets, shape, execution), shape.samples)
         (loss * factor).backward()  # type: ignore[no-untyped-call]
         return loss.detach(), count
