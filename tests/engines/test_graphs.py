@@ -170,7 +170,7 @@ def replica_step(
 
 
 def gradients_of_steps(replica: ReplicaStep, *, interrupted: bool) -> list[list[torch.Tensor]]:
-    """The gradients of six steps of four workers with 7 samples each; from the third on, if interrupted, each in two attempts."""
+    """The gradients of six steps of four workers with 7 samples; if interrupted, from the third on in two attempts."""
     size, ledger, found = StepSize(workers=4, samples=28, time_s=0.0, duration_s=1.0), Ledger(samples=SAMPLES), []
     optimizer = torch.optim.SGD(replica.model.parameters(), lr=0.05)
     for number in range(6):
