@@ -31,6 +31,7 @@ from ebbflow.engines.replica_ranks import ReplicaRanks
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
 from ebbflow.live.agreement import gone_on_without, keeps_others_waiting, without_heartbeat
+from ebbflow.live.background import BackgroundThreads
 from ebbflow.live.listening import SOON_S, Hear, IncomingState, Listener
 from ebbflow.live.membership import Membership, MembershipPhase
 from ebbflow.live.membership_events import (
@@ -182,6 +183,7 @@ class FleetConnection:
         self._fault = fault
         # While something is waited for: reports it, or that time has passed.
         self._pending: Callable[[], MembershipEvent] | None = None
+        self._background = BackgroundThreads("ebbflow-membership")
         self._abandoned = threading.Event()  # set if what the last thread does is not waited for any longer
         self._told_to_leave = False  # whether that was reported
         self._group: ProcessGroup | None = None
@@ -378,6 +380,7 @@ class FleetConnection:
         self._closed.set()
         self._unregister()
         self._drop()
+        self._background.close()
 
     # How instructions are executed ------------------------------------------------------------------------------------
 
@@ -572,21 +575,15 @@ class FleetConnection:
         self._in_background(ask, _LEAVE_POLL_S)
 
     def _in_background(self, work: Callable[[], MembershipEvent], poll_s: float) -> None:
-        """Begin something that cannot be interrupted in a thread of its own; meanwhile report that time passes."""
-        outcome: queue.SimpleQueue[MembershipEvent | Exception] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                outcome.put(work())
-            except Exception as error:  # raised again in the thread of the training loop
-                outcome.put(error)
+        """Begin something that cannot be interrupted in another thread; meanwhile report that time passes."""
+        outcome = self._background.begin(work)
 
         def poll() -> MembershipEvent:
             if self._leaving() and not self._told_to_leave:
                 self._told_to_leave = True
                 return ToldToLeave(now=monotonic())
             try:
-                event = outcome.get(timeout=poll_s)
+                event: MembershipEvent | Exception = outcome.get(timeout=poll_s)
             except queue.Empty:
                 return Tick(now=monotonic())
             self._pending = None
@@ -595,7 +592,6 @@ class FleetConnection:
             return event
 
         self._pending = poll
-        threading.Thread(target=run, daemon=True, name="ebbflow-membership").start()
 
     def _check_heartbeats(self, besides: Sequence[str]) -> MembershipEvent:
         ages = self._heartbeat_ages()
