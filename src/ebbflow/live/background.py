@@ -1,6 +1,6 @@
 """Threads that stay, for calls that cannot be interrupted: starting one takes as long as a question to the lighthouse.
 
-The threads of `concurrent.futures` stay, too, but a process waits for them before it ends, and a call may hang for good.
+The threads of `concurrent.futures` stay, too, but a process waits for them before it ends, and a call may hang.
 """
 
 from __future__ import annotations
