@@ -15,7 +15,7 @@ from ebbflow.core.files import write_whole
 from ebbflow.engines import allreduce, process_group
 from ebbflow.engines.base import Faults
 from ebbflow.engines.process_group import ProcessGroup
-from ebbflow.live import connection, equality, membership, state_transfer
+from ebbflow.live import connection, equality, membership, peer_watch, state_transfer
 from ebbflow.live.connection import FleetConnection
 from ebbflow.live.live_session import join
 from ebbflow.live.protocol import fetch_heartbeat_ages
@@ -78,7 +78,7 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     state_transfer._DESCRIBED = 64  # so that even the tensors of a tiny model are sent as large ones are
     if (patience_s := arguments.get("patience_s")) is not None:
         connection._COLLECTIVE_TIMEOUT_S = connection._CONNECT_TIMEOUT_S = patience_s
-        connection._LOOK_EVERY_S = membership._LEFT_OUT_S = patience_s / 2
+        peer_watch._LOOK_EVERY_S = membership._LEFT_OUT_S = patience_s / 2
     enter_network(arguments.get("network"))
     folder, own = Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"]
     if arguments.get("receive_later"):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -89,6 +90,23 @@ def test_a_replica_that_names_no_rule_records_the_one_that_it_used(
         fleet.run()
     _, (run,) = read_fleet(tmp_path)
     assert run.header.config["rule"] == rule
+
+
+def test_a_lone_replica_asks_the_lighthouse_in_threads_that_stay_until_it_is_closed(script: Any) -> None:
+    def asking() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "ebbflow-membership"}
+
+    model, fleet = script()
+    seen: list[set[threading.Thread]] = []
+    with fleet:
+        for step in fleet:
+            seen.append(asking())
+            for x, y in step:
+                step.backward(loss_fn(model(x), y))
+    assert seen[0] and all(seen[0] <= later for later in seen)
+    for thread in seen[-1]:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_half_precision_by_autocast_in_the_script(script: Any, tmp_path: Path) -> None:

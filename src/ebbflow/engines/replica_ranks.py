@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ebbflow.data.ledger import MicroBatch
+from ebbflow.engines.process_group import PeerLost, ProcessGroup
 from ebbflow.errors import ConfigError, RankLost
 
-__all__ = ["ReplicaRanks", "is_sharded", "local_shard", "replica_ranks", "samples_of_rank"]
+__all__ = ["ReplicaRanks", "all_reduce_of_ranks", "is_sharded", "local_shard", "replica_ranks", "samples_of_rank"]
 
 _SHORT = 2048  # bytes of the first message of a shared value
 _TIMEOUT = timedelta(days=30)  # ranks wait for rank 0, which may wait for the fleet; a dead one is noticed at once
@@ -198,6 +199,38 @@ def _divides_samples(model: torch.nn.Module, size: int) -> bool:
             f"data_mesh=mesh['dp']"
         )
     return _is_wrapped(model) or not meshes
+
+
+# Sums -----------------------------------------------------------------------------------------------------------------
+
+
+def all_reduce_of_ranks(tensor: torch.Tensor, ranks: ReplicaRanks, group: ProcessGroup, *, of_rank: int = 0) -> None:
+    """Replace a tensor by its sum over replicas of several ranks. `group`: this rank, and its peers in other replicas.
+
+    If this replica has several ranks, the first `of_rank` numbers are of this rank alone, and are added up with the
+    same rank of the other replicas. The rest is added up over the ranks first, then by rank 0 over the replicas.
+    All ranks get the sum, or all raise `PeerLost`.
+    """
+    if ranks.size == 1:
+        group.all_reduce(tensor)
+        return
+    of_replica = tensor[of_rank:]
+    ranks.add_up(of_replica)
+    lost = ""
+    try:
+        if ranks.leads or of_rank:
+            group.all_reduce(tensor if ranks.leads else tensor[:of_rank])
+    except PeerLost as error:
+        lost = str(error)
+    # One message says whether any rank has lost its peer, and what rank 0 has received.
+    answer = torch.cat([of_replica if ranks.leads else torch.zeros_like(of_replica), tensor.new_zeros(1)])
+    if lost:
+        answer.zero_()
+        answer[-1] = 1.0
+    ranks.add_up(answer)
+    if answer[-1] > 0:
+        raise PeerLost(lost or "another rank of this replica lost its peer")
+    of_replica.copy_(answer[:-1])
 
 
 # Samples --------------------------------------------------------------------------------------------------------------

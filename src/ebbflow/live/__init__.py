@@ -11,7 +11,8 @@ told to leave (SIGTERM) finishes its step first; a new one receives the complete
     protocol       addresses, environment, status files and the lighthouse's page          both sides
     membership     who takes part in a step and whose state counts: a pure state machine   the replica
     equality       whether replicas have the same model, data and weights
-    connection     executes its instructions (torchft_api, engines/process_group)
+    connection     executes its instructions; registration, fleet_questions, rendezvous, peer_watch, state_transfer:
+                   its parts (torchft_api, engines/process_group)
     live_engine    the engine contract on a fleet
     live_session   the training loop of a replica, and its state; replica_files: record, status, checkpoints
     processes      child processes and the lighthouse                                      the launcher

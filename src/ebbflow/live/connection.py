@@ -1,36 +1,34 @@
 """The connection of one replica with its fleet: executes what the membership protocol asks for, and reports events.
 
-No decision is made here. `Membership` (membership.py) says what is to be done; this module does it with torchft's
-manager server and client, torch's store and a process group, in the thread of the training loop.
+No decision is made here. `Membership` (membership.py) says what is to be done; this module does it in the thread of the
+training loop, with these parts:
+
+    registration      heartbeats to the lighthouse, by torchft's manager server, and the store that others read
+    fleet_questions   questions to the lighthouse and to the stores of others; background: threads that wait for answers
+    rendezvous        handshakes, and connecting the process group
+    peer_watch        whether this replica waits for its peers in vain, or they for it
+    state_transfer    the state to replicas that need it; listening: the state from one that has it
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import math
 import queue
-import socket
-import sys
 import threading
-import traceback
-import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from time import monotonic, sleep
-from typing import Any, Protocol
 
 import torch
 
-from ebbflow.core.key_store import KeyStore, NotAuthenticated, StoreLost
 from ebbflow.data.ledger import Assignment
-from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, ProcessGroup, no_fault, open_store
-from ebbflow.engines.replica_ranks import ReplicaRanks
+from ebbflow.engines.process_group import Fault, PeerLost, ProcessGroup, no_fault
+from ebbflow.engines.replica_ranks import ReplicaRanks, all_reduce_of_ranks
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
-from ebbflow.live.agreement import gone_on_without, keeps_others_waiting, without_heartbeat
+from ebbflow.live.background import BackgroundThreads
+from ebbflow.live.fleet_questions import CONNECTED_KEY, GROUP_KEY, FleetQuestions
 from ebbflow.live.listening import SOON_S, Hear, IncomingState, Listener
 from ebbflow.live.membership import Membership, MembershipPhase
 from ebbflow.live.membership_events import (
@@ -43,28 +41,18 @@ from ebbflow.live.membership_events import (
     ConnectionFailed,
     DropConnections,
     GiveUp,
-    GroupConnected,
-    Handshake,
-    HandshakeFailed,
-    HandshakesReceived,
-    HeartbeatsReceived,
     Instruction,
     KeptPart,
     LeaveFleet,
-    LighthouseUnreachable,
     LighthouseWanted,
-    LinksChecked,
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
-    PublishedGroup,
     PublishGroup,
-    QuorumFormed,
     ReceiveState,
     RecordEvent,
     Refuse,
     Register,
-    Registered,
     ReplicaState,
     SendHandshake,
     SendState,
@@ -79,40 +67,23 @@ from ebbflow.live.membership_events import (
     Unregister,
     WeightsDiffer,
 )
-from ebbflow.live.protocol import (
-    HEARTBEAT_INTERVAL_S,
-    ReplicaConfig,
-    fetch_heartbeat_ages,
-    fetch_quorum_and_ages,
-    format_address,
-    parse_address,
-)
-from ebbflow.live.state_transfer import OutgoingState
+from ebbflow.live.peer_watch import HangWatch, PeerWatch
+from ebbflow.live.protocol import ReplicaConfig
+from ebbflow.live.registration import Registration
+from ebbflow.live.rendezvous import RefusedConnections, connect_group, connection_failed, exchange_handshakes
+from ebbflow.live.state_transfer import StateTransfers, TransferableState
 
-__all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransferableState", "TransportUnusable"]
+__all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransportUnusable"]
 
 _CONNECT_TIMEOUT_S = 10.0  # for the handshake, and for connecting
 _TRANSFER_S = 24 * 3600.0  # for the collectives of a step in which a replica does not have the state
 _COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send heartbeats
-_QUORUM_TIMEOUT = timedelta(minutes=5)  # then the lighthouse is asked again: an answer may have been lost
 _LEAVE_POLL_S = 0.1
 _LISTEN_POLL_S = 0.05
-_PROBE_TIMEOUT_S = 2.0  # for finding out whether anybody listens at the address of the lighthouse
 _HANDSHAKE_POLL_S = 0.02
-_WAIT_FOR_LINK_S = 0.5  # while a replica is left out: do those that it does not reach still send heartbeats?
-_READ_AGAIN_S = 0.1  # before handshakes that not all replicas confirm are read again
 _CONNECT_POLL_S = 0.05
-_STORE_TIMEOUT_S = 2.0  # for reading from the store of another replica
-_AFTER_REFUSAL_S = 0.5  # for handshakes to come after all, when this replica's store has refused a connection
 _BY_ALL_RANKS = (Connect, DropConnections, LoadCheckpoint, SendState, ReceiveState)
 """What every rank of a replica does, when rank 0 says so."""
-_REFUSED = b"refused"
-"""What stands in the place of a handshake that will not come."""
-_GROUP_KEY = "ebbflow/group"
-"""Key of a replica's quorum group in its store."""
-_CONNECTED_KEY = "ebbflow/connected"
-"""Key, in the store of a replica, of the name of the group in which it is connected, or connects; empty if in none."""
-_LOOK_EVERY_S = 5.0  # while a replica waits for its peers: do they answer, and are they still in the group?
 
 
 class LeftFleet(Exception):
@@ -125,24 +96,6 @@ class TrainingFinished(Exception):
 
 class TransportUnusable(ConfigError):
     """The backend that carries the gradients fails again and again, although no replica was lost."""
-
-
-class TransferableState(Protocol):
-    """The complete state of a replica, which can be sent to a peer and loaded from a checkpoint."""
-
-    def pack(self) -> Any:
-        """The state after the last committed step, in plain containers. Nothing in it changes before the next step is
-        committed."""
-
-    def unpack(self, state: Any) -> tuple[int, int]:
-        """Load what `pack` returned; return its number of committed steps and its lineage."""
-
-    def refresh(self) -> tuple[int, int] | None:
-        """Load the newest checkpoint if it is further than this state; return its steps and lineage, or None."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether there is nothing left to train."""
 
 
 class FleetConnection:
@@ -167,55 +120,42 @@ class FleetConnection:
         self.config = config
         self.ranks = ranks or ReplicaRanks()
         self.state = state
-        self._heartbeat_timeout_s = config.heartbeat_timeout_ms / 1000
+        heartbeat_timeout_s = config.heartbeat_timeout_ms / 1000
         self.membership = Membership(
             job,
             min_replicas=config.min_replicas,
-            heartbeat_timeout_s=self._heartbeat_timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
             connect_timeout_s=_CONNECT_TIMEOUT_S,
         )
-        self.name = self._new_name()
         self._secret = secret
         self._device = device
         self._leaving = leaving
         self._on_event = on_event
         self._fault = fault
+        self._registration = Registration(config, secret, leaving)
+        self._questions = FleetQuestions(config.lighthouse, secret, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._peer_watch = PeerWatch(self._questions)
+        self._hang_watch = HangWatch(self._registration, self._questions, on_event)
         # While something is waited for: reports it, or that time has passed.
         self._pending: Callable[[], MembershipEvent] | None = None
+        self._background = BackgroundThreads("ebbflow-membership")
         self._abandoned = threading.Event()  # set if what the last thread does is not waited for any longer
         self._told_to_leave = False  # whether that was reported
         self._group: ProcessGroup | None = None
-        self._key = ""  # name of the group
         self._names: tuple[str, ...] = ()  # of the replicas of the group, by rank
-        self._asked_at = self._looks_at = 0.0  # when it was last asked who has stopped; when the peers are looked at
-        self._away: frozenset[str] = frozenset()  # peers that did not answer then, or were not in the group
+        self._transfers = StateTransfers()  # to replicas of the group
         self.begin_to_hear: Callable[[], Hear] | None = None
         """Makes what takes part in the steps of the others while this replica receives the state; without it they
         wait."""
         self.listener: Listener | None = None
         """Hears the steps of the others, which are to be applied to the state that this replica receives."""
-        self._outgoing: OutgoingState | None = None
-        self._transfers: list[threading.Thread] = []  # of the state to replicas that need it
-        self._failed_transfers: list[str] = []  # names of replicas that could not receive it
-        self._training_thread = threading.get_ident()
-        self._computing_since: float | None = None  # a step, which may have its sum, but is not committed yet
-        self._step_s = 0.0  # how long the last step took
-        self._silenced = False  # whether this replica has stopped its heartbeats, since it kept the others waiting
-        self._closed = threading.Event()
-        self._server: Any = None
-        self._client: Any = None
-        self._store: KeyStore | None = None
-
-    def _new_name(self) -> str:
-        return f"{self.config.replica}:{uuid.uuid4().hex[:12]}"
 
     # What the training loop calls -------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Make this replica known to the lighthouse, if that can be reached; else the first step tries again."""
-        self._training_thread = threading.get_ident()
         if self.ranks.leads:
-            threading.Thread(target=self._watch, daemon=True, name="ebbflow-watch").start()
+            self._hang_watch.start(patience_s=_COLLECTIVE_TIMEOUT_S)
         self._run(Started(now=monotonic()))
 
     def next_step(self, step: int, lineage: int, kept: KeptPart | None = None) -> ComputeStep:
@@ -226,7 +166,7 @@ class FleetConnection:
         `TrainingFinished` if the state turns out to be that of a finished job, and a ConfigError if this replica is
         incompatible with the fleet.
         """
-        registered, self._silenced = not self._silenced, False
+        registered, self._hang_watch.silenced = not self._hang_watch.silenced, False
         instruction = self._run(
             StepRequested(now=monotonic(), step=step, lineage=lineage, kept=kept, registered=registered)
         )
@@ -243,37 +183,13 @@ class FleetConnection:
         if self._group is not None:
             # Who receives the state may have to wait for it; whether it still receives anything, the transfer shows.
             self._group.patience = timedelta(seconds=_TRANSFER_S if instruction.receiving else _COLLECTIVE_TIMEOUT_S)
-        self._computing_since = monotonic()
+        self._hang_watch.step_begins()
         return instruction
 
     def all_reduce(self, tensor: torch.Tensor, *, of_rank: int = 0) -> None:
-        """Replace a tensor by its sum over the participants of the step.
-
-        If this replica has several ranks, the first `of_rank` numbers are of this rank alone, and are added up with the
-        same rank of the other replicas. The rest is added up over the ranks first, then by rank 0 over the replicas.
-        All ranks get the sum, or all raise `PeerLost`.
-        """
+        """Replace a tensor by its sum over the participants of the step. `of_rank`: see `all_reduce_of_ranks`."""
         assert self._group is not None
-        if self.ranks.size == 1:
-            self._group.all_reduce(tensor)
-            return
-        of_replica = tensor[of_rank:]
-        self.ranks.add_up(of_replica)
-        lost = ""
-        try:
-            if self.ranks.leads or of_rank:
-                self._group.all_reduce(tensor if self.ranks.leads else tensor[:of_rank])
-        except PeerLost as error:
-            lost = str(error)
-        # One message says whether any rank has lost its peer, and what rank 0 has received.
-        answer = torch.cat([of_replica if self.ranks.leads else torch.zeros_like(of_replica), tensor.new_zeros(1)])
-        if lost:
-            answer.zero_()
-            answer[-1] = 1.0
-        self.ranks.add_up(answer)
-        if answer[-1] > 0:
-            raise PeerLost(lost or "another rank of this replica lost its peer")
-        of_replica.copy_(answer[:-1])
+        all_reduce_of_ranks(tensor, self.ranks, self._group, of_rank=of_rank)
 
     def begin_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begin to replace a tensor by its sum over the participants of the step; the result waits for the sum."""
@@ -297,6 +213,11 @@ class FleetConnection:
         said[self._group.rank] = float(has_state)
         self._group.all_reduce(said)
         return frozenset(rank for rank in listening if said[rank])
+
+    @property
+    def name(self) -> str:
+        """Name of this replica, without the address of its store; another one after it was unregistered."""
+        return self._registration.name
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -326,14 +247,9 @@ class FleetConnection:
 
         The state may change from now on: what of it is still to be sent is copied.
         """
-        if self._outgoing is not None:
-            if any(transfer.is_alive() for transfer in self._transfers):
-                self._outgoing.keep()
-                self._fault("copy")
-            else:
-                self._outgoing = None
-        if self._computing_since is not None:
-            self._step_s, self._computing_since = monotonic() - self._computing_since, None
+        if self._transfers.keep_unsent():
+            self._fault("copy")
+        self._hang_watch.step_committed()
         instruction = self._run(
             StepCommitted(
                 now=monotonic(),
@@ -347,7 +263,7 @@ class FleetConnection:
 
     def failed(self, reason: str) -> None:
         """Report that the step does not count on this replica. Raises `TransportUnusable` if it never will."""
-        self._computing_since = None
+        self._hang_watch.step_failed()
         backend = self._group is not None and self._group.backend_failed
         self._run(StepFailed(now=monotonic(), reason=reason, backend=backend))
 
@@ -361,23 +277,22 @@ class FleetConnection:
 
     def publish(self, key: str, text: str) -> None:
         """Put a text into the store of this replica, where others can read it over the network."""
-        if self._store is not None:
-            self._store.set(key, text.encode())
+        self._registration.publish(key, text)
 
     def finish_transfers(self) -> None:
         """Wait until the replicas that receive the state from this one have it, or are lost."""
-        for transfer in self._transfers:
-            transfer.join()
+        self._transfers.finish()
 
     def sends_heartbeats(self, name: str) -> bool:
         """Whether the lighthouse has heard of a replica, by its name in the group, within the heartbeat timeout."""
-        return self._heartbeat_ages().get(name, math.inf) <= self._heartbeat_timeout_s
+        return self._questions.sends_heartbeats(name)
 
     def close(self) -> None:
         """Close everything; the lighthouse forgets this replica when its heartbeat times out."""
-        self._closed.set()
-        self._unregister()
+        self._hang_watch.close()
+        self._registration.unregister()
         self._drop()
+        self._background.close()
 
     # How instructions are executed ------------------------------------------------------------------------------------
 
@@ -441,17 +356,17 @@ class FleetConnection:
             case Register():
                 if instruction.after_s:  # even a sleep of nothing gives the core away
                     sleep(instruction.after_s)
-                return self._register()
+                return self._registration.register(_CONNECT_TIMEOUT_S)
             case AskLighthouse():
                 if instruction.after_s:  # even a sleep of nothing gives the core away
                     sleep(instruction.after_s)
                 self._ask(instruction)
             case CheckLinks():
-                self._check_links(instruction)
+                self._in_background(partial(self._questions.check_links, instruction), _LEAVE_POLL_S)
             case CheckHeartbeats():
-                return self._check_heartbeats(instruction.besides)
+                return self._questions.check_heartbeats(instruction.besides)
             case PublishGroup():
-                self.publish(_GROUP_KEY, instruction.group.encode())
+                self.publish(GROUP_KEY, instruction.group.encode())
             case SendHandshake():
                 self._exchange_handshakes(instruction)
             case Connect():
@@ -465,64 +380,12 @@ class FleetConnection:
             case RecordEvent():
                 self._on_event(instruction.what, instruction.text)
             case Unregister():
-                self._unregister()
+                self._registration.unregister()
             case DropConnections():
                 self._drop()
             case _:
                 raise NotImplementedError(f"{instruction}")
         return None
-
-    def _register(self) -> MembershipEvent:
-        timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
-        if problem := self._nobody_listens(monotonic() + _CONNECT_TIMEOUT_S):
-            return self._unreachable(f"nobody answers at {self.config.lighthouse} ({problem})")
-        self._close_store()
-        self._store = KeyStore(self.config.bind, self._secret)
-        address = format_address(self.config.bind, self._store.port)
-        name = f"{self.name}@{address}"  # others find the store of a replica by its heartbeat
-        try:
-            self._client = torchft_api.lighthouse_client(self.config.lighthouse, connect_timeout=timeout)
-            self._server = torchft_api.manager_server(
-                name,
-                lighthouse=self.config.lighthouse,
-                heartbeat_interval=timedelta(seconds=HEARTBEAT_INTERVAL_S),
-                connect_timeout=timeout,
-            )
-        except (RuntimeError, TimeoutError) as error:
-            return self._unreachable(f"no lighthouse at {self.config.lighthouse}: {error}")
-        return Registered(now=monotonic(), name=name, store=address)
-
-    def _nobody_listens(self, deadline: float) -> str:
-        """Wait until somebody listens at the address of the lighthouse; why not, if nobody does by the deadline.
-
-        torchft would wait, too, but a replica that is told to leave meanwhile could not interrupt it.
-        """
-        while True:
-            try:
-                socket.create_connection(parse_address(self.config.lighthouse), timeout=_PROBE_TIMEOUT_S).close()
-                return ""
-            except OSError as error:
-                if monotonic() > deadline or self._leaving():
-                    return error.strerror or str(error)
-            sleep(_LEAVE_POLL_S)
-
-    def _unreachable(self, reason: str) -> MembershipEvent:
-        if self._leaving():
-            return ToldToLeave(now=monotonic())
-        return LighthouseUnreachable(now=monotonic(), reason=reason)
-
-    def _unregister(self) -> None:
-        if self._server is not None:
-            with contextlib.suppress(RuntimeError):
-                self._server.shutdown()
-        self._server = self._client = None
-        self._close_store()
-        self.name = self._new_name()
-
-    def _close_store(self) -> None:
-        if self._store is not None:
-            self._store.close()
-            self._store = None
 
     def _drop(self) -> None:
         if self.listener is not None:
@@ -534,59 +397,26 @@ class FleetConnection:
 
     def _ask(self, request: AskLighthouse) -> None:
         self._abandoned.set()
-        self.publish(_CONNECTED_KEY, request.group)
-        client, name = self._client, self.membership.name
-
-        def ask() -> MembershipEvent:
-            try:
-                quorum = torchft_api.request_quorum(
-                    client,
-                    name=name,
-                    store=self.membership.store,
-                    step=request.step,
-                    data={
-                        "group": request.group,
-                        "established": str(request.established),
-                        "step": str(request.step),
-                        "unreachable": " ".join(request.unreachable),
-                    },
-                    timeout=_QUORUM_TIMEOUT,
-                )
-            except (RuntimeError, TimeoutError) as error:
-                reason = f"the lighthouse at {self.config.lighthouse} does not answer: {error}"
-                return LighthouseUnreachable(now=monotonic(), reason=reason)
-            said = [member.data or {} for member in quorum.participants]
-            names = tuple(member.replica_id for member in quorum.participants)
-            return QuorumFormed(
-                now=monotonic(),
-                quorum_id=quorum.quorum_id,
-                replicas=names,
-                rank=names.index(name),
-                store=quorum.participants[0].store_address,
-                groups=tuple(str(one.get("group")) for one in said),
-                established=tuple(one.get("established") == str(True) for one in said),
-                steps=tuple(int(step) if (step := str(one.get("step"))).isdecimal() else 0 for one in said),
-                unreachable=tuple(tuple(str(one.get("unreachable", "")).split()) for one in said),
-            )
-
+        self.publish(CONNECTED_KEY, request.group)
+        ask = partial(
+            self._questions.ask_for_quorum,
+            request,
+            client=self._registration.client,
+            name=self.membership.name,
+            store=self.membership.store,
+        )
         self._in_background(ask, _LEAVE_POLL_S)
 
     def _in_background(self, work: Callable[[], MembershipEvent], poll_s: float) -> None:
-        """Begin something that cannot be interrupted in a thread of its own; meanwhile report that time passes."""
-        outcome: queue.SimpleQueue[MembershipEvent | Exception] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                outcome.put(work())
-            except Exception as error:  # raised again in the thread of the training loop
-                outcome.put(error)
+        """Begin something that cannot be interrupted in another thread; meanwhile report that time passes."""
+        outcome = self._background.begin(work)
 
         def poll() -> MembershipEvent:
             if self._leaving() and not self._told_to_leave:
                 self._told_to_leave = True
                 return ToldToLeave(now=monotonic())
             try:
-                event = outcome.get(timeout=poll_s)
+                event: MembershipEvent | Exception = outcome.get(timeout=poll_s)
             except queue.Empty:
                 return Tick(now=monotonic())
             self._pending = None
@@ -595,98 +425,35 @@ class FleetConnection:
             return event
 
         self._pending = poll
-        threading.Thread(target=run, daemon=True, name="ebbflow-membership").start()
-
-    def _check_heartbeats(self, besides: Sequence[str]) -> MembershipEvent:
-        ages = self._heartbeat_ages()
-        dead = without_heartbeat(ages, ages, self._heartbeat_timeout_s)
-        asked = sorted(ages.keys() - {*dead, *besides}) if besides else []
-        groups = {name: _published(text) for name, text in self._ask_stores(asked, _GROUP_KEY).items()}
-        return HeartbeatsReceived(now=monotonic(), ages=ages, groups=groups)
-
-    def _check_links(self, instruction: CheckLinks) -> None:
-        def alive(names: Sequence[str]) -> list[str]:
-            return [name for name in names if self.sends_heartbeats(name)]
-
-        def check() -> MembershipEvent:
-            until, names = monotonic() + instruction.after_s, alive(instruction.names)
-            while names and monotonic() < until:
-                sleep(min(instruction.after_s, _WAIT_FOR_LINK_S))
-                names = alive(instruction.names)
-            said = self._ask_stores(names, _GROUP_KEY)
-            silent = [name for name in names if said[name] is None]
-            if silent:  # one that has just died is no longer there when its heartbeat has timed out
-                sleep(self._heartbeat_timeout_s + 2 * HEARTBEAT_INTERVAL_S)
-            return LinksChecked(now=monotonic(), unreachable=tuple(alive(silent)))
-
-        self._in_background(check, _LEAVE_POLL_S)
 
     def _exchange_handshakes(self, instruction: SendHandshake) -> None:
-        """Exchange handshakes, and make sure that all replicas have read the same ones.
-
-        The store may hold handshakes of an earlier quorum with the same number, which a lighthouse that was restarted
-        has given twice. So each replica also sets a key with a digest of all handshakes that it has read: nobody can
-        know the digest of a handshake that has just been written without having read it.
-        """
-        own, ranks = instruction.rank, range(instruction.size)
         self._abandoned.set()
         abandoned = self._abandoned = threading.Event()
-
-        def exchange() -> MembershipEvent:
-            deadline = monotonic() + _CONNECT_TIMEOUT_S
-            try:
-                with open_store(instruction.rendezvous, self._secret, timeout_s=_CONNECT_TIMEOUT_S) as store:
-                    store.set({f"handshake/{own}": instruction.handshake.encode().encode()})
-                    while monotonic() < deadline and not abandoned.is_set():
-                        texts = store.get([f"handshake/{rank}" for rank in ranks], timeout_s=_READ_AGAIN_S)
-                        if texts is None:
-                            continue
-                        if _REFUSED in texts:
-                            raise StoreLost("a replica of the quorum does not know the secret of the others")
-                        handshakes = tuple(Handshake.decode(text) for text in texts)
-                        digest = hashlib.sha256(b"\0".join(texts)).hexdigest()
-                        store.set({f"confirmed/{own}/{digest}": b""})
-                        if store.get([f"confirmed/{rank}/{digest}" for rank in ranks], timeout_s=_READ_AGAIN_S) is None:
-                            continue
-                        return HandshakesReceived(now=monotonic(), handshakes=handshakes)
-                raise StoreLost("not all replicas answered")
-            except (StoreLost, ValueError) as error:  # the store ended with the replica that had it
-                foreign = isinstance(error, NotAuthenticated)
-                return HandshakeFailed(now=monotonic(), reason=f"the handshake failed: {error}", foreign=foreign)
-
-        refused_before = 0
-        if self._store is not None:
-            refused_before = self._store.refused
-            self._store.forget(_REFUSED)  # a quorum may have the number of an earlier one
-        refused_at: float | None = None
+        refused = RefusedConnections(instruction, self._registration)
+        exchange = partial(
+            exchange_handshakes, instruction, self._secret, timeout_s=_CONNECT_TIMEOUT_S, abandoned=abandoned
+        )
         self._in_background(exchange, _HANDSHAKE_POLL_S)
         waiting = self._pending
 
         def poll() -> MembershipEvent:
-            nonlocal refused_at
             assert waiting is not None
             event = waiting()
-            if not isinstance(event, Tick):
+            failure = refused.failure(event.now) if isinstance(event, Tick) else None
+            if failure is None:
                 return event
-            if refused_at is None and self._store is not None and self._store.refused > refused_before:
-                refused_at = event.now
-            if refused_at is None or event.now - refused_at < _AFTER_REFUSAL_S:
-                return event
-            if self._store is not None:  # the others need not wait for what will not come
-                prefix = instruction.rendezvous.partition("/")[2]
-                self._store.complete([f"{prefix}/handshake/{rank}" for rank in ranks], _REFUSED)
             self._pending = None
-            reason = "a replica that came to this one's store does not know the secret of this one"
-            return HandshakeFailed(now=event.now, reason=f"the handshake failed: {reason}", foreign=True)
+            return failure
 
         self._pending = poll
 
     def _connect(self, instruction: Connect) -> MembershipEvent | None:
         own, key = instruction.names[instruction.rank], instruction.rendezvous.rpartition("/")[2]
         others = [name for name in instruction.names if name != own]
-        self.publish(_CONNECTED_KEY, key)
-        self._key, self._names, self._transfers, self._failed_transfers = key, instruction.names, [], []
-        self._outgoing = None
+        self.publish(CONNECTED_KEY, key)
+        transfers = self._transfers = StateTransfers()
+        self._names = instruction.names
+        self._hang_watch.group_connects(key, instruction.names)
         self._group = group = ProcessGroup(
             instruction.rendezvous + (f"/{self.ranks.rank}" if self.ranks.size > 1 else ""),
             instruction.rank,
@@ -698,81 +465,13 @@ class FleetConnection:
             device=self._device,
             by_nccl=self.config.transport != "gloo",
             nccl=torchft_api.nccl_group,
-            stopped=lambda: self._stopped(own, others, key),
+            stopped=lambda: self._peer_watch.stopped(own, others, key, lost=transfers.failed),
             fault=self._fault,
         )
-
-        def connect() -> MembershipEvent:
-            try:
-                with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
-                    group.connect()
-            except PeerLost as error:
-                return _connection_failed(error)
-            return GroupConnected(now=monotonic())
-
         if self.ranks.size > 1:  # they report together
-            return connect()
-        self._in_background(connect, _CONNECT_POLL_S)
+            return connect_group(group, self._device)
+        self._in_background(partial(connect_group, group, self._device), _CONNECT_POLL_S)
         return None
-
-    def _stopped(self, own: str, others: Sequence[str], key: str) -> list[str]:
-        """The peers that will not answer any more. This is asked every half second while they are waited for."""
-        quorum, ages = fetch_quorum_and_ages(self.config.lighthouse, timeout_s=self._heartbeat_timeout_s)
-        dead = without_heartbeat(others, ages, self._heartbeat_timeout_s)
-        stopped = [*dead, *gone_on_without(own, others, quorum), *self._failed_transfers]
-        now, asked_at = monotonic(), self._asked_at
-        if now - asked_at > _LOOK_EVERY_S:  # another wait has begun
-            self._looks_at, self._away = now + _LOOK_EVERY_S, frozenset()
-        elif not stopped and now > self._looks_at:
-            said = self._ask_stores(others, _CONNECTED_KEY)
-            away = frozenset(name for name, group in said.items() if group != key.encode())
-            stopped = sorted(away & self._away)  # twice in a row: a peer may just have gone on, after the same step
-            self._looks_at, self._away = monotonic() + _LOOK_EVERY_S, away
-        self._asked_at = monotonic()
-        return stopped
-
-    def _watch(self) -> None:
-        """Stop the heartbeats of this replica if it keeps the others waiting: the lighthouse would wait for it, too.
-
-        The training thread may hang in a data loader or in a kernel. When it goes on, this replica registers again.
-        """
-        away: frozenset[str] = frozenset()
-        while not self._closed.wait(_LOOK_EVERY_S):
-            since, key, before = self._computing_since, self._key, away
-            away = frozenset()
-            waits = since is not None and keeps_others_waiting(monotonic() - since, self._step_s, _COLLECTIVE_TIMEOUT_S)
-            if not waits or self._silenced or self._server is None:
-                continue
-            said = self._ask_stores(self._names, _CONNECTED_KEY)
-            away = frozenset(name for name, group in said.items() if group not in (None, key.encode()))
-            if not away & before or self._computing_since != since:
-                continue
-            self._silenced = True
-            with contextlib.suppress(RuntimeError):
-                self._server.shutdown()
-            self._on_event(
-                "waiting",
-                f"the others go on without this replica, which hangs: it has computed one step for "
-                f"{monotonic() - (since or 0.0):.0f} s, {_where(self._training_thread)}",
-            )
-
-    def _ask_stores(self, names: Sequence[str], key: str) -> dict[str, bytes | None]:
-        """Read a key from the stores of replicas, all at once: None if one does not answer, nothing if it has none."""
-        with ThreadPoolExecutor(max(1, len(names))) as pool:
-            return dict(zip(names, pool.map(lambda name: self._ask_store(name, key), names), strict=True))
-
-    def _ask_store(self, name: str, key: str) -> bytes | None:
-        try:
-            with open_store(name.rpartition("@")[2], self._secret, timeout_s=_STORE_TIMEOUT_S) as store:
-                found = store.get([key], timeout_s=0.0)
-            return found[0] if found is not None else b""
-        except NotAuthenticated:  # it is of another fleet
-            return b""
-        except StoreLost:
-            return None
-
-    def _heartbeat_ages(self) -> dict[str, float]:
-        return fetch_heartbeat_ages(self.config.lighthouse, timeout_s=self._heartbeat_timeout_s)
 
     def _load_checkpoint(self) -> MembershipEvent:
         loaded = self.state.refresh()
@@ -783,22 +482,8 @@ class FleetConnection:
 
     def _send_state(self, receivers: Sequence[int]) -> MembershipEvent:
         """Begin to send the state, to all receivers at once, while this replica computes steps."""
-        group, names = self._group, self._names
-        assert group is not None
-        self._outgoing = outgoing = OutgoingState(self.state.pack(), len(receivers))
-
-        def send(rank: int) -> None:
-            try:
-                group.send(outgoing.description, rank)
-                group.send_tensors(outgoing.messages(), rank)
-            except PeerLost:
-                self._failed_transfers.append(names[rank])  # then the step fails, too
-
-        self._transfers = [
-            threading.Thread(target=send, args=(rank,), daemon=True, name="ebbflow-state") for rank in receivers
-        ]
-        for transfer in self._transfers:
-            transfer.start()
+        assert self._group is not None
+        self._transfers.begin(self.state.pack(), self._group, self._names, receivers)
         return StateSent(now=monotonic())
 
     def _receive_state(self, instruction: ReceiveState) -> MembershipEvent:
@@ -813,7 +498,7 @@ class FleetConnection:
                 self._wait_for_state(incoming, self.listener)
             state = incoming.take()
         except PeerLost as error:
-            return _connection_failed(error)
+            return connection_failed(error)
         step, lineage = self.state.unpack(state)
         return StateReceived(now=monotonic(), step=step, lineage=lineage, size=incoming.size)
 
@@ -822,24 +507,3 @@ class FleetConnection:
         while not incoming.wait(_LISTEN_POLL_S):
             if (failure := listener.failure) is not None:
                 raise LeftFleet if listener.leaves else failure
-
-
-def _where(thread: int) -> str:
-    """Where a thread is, in the code that called it last."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return "at a place that is not known"
-    place = traceback.extract_stack(frame)[-1]
-    return f"in {place.name} ({place.filename}, line {place.lineno})"
-
-
-def _published(text: bytes | None) -> PublishedGroup | None:
-    """The quorum group that a replica has published; None if it is not known."""
-    try:
-        return PublishedGroup.decode(text) if text else PublishedGroup() if text is not None else None
-    except ValueError:
-        return None
-
-
-def _connection_failed(error: PeerLost) -> ConnectionFailed:
-    return ConnectionFailed(now=monotonic(), reason=str(error), backend=isinstance(error, BackendFailed))

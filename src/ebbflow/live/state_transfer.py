@@ -8,18 +8,36 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from ebbflow.engines.batches import map_batch
-from ebbflow.engines.process_group import CHUNK_BYTES
+from ebbflow.engines.process_group import CHUNK_BYTES, PeerLost, ProcessGroup
 from ebbflow.errors import CheckpointError
 
-__all__ = ["OutgoingState", "put_together", "take_apart"]
+__all__ = ["OutgoingState", "StateTransfers", "TransferableState", "put_together", "take_apart"]
 
 _DESCRIBED = 1 << 12  # bytes of a tensor that is sent as a part of the description
+
+
+class TransferableState(Protocol):
+    """The complete state of a replica, which can be sent to a peer and loaded from a checkpoint."""
+
+    def pack(self) -> Any:
+        """The state after the last committed step, in plain containers. Nothing in it changes before the next step is
+        committed."""
+
+    def unpack(self, state: Any) -> tuple[int, int]:
+        """Load what `pack` returned; return its number of committed steps and its lineage."""
+
+    def refresh(self) -> tuple[int, int] | None:
+        """Load the newest checkpoint if it is further than this state; return its steps and lineage, or None."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to train."""
 
 
 def take_apart(state: Any) -> tuple[memoryview, list[torch.Tensor]]:
@@ -114,3 +132,45 @@ class OutgoingState:
             self._tensors[number] = tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
             self._copied[number] = True
         return tensor
+
+
+class StateTransfers:
+    """The transfers of the state from this replica to others of one group, while it computes steps."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+        """Names of replicas that could not receive the state."""
+        self._outgoing: OutgoingState | None = None
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, state: Any, group: ProcessGroup, names: Sequence[str], receivers: Sequence[int]) -> None:
+        """Begin to send the state to all receivers at once. `names`: of the replicas of the group, by rank."""
+        self._outgoing = outgoing = OutgoingState(state, len(receivers))
+
+        def send(rank: int) -> None:
+            try:
+                group.send(outgoing.description, rank)
+                group.send_tensors(outgoing.messages(), rank)
+            except PeerLost:
+                self.failed.append(names[rank])  # then the step fails, too
+
+        self._threads = [
+            threading.Thread(target=send, args=(rank,), daemon=True, name="ebbflow-state") for rank in receivers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def keep_unsent(self) -> bool:
+        """Copy what is still to be sent, since the state is about to change; whether there may be something."""
+        if self._outgoing is None:
+            return False
+        if not any(thread.is_alive() for thread in self._threads):
+            self._outgoing = None
+            return False
+        self._outgoing.keep()
+        return True
+
+    def finish(self) -> None:
+        """Wait until all receivers have the state, or are lost."""
+        for thread in self._threads:
+            thread.join()

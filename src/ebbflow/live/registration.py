@@ -1,0 +1,107 @@
+"""What makes a replica known to its fleet: a name, heartbeats to the lighthouse, and a store that others read."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any
+
+from ebbflow.core.key_store import KeyStore
+from ebbflow.live import torchft_api
+from ebbflow.live.membership_events import LighthouseUnreachable, MembershipEvent, Registered, ToldToLeave
+from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S, ReplicaConfig, format_address, parse_address
+
+__all__ = ["Registration"]
+
+_PROBE_TIMEOUT_S = 2.0  # for finding out whether anybody listens at the address of the lighthouse
+_PROBE_AGAIN_S = 0.1
+
+
+class Registration:
+    """This replica as the lighthouse and the other replicas know it, from when it is registered until it is not."""
+
+    def __init__(self, config: ReplicaConfig, secret: bytes, leaving: Callable[[], bool]) -> None:
+        """`secret`: of the job. `leaving`: whether this replica was told to leave."""
+        self._config, self._secret, self._leaving = config, secret, leaving
+        self.name = self._new_name()
+        """Of this replica, without the address of its store; another one after each time that it was unregistered."""
+        self.client: Any = None
+        """torchft's, for questions to the lighthouse; None while this replica is not registered."""
+        self.store: KeyStore | None = None
+        """What others can read of this replica."""
+        self._server: Any = None  # torchft's, which sends the heartbeats
+
+    def _new_name(self) -> str:
+        return f"{self._config.replica}:{uuid.uuid4().hex[:12]}"
+
+    @property
+    def has_heartbeats(self) -> bool:
+        """Whether heartbeats were begun, and not ended by `unregister`."""
+        return self._server is not None
+
+    def register(self, timeout_s: float) -> MembershipEvent:
+        """Open a store and begin to send heartbeats, in their name the address of the store; what came of it."""
+        timeout = timedelta(seconds=timeout_s)
+        if problem := self._nobody_listens(monotonic() + timeout_s):
+            return self._unreachable(f"nobody answers at {self._config.lighthouse} ({problem})")
+        self._close_store()
+        self.store = KeyStore(self._config.bind, self._secret)
+        address = format_address(self._config.bind, self.store.port)
+        name = f"{self.name}@{address}"  # others find the store of a replica by its heartbeat
+        try:
+            self.client = torchft_api.lighthouse_client(self._config.lighthouse, connect_timeout=timeout)
+            self._server = torchft_api.manager_server(
+                name,
+                lighthouse=self._config.lighthouse,
+                heartbeat_interval=timedelta(seconds=HEARTBEAT_INTERVAL_S),
+                connect_timeout=timeout,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            return self._unreachable(f"no lighthouse at {self._config.lighthouse}: {error}")
+        return Registered(now=monotonic(), name=name, store=address)
+
+    def publish(self, key: str, text: str) -> None:
+        """Put a text into the store of this replica, if it has one, where others can read it over the network."""
+        if self.store is not None:
+            self.store.set(key, text.encode())
+
+    def stop_heartbeats(self) -> None:
+        """Send no more heartbeats; everything else stays as it is. This may be called from any thread."""
+        if (server := self._server) is not None:
+            with contextlib.suppress(RuntimeError):
+                server.shutdown()
+
+    def unregister(self) -> None:
+        """Close everything; the lighthouse forgets this replica when its heartbeat times out."""
+        self.stop_heartbeats()
+        self._server = self.client = None
+        self._close_store()
+        self.name = self._new_name()
+
+    def _close_store(self) -> None:
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+    def _nobody_listens(self, deadline: float) -> str:
+        """Wait until somebody listens at the address of the lighthouse; why not, if nobody does by the deadline.
+
+        torchft would wait, too, but a replica that is told to leave meanwhile could not interrupt it.
+        """
+        while True:
+            try:
+                socket.create_connection(parse_address(self._config.lighthouse), timeout=_PROBE_TIMEOUT_S).close()
+                return ""
+            except OSError as error:
+                if monotonic() > deadline or self._leaving():
+                    return error.strerror or str(error)
+            sleep(_PROBE_AGAIN_S)
+
+    def _unreachable(self, reason: str) -> MembershipEvent:
+        if self._leaving():
+            return ToldToLeave(now=monotonic())
+        return LighthouseUnreachable(now=monotonic(), reason=reason)
