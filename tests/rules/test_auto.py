@@ -76,8 +76,8 @@ def test_below_the_reference_batch_sgd_is_linear_and_adam_has_the_root() -> None
     ("text", "multipliers"),
     # k = 2, from 1 to 2: over 2, 16 or no steps, of which the first one has the multiplier of before.
     [
-        ("auto", [1.0, 1.5, 2.0]),
-        ("auto(ramp=8)", [1.0, 1.0 + 1 / 16, 1.0 + 2 / 16]),
+        ("auto(ramp=1)", [1.0, 1.5, 2.0]),
+        ("auto", [1.0, 1.0 + 1 / 16, 1.0 + 2 / 16]),
         ("auto(ramp=0)", [2.0, 2.0, 2.0]),
     ],
 )
@@ -162,13 +162,14 @@ def test_the_report_shows_the_coefficient_and_that_the_run_went_back(tmp_path: P
 # -- the slopes --------------------------------------------------------------------------------------------------------
 
 
-def risen(left: float, steps: int, state: Any = None) -> list[Any]:
+def risen(left: float, steps: int, state: Any = None, *, adaptive: bool = False) -> list[Any]:
     """The states after steps that leave this part of the slope; in each the level may rise by 0.04, worth 2 of 50."""
+    step = replace(STEP, adaptive=adaptive)
     found, state = [], state or AUTO.init()
     for _ in range(steps):
         number = round(state["worth"] / 2)
         slopes = (-1.0, -left) if number else None
-        _, state = AUTO.scale(replace(STEP, step=number, samples=32 * number, slopes=slopes), state)
+        _, state = AUTO.scale(replace(step, step=number, samples=32 * number, slopes=slopes), state)
         state = json.loads(json.dumps(state))
         found.append(state)
     return found
@@ -214,6 +215,26 @@ def test_the_level_is_at_least_an_eighth_and_nothing_changes_after_a_quarter_of_
     assert not AUTO.follows_slopes(after) and not Auto(slopes=False).follows_slopes(state)
     _, later = AUTO.scale(replace(fine, samples=40_000), after)
     assert later["level"] == after["level"]
+
+
+def test_with_adam_the_level_rises_twice_as_fast_while_more_than_half_of_the_slope_is_left() -> None:
+    """The sixth step is the first one that five slopes speak for."""
+    slow, fast = [0.04, 0.08, 0.12, 0.16, 0.2, 0.24, 0.28], [0.04, 0.08, 0.12, 0.16, 0.2, 0.28, 0.36]
+    assert levels(risen(0.4, 7, adaptive=True)) == pytest.approx(slow)
+    assert levels(risen(0.6, 7, adaptive=True)) == pytest.approx(fast)
+    assert levels(risen(0.6, 7)) == pytest.approx(slow)
+
+
+@pytest.mark.parametrize(("steps", "least"), [(250, 0.125), (2_500, 0.625), (6_000, 1.0)])
+def test_with_adam_the_least_level_grows_with_the_length_of_the_run(steps: int, least: float) -> None:
+    run = replace(STEP, total_samples=32 * steps, adaptive=True)
+    state = AUTO.init()
+    for number in range(steps // 5):  # worth two warm-ups
+        slopes = (-1.0, 5.0) if number else None
+        _, state = AUTO.scale(replace(run, step=number, samples=32 * number, slopes=slopes), state)
+    # Five slopes are needed, which the first steps of a short run do not have.
+    rise = 2 / (0.05 * 32 * steps / 8)
+    assert state["level"] == pytest.approx(max(least, 5 * rise), abs=1.01 * rise)
 
 
 def test_slopes_that_are_not_finite_or_do_not_go_down_say_nothing() -> None:

@@ -31,7 +31,7 @@ Length = Literal["short", "long"]
 RATES = (0.25, 1.0, 4.0)
 """Factors of the base rate."""
 AUTO: dict[Length, tuple[str, ...]] = {
-    "short": ("auto", "auto(slopes=false)", "auto(guard=false)", "auto(ramp=0)", "auto(ramp=8)"),
+    "short": ("auto", "auto(slopes=false)", "auto(guard=false)", "auto(ramp=0)", "auto(ramp=1)"),
     "long": ("auto", "auto(slopes=false)", "auto(probe=false)", "auto(averaged=false)", "auto(lower=false)"),
 }
 """The automatic rule and its ablations: of the slopes in all runs, of guard and ramp in the short ones, of the probe in

@@ -21,6 +21,8 @@ _SNAPSHOT_EVERY = 0.01  # part of the run between snapshots, as long as it is gu
 _STEEP = 0.0  # part of the slope that is left after a step, above which the steps may be longer than the fixed rule's
 _BEYOND = -0.15  # part below which the steps are long enough, however short they are
 _LEAST, _MOST = 0.125, 4.0  # levels at which a warm-up may end because of the slopes
+_FULL_AT = 4000  # steps of a run with Adam from which on the least level is 1
+_VERY_STEEP = 0.5  # part of the slope that is left above which a warm-up with Adam is twice as fast
 _MEMORY_STEPS = 10  # steps that the average of the slopes remembers, at least
 _MEMORY = 1 / 150  # the same, as a part of the run
 _TOO_HIGH = 1.2  # of the loss of the first step
@@ -55,8 +57,7 @@ class Auto(Rule):
     Warm-up: a level, by which m is multiplied, rises from zero, and reaches 1 when the steps so far are worth 5 % of
     the reference run: in gain for SGD, in sqrt(S) for the others, so that it takes longer the larger the batch. It
     takes a quarter of the run at the most (`limit`). After an increase of the batch by which the multiplier grows k
-    times, it climbs as with the modifier `ramp`, over k steps instead of 8k: long ramps cost more in short runs than
-    they save.
+    times, it climbs as with the modifier `ramp`, over 8k steps.
 
     Slopes: the base rate may be wrong, and where the level ends corrects it. Every gradient also shows how steep the
     loss still is at the end of the step before, along that step. The slopes where the steps end, divided by those where
@@ -64,8 +65,11 @@ class Auto(Rule):
     the steps are much too short, 0 if they end where the loss is lowest on their way, negative if they go beyond it.
     For the first quarter of the run, as long as more than nothing is left the level goes on rising, above 1 in
     proportion to itself, and up to 4, also beyond m = S. Where less than -0.15 is left it stays what it is, from 1/8
-    on, until more than nothing is left. This takes no further samples, and one copy of the weights. The level stays 1
-    in a loop of your own around `ElasticOptimizer`, and where the weights are held in shards.
+    on, until more than nothing is left. With Adam and similar optimizers it rises twice as fast while more than half is
+    left, and where it may stay grows with the length of the run, from 1/8 at 500 steps to 1 at 4,000: steps that go
+    beyond the lowest loss on their way cost little there, and short ones cost more. All this takes no further samples,
+    and one copy of the weights. The level stays 1 in a loop of your own around `ElasticOptimizer`, and where the
+    weights are held in shards.
 
     Guard: until the steps are worth twice the warm-up, and for at least 5 % of the samples, a step whose loss is not
     finite, or is more than 1.2 times that of the first step and three standard deviations above it, is taken for damage
@@ -97,7 +101,7 @@ class Auto(Rule):
     probe: bool = param(True, doc="whether long runs compare coefficients")
     averaged: bool = param(True, doc="whether a probe scores averaged weights, or the last ones")
     lower: bool = param(True, doc="whether a probe tries c/2, too, or only 2c")
-    ramp: float = param(1.0, doc="steps of the ramp after an increase, per unit of its factor; 0: none")
+    ramp: float = param(8.0, doc="steps of the ramp after an increase, per unit of its factor; 0: none")
 
     def __post_init__(self) -> None:
         if not 0 <= self.limit <= 1:
@@ -176,8 +180,9 @@ class Auto(Rule):
             steep = left > _STEEP
             held = not steep and (held or left < _BEYOND)
             if steep:
-                level = min(_MOST, level + rise * max(1.0, level))
-            elif level < _LEAST or (level < 1 and not held):
+                faster = 2.0 if context.adaptive and left > _VERY_STEEP else 1.0
+                level = min(_MOST, level + rise * max(1.0, level) * faster)
+            elif level < _least_level(context) or (level < 1 and not held):
                 level = min(1.0, level + rise)
         return {"level": level, "held": held, "slopes": slopes, "rising": done < self.limit * _total(context)}
 
@@ -337,6 +342,13 @@ def _slope_left(context: StepContext, slopes: list[Any]) -> float | None:
     """
     began, ended, count = slopes
     return ended / began if count >= _memory(context) / 2 and began < 0 else None
+
+
+def _least_level(context: StepContext) -> float:
+    """The level up to which a warm-up goes on, whatever the slopes say."""
+    if not context.adaptive:
+        return _LEAST
+    return min(1.0, max(_LEAST, _total(context) / context.batch / _FULL_AT))
 
 
 def _memory(context: StepContext) -> float:
