@@ -151,16 +151,17 @@ def test_at_the_reference_batch_every_optimizer_is_itself_bit_for_bit(name: str)
     assert torch.equal(weights(nets[0]), weights(nets[1]))
 
 
+@pytest.mark.parametrize("rule", ["linear+warmup(1ep)", "auto(limit=1)"])
 @pytest.mark.parametrize("micro_batches", [1, 3, 4, 13, 14, 20])
-def test_a_resumed_run_equals_an_uninterrupted_one(micro_batches: int) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(micro_batches: int, rule: str) -> None:
     """Also when the checkpoint is taken in the middle of a step: the step is then repeated as a whole."""
     whole = model()
-    optimizer, sampler = elastic(whole, rule="linear+warmup(1ep)", schedule="cosine", epochs=2)
+    optimizer, sampler = elastic(whole, rule=rule, schedule="cosine", epochs=2)
     for _ in range(2):
         train_elastic(whole, optimizer, sampler)
 
     first = model()
-    optimizer, sampler = elastic(first, rule="linear+warmup(1ep)", schedule="cosine", epochs=2)
+    optimizer, sampler = elastic(first, rule=rule, schedule="cosine", epochs=2)
     left = micro_batches
     while left:
         left -= train_elastic(first, optimizer, sampler, micro_batches=left)
@@ -170,7 +171,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(micro_batches: int) -> None:
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     second = model()
-    optimizer, sampler = elastic(second, rule="linear+warmup(1ep)", schedule="cosine", epochs=2)
+    optimizer, sampler = elastic(second, rule=rule, schedule="cosine", epochs=2)
     second.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     while sampler.epoch < 2:

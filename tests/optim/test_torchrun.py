@@ -70,6 +70,8 @@ def test_stopped_and_resumed_with_other_ranks_is_the_run_that_never_stopped(laun
     alone = Run.of(case, plan, ddp=False).train(case, 10**6)
     rows = [row for launch in found for row in launch[0]["rows"]]
     assert [row[0] for row in rows] == [row[0] for row in alone["rows"]]
+    if name == "slopes":  # the part that is left is known after five steps, and not asked for in the last one
+        assert [len(row) for row in rows] == [5] * 5 + [6] * (len(rows) - 6) + [5]
     for row, expected in zip(rows, alone["rows"], strict=True):
         assert row == pytest.approx(expected, rel=1e-8)
     for launch in found:

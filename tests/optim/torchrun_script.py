@@ -52,6 +52,7 @@ CASES = {
     ),
     "layers": Case("fixed(24)", {"rule": "lena"}, dcp=False),
     "follow": Case("follow(8)", {"rule": "adascale"}),
+    "slopes": Case("fixed(24)", {"rule": "auto(limit=1)"}),
 }
 
 
@@ -91,7 +92,8 @@ class Run:
                 if self.optimizer.updated and self.optimizer.last is not None:
                     last = self.optimizer.last
                     moments = [last.moments.noise, last.moments.signal] if last.moments is not None else []
-                    rows.append([self.optimizer.updates, last.lr_base, last.lr, *moments])
+                    slopes = [value for name, value in last.stats.items() if name == "slope_left"]
+                    rows.append([self.optimizer.updates, last.lr_base, last.lr, *moments, *slopes])
                 if took.last and self.optimizer.updates == updates:
                     break
         return {"seen": seen, "rows": rows, "weights": weights(self.net).tolist()}

@@ -30,6 +30,7 @@ __all__ = ["ElasticOptimizer", "StopRequest", "multiply_rates"]
 
 _LOG = logging.getLogger(__name__)
 
+_CHANGING = ("rule_state", "slopes")  # parts of the state that do not have the same keys after every step
 _FIRST_STEPS = 4  # in which gradients are compared by value, since collectives change them without torch's counter
 
 
@@ -434,11 +435,6 @@ class ElasticOptimizer(RuleOptimizer):
                 self._meter.discard()
             self.skip_step(context)
 
-    @property
-    def follows_slopes(self) -> bool:
-        """Whether the rule now wants to know the slopes along a step; in a loop of your own it does without."""
-        return self.sampler is None and super().follows_slopes
-
     def _advance(self, context: StepContext, update: Update) -> Update:
         super()._advance(context, update)
         if self._tracker is not None:
@@ -497,8 +493,8 @@ class ElasticOptimizer(RuleOptimizer):
         if state["fresh"]:
             state["inner"] = _stepped_once(self.inner).state_dict()
         if self.sampler is not None:
-            # A tuple, since its keys may change from step to step, and those of a dictionary must not.
-            state["rule_state"] = (self._rule_state,)
+            # Tuples, since their keys may change from step to step, and those of a dictionary must not.
+            state |= {name: (state[name],) for name in _CHANGING}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -506,8 +502,7 @@ class ElasticOptimizer(RuleOptimizer):
         saved = dict(state_dict)
         if saved.get("fresh"):
             saved["inner"] = {**saved["inner"], "state": {}}
-        if isinstance(saved.get("rule_state"), tuple):
-            saved["rule_state"] = saved["rule_state"][0]
+        saved |= {name: saved[name][0] for name in _CHANGING if isinstance(saved.get(name), tuple)}
         super().load_state_dict(saved)
         self._open = OpenGradients()
         if self._meter is not None:

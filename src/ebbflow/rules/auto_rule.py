@@ -68,8 +68,7 @@ class Auto(Rule):
     on, until more than nothing is left. With Adam and similar optimizers it rises twice as fast while more than half is
     left, and where it may stay grows with the length of the run, from 1/8 at 500 steps to 1 at 4,000: steps that go
     beyond the lowest loss on their way cost little there, and short ones cost more. All this takes no further samples,
-    and one copy of the weights. The level stays 1 in a loop of your own around `ElasticOptimizer`, and where the
-    weights are held in shards.
+    and one copy of the weights. Where the weights are held in shards, the level stays 1.
 
     Guard: until the steps are worth twice the warm-up, and for at least 5 % of the samples, a step whose loss is not
     finite, or is more than 1.2 times that of the first step and three standard deviations above it, is taken for damage
@@ -78,7 +77,7 @@ class Auto(Rule):
     happens at most twice. Snapshots are taken before the first step and after every hundredth of the run, as
     long as the loss is below that of the first step, and kept in the memory of the host. The deviation is that between
     the losses of consecutive steps. In a loop of your own around `ElasticOptimizer`, which does not see the loss,
-    nothing is guarded.
+    nothing is guarded or probed.
 
     Probe: at 25, 40, 60 and 80 % of the samples, once warm-up and guard are over, 60 steps are trained three
     times from the same state, with c, c/2 and 2c. Each branch is scored by its loss on the samples that follow, 2,048
