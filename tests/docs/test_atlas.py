@@ -159,6 +159,12 @@ def test_regrets_are_counted_from_the_best_fixed_rule(regrets: dict[str, Any]) -
     assert regrets["overhead"](cells) == pytest.approx((0.02, 0.04))
 
 
+def test_a_part_is_compared_over_the_seeds_of_the_runs_without_it(regrets: dict[str, Any]) -> None:
+    scores = {FIXED[0]: 0.8, FIXED[1]: 0.7, "auto": [0.79, 0.99], "auto(guard=false)": 0.78}
+    (ablation,) = regrets["summarise_ablations"](regrets["make_cells"](rows_of("a", scores)))
+    assert ablation.mean == pytest.approx(1.0), "of the first seed; the mean of both is 0.89"
+
+
 def test_a_loss_is_lower_the_better_and_a_nat_counts_25_points(regrets: dict[str, Any]) -> None:
     cells = regrets["make_cells"](rows_of("a", {FIXED[0]: 1.5, FIXED[1]: 1.6, "auto": 1.52}, higher=False))
     (cell,) = cells

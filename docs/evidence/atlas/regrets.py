@@ -81,7 +81,8 @@ def make_cells(rows: Iterable[Row]) -> list[AtlasCell]:
         by_rule: dict[str, list[Row]] = defaultdict(list)
         for row in runs:
             by_rule[row["rule"]].append(row)
-        if "auto" not in by_rule or not rules[name[0], name[3]] <= by_rule.keys():
+        fixed = rules[name[0], name[3]]
+        if "auto" not in by_rule or not fixed or not fixed <= by_rule.keys():
             continue
         scores = _scores(by_rule)
         found.append(AtlasCell(
@@ -208,12 +209,19 @@ class AblationSummary:
 
 
 def summarise_ablations(cells: Sequence[AtlasCell]) -> list[AblationSummary]:
-    """One row per ablation."""
+    """One row per ablation; both are compared over the seeds that the ablation has."""
     found = []
     for rule in sorted({rule for cell in cells for rule in cell.auto} - {"auto"}):
-        gains = [cell.auto["auto"] - cell.auto[rule] for cell in cells if rule in cell.auto]
+        gains = [_gain_of_part(cell, rule) for cell in cells if rule in cell.auto]
         found.append(AblationSummary(rule, len(gains), fmean(gains), min(gains), max(gains), sum(map(bool, gains))))
     return found
+
+
+def _gain_of_part(cell: AtlasCell, rule: str) -> float:
+    seeds = {row["seed"] for row in cell.rows if row["rule"] == rule}
+    both = {one: [row for row in cell.rows if row["rule"] == one and row["seed"] in seeds] for one in ("auto", rule)}
+    scores = _scores(both)
+    return scores["auto"] - scores[rule]
 
 
 def overhead(cells: Sequence[AtlasCell]) -> tuple[float, float]:

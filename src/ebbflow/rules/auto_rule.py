@@ -21,7 +21,6 @@ _SNAPSHOT_EVERY = 0.01  # part of the run between snapshots, as long as it is gu
 _STEEP = 0.0  # part of the slope that is left after a step, above which the steps may be longer than the fixed rule's
 _BEYOND = -0.15  # part below which the steps are long enough, however short they are
 _LEAST, _MOST = 0.125, 4.0  # levels at which a warm-up may end because of the slopes
-_FULL_AT = 4000  # steps of a run with Adam from which on the least level is 1
 _VERY_STEEP = 0.5  # part of the slope that is left above which a warm-up with Adam is twice as fast
 _MEMORY_STEPS = 10  # steps that the average of the slopes remembers, at least
 _MEMORY = 1 / 150  # the same, as a part of the run
@@ -64,11 +63,11 @@ class Auto(Rule):
     they begin, both summed over the last ten steps or 1/150 of the run, say which part of the slope is left: near 1 if
     the steps are much too short, 0 if they end where the loss is lowest on their way, negative if they go beyond it.
     For the first quarter of the run, as long as more than nothing is left the level goes on rising, above 1 in
-    proportion to itself, and up to 4, also beyond m = S. Where less than -0.15 is left it stays what it is, from 1/8
-    on, until more than nothing is left. With Adam and similar optimizers it rises twice as fast while more than half is
-    left, and where it may stay grows with the length of the run, from 1/8 at 500 steps to 1 at 4,000: steps that go
-    beyond the lowest loss on their way cost little there, and short ones cost more. All this takes no further samples,
-    and one copy of the weights. Where the weights are held in shards, the level stays 1.
+    proportion to itself, and up to 4, also beyond m = S. Once less than -0.15 was left, it stays what
+    it is, from 1/8 on, until more than nothing is left. With Adam and similar optimizers it goes on rising then, up to
+    1, at half the speed: steps that go beyond the lowest loss on their way cost little there, and short ones cost more.
+    While more than half is left, it rises twice as fast there. All this takes no further samples, and one copy of the weights. Where the weights are held
+    in shards, the level stays 1.
 
     Guard: until the steps are worth twice the warm-up, and for at least 5 % of the samples, a step whose loss is not
     finite, or is more than 1.2 times that of the first step and three standard deviations above it, is taken for damage
@@ -181,8 +180,10 @@ class Auto(Rule):
             if steep:
                 faster = 2.0 if context.adaptive and left > _VERY_STEEP else 1.0
                 level = min(_MOST, level + rise * max(1.0, level) * faster)
-            elif level < _least_level(context) or (level < 1 and not held):
-                level = min(1.0, level + rise)
+            elif level < _LEAST or not held:
+                level = max(level, min(1.0, level + rise))
+            elif context.adaptive:
+                level = max(level, min(1.0, level + rise / 2))
         return {"level": level, "held": held, "slopes": slopes, "rising": done < self.limit * _total(context)}
 
     def _warmed(self, context: StepContext, length: float, worth: float, samples: int) -> float:
@@ -341,13 +342,6 @@ def _slope_left(context: StepContext, slopes: list[Any]) -> float | None:
     """
     began, ended, count = slopes
     return ended / began if count >= _memory(context) / 2 and began < 0 else None
-
-
-def _least_level(context: StepContext) -> float:
-    """The level up to which a warm-up goes on, whatever the slopes say."""
-    if not context.adaptive:
-        return _LEAST
-    return min(1.0, max(_LEAST, _total(context) / context.batch / _FULL_AT))
 
 
 def _memory(context: StepContext) -> float:
