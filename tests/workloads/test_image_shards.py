@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from ebbflow.errors import DataError
+from ebbflow.workloads import image_shards
 from ebbflow.workloads.disk_cache import disk_cached_in
 from ebbflow.workloads.image_shards import ImageShards, ShardSample, find_shards, index_shard
 
@@ -211,7 +212,28 @@ def test_a_label_that_is_no_class_is_named_with_its_shard_and_member(shards, tmp
         ImageShards([one_based], colour)
 
 
-# ---- wrong images, when they are read ----
+# ---- wrong images ----
+
+
+def test_headers_are_read_without_the_images_behind_them(tmp_path, monkeypatch):
+    """Only a few kilobytes of an image of a megabyte; one whose shard is gone is named, and so is one that is none."""
+    large = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (700, 700, 3), dtype=np.uint8)).save(large, "PNG")
+    shard = write(tmp_path / "x.tar", [("a.png", large.getvalue()), ("a.cls", b"0"), *sample("b", 1, 50)])
+    images = ImageShards([shard], colour)
+    read: list[int] = []
+    readinto = image_shards._Member.readinto
+    monkeypatch.setattr(image_shards._Member, "readinto", lambda *args: read.append(readinto(*args)) or read[-1])
+    images.check_headers()
+    assert sum(read) < 1 << 17 < len(large.getvalue())
+    content = bytearray(shard.read_bytes())
+    content[int(images._index["offset"][1])] = 0
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.tar: b\.jpg: not a readable image"):
+        images.check_headers()
+    shard.unlink()
+    with pytest.raises(DataError, match=r"x\.tar: a\.png: cannot be read \(No such .*; 1 other images have problems"):
+        images.check_headers()
 
 
 def test_a_damaged_image_and_a_shard_that_is_cut_after_indexing_are_named(shards):

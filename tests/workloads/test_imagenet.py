@@ -21,7 +21,7 @@ from ebbflow.record import Run, StepRow
 from ebbflow.run.config import RunConfig
 from ebbflow.run.loop import Callbacks
 from ebbflow.run.training import train
-from ebbflow.workloads import DatasetSource, Recipe, Task
+from ebbflow.workloads import DatasetSource, Recipe, Task, image_shards
 from ebbflow.workloads.imagenet import _inception_loss
 from workloads.fresh_process import unpickled_in_a_fresh_process
 
@@ -348,6 +348,32 @@ def test_a_run_ends_at_a_damaged_image_and_names_it(tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:2000])
     with pytest.raises(DataError, match=rf"temple/{damaged.name}: not a readable image .*truncated"):
         run(data, tmp_path / "run")
+
+
+def test_validation_images_that_are_none_are_named_before_training(tmp_path):
+    data = make_folder(tmp_path / "data")
+    damaged = sorted((data / "val").glob("*/*"))[3:5]
+    for path in damaged:
+        path.write_bytes(b"no image")
+    with pytest.raises(
+        DataError, match=rf"val/flower/{damaged[0].name}: not a readable image .*; 1 other images have problems, too"
+    ):
+        build("imagenet-mobilenet", data)
+    deep = Image.fromarray(np.full((9, 9), 1000, dtype=np.uint16))
+    for path in damaged:
+        deep.save(path, "PNG")
+    with pytest.raises(DataError, match=rf"val/flower/{damaged[0].name}: pixels of type I.*; expected 8 bits"):
+        build("imagenet-mobilenet", data)
+
+
+def test_validation_images_of_shards_that_are_none_are_named_before_training(tmp_path):
+    shard = make_shards(tmp_path, images_per_shard=3) / "imagenet-val-000001.tar"
+    member = next(iter(image_shards.index_shard(shard)))
+    with shard.open("r+b") as file:
+        file.seek(member.offset)
+        file.write(b"no image")
+    with pytest.raises(DataError, match=rf"val-000001\.tar: {member.member}: not a readable image"):
+        build("imagenet-mobilenet", tmp_path)
 
 
 @pytest.mark.parametrize("package", ["torchvision", "timm"])

@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 
 from ebbflow.core.extras import require
 from ebbflow.errors import DataError
-from ebbflow.workloads.image_files import IMAGENET_MEAN, check_all, check_size, decode_image
+from ebbflow.workloads.image_files import IMAGENET_MEAN, check_all, check_header, decode_image
 from ebbflow.workloads.torchvision_import import import_torchvision, pickle_with_torchvision
 
 __all__ = ["CocoImages", "CocoMetric", "CocoSplit", "check_headers", "collate_detection", "read_coco"]
@@ -270,7 +270,7 @@ def check_headers(folder: Path, names: NDArray[np.bytes_], ids: NDArray[np.int64
         path = folder / os.fsdecode(names[index])
         height, width = (int(side) for side in sizes[index])
         try:
-            check_size(path, _named(path, ids[index]), (width, height))
+            check_header(path, _named(path, ids[index]), size=(width, height))
         except DataError as error:
             return str(error)
         return None

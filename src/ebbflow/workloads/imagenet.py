@@ -164,6 +164,7 @@ def image_task(
     if size < least:
         raise ConfigError(f"{name}: size is {size}; expected {least} or more")
     (train, valid), classes = _read_images(data, size)
+    valid.check_headers()  # a damaged image would otherwise end the run after its first epoch
     return Task(
         model=pickle_with_torchvision(model(classes)),
         train=DatasetSource(train, mean=IMAGENET_MEAN, std=IMAGENET_STD),
