@@ -77,7 +77,14 @@ def test_labels_may_come_first_and_other_members_of_a_sample_are_not_used(tmp_pa
 
 
 def test_shards_are_found_by_their_names_in_the_order_of_their_numbers(tmp_path):
-    for name in ("i-train-1.tar", "i-train-0.tar", "i-validation-0.tar", "i-test-0.tar", "i-train-2.tgz"):
+    for name in (
+        "i-train-1.tar",
+        "i-train-0.tar",
+        "i-validation-0.tar",
+        "i-test-0.tar",
+        "i-train.tar",
+        "i-train-0.tar.idx",
+    ):
         (tmp_path / name).touch()
     for number in range(2, 11):
         (tmp_path / f"i-train-{number}.tar").touch()
@@ -130,6 +137,21 @@ def test_a_missing_shard_and_a_mixture_of_data_sets_are_named(tmp_path):
         find_shards(tmp_path)
     with pytest.raises(DataError, match="nowhere: cannot be read"):
         find_shards(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train_000002.tar", "train-000001.tar.gz", "train-000001-of-2.tar", "i-train-000001.tgz", "TRAIN-000001.tar",
+     "train000001.tar", "valid-000000.tar", "i_validation_0.tar", "train-000001.tar.part"],
+)  # fmt: skip
+def test_a_shard_of_another_name_is_refused_instead_of_being_left_out(tmp_path, name):
+    for path in ("train-000000.tar", "val-000000.tar", name):
+        (tmp_path / path).touch()
+    with pytest.raises(
+        DataError,
+        match=rf"1 file\(s\) that look like shards but would not be read: {name}; expected names such as train-",
+    ):
+        find_shards(tmp_path)
 
 
 def test_a_shard_cut_short_anywhere_is_named(tmp_path):

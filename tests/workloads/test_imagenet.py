@@ -322,6 +322,16 @@ def test_missing_data_and_missing_layouts_are_explained(tmp_path):
         build("imagenet-mobilenet", tmp_path)
 
 
+def test_shards_beside_folders_are_refused_and_the_archives_of_the_folders_are_not(tmp_path):
+    make_folder(tmp_path)
+    for name in ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_train_t3.tar", "val.tar.gz"):
+        (tmp_path / name).touch()
+    assert len(build("imagenet-mobilenet", tmp_path).train) == 16
+    (tmp_path / "i-val-000000.tar").touch()
+    with pytest.raises(DataError, match=r"i-val-000000\.tar: a shard beside the folder train; expected one of both"):
+        build("imagenet-mobilenet", tmp_path)
+
+
 @pytest.mark.parametrize(("part", "other"), [("val", "train"), ("train", "val")])
 def test_a_class_of_one_part_only_is_named(part, other, tmp_path):
     make_folder(tmp_path)

@@ -34,6 +34,12 @@ __all__ = ["ImageShards", "ShardSample", "find_shards", "index_shard"]
 
 _BLOCK = 512  # the unit of tar files
 _SHARD = re.compile(r"(?P<stem>(?:.+-)?(?P<part>train|val|validation)-)(?P<number>\d+)\.tar")
+_LIKE_A_SHARD = re.compile(
+    r"(?:.*[^a-z])?(?:train|training|val|valid|validation)[-_.]?\d.*"
+    r"\.(?:tar|tgz|tar\.(?:gz|bz2|xz|zst|lz4|part|tmp|incomplete|crdownload))",
+    re.IGNORECASE,
+)
+"""Numbered archives of training or validation, whatever stands between the parts of their names."""
 _AGAIN = "get or write the shard again"
 
 
@@ -47,11 +53,23 @@ class ShardSample(NamedTuple):
 
 
 def find_shards(folder: Path) -> dict[str, list[Path]]:
-    """Return the shards of a folder in the order of their numbers, under "train" and "val"; a gap raises DataError."""
+    """Return the shards of a folder in the order of their numbers, under "train" and "val".
+
+    A gap in the numbers raises DataError, and so does a shard of another name, whose samples would be left out.
+    """
     try:
-        found = [match for path in folder.iterdir() if (match := _SHARD.fullmatch(path.name))]
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
         raise DataError(f"{folder}: cannot be read ({error.strerror or error})") from None
+    found = [match for name in names if (match := _SHARD.fullmatch(name))]
+    others = [name for name in names if _LIKE_A_SHARD.fullmatch(name) and not _SHARD.fullmatch(name)]
+    if others:
+        shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+        raise DataError(
+            f"{folder}: {len(others)} file(s) that look like shards but would not be read: {shown}; expected names "
+            f"such as train-000000.tar or NAME-val-000000.tar, not compressed: rename or unpack them, or move them "
+            f"elsewhere"
+        )
     shards: dict[str, list[Path]] = {"train": [], "val": []}
     stems: dict[str, str] = {}
     for match in sorted(found, key=lambda match: (match["stem"], int(match["number"]))):

@@ -185,13 +185,15 @@ def _read_images(data: Path, size: int) -> tuple[Images, int]:
         saved = read_saved(data)
         images = SavedImages(saved.train, random, data), SavedImages(saved.valid, central, data)
         return images, max(part.classes for part in images)
+    shards = find_shards(data)
     if (data / "train").is_dir():
+        for path in (*shards["train"], *shards["val"]):
+            raise DataError(f"{path}: a shard beside the folder train; expected one of both: move the other elsewhere")
         train, valid = ImageFolder(data / "train", random), ImageFolder(data / "val", central)
         for part, others in ((train, valid), (valid, train)):
             for name in sorted({*part.classes} - {*others.classes}):
                 raise DataError(f"{part.folder / name}: {others.folder} lacks this class; expected it in both")
         return (train, valid), len(train.classes)
-    shards = find_shards(data)
     if not (shards["train"] and shards["val"]):
         found = ", ".join(f"{len(paths)} {part} shards" for part, paths in shards.items())
         raise DataError(f"{data}: no folder train, and {found}; expected {_LAYOUTS}")
