@@ -84,6 +84,13 @@ def test_boxes_that_leave_the_image_by_a_pixel_are_clipped_and_counted(tmp_path)
     assert split.left_out == {"boxes clipped to the image": 1}
 
 
+def test_images_in_the_folder_that_the_annotations_do_not_name_are_counted(tmp_path):
+    folder = write(tmp_path, content()) / "train2017"
+    for name in ("x.JPG", "8.png", ".7.jpg", "list.txt"):
+        (folder / name).touch()
+    assert read_coco(tmp_path, "train2017").left_out == {"images on disk without an entry": 2}
+
+
 @pytest.mark.parametrize("box", [[10, 5, 0, 10], [10, 5, 5, -2], [30, 5, 20, 10], [50, 5, 5, 5]])
 def test_a_bad_box_is_named_left_out_and_counted(tmp_path, caplog, box):
     annotations = content()

@@ -4,11 +4,11 @@
     DIR/annotations/instances_val2017.json        DIR/val2017/*.jpg
 
 `read_coco` checks the whole annotation file before training begins. What cannot be used is an error that names the file
-and the id. Three things are left out and counted (`CocoSplit.left_out`), so that COCO can be used as it is: crowd
-boxes and images without other boxes, both in training only, and a few bad boxes, such as the zero-area boxes of
-train2017. Images are decoded when they are used; one that is damaged, or has another size than its annotations say, is
-an error then. `check_headers` finds most of them before: the task has it read the headers of the validation images,
-which would otherwise fail after the first epoch.
+and the id. Four things are left out and counted (`CocoSplit.left_out`), so that COCO can be used as it is: crowd boxes
+and images without other boxes, both in training only, a few bad boxes, such as the zero-area boxes of train2017, and
+images in the folder that the annotations do not name. Images are decoded when they are used; one that is damaged, or
+has another size than its annotations say, is an error then. `check_headers` finds most of them before: the task has it
+read the headers of the validation images, which would otherwise fail after the first epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 
 from ebbflow.core.extras import require
 from ebbflow.errors import DataError
-from ebbflow.workloads.image_files import IMAGENET_MEAN, check_all, check_header, decode_image
+from ebbflow.workloads.image_files import IMAGE_SUFFIXES, IMAGENET_MEAN, check_all, check_header, decode_image
 from ebbflow.workloads.torchvision_import import import_torchvision, pickle_with_torchvision
 
 __all__ = ["CocoImages", "CocoMetric", "CocoSplit", "check_headers", "collate_detection", "read_coco"]
@@ -99,7 +99,7 @@ def read_coco(data: Path, split: str) -> CocoSplit:
     content = _read_json(path)
     categories = _categories(path, content["categories"])
     images = _images(path, content["images"])
-    _check_files(data / split, path, images)
+    without_entry = _check_files(data / split, path, images)
     index = {image["id"]: number for number, image in enumerate(images)}
     sizes = np.array([(image["height"], image["width"]) for image in images], dtype=np.int64)
     label = {category: number for number, category in enumerate(categories, start=1)}
@@ -153,7 +153,7 @@ def read_coco(data: Path, split: str) -> CocoSplit:
         crowd=np.array([row[2] for row in rows])[order],
         areas=np.array([row[3] for row in rows], dtype=np.float64)[order],
         categories=categories,
-        left_out=left_out,
+        left_out={**left_out, **({"images on disk without an entry": without_entry} if without_entry else {})},
     )
 
 
@@ -211,7 +211,8 @@ def _images(path: Path, entries: Sequence[dict[str, Any]]) -> Sequence[dict[str,
     return entries
 
 
-def _check_files(folder: Path, path: Path, images: Sequence[dict[str, Any]]) -> None:
+def _check_files(folder: Path, path: Path, images: Sequence[dict[str, Any]]) -> int:
+    """Refuse annotations whose images are not there; return the number of images that the annotations do not have."""
     try:
         names = {entry.name for entry in os.scandir(folder)}  # one call instead of one for each of 118,287 images
     except OSError as error:
@@ -224,6 +225,8 @@ def _check_files(folder: Path, path: Path, images: Sequence[dict[str, Any]]) -> 
             f"{folder}: {len(missing)} of the {len(images)} images of {path.name} are not there; the first is "
             f"{missing[0]['file_name']} (image {missing[0]['id']}); get the missing images, or remove their entries"
         )
+    others = names - {image["file_name"] for image in images}
+    return sum(name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".") for name in others)
 
 
 def _is_number(value: object) -> bool:
