@@ -29,7 +29,7 @@ values = { mine = 0.9488 }                  # by trace; in units of the metric, 
 
 [stand_in.small]                            # what --stand-in small replaces, where the data is not at hand
 workloads = { digits-mlp = "digits-mlp(width=16)" }
-divide = 4                                  # batches: local_batch, ref_batch, micro_batch, fixed(N)
+divide = 4                                  # batches: local_batch, ref_batch, micro_batch, fixed(N), max_batch, initial
 lr = 0.01                                   # at the divided ref_batch; by default the study's, divided as well
 traces = { mine = "constant(workers=2)" }
 settings = { step_time = "fit" }
