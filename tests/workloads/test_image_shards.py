@@ -251,8 +251,11 @@ def test_headers_are_read_without_the_images_behind_them(tmp_path, monkeypatch):
     content = bytearray(shard.read_bytes())
     content[int(images._index["offset"][1])] = 0
     shard.write_bytes(content)
-    with pytest.raises(DataError, match=r"x\.tar: b\.jpg: not a readable image"):
-        images.check_headers()
+    for use in (images.check_headers, lambda: images[1]):
+        with pytest.raises(
+            DataError, match=r"x\.tar: b\.jpg: not a readable image \(of no known format\); get it again"
+        ):
+            use()
     shard.unlink()
     with pytest.raises(DataError, match=r"x\.tar: a\.png: cannot be read \(No such .*; 1 other images have problems"):
         images.check_headers()

@@ -101,6 +101,8 @@ def open_image(file: Path | BinaryIO, where: Path | str) -> Iterator[Any]:
             yield image
     except (DataError, MemoryError):
         raise
+    except image_module.UnidentifiedImageError:  # its text has the path again, or the address of an object in memory
+        raise DataError(f"{where}: not a readable image (of no known format); get it again") from None
     except Exception as error:  # Pillow raises nearly anything for a damaged file, and its own error for a huge one
         raise DataError(f"{where}: not a readable image ({error}); get it again") from None
 
