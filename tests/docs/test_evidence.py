@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import runpy
 import shutil
@@ -24,6 +25,7 @@ from ebbflow.engines.emulated.fused import cut_into_passes
 from ebbflow.moments.estimate import Moments
 from ebbflow.report.results import ArmResult, Results, load_results
 from ebbflow.report.summary import Cell, summarise
+from ebbflow.rules.noise_rules import gain
 from ebbflow.rules.rule import RULES, Rule, StepContext, make_rule
 from ebbflow.run.assemble import resolve
 from ebbflow.run.planning import make_plan
@@ -257,6 +259,31 @@ def test_every_result_of_the_report_stands_in_its_place_on_the_page(
         if cell.published is not None:
             expected += f" ({100 * cell.published:.{digits}f})"
         assert row[column] == expected, f"{corner}, {row['']}, {column}"
+
+
+def test_the_gains_of_the_defect_on_the_page_are_those_of_the_rows(evidence: Callable[[str], Results]) -> None:
+    """As read on eight cores, and what noise and signal of the same steps give: a worker's 8 samples are 4 pieces."""
+    arms = [arm for arm in finished(evidence("small-cores")) if "norm=false" in arm.workload and arm.trace == "static"]
+
+    def means(rule: str, begin: float, end: float) -> dict[str, float]:
+        found: dict[str, list[float]] = {"read": [], "reference of 8": [], "reference of a piece": []}
+        names = ("gain", "noise", "signal", "batch", "workers")
+        for arm in (arm for arm in arms if arm.rule == f"{rule}+warmup(0.3ep)"):
+            for i, row in enumerate(zip(*(arm.columns[name].tolist() for name in names), strict=True)):
+                read, noise, signal, batch, workers = row
+                if begin <= i / arm.steps < end and math.isfinite(read):
+                    pieces = 4 * workers
+                    piece = batch / pieces
+                    found["read"].append(read)
+                    found["reference of 8"].append(gain(noise / 8, signal, batch / 8))
+                    found["reference of a piece"].append(piece / 8 * gain(noise / piece, signal, pieces))
+        return {name: float(np.mean(values)) for name, values in found.items()}
+
+    table = tables((EVIDENCE / "small.md").read_text())["gain without batch norm, part of the steps"]
+    for row, (begin, end) in zip(table, [(0.06, 0.15), (0.3, 0.6), (0.6, 1.0)], strict=True):
+        published, own = means("adascale-on-cores", begin, end), means("adascale", begin, end)
+        assert own["read"] == pytest.approx(own["reference of 8"])
+        assert [*row.values()][1:] == [f"{value:.1f}" for value in (*published.values(), own["read"])]
 
 
 @pytest.mark.parametrize(
