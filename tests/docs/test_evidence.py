@@ -420,6 +420,28 @@ def test_the_gain_as_published_on_one_core_and_on_eight(forget_plugins: None) ->
     assert multiplier("pieces=4, memory=false") == pytest.approx(41 / 1.3125 / 4)
 
 
+@pytest.mark.parametrize(("scale", "part"), [(256, "0.56"), (1_000, "0.82"), (10_000, "0.98")])
+@pytest.mark.parametrize("workers", [2, 29, 64])
+def test_a_reference_of_32_samples_lowers_the_rate_as_the_page_of_recipes_says(
+    scale: int, part: str, workers: int, forget_plugins: None
+) -> None:
+    """With the noise scale phi, in samples: 32/256 of the gain from 32 is (phi + 32)/(phi + 256) of that from 256."""
+    load_plugins([str(ON_CORES)])
+    context = StepContext(
+        step=0, batch=128 * workers, ref_batch=256, samples=0, workers=workers,
+        moments=Moments(noise=float(scale), signal=1.0),
+    )  # fmt: skip
+    theirs, ours = (
+        rule.scale(context, rule.init())[0].lr
+        for rule in (make_rule("adascale-on-cores(memory=false, rescaling=false)"), make_rule("adascale"))
+    )
+    assert isinstance(theirs, float) and isinstance(ours, float)
+    assert theirs / ours == pytest.approx((scale + 32) / (scale + 256))
+    assert f"{theirs / ours:.2f}" == part
+    page = (EVIDENCE.parent / "recipes.md").read_text()
+    assert re.search(rf"\b{re.escape(part)} (of it )?at (a noise scale of )?{scale:,}", " ".join(page.split()))
+
+
 def test_a_change_of_the_scale_multiplies_the_variance_as_published(forget_plugins: None) -> None:
     # As above, without memory, from 32 pieces to 64: the average 10 counts 0.936 x 1/2 + 0.064 = 0.532 times.
     load_plugins([str(ON_CORES)])

@@ -127,6 +127,19 @@ def test_the_networks_are_those_of_the_papers_and_train_on_real_photographs(name
     assert task.model.eval()(x).shape == (2, 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("folder-resnet18", 8), ("folder-resnet50", 16), ("imagenet-resnet50", 16)]
+)
+def test_residual_blocks_begin_with_nothing_if_asked_for(name, blocks, folder):
+    for text, expected in ((f"{name}(size=32)", 0), (f"{name}(size=32, zero_init_residual=true)", blocks)):
+        norms = [
+            module
+            for module in workloads.build(text, data=folder).model.modules()
+            if isinstance(module, nn.BatchNorm2d)
+        ]
+        assert sum(not norm.weight.any() for norm in norms) == expected
+
+
 def test_the_recipes_are_those_of_the_papers():
     # Lin et al. start from 1,024 samples on 8 GPUs at 0.4; Andre et al. from 256 at 0.1.
     for name in IMAGENET:
