@@ -62,6 +62,22 @@ class Header:
     created: str = ""
     device: str = "cpu"
 
+    @property
+    def left_out(self) -> str:
+        """What the run did not use of its data, or changed, in one line; empty if that is nothing.
+
+        >>> Header(config={"task": {"left_out": {"train": {"crowd boxes": 3}, "val": {"bad boxes": 1}}}}).left_out
+        'train: 3 crowd boxes; val: 1 bad boxes'
+        """
+        task = self.config.get("task")
+        found = task.get("left_out") if isinstance(task, Mapping) else None
+        return "; ".join(
+            f"{name}: {', '.join(f'{count} {kind}' for kind, count in value.items())}"
+            if isinstance(value, Mapping)
+            else f"{value} {name}"
+            for name, value in (found.items() if isinstance(found, Mapping) else ())
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRow:

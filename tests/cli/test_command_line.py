@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
 import os
 import signal
@@ -247,6 +248,28 @@ def test_what_train_prints_can_be_copied_from_a_narrow_terminal(ebbflow: Ebbflow
     lines = ebbflow(*arguments, width=80).text.splitlines()  # found finished: only the answer is printed
     assert f"record: {folder}/record.jsonl" in lines
     assert f"report: ebbflow report '{folder}'" in lines
+
+
+PLUGIN_WITHOUT_SOME = """
+import dataclasses
+from ebbflow.workloads import Recipe, Task, build, recipe, register_workload
+
+@register_workload("some-digits", recipe=recipe("digits-mlp"))
+def some_digits(recipe: Recipe) -> Task:
+    "Digits, of which some are left out."
+    left_out = {"train": {"crowd boxes": 3, "images without boxes": 2}, "val": {"<b> boxes": 1}}
+    return dataclasses.replace(build("digits-mlp(width=8)"), left_out=left_out)
+"""
+
+
+def test_what_is_left_out_of_the_data_is_said_by_train_and_by_the_report(ebbflow: Ebbflow) -> None:
+    Path("plugin.py").write_text(PLUGIN_WITHOUT_SOME)
+    train = ("train", "some-digits", "--plugin", "plugin.py", "--epochs", 1, "--local-batch", 64, "--out", "run")
+    line = "left out of the data, or changed: train: 3 crowd boxes, 2 images without boxes; val: 1 <b> boxes"
+    assert line in ebbflow(*train).text.splitlines()
+    assert ebbflow(*train, "--json").json["left_out"] == line.partition(": ")[2]
+    assert f"some-digits: {line}" in ebbflow("report", "run").text.splitlines()
+    assert f"L{html.escape(line[1:])}" in Path("run/report/index.html").read_text()
 
 
 @pytest.mark.process

@@ -9,6 +9,7 @@ import pytest
 
 from cli.answers import Ebbflow
 from ebbflow.studies.grid import load_study, recipe_names, recipe_text
+from ebbflow.studies.scaling import scaled, with_stand_in
 
 
 @pytest.mark.process
@@ -44,3 +45,30 @@ def test_the_command_lists_and_shows_recipes(ebbflow: Ebbflow) -> None:
     assert {"name": "lena-table1", "arms": 16, "summary": load_study("lena-table1").summary} in listed
     assert "lena-table1 " in ebbflow("study", "--list").text
     assert ebbflow("study", "demo", "--show").text == recipe_text("demo")
+
+
+def test_a_study_is_shown_as_the_other_options_make_it(ebbflow: Ebbflow) -> None:
+    options = ("--stand-in", "digits", "--scale", 0.1, "--seeds", 2, "--set", "precision=bf16")
+    Path("mine.toml").write_text(ebbflow("study", "andre-table1", *options, "--show").text)
+    mine = load_study("mine.toml")
+    expected = scaled(with_stand_in(load_study("andre-table1"), "digits"), 0.1)
+    assert mine.name == expected.name == "andre-table1-digits-x0.1"
+    assert (mine.workloads, mine.rules, mine.traces) == (expected.workloads, expected.rules, expected.traces)
+    assert (mine.seeds, mine.settings) == ((0, 1), {**expected.settings, "precision": "bf16"})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--stand-in", "nothing"), "no stand-in 'nothing'"),
+        (("--stand-in", ""), "no stand-in ''"),
+        (("--scale", 0), "the scale is 0"),
+        (("--seeds", 0), "seeds is 0"),
+        (("--set", "nonsense=1"), "nonsense"),
+        (("--set", "optimizer=sgdd"), "did you mean 'sgd'"),
+    ],
+)
+def test_what_cannot_be_applied_to_a_shown_study_is_refused(
+    ebbflow: Ebbflow, options: tuple[object, ...], says: str
+) -> None:
+    ebbflow("study", "andre-table1", *options, "--show").assert_refused(says)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import runpy
 import shutil
@@ -24,6 +25,7 @@ from ebbflow.engines.emulated.fused import cut_into_passes
 from ebbflow.moments.estimate import Moments
 from ebbflow.report.results import ArmResult, Results, load_results
 from ebbflow.report.summary import Cell, summarise
+from ebbflow.rules.noise_rules import gain
 from ebbflow.rules.rule import RULES, Rule, StepContext, make_rule
 from ebbflow.run.assemble import resolve
 from ebbflow.run.planning import make_plan
@@ -259,6 +261,31 @@ def test_every_result_of_the_report_stands_in_its_place_on_the_page(
         assert row[column] == expected, f"{corner}, {row['']}, {column}"
 
 
+def test_the_gains_of_the_defect_on_the_page_are_those_of_the_rows(evidence: Callable[[str], Results]) -> None:
+    """As read on eight cores, and what noise and signal of the same steps give: a worker's 8 samples are 4 pieces."""
+    arms = [arm for arm in finished(evidence("small-cores")) if "norm=false" in arm.workload and arm.trace == "static"]
+
+    def means(rule: str, begin: float, end: float) -> dict[str, float]:
+        found: dict[str, list[float]] = {"read": [], "reference of 8": [], "reference of a piece": []}
+        names = ("gain", "noise", "signal", "batch", "workers")
+        for arm in (arm for arm in arms if arm.rule == f"{rule}+warmup(0.3ep)"):
+            for i, row in enumerate(zip(*(arm.columns[name].tolist() for name in names), strict=True)):
+                read, noise, signal, batch, workers = row
+                if begin <= i / arm.steps < end and math.isfinite(read):
+                    pieces = 4 * workers
+                    piece = batch / pieces
+                    found["read"].append(read)
+                    found["reference of 8"].append(gain(noise / 8, signal, batch / 8))
+                    found["reference of a piece"].append(piece / 8 * gain(noise / piece, signal, pieces))
+        return {name: float(np.mean(values)) for name, values in found.items()}
+
+    table = tables((EVIDENCE / "small.md").read_text())["gain without batch norm, part of the steps"]
+    for row, (begin, end) in zip(table, [(0.06, 0.15), (0.3, 0.6), (0.6, 1.0)], strict=True):
+        published, own = means("adascale-on-cores", begin, end), means("adascale", begin, end)
+        assert own["read"] == pytest.approx(own["reference of 8"])
+        assert [*row.values()][1:] == [f"{value:.1f}" for value in (*published.values(), own["read"])]
+
+
 @pytest.mark.parametrize(
     ("length", "batches"), [("", ["1,024", "8,192", "16,384"]), (", 100 epochs", ["8,192", "16,384"])]
 )
@@ -391,6 +418,28 @@ def test_the_gain_as_published_on_one_core_and_on_eight(forget_plugins: None) ->
     )
     # Four pieces of 2 per worker: K = 128, s2 = 40, the gain of 128 pieces is 41/1.3125, times 2/8 for the rate.
     assert multiplier("pieces=4, memory=false") == pytest.approx(41 / 1.3125 / 4)
+
+
+@pytest.mark.parametrize(("scale", "part"), [(256, "0.56"), (1_000, "0.82"), (10_000, "0.98")])
+@pytest.mark.parametrize("workers", [2, 29, 64])
+def test_a_reference_of_32_samples_lowers_the_rate_as_the_page_of_recipes_says(
+    scale: int, part: str, workers: int, forget_plugins: None
+) -> None:
+    """With the noise scale phi, in samples: 32/256 of the gain from 32 is (phi + 32)/(phi + 256) of that from 256."""
+    load_plugins([str(ON_CORES)])
+    context = StepContext(
+        step=0, batch=128 * workers, ref_batch=256, samples=0, workers=workers,
+        moments=Moments(noise=float(scale), signal=1.0),
+    )  # fmt: skip
+    theirs, ours = (
+        rule.scale(context, rule.init())[0].lr
+        for rule in (make_rule("adascale-on-cores(memory=false, rescaling=false)"), make_rule("adascale"))
+    )
+    assert isinstance(theirs, float) and isinstance(ours, float)
+    assert theirs / ours == pytest.approx((scale + 32) / (scale + 256))
+    assert f"{theirs / ours:.2f}" == part
+    page = (EVIDENCE.parent / "recipes.md").read_text()
+    assert re.search(rf"\b{re.escape(part)} (of it )?at (a noise scale of )?{scale:,}", " ".join(page.split()))
 
 
 def test_a_change_of_the_scale_multiplies_the_variance_as_published(forget_plugins: None) -> None:

@@ -141,6 +141,34 @@ def test_all_that_share_the_lead_are_marked_and_what_has_one_run_is_not() -> Non
     assert marked(summarise([*arms, *seeds(0.3, rule="once")])) == {"linear", "sqrt"}
 
 
+def test_a_rule_below_one_that_is_behind_does_not_share_the_lead() -> None:
+    # Of lena 0.870, linear 0.787 and adascale 0.770, adascale's two runs differ so much that +- 4.3027 x the pooled
+    # deviation 0.0276 = 0.119 around the difference of 0.100 includes zero; linear is behind by 0.083 +- 0.074.
+    found = summarise(
+        [
+            *seeds(0.8033, 0.7698),
+            *seeds(0.7426, 0.7972, rule="adascale"),
+            *seeds(0.8739, 0.8653, rule="lena"),
+        ]
+    )
+    assert marked(found) == set()
+    text = takeaways(found)[0]
+    assert "lena is ahead on gpu (87.0 %, 8.3 points better than linear, 95 % interval" in text
+    assert "but adascale (77.0 %) cannot be told apart from lena with these seeds" in text
+    assert "share" not in text
+    # Without linear between them, they cannot be told apart, and none is behind.
+    assert "lena and adascale cannot be told apart" in takeaways(summarise(
+        [*seeds(0.7426, 0.7972, rule="adascale"), *seeds(0.8739, 0.8653, rule="lena")]
+    ))[0]  # fmt: skip
+
+
+def test_the_metric_is_that_of_a_record_that_has_one() -> None:
+    failed = arm(0.0, rule="sqrt", status="failed", values=np.empty(0), header=Header(config={}))
+    known = Header(config={"metric": "map"})
+    found = summarise([failed, arm(0.2, metric="map", header=known), arm(0.0, rule="x", status="missing")])
+    assert {cell.metric for cell in found.cells} == {"map"}
+
+
 def test_equal_results_are_not_marked(summary: Summary) -> None:
     assert not any(cell.best for cell in summary.cells_of("digits-mlp") if cell.trace == "static")
 

@@ -16,6 +16,7 @@ import torch
 from ebbflow.errors import ConfigError
 from ebbflow.record import read_record
 from ebbflow.report.results import load_results
+from ebbflow.report.summary import summarise
 from ebbflow.studies.grid import Study, parse_study
 from ebbflow.studies.runner import ArmProgress, default_jobs, record_failure, run_arm, run_study
 
@@ -214,3 +215,18 @@ def test_the_server_ignores_ctrl_c_while_it_imports_torch() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert int(shown.stdout, 16) & (1 << (signal.SIGINT - 1)), "SIGINT is ignored"
+
+
+@pytest.mark.parametrize(
+    ("workload", "metric", "higher"),
+    [("coco-ssd300", "map", True), ("shakespeare-gpt", "loss", False), ("no-such-workload", "accuracy", True)],
+)
+def test_an_arm_that_failed_before_its_record_began_has_the_metric_of_its_workload(
+    workload: str, metric: str, higher: bool, tmp_path: Path
+) -> None:
+    (arm,) = study(workloads=[workload]).arms()
+    (tmp_path / "arms" / arm.id).mkdir(parents=True)
+    record_failure(arm, tmp_path / "arms" / arm.id, "no data")
+    (result,) = load_results(tmp_path).arms
+    assert (result.status, result.metric, result.higher_is_better) == ("failed", metric, higher)
+    assert {cell.metric for cell in summarise([result]).cells} == {metric}

@@ -184,6 +184,15 @@ def test_a_stand_in_divides_every_batch_and_all_rates_alike() -> None:
     assert [value.workload for value in small.paper] == ["digits-cnn", "digits-mlp"]
 
 
+def test_a_stand_in_divides_the_limits_of_policies() -> None:
+    override = [{"rule": "linear", "set": {"policy": "geo(60ep, factor=5, initial=256, max_batch=5120)"}}]
+    small = with_stand_in(big(override=override, settings={"policy": "capped(max_batch=1000)"}), "both")
+    assert {(arm.config.rule, arm.config.policy) for arm in small.arms()} == {
+        ("linear", "geo(60ep, factor=5, initial=8, max_batch=160)"),
+        ("constant", "capped(max_batch=31)"),
+    }
+
+
 def test_a_stand_in_has_a_rate_of_its_own_and_leaves_out_what_it_does_not_name() -> None:
     small = with_stand_in(big(), "one")
     assert small.workloads == ("digits-mlp",)

@@ -1,12 +1,24 @@
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ebbflow.errors import ConfigError, EbbflowError
-from ebbflow.studies.grid import check_arms, load_study, parse_study, recipe_text, with_plugins, with_settings
+from ebbflow.studies.grid import (
+    Study,
+    check_arms,
+    load_study,
+    parse_study,
+    recipe_names,
+    recipe_text,
+    study_text,
+    with_plugins,
+    with_settings,
+)
+from ebbflow.studies.scaling import with_stand_in
 
 MINIMAL: dict[str, Any] = {
     "workloads": ["digits-mlp"],
@@ -203,6 +215,30 @@ def test_a_recipe_s_file_can_be_begun_from(tmp_path: Path) -> None:
     assert load_study(str(mine)).as_dict() == load_study("demo").as_dict()
     with pytest.raises(ConfigError, match="'dmo' is not a recipe; did you mean 'demo'"):
         recipe_text("dmo")
+
+
+def written_again(study: Study) -> Study:
+    return parse_study(tomllib.loads(study_text(study)), source="study.toml", folder=None)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_text_of_a_study_gives_the_same_runs_and_published_values(name: str) -> None:
+    study = load_study(name)
+    for one in (study, *(with_stand_in(study, stand_in) for stand_in in study.stand_ins)):
+        again = written_again(one)
+        assert again.arms() == one.arms()
+        assert set(again.paper) == set(one.paper)
+    assert written_again(study).stand_ins == study.stand_ins
+
+
+def test_the_text_of_a_study_keeps_odd_names_and_values() -> None:
+    study = parse(
+        name='a "quoted" \\ name\x7f', traces={"64 at first": "constant(workers=4)", "ü.": "constant(workers=2)"},
+        seeds=[3, 1], settings={"lr": 1e-5},
+        override=[{"trace": ["ü."], "rule": "constant", "set": {"epochs": 3}}], skip=[{"seed": 1, "trace": "ü."}],
+    )  # fmt: skip
+    again = written_again(study)
+    assert (again.arms(), again.name, again.seeds) == (study.arms(), study.name, study.seeds)
 
 
 def test_a_trace_can_be_written_as_its_changes(tmp_path: Path) -> None:

@@ -84,6 +84,13 @@ def test_boxes_that_leave_the_image_by_a_pixel_are_clipped_and_counted(tmp_path)
     assert split.left_out == {"boxes clipped to the image": 1}
 
 
+def test_images_in_the_folder_that_the_annotations_do_not_name_are_counted(tmp_path):
+    folder = write(tmp_path, content()) / "train2017"
+    for name in ("x.JPG", "8.png", ".7.jpg", "list.txt"):
+        (folder / name).touch()
+    assert read_coco(tmp_path, "train2017").left_out == {"images on disk without an entry": 2}
+
+
 @pytest.mark.parametrize("box", [[10, 5, 0, 10], [10, 5, 5, -2], [30, 5, 20, 10], [50, 5, 5, 5]])
 def test_a_bad_box_is_named_left_out_and_counted(tmp_path, caplog, box):
     annotations = content()
@@ -152,7 +159,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (change("images.0.id", ...), "image number 1 has the id None; expected a whole number"),
         (change("images.1.id", 7), "two entries have the image id 7; expected each id once"),
         (change("images.1.file_name", ...), "image 3: file_name is None; expected the name of its file"),
-        (change("images.1.width", 0), "image 3: width is 0; expected a whole number of pixels above 0"),
+        (change("images.1.width", 0), "image 3: width is 0; expected a whole number of pixels, from 1 to 1,000,000"),
         (change("images.1.height", "30"), "image 3: height is '30'; expected a whole number"),
         (
             change("images.1.file_name", "no.jpg"),
@@ -169,6 +176,16 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (change("annotations.1.bbox", [1, 2, 3]), r"annotation 12 .* bbox is \[1, 2, 3\]; expected four"),
         (change("annotations.1.bbox", [1, 2, math.nan, 3]), r"annotation 12 .* bbox is \[1, 2, nan, 3\]"),
         (change("annotations.1.area", math.inf), r"annotation 12 .* area is inf; expected a finite number"),
+        (change("annotations.1.area", 10**400), r"annotation 12 .* area is 10+\.\.\.0+; expected a finite number"),
+        (change("annotations.1.bbox", [1, 2, 10**400, 3]), r"annotation 12 .* bbox is \[1, 2, 10+\.\.\.0+, 3\]"),
+        (change("annotations.1.id", 10**30), "annotation number 2 has the id 10+; expected .* at most 15 digits"),
+        (change("images.1.id", 10**15), "image number 2 has the id 10+; expected a whole number of at most 15 digits"),
+        (change("categories.0.id", 10**400), r"category number 1 has the id 10+\.\.\.0+; expected a whole number"),
+        (change("images.1.width", 10**30), "image 3: width is 10+; expected .* from 1 to 1,000,000"),
+        (change("annotations.1.iscrowd", "no"), r"annotation 12 \(image 3\): iscrowd is 'no'; expected 0 or 1"),
+        (change("annotations.1.iscrowd", None), r"annotation 12 .* iscrowd is None; expected 0 or 1"),
+        (change("annotations.1.iscrowd", 2), r"annotation 12 .* iscrowd is 2; expected 0 or 1"),
+        (change("categories.0.id", True), "category number 1 has the id True"),
     ],
 )
 def test_a_broken_annotation_file_is_refused_with_the_file_and_the_id(tmp_path, broken, message):
@@ -177,6 +194,34 @@ def test_a_broken_annotation_file_is_refused_with_the_file_and_the_id(tmp_path, 
     with pytest.raises(DataError, match=message) as error:
         read_coco(write(tmp_path, annotations), "train2017")
     assert "train2017" in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["image_id", "category_id"])
+def test_true_is_not_the_id_1(tmp_path, key):
+    annotations = content()
+    annotations["images"][0]["id"] = annotations["categories"][0]["id"] = 1
+    for annotation in annotations["annotations"]:
+        annotation["image_id"] = annotation["category_id"] = 1
+    annotations["annotations"][1][key] = True
+    with pytest.raises(DataError, match=f"instances_train2017.json: annotation 12: {key} is True"):
+        read_coco(write(tmp_path, annotations), "train2017")
+
+
+def test_a_box_as_large_as_numbers_are_is_outside_and_has_no_area(tmp_path):
+    annotations = content()
+    annotations["annotations"][1] |= {"bbox": [0, 0, 10**300, 10**300], "area": 1.0}
+    assert read_coco(write(tmp_path, annotations), "train2017").left_out == {"bad boxes": 1}
+    del annotations["annotations"][1]["area"]
+    with pytest.raises(DataError, match=r"annotation 12 .* area is inf; expected a finite number"):
+        read_coco(write(tmp_path, annotations), "train2017")
+
+
+def test_json_that_is_too_deep_is_named(tmp_path):
+    write(tmp_path, content())
+    path = tmp_path / "annotations" / "instances_train2017.json"
+    path.write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(DataError, match=r"instances_train2017\.json: lists or objects inside of too many others"):
+        read_coco(tmp_path, "train2017")
 
 
 def test_missing_and_damaged_files_are_named(tmp_path):

@@ -23,6 +23,7 @@ for package in ("torchvision", "pycocotools"):
     if importlib.util.find_spec(package) is None:  # torchvision itself is imported by import_torchvision only
         pytest.skip(f"{package} is not installed (the extra 'vision')", allow_module_level=True)
 
+ENGINES = ("loop", "fused")
 SMALL = "coco-ssd300(network=resnet18, size=64, augment=false)"
 
 
@@ -69,7 +70,7 @@ def weights(out: Path) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_loop_and_fused_train_alike_and_the_header_says_what_was_left_out(coco, tmp_path):
-    runs = [trained(coco, tmp_path / engine, SMALL, engine=engine, rule="sqrt") for engine in ("loop", "fused")]
+    runs = [trained(coco, tmp_path / engine, SMALL, engine=engine, rule="sqrt") for engine in ENGINES]
     assert [row.batch for row in runs[0].steps] == [6, 4, 2]  # three workers, two, and the end of the epoch
     assert [row.loss for row in runs[0].steps] == pytest.approx([row.loss for row in runs[1].steps], rel=1e-4)
     torch.testing.assert_close(weights(tmp_path / "loop"), weights(tmp_path / "fused"), rtol=1e-3, atol=1e-4)
@@ -77,7 +78,35 @@ def test_loop_and_fused_train_alike_and_the_header_says_what_was_left_out(coco, 
     assert {"map", "map50", "map75"} <= set(metrics)
     assert all(0 <= value <= 1 for value in metrics.values())
     task = runs[0].header.config["task"]
-    assert (task["train_samples"], task["left_out"]) == (12, {"train": {"crowd boxes": 1}})
+    # The folders have all 48 images of the excerpt, the annotations 12 and 2 of them.
+    others = "images on disk without an entry"
+    assert (task["train_samples"], task["left_out"]) == (
+        12,
+        {"train": {others: 36, "crowd boxes": 1}, "val": {others: 46}},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["coco-ssd300(augment=false)", "coco-ssd512(augment=false)"])
+def test_the_networks_of_the_papers_at_their_own_size_train_alike_by_loop_and_fused(shared, tmp_path, workload):
+    """SSD300 with VGG-16 at 300 pixels and SSD512 with ResNet-50 at 512: a step of two workers, and a validation.
+
+    With random weights, rounding becomes visible from the second step on: it changes which negatives are the hardest.
+    """
+    data = first_images(shared / "data" / "coco_tiny", tmp_path / "data", train=4, val=1)
+    runs = [
+        trained(data, tmp_path / engine, workload, engine=engine, trace="0s:2 40s", rule="linear") for engine in ENGINES
+    ]
+    assert [(row.workers, row.batch) for row in runs[0].steps] == [(2, 4)]
+    assert [row.loss for row in runs[0].steps] == pytest.approx([row.loss for row in runs[1].steps], rel=1e-4)
+    before = dict(workloads.build(workload, data=data, seed=0).model.named_parameters())
+    loop, fused = (
+        torch.cat([(after[name].double() - start.double()).flatten() for name, start in before.items()])
+        for after in (torch.load(tmp_path / engine / "weights.pt", weights_only=True)["model"] for engine in ENGINES)
+    )
+    assert loop.norm() > 0
+    assert (loop - fused).norm() < 1e-3 * loop.norm(), float((loop - fused).norm() / loop.norm())
+    assert all({"map", "map50"} <= set(run.validations[-1].metrics) for run in runs)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from ebbflow.errors import DataError
+from ebbflow.workloads import image_shards
 from ebbflow.workloads.disk_cache import disk_cached_in
 from ebbflow.workloads.image_shards import ImageShards, ShardSample, find_shards, index_shard
 
@@ -76,7 +77,14 @@ def test_labels_may_come_first_and_other_members_of_a_sample_are_not_used(tmp_pa
 
 
 def test_shards_are_found_by_their_names_in_the_order_of_their_numbers(tmp_path):
-    for name in ("i-train-1.tar", "i-train-0.tar", "i-validation-0.tar", "i-test-0.tar", "i-train-2.tgz"):
+    for name in (
+        "i-train-1.tar",
+        "i-train-0.tar",
+        "i-validation-0.tar",
+        "i-test-0.tar",
+        "i-train.tar",
+        "i-train-0.tar.idx",
+    ):
         (tmp_path / name).touch()
     for number in range(2, 11):
         (tmp_path / f"i-train-{number}.tar").touch()
@@ -129,6 +137,21 @@ def test_a_missing_shard_and_a_mixture_of_data_sets_are_named(tmp_path):
         find_shards(tmp_path)
     with pytest.raises(DataError, match="nowhere: cannot be read"):
         find_shards(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train_000002.tar", "train-000001.tar.gz", "train-000001-of-2.tar", "i-train-000001.tgz", "TRAIN-000001.tar",
+     "train000001.tar", "valid-000000.tar", "i_validation_0.tar", "train-000001.tar.part"],
+)  # fmt: skip
+def test_a_shard_of_another_name_is_refused_instead_of_being_left_out(tmp_path, name):
+    for path in ("train-000000.tar", "val-000000.tar", name):
+        (tmp_path / path).touch()
+    with pytest.raises(
+        DataError,
+        match=rf"1 file\(s\) that look like shards but would not be read: {name}; expected names such as train-",
+    ):
+        find_shards(tmp_path)
 
 
 def test_a_shard_cut_short_anywhere_is_named(tmp_path):
@@ -211,7 +234,31 @@ def test_a_label_that_is_no_class_is_named_with_its_shard_and_member(shards, tmp
         ImageShards([one_based], colour)
 
 
-# ---- wrong images, when they are read ----
+# ---- wrong images ----
+
+
+def test_headers_are_read_without_the_images_behind_them(tmp_path, monkeypatch):
+    """Only a few kilobytes of an image of a megabyte; one whose shard is gone is named, and so is one that is none."""
+    large = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (700, 700, 3), dtype=np.uint8)).save(large, "PNG")
+    shard = write(tmp_path / "x.tar", [("a.png", large.getvalue()), ("a.cls", b"0"), *sample("b", 1, 50)])
+    images = ImageShards([shard], colour)
+    read: list[int] = []
+    readinto = image_shards._Member.readinto
+    monkeypatch.setattr(image_shards._Member, "readinto", lambda *args: read.append(readinto(*args)) or read[-1])
+    images.check_headers()
+    assert sum(read) < 1 << 17 < len(large.getvalue())
+    content = bytearray(shard.read_bytes())
+    content[int(images._index["offset"][1])] = 0
+    shard.write_bytes(content)
+    for use in (images.check_headers, lambda: images[1]):
+        with pytest.raises(
+            DataError, match=r"x\.tar: b\.jpg: not a readable image \(of no known format\); get it again"
+        ):
+            use()
+    shard.unlink()
+    with pytest.raises(DataError, match=r"x\.tar: a\.png: cannot be read \(No such .*; 1 other images have problems"):
+        images.check_headers()
 
 
 def test_a_damaged_image_and_a_shard_that_is_cut_after_indexing_are_named(shards):

@@ -21,7 +21,7 @@ from ebbflow.record import Run, StepRow
 from ebbflow.run.config import RunConfig
 from ebbflow.run.loop import Callbacks
 from ebbflow.run.training import train
-from ebbflow.workloads import DatasetSource, Recipe, Task
+from ebbflow.workloads import DatasetSource, Recipe, Task, image_shards
 from ebbflow.workloads.imagenet import _inception_loss
 from workloads.fresh_process import unpickled_in_a_fresh_process
 
@@ -125,6 +125,19 @@ def test_the_networks_are_those_of_the_papers_and_train_on_real_photographs(name
         assert parameter.grad is not None, label
         assert parameter.grad.isfinite().all(), label
     assert task.model.eval()(x).shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("folder-resnet18", 8), ("folder-resnet50", 16), ("imagenet-resnet50", 16)]
+)
+def test_residual_blocks_begin_with_nothing_if_asked_for(name, blocks, folder):
+    for text, expected in ((f"{name}(size=32)", 0), (f"{name}(size=32, zero_init_residual=true)", blocks)):
+        norms = [
+            module
+            for module in workloads.build(text, data=folder).model.modules()
+            if isinstance(module, nn.BatchNorm2d)
+        ]
+        assert sum(not norm.weight.any() for norm in norms) == expected
 
 
 def test_the_recipes_are_those_of_the_papers():
@@ -322,6 +335,16 @@ def test_missing_data_and_missing_layouts_are_explained(tmp_path):
         build("imagenet-mobilenet", tmp_path)
 
 
+def test_shards_beside_folders_are_refused_and_the_archives_of_the_folders_are_not(tmp_path):
+    make_folder(tmp_path)
+    for name in ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_train_t3.tar", "val.tar.gz"):
+        (tmp_path / name).touch()
+    assert len(build("imagenet-mobilenet", tmp_path).train) == 16
+    (tmp_path / "i-val-000000.tar").touch()
+    with pytest.raises(DataError, match=r"i-val-000000\.tar: a shard beside the folder train; expected one of both"):
+        build("imagenet-mobilenet", tmp_path)
+
+
 @pytest.mark.parametrize(("part", "other"), [("val", "train"), ("train", "val")])
 def test_a_class_of_one_part_only_is_named(part, other, tmp_path):
     make_folder(tmp_path)
@@ -348,6 +371,32 @@ def test_a_run_ends_at_a_damaged_image_and_names_it(tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:2000])
     with pytest.raises(DataError, match=rf"temple/{damaged.name}: not a readable image .*truncated"):
         run(data, tmp_path / "run")
+
+
+def test_validation_images_that_are_none_are_named_before_training(tmp_path):
+    data = make_folder(tmp_path / "data")
+    damaged = sorted((data / "val").glob("*/*"))[3:5]
+    for path in damaged:
+        path.write_bytes(b"no image")
+    with pytest.raises(
+        DataError, match=rf"val/flower/{damaged[0].name}: not a readable image .*; 1 other images have problems, too"
+    ):
+        build("imagenet-mobilenet", data)
+    deep = Image.fromarray(np.full((9, 9), 1000, dtype=np.uint16))
+    for path in damaged:
+        deep.save(path, "PNG")
+    with pytest.raises(DataError, match=rf"val/flower/{damaged[0].name}: pixels of type I.*; expected 8 bits"):
+        build("imagenet-mobilenet", data)
+
+
+def test_validation_images_of_shards_that_are_none_are_named_before_training(tmp_path):
+    shard = make_shards(tmp_path, images_per_shard=3) / "imagenet-val-000001.tar"
+    member = next(iter(image_shards.index_shard(shard)))
+    with shard.open("r+b") as file:
+        file.seek(member.offset)
+        file.write(b"no image")
+    with pytest.raises(DataError, match=rf"val-000001\.tar: {member.member}: not a readable image"):
+        build("imagenet-mobilenet", tmp_path)
 
 
 @pytest.mark.parametrize("package", ["torchvision", "timm"])

@@ -117,6 +117,36 @@ def test_a_saved_data_set_holds_the_images_of_the_folder(photographs: Path, save
     assert folder.describe()["parameters"] == dataset.describe()["parameters"]
 
 
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        ({"bytes": b"no image", "path": None}, "image 1: not a readable image"),
+        (None, "image 1 is empty"),
+    ],
+)
+def test_validation_images_of_a_saved_data_set_that_are_none_are_named_before_training(
+    tmp_path: Path, image: object, says: str
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    pil = pytest.importorskip("PIL.Image")
+    good = [pil.new("RGB", (8, 8))] * 2
+    splits = {
+        part: datasets.Dataset.from_dict({"image": images, "label": [0, 1]}).cast_column("image", datasets.Image())
+        for part, images in (("train", good), ("test", [good[0], image]))
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=says):
+        build("timm:resnet10t(size=32)", data=tmp_path / "saved")
+
+
+def test_a_column_of_a_saved_data_set_without_images_is_named(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"image": ["a.png", "b.png"], "label": [0, 1]})
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"the column image is Value.*; expected images: cast it to datasets\.Image"):
+        build("timm:resnet10t(size=32)", data=tmp_path / "saved")
+
+
 SMALL = "n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16"
 
 

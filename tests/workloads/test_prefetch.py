@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from drawing_examples import examples
 from ebbflow.errors import ConfigError, DataError
@@ -339,3 +339,19 @@ def test_a_process_that_may_have_no_children_reads_in_itself():
     process.join(timeout=60)
     assert process.exitcode == 0
     assert results.get() == [3, 4]
+
+
+class Named(Drawing):
+    """Samples by name."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"x": super().__getitem__(index)[0]}
+
+
+def test_batches_that_are_no_pairs_are_refused_with_what_takes_them():
+    with pytest.raises(
+        ConfigError, match=r"Named gives dict; expected \(input, target\).* give a collate_fn= .*default_c"
+    ):
+        DatasetSource(Named()).batch(np.arange(2), train=False)
+    batch = DatasetSource(Named(), collate_fn=default_collate).batch(np.arange(2), train=False)
+    assert {name: tensor.shape for name, tensor in batch.items()} == {"x": (2, 5)}

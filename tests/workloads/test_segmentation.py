@@ -213,15 +213,27 @@ def test_classes_that_do_not_fit_the_masks_are_named_before_training(folder, par
         workloads.build("ade20k-fcn(classes=11, void=11, size=32)", data=folder)
 
 
-def test_of_many_masks_some_are_read_the_last_one_too(folder):
+def with_40_samples(folder, part):
     for i in range(4, 40):
-        save_image(folder / "train" / "images" / f"{i:02}.png")
-        save_mask(folder / "train" / "masks" / f"{i:02}.png", value=11)
+        save_image(folder / part / "images" / f"{i:02}.png")
+        save_mask(folder / part / "masks" / f"{i:02}.png", value=11)
+
+
+def test_of_many_training_masks_some_are_read_the_last_one_too(folder):
+    with_40_samples(folder, "train")
     samples = opened(folder)
-    samples.check_some_masks()  # some of the first four have classes
+    samples.check_masks(16)  # some of the first four have classes
     save_mask(folder / "train" / "masks" / "39.png", value=12)
     with pytest.raises(DataError, match=r"39\.png: 1200 pixels have the value 12"):
-        samples.check_some_masks()
+        samples.check_masks(16)
+
+
+@pytest.mark.parametrize("number", range(4, 40, 5))
+def test_each_of_many_validation_masks_is_read_before_training(folder, number):
+    with_40_samples(folder, "val")
+    save_mask(folder / "val" / "masks" / f"{number:02}.png", value=12)
+    with pytest.raises(DataError, match=rf"val/masks/{number:02}\.png: 1200 pixels have the value 12"):
+        workloads.build("ade20k-fcn(classes=11, void=11, size=32)", data=folder)
 
 
 @pytest.mark.parametrize("name", ["images/0.jpg", "masks/0.png"])

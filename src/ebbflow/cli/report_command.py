@@ -96,5 +96,8 @@ def show_report(
     out.print(terminal(paths.summary, width=out.width))
     for text in takeaways(paths.summary):
         out.print(text, markup=False)
+    for workload in paths.summary.workloads:
+        for line in paths.results.left_out(workload):
+            out.print(f"{workload}: left out of the data, or changed: {line}", markup=False, soft_wrap=True)
     out.print(f"\nreport: {paths.page}", markup=False, soft_wrap=True)
     return paths.page

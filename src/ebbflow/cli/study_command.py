@@ -17,7 +17,17 @@ from ebbflow.core.choices import read_choice
 from ebbflow.core.endings import Ending
 from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import ConfigError
-from ebbflow.studies.grid import Study, load_study, recipe_names, recipe_text, with_choice, with_plugins, with_settings
+from ebbflow.studies.grid import (
+    Study,
+    check_arms,
+    load_study,
+    recipe_names,
+    recipe_text,
+    study_text,
+    with_choice,
+    with_plugins,
+    with_settings,
+)
 from ebbflow.studies.runner import ArmProgress, run_study
 from ebbflow.studies.scaling import scaled, with_stand_in
 
@@ -47,7 +57,10 @@ def study(
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the final weights of every arm.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the recipes that come with ebbflow.")] = False,
     shown: Annotated[
-        bool, typer.Option("--show", help="Print the file of a recipe, as a start for your own study.")
+        bool,
+        typer.Option(
+            "--show", help="Print the file of a recipe, or the study that other options make of it, to start your own."
+        ),
     ] = False,
     json: AsJson = False,
 ) -> None:
@@ -62,7 +75,8 @@ def study(
         raise ConfigError(
             f"no study was given; write one (see the guide) or name a recipe: {', '.join(recipe_names())}"
         )
-    if shown:
+    changed = setting or plugin or scale != 1 or any(value is not None for value in (stand_in, choice, seeds))
+    if shown and not changed:
         print(recipe_text(config), end="")
         return
     chosen = load_study(config)
@@ -76,6 +90,10 @@ def study(
             raise ConfigError(f"seeds is {seeds}; expected how many, 1 or more")
         chosen = replace(chosen, seeds=tuple(range(seeds)))
     chosen = scaled(chosen, scale)
+    if shown:
+        check_arms(chosen.arms())
+        print(study_text(chosen), end="")
+        return
     folder = out_folder or Path("runs") / chosen.name.replace("/", "-")
     ended = run_with_progress(chosen, folder, jobs=jobs, checkpoint_every=checkpoint_every, keep_weights=keep_weights)
     show_report(folder, as_json=json)

@@ -117,6 +117,8 @@ def _print(run: Run, folder: Path, *, trained: bool, as_json: bool) -> None:
         out.print(run.end.text, markup=False, soft_wrap=True)
     for name, value in answer["metrics"].items():
         out.print(f"  {name:10s} {value:.4f}" if value is not None else f"  {name:10s} not a number")
+    if run.header.left_out:
+        out.print(f"left out of the data, or changed: {run.header.left_out}", markup=False, soft_wrap=True)
     # On one line each, whatever the terminal's width, and quoted: the command is there to be copied.
     out.print(f"record: {run.path}", markup=False, soft_wrap=True)
     out.print(f"report: [bold]{escape(shlex.join(['ebbflow', 'report', str(folder)]))}[/]", soft_wrap=True)
@@ -135,5 +137,6 @@ def _answer(run: Run, folder: Path) -> dict[str, Any]:
         "wall_s": run.end.wall_s,
         "metrics": dict(run.validations[-1].metrics) if run.validations else {},
         "weights_sha256": run.end.weights_sha256,
+        "left_out": run.header.left_out,
         "folder": str(folder),
     }

@@ -52,6 +52,11 @@ def _clause(verdict: Verdict, numbers: NumberFormat) -> tuple[str, str, str]:
     if verdict.winners:
         what = "is best" if len(verdict.winners) == 1 else "share the lead"
         return f"{{}} {what}", where, f" ({single}: one run, no interval)" if single else ""
+    if verdict.unclear:
+        others = _join(f"{cell.rule} ({_value(cell, numbers)})" for cell in verdict.unclear)
+        rest = f"; {single}: one run, no interval" if single else ""
+        after = f", but {others} cannot be told apart from {first.rule} with these seeds{rest}"
+        return f"{{}} {'are' if verdict.tied else 'is'} ahead", where, after
     if not verdict.tied and not verdict.unknown:
         return "only {} has a result", where, ""
     if not single and all(math.isclose(_mean(cell), _mean(first), rel_tol=1e-9) for cell in verdict.tied):

@@ -198,7 +198,7 @@ def page_content(results: Results, summary: Summary) -> dict[str, Any]:
         "facts": _facts(results, summary),
         "traces": [fact for trace in summary.traces if (fact := _trace_fact(results, trace)) is not None],
         "rules": rules,
-        "tables": [_table(summary, workload) for workload in summary.workloads],
+        "tables": [_table(results, summary, workload) for workload in summary.workloads],
         "arms": [_arm(arm, summary) for arm in results.arms],
         "origin": _origin(results),
     }
@@ -290,7 +290,7 @@ def _sparkline(times: list[float], workers: list[float], end: float, *, width: i
     return "".join([*parts, f"H{width}"])
 
 
-def _table(summary: Summary, workload: str) -> dict[str, Any]:
+def _table(results: Results, summary: Summary, workload: str) -> dict[str, Any]:
     numbers, rules = summary.number_format(workload), summary.rules_of(workload)
     rows = [
         {"trace": trace, "cells": [_cell(summary.cell(workload, trace, rule), numbers) for rule in rules]}
@@ -301,6 +301,7 @@ def _table(summary: Summary, workload: str) -> dict[str, Any]:
         "workload": workload,
         "id": slugs(summary.workloads)[workload],
         "caption": caption(summary, workload),
+        "left_out": results.left_out(workload),
         "rules": [summary.rules.index(rule) for rule in rules],
         "rows": rows,
         "effort": {"caption": effort_caption(summary, workload), "rows": effort},

@@ -213,6 +213,11 @@ class Results:
     """Messages about records that are not used because another record of the same arm is newer, and about runs of
     other code, which have rows of their own."""
 
+    def left_out(self, workload: str) -> list[str]:
+        """What the runs of a workload did not use of their data, or changed: one line, unless their data differ."""
+        lines = (arm.header.left_out for arm in self.arms if arm.workload == workload and arm.header is not None)
+        return [line for line in dict.fromkeys(lines) if line]
+
     @property
     def problems(self) -> list[str]:
         """Messages about damaged last lines, records that cannot be read, and records that are not used."""

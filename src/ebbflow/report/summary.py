@@ -308,12 +308,12 @@ def summarise(
     config = config or {}
     paper = [entry for entry in config.get("paper") or () if isinstance(entry, Mapping)]
     groups: dict[tuple[str, str, str], list[ArmResult]] = {}
-    examples: dict[str, ArmResult] = {}  # an arm of each workload that has its metric; one without a record has none
+    examples: dict[str, ArmResult] = {}  # an arm of each workload, one whose header has the metric if there is one
     for arm in arms:
         if arm.status == "unreadable":
             continue
         groups.setdefault((arm.workload, arm.trace, arm.rule), []).append(arm)
-        if arm.workload not in examples or examples[arm.workload].header is None:
+        if arm.workload not in examples or not _has_metric(examples[arm.workload]):
             examples[arm.workload] = arm
     workloads, traces, rules = (
         _ordered_names(config.get(key), [found[axis] for found in groups]) for axis, key in enumerate(_AXES)
@@ -431,6 +431,10 @@ def _score(target: Target, cell: Cell, baseline: Cell | None) -> float:
     return target.value * baseline.mean
 
 
+def _has_metric(arm: ArmResult) -> bool:
+    return arm.header is not None and ("metric" in arm.header.config or bool(arm.values.size))
+
+
 def _make_cell(key: tuple[str, str, str], arms: list[ArmResult], example: ArmResult) -> Cell:
     good = [arm for arm in arms if outcome(arm) == "finished"]
 
@@ -477,6 +481,8 @@ class Verdict:
     """The best mean."""
     tied: tuple[Cell, ...] = ()
     """Rules that cannot be told apart from the first: the interval of the difference includes zero, or it is zero."""
+    unclear: tuple[Cell, ...] = ()
+    """Such rules, but with a worse mean than one that is behind: their own runs differ too much to say anything."""
     behind: tuple[Cell, ...] = ()
     """Rules that are worse than the first: the interval of the difference does not include zero. The best first."""
     unknown: tuple[Cell, ...] = ()
@@ -484,8 +490,11 @@ class Verdict:
 
     @property
     def winners(self) -> tuple[Cell, ...]:
-        """The best rules: the first and those that cannot be told apart from it. None if no rule is behind them."""
-        return (self.first, *self.tied) if self.behind else ()
+        """The best rules: the first and those that cannot be told apart from it.
+
+        None if no rule is behind them, or if it is unclear whether another one is.
+        """
+        return (self.first, *self.tied) if self.behind and not self.unclear else ()
 
 
 def decide(cells: Sequence[Cell]) -> Verdict | None:
@@ -494,15 +503,17 @@ def decide(cells: Sequence[Cell]) -> Verdict | None:
     if not ranked:
         return None
     first, *others = ranked
-    found: dict[str, list[Cell]] = {"tied": [], "behind": [], "unknown": []}
+    found: dict[str, list[Cell]] = {"tied": [], "unclear": [], "behind": [], "unknown": []}
     for cell in others:
         interval = difference_interval(first.values, cell.values)
         if math.isclose(_rank(cell), _rank(first), rel_tol=1e-9):
             found["tied"].append(cell)
         elif interval is None:
             found["unknown"].append(cell)
+        elif interval[0] <= 0 <= interval[1]:
+            found["unclear" if found["behind"] else "tied"].append(cell)  # the better means come first
         else:
-            found["tied" if interval[0] <= 0 <= interval[1] else "behind"].append(cell)
+            found["behind"].append(cell)
     return Verdict(first=first, **{name: tuple(some) for name, some in found.items()})
 
 

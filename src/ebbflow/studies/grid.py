@@ -29,7 +29,7 @@ values = { mine = 0.9488 }                  # by trace; in units of the metric, 
 
 [stand_in.small]                            # what --stand-in small replaces, where the data is not at hand
 workloads = { digits-mlp = "digits-mlp(width=16)" }
-divide = 4                                  # batches: local_batch, ref_batch, micro_batch, fixed(N)
+divide = 4                                  # batches: local_batch, ref_batch, micro_batch, fixed(N), max_batch, initial
 lr = 0.01                                   # at the divided ref_batch; by default the study's, divided as well
 traces = { mine = "constant(workers=2)" }
 settings = { step_time = "fit" }
@@ -38,6 +38,7 @@ settings = { step_time = "fit" }
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -56,7 +57,7 @@ from ebbflow.run.config import RunConfig
 
 __all__ = [
     "Arm", "PaperValue", "Study", "check_arms", "load_study", "parse_study", "recipe_names", "recipe_text",
-    "with_choice", "with_plugins", "with_settings",
+    "study_text", "with_choice", "with_plugins", "with_settings",
 ]  # fmt: skip
 
 _KEYS = [
@@ -191,6 +192,59 @@ def recipe_text(name: str) -> str:
     if name not in recipe_names():
         raise ConfigError(f"{name!r} is not a recipe; {nearest(name, recipe_names())}")
     return resources.files("ebbflow.studies").joinpath("recipes", f"{name}.toml").read_text(encoding="utf-8")
+
+
+def study_text(study: Study) -> str:
+    """The file of a study that was made from another: the TOML from which `parse_study` makes the same runs.
+
+    Stand-ins are for the study as it was written, so that one on a stand-in, or a scaled one, has none.
+    """
+    seeds: Any = list(study.seeds)
+    head = {
+        "name": study.name, "summary": study.summary, "workloads": list(study.workloads), "rules": list(study.rules),
+        "seeds": len(seeds) if seeds == list(range(len(seeds))) else seeds,
+    }  # fmt: skip
+    published: dict[tuple[str, ...], dict[str, float]] = {}
+    for value in study.paper:
+        row = (value.source, value.workload, value.rule, value.what)
+        published.setdefault(row, {})[value.trace] = value.value
+    paper = [
+        dict(zip(("source", "workload", "rule", "what"), row, strict=True)) | {"values": values}
+        for row, values in published.items()
+    ]
+    written = study.stand_in is None and study.scale == 1
+    parts = [
+        _toml_lines({key: value for key, value in head.items() if value != ""}),
+        f"[traces]\n{_toml_lines(study.traces)}",
+        f"[settings]\n{_toml_lines(study.settings)}" if study.settings else "",
+        *(f"[[override]]\n{_toml_lines(entry)}" for entry in study.override),
+        *(f"[[skip]]\n{_toml_lines(entry)}" for entry in study.skip),
+        *(f"[[paper]]\n{_toml_lines(entry)}" for entry in paper),
+        *(
+            f"[stand_in.{_toml_key(name)}]\n{_toml_lines(entry)}"
+            for name, entry in (study.stand_ins.items() if written else ())
+        ),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _toml_lines(table: Mapping[str, Any]) -> str:
+    return "".join(f"{_toml_key(key)} = {_toml(value)}\n" for key, value in table.items())
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, float):  # JSON has neither inf nor nan
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def load_study(text: str | Path) -> Study:

@@ -390,7 +390,7 @@ def record_failure(arm: Arm, folder: Path, text: str) -> None:
         if not path.exists() or not path.stat().st_size:
             config = arm.config.as_dict() | {"trace": arm.config.label, "trace_text": arm.config.trace}
             with RecordWriter(path) as record:
-                record.write(Header(config=config, device=arm.config.device))
+                record.write(Header(config=config | _metric(arm), device=arm.config.device))
         run = read_record(path)
         if run.status in ("finished", "diverged"):
             return
@@ -403,6 +403,17 @@ def record_failure(arm: Arm, folder: Path, text: str) -> None:
             record.write(end)
     except (EbbflowError, OSError):
         pass  # the record cannot be written; the caller reports the failure anyway
+
+
+def _metric(arm: Arm) -> dict[str, Any]:
+    """By what the runs of an arm's workload are compared, as headers have it; empty if there is no such workload."""
+    from ebbflow import workloads  # imports torch
+
+    try:
+        recipe = workloads.recipe(arm.config.workload)
+    except EbbflowError:
+        return {}
+    return {"metric": recipe.metric, "higher_is_better": recipe.higher_is_better}
 
 
 def _why_ended(code: int | None) -> str:

@@ -35,11 +35,12 @@ _WIDTH_STEP = 8
 def with_stand_in(study: Study, name: str) -> Study:
     """The study on the data that its [stand_in.NAME] table names: other workloads, and batches divided by a number.
 
-    If the table has `workloads`, those that are not in it are left out of the study.
-    Every batch that the study sets (local, reference, micro-batch and fixed ones) is divided by `divide`, rounded, at
-    least 1. All rates are multiplied by the same factor: 1 / divide, as by the linear rule, or what makes the rate of
-    the study the `lr` of the stand-in. `traces` and `settings` replace those of the same name; overrides of the study
-    take precedence over `settings`. The published values stay: they are those of the data that the paper used.
+    If the table has `workloads`, those that are not in it are left out of the study. Every batch that the study sets
+    (local, reference and micro-batch, fixed ones, and the initial and largest ones of policies) is divided by `divide`,
+    rounded, at least 1. All rates are multiplied by the same factor: 1 / divide, as by the linear rule, or what makes
+    the rate of the study the `lr` of the stand-in. `traces` and `settings` replace those of the same name; overrides of
+    the study take precedence over `settings`. The published values stay: they are those of the data that the paper
+    used.
     """
     if name not in study.stand_ins:
         known = list(study.stand_ins)
@@ -55,6 +56,9 @@ def with_stand_in(study: Study, name: str) -> Study:
         )
     rate = entry["lr"] / study.settings["lr"] if "lr" in entry else 1 / divide
 
+    def divided(batch: str) -> str:
+        return str(max(1, round(int(batch) / divide)))
+
     def smaller(settings: Mapping[str, Any]) -> dict[str, Any]:
         result = dict(settings)
         for key in ("local_batch", "ref_batch", "micro_batch"):
@@ -62,8 +66,13 @@ def with_stand_in(study: Study, name: str) -> Study:
                 result[key] = max(1, round(result[key] / divide))
         if "lr" in result:
             result["lr"] = float(f"{result['lr'] * rate:.6g}")
-        if "policy" in result and (call := parse_call(result["policy"])).name == "fixed":
-            result["policy"] = f"fixed({max(1, round(int(call.args[0]) / divide))})"
+        if "policy" in result:
+            call = parse_call(result["policy"])
+            if call.name == "fixed":
+                call = replace(call, args=(divided(call.args[0]), *call.args[1:]))
+            batches = ("initial", "max_batch")
+            kwargs = ((key, divided(value) if key in batches else value) for key, value in call.kwargs)
+            result["policy"] = str(replace(call, kwargs=tuple(kwargs)))
         return result
 
     def renamed(entries: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

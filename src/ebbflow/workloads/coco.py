@@ -4,11 +4,11 @@
     DIR/annotations/instances_val2017.json        DIR/val2017/*.jpg
 
 `read_coco` checks the whole annotation file before training begins. What cannot be used is an error that names the file
-and the id. Three things are left out and counted (`CocoSplit.left_out`), so that COCO can be used as it is: crowd
-boxes and images without other boxes, both in training only, and a few bad boxes, such as the zero-area boxes of
-train2017. Images are decoded when they are used; one that is damaged, or has another size than its annotations say, is
-an error then. `check_headers` finds most of them before: the task has it read the headers of the validation images,
-which would otherwise fail after the first epoch.
+and the id. Four things are left out and counted (`CocoSplit.left_out`), so that COCO can be used as it is: crowd boxes
+and images without other boxes, both in training only, a few bad boxes, such as the zero-area boxes of train2017, and
+images in the folder that the annotations do not name. Images are decoded when they are used; one that is damaged, or
+has another size than its annotations say, is an error then. `check_headers` finds most of them before: the task has it
+read the headers of the validation images, which would otherwise fail after the first epoch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch.utils.data import Dataset
 
 from ebbflow.core.extras import require
 from ebbflow.errors import DataError
-from ebbflow.workloads.image_files import IMAGENET_MEAN, check_all, check_size, decode_image
+from ebbflow.workloads.image_files import IMAGE_SUFFIXES, IMAGENET_MEAN, check_all, check_header, decode_image
 from ebbflow.workloads.torchvision_import import import_torchvision, pickle_with_torchvision
 
 __all__ = ["CocoImages", "CocoMetric", "CocoSplit", "check_headers", "collate_detection", "read_coco"]
@@ -44,6 +45,8 @@ its original size (height, width)."""
 _LOG = logging.getLogger(__name__)
 _ROUNDING = 1.0  # pixels by which a box may leave its image
 _MOST_HEADERS = 200  # images with bad boxes whose headers are read, before the boxes are taken to be what is wrong
+_MOST_ID = 10**15 - 1  # pycocotools keeps ids as floats, which have all whole numbers up to 2**53
+_MOST_PIXELS = 1_000_000  # no image format has more in a row
 _MOST_BAD = 0.01  # part of a file's boxes that may be bad; more of them mean another format, such as x1, y1, x2, y2
 
 
@@ -99,7 +102,7 @@ def read_coco(data: Path, split: str) -> CocoSplit:
     content = _read_json(path)
     categories = _categories(path, content["categories"])
     images = _images(path, content["images"])
-    _check_files(data / split, path, images)
+    without_entry = _check_files(data / split, path, images)
     index = {image["id"]: number for number, image in enumerate(images)}
     sizes = np.array([(image["height"], image["width"]) for image in images], dtype=np.int64)
     label = {category: number for number, category in enumerate(categories, start=1)}
@@ -112,22 +115,28 @@ def read_coco(data: Path, split: str) -> CocoSplit:
     for number, annotation in enumerate(content["annotations"]):
         where, identity = _identity(path, "annotation", annotation, number, seen)
         image, category = annotation.get("image_id"), annotation.get("category_id")
-        if not isinstance(image, int) or image not in index:
-            raise DataError(f"{where}: image_id is {image!r}, which no image has; correct or remove the annotation")
-        if not isinstance(category, int) or category not in label:
+        if type(image) is not int or image not in index:
             raise DataError(
-                f"{where}: category_id is {category!r}; expected one of the {len(label)} categories of the file"
+                f"{where}: image_id is {_shown(image)}, which no image has; correct or remove the annotation"
+            )
+        if type(category) is not int or category not in label:
+            raise DataError(
+                f"{where}: category_id is {_shown(category)}; expected one of the {len(label)} categories of the file"
             )
         box = annotation.get("bbox")
         if not (isinstance(box, list) and len(box) == 4 and all(_is_number(value) for value in box)):
             raise DataError(
-                f"{where} (image {image}): bbox is {box!r}; expected four finite numbers: x, y, width, height"
+                f"{where} (image {image}): bbox is {_shown(box)}; expected four finite numbers: x, y, width, height"
             )
-        area = annotation.get("area", box[2] * box[3])
+        x, y, width, height = map(float, box)
+        area = annotation.get("area", width * height)
         if not _is_number(area):
-            raise DataError(f"{where} (image {image}): area is {area!r}; expected a finite number")
-        rows.append((index[image], label[category], bool(annotation.get("iscrowd", 0)), area, identity))
-        boxes.append((box[0], box[1], box[0] + box[2], box[1] + box[3]))
+            raise DataError(f"{where} (image {image}): area is {_shown(area)}; expected a finite number")
+        crowd = annotation.get("iscrowd", 0)
+        if not isinstance(crowd, int | float) or crowd not in (0, 1):
+            raise DataError(f"{where} (image {image}): iscrowd is {_shown(crowd)}; expected 0 or 1")
+        rows.append((index[image], label[category], bool(crowd), float(area), identity))
+        boxes.append((x, y, x + width, y + height))
 
     numbers = np.array([row[:2] for row in rows], dtype=np.int64)
     corners = np.array(boxes, dtype=np.float64)
@@ -153,7 +162,7 @@ def read_coco(data: Path, split: str) -> CocoSplit:
         crowd=np.array([row[2] for row in rows])[order],
         areas=np.array([row[3] for row in rows], dtype=np.float64)[order],
         categories=categories,
-        left_out=left_out,
+        left_out={**left_out, **({"images on disk without an entry": without_entry} if without_entry else {})},
     )
 
 
@@ -169,6 +178,8 @@ def _read_json(path: Path) -> dict[str, list[dict[str, Any]]]:
         ) from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except RecursionError:
+        raise DataError(f"{path}: lists or objects inside of too many others; expected COCO's instances file") from None
     except ValueError as error:  # JSON that is cut short, or bytes that are no text
         raise DataError(f"{path}: not a readable JSON file ({error}); get the file again") from None
     for key in ("images", "annotations", "categories"):
@@ -181,8 +192,11 @@ def _read_json(path: Path) -> dict[str, list[dict[str, Any]]]:
 def _identity(path: Path, kind: str, entry: dict[str, Any], number: int, seen: set[int]) -> tuple[str, int]:
     """Return how messages name an entry, and its id, which must be a whole number that no entry before it has."""
     identity = entry.get("id")
-    if type(identity) is not int:
-        raise DataError(f"{path}: {kind} number {number + 1} has the id {identity!r}; expected a whole number")
+    if type(identity) is not int or abs(identity) > _MOST_ID:
+        raise DataError(
+            f"{path}: {kind} number {number + 1} has the id {_shown(identity)}; expected a whole number of at most 15 "
+            f"digits"
+        )
     if identity in seen:
         raise DataError(f"{path}: two entries have the {kind} id {identity}; expected each id once, so remove one")
     seen.add(identity)
@@ -202,16 +216,20 @@ def _images(path: Path, entries: Sequence[dict[str, Any]]) -> Sequence[dict[str,
     for number, entry in enumerate(entries):
         where, _ = _identity(path, "image", entry, number, seen)
         if not (isinstance(entry.get("file_name"), str) and entry["file_name"]):
-            raise DataError(f"{where}: file_name is {entry.get('file_name')!r}; expected the name of its file")
+            raise DataError(f"{where}: file_name is {_shown(entry.get('file_name'))}; expected the name of its file")
         for side in ("width", "height"):
-            if type(entry.get(side)) is not int or entry[side] < 1:
-                raise DataError(f"{where}: {side} is {entry.get(side)!r}; expected a whole number of pixels above 0")
+            if type(entry.get(side)) is not int or not 1 <= entry[side] <= _MOST_PIXELS:
+                raise DataError(
+                    f"{where}: {side} is {_shown(entry.get(side))}; expected a whole number of pixels, from 1 to "
+                    f"{_MOST_PIXELS:,}"
+                )
     if not entries:
         raise DataError(f"{path}: it has no images; expected at least one")
     return entries
 
 
-def _check_files(folder: Path, path: Path, images: Sequence[dict[str, Any]]) -> None:
+def _check_files(folder: Path, path: Path, images: Sequence[dict[str, Any]]) -> int:
+    """Refuse annotations whose images are not there; return the number of images that the annotations do not have."""
     try:
         names = {entry.name for entry in os.scandir(folder)}  # one call instead of one for each of 118,287 images
     except OSError as error:
@@ -224,10 +242,19 @@ def _check_files(folder: Path, path: Path, images: Sequence[dict[str, Any]]) -> 
             f"{folder}: {len(missing)} of the {len(images)} images of {path.name} are not there; the first is "
             f"{missing[0]['file_name']} (image {missing[0]['id']}); get the missing images, or remove their entries"
         )
+    others = names - {image["file_name"] for image in images}
+    return sum(name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".") for name in others)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number that is larger than any float
+        return False
+
+
+_shown = reprlib.repr
+"""A value of the file in a message, shortened: it may be anything."""
 
 
 def _clip(
@@ -270,7 +297,7 @@ def check_headers(folder: Path, names: NDArray[np.bytes_], ids: NDArray[np.int64
         path = folder / os.fsdecode(names[index])
         height, width = (int(side) for side in sizes[index])
         try:
-            check_size(path, _named(path, ids[index]), (width, height))
+            check_header(path, _named(path, ids[index]), size=(width, height))
         except DataError as error:
             return str(error)
         return None

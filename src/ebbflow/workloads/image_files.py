@@ -32,7 +32,7 @@ from ebbflow.errors import DataError
 from ebbflow.workloads.disk_cache import disk_cached
 
 __all__ = [
-    "IMAGENET_MEAN", "IMAGENET_STD", "IMAGE_SUFFIXES", "Images", "check_all", "check_size", "decode_image",
+    "IMAGENET_MEAN", "IMAGENET_STD", "IMAGE_SUFFIXES", "Images", "check_all", "check_header", "decode_image",
     "decode_jpegs", "open_image", "read_cifar10", "read_cifar100", "read_idx", "read_mnist_folder",
 ]  # fmt: skip
 
@@ -101,6 +101,8 @@ def open_image(file: Path | BinaryIO, where: Path | str) -> Iterator[Any]:
             yield image
     except (DataError, MemoryError):
         raise
+    except image_module.UnidentifiedImageError:  # its text has the path again, or the address of an object in memory
+        raise DataError(f"{where}: not a readable image (of no known format); get it again") from None
     except Exception as error:  # Pillow raises nearly anything for a damaged file, and its own error for a huge one
         raise DataError(f"{where}: not a readable image ({error}); get it again") from None
 
@@ -111,17 +113,14 @@ def decode_image(file: Path | BinaryIO, where: Path | str, *, size: tuple[int, i
     An image that cannot be read, or whose width and height are not `size`, raises DataError, which names it as `where`.
     """
     with open_image(file, where) as image:
-        if size is not None:  # known from the header, so that nothing huge is decoded
-            _check_size(image, where, size)
-        if image.mode.startswith(("I", "F")):  # Pillow would cut every value above 255
-            raise DataError(f"{where}: pixels of type {image.mode}; expected 8 bits per channel, convert the image")
+        _check(image, where, size)  # by the header, so that nothing huge is decoded
         return image.convert("RGB")
 
 
-def check_size(file: Path, where: Path | str, size: tuple[int, int]) -> None:
-    """Read the header of an image; one that is damaged, or whose width and height are not `size`, raises DataError."""
+def check_header(file: Path | BinaryIO, where: Path | str, *, size: tuple[int, int] | None = None) -> None:
+    """Read the header of an image; what `decode_image` refuses by the header raises DataError here, too."""
     with open_image(file, where) as image:
-        _check_size(image, where, size)
+        _check(image, where, size)
 
 
 def check_all(problem: Callable[[int], str | None], count: int, what: str) -> None:
@@ -133,10 +132,12 @@ def check_all(problem: Callable[[int], str | None], count: int, what: str) -> No
         raise DataError(f"{wrong[0]}{more}")
 
 
-def _check_size(image: Any, where: Path | str, size: tuple[int, int]) -> None:
-    if image.size != size:
+def _check(image: Any, where: Path | str, size: tuple[int, int] | None) -> None:
+    if size is not None and image.size != size:
         found, expected = ("{}x{}".format(*sides) for sides in (image.size, size))
         raise DataError(f"{where}: {found} pixels; expected {expected}: get the original image")
+    if image.mode.startswith(("I", "F")):  # Pillow would cut every value above 255
+        raise DataError(f"{where}: pixels of type {image.mode}; expected 8 bits per channel, convert the image")
 
 
 # ---- idx: MNIST, Fashion-MNIST ----

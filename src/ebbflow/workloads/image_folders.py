@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ebbflow.errors import DataError
-from ebbflow.workloads.image_files import IMAGE_SUFFIXES, decode_image
+from ebbflow.workloads.image_files import IMAGE_SUFFIXES, check_all, check_header, decode_image
 
 __all__ = ["ImageFolder", "Transform"]
 
@@ -31,7 +31,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     Every file counts: one that is neither an image by its name nor hidden (.NAME), a class without images, and anything
     else that would otherwise be left out without notice raises DataError at once. Damaged images raise it when they are
-    read. Every error names the file.
+    read, and those with a damaged header in `check_headers`. Every error names the file.
     """
 
     def __init__(self, folder: Path, transform: Transform) -> None:
@@ -59,9 +59,23 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return len(self._labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        label = int(self._labels[index])
-        path = self.folder / self.classes[label] / os.fsdecode(self._names[index])
-        return self.transform(decode_image(path, path)), label
+        path = self._path(index)
+        return self.transform(decode_image(path, path)), int(self._labels[index])
+
+    def check_headers(self) -> None:
+        """Read the headers of all images; those that are no images raise DataError."""
+
+        def problem(index: int) -> str | None:
+            try:
+                check_header(self._path(index), self._path(index))
+            except DataError as error:
+                return str(error)
+            return None
+
+        check_all(problem, len(self), "images")
+
+    def _path(self, index: int) -> Path:
+        return self.folder / self.classes[int(self._labels[index])] / os.fsdecode(self._names[index])
 
 
 def _names(folder: Path, *, folders: bool) -> list[str]:

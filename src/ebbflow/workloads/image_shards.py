@@ -13,11 +13,12 @@ in the file. So samples can be read in any order, as a sampler that uses each of
 from __future__ import annotations
 
 import io
+import os
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +27,19 @@ from torch.utils.data import Dataset
 
 from ebbflow.errors import DataError
 from ebbflow.workloads.disk_cache import disk_cached
-from ebbflow.workloads.image_files import IMAGE_SUFFIXES, decode_image
+from ebbflow.workloads.image_files import IMAGE_SUFFIXES, check_all, check_header, decode_image
 from ebbflow.workloads.image_folders import Transform
 
 __all__ = ["ImageShards", "ShardSample", "find_shards", "index_shard"]
 
 _BLOCK = 512  # the unit of tar files
 _SHARD = re.compile(r"(?P<stem>(?:.+-)?(?P<part>train|val|validation)-)(?P<number>\d+)\.tar")
+_LIKE_A_SHARD = re.compile(
+    r"(?:.*[^a-z])?(?:train|training|val|valid|validation)[-_.]?\d.*"
+    r"\.(?:tar|tgz|tar\.(?:gz|bz2|xz|zst|lz4|part|tmp|incomplete|crdownload))",
+    re.IGNORECASE,
+)
+"""Numbered archives of training or validation, whatever stands between the parts of their names."""
 _AGAIN = "get or write the shard again"
 
 
@@ -46,11 +53,23 @@ class ShardSample(NamedTuple):
 
 
 def find_shards(folder: Path) -> dict[str, list[Path]]:
-    """Return the shards of a folder in the order of their numbers, under "train" and "val"; a gap raises DataError."""
+    """Return the shards of a folder in the order of their numbers, under "train" and "val".
+
+    A gap in the numbers raises DataError, and so does a shard of another name, whose samples would be left out.
+    """
     try:
-        found = [match for path in folder.iterdir() if (match := _SHARD.fullmatch(path.name))]
+        names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
         raise DataError(f"{folder}: cannot be read ({error.strerror or error})") from None
+    found = [match for name in names if (match := _SHARD.fullmatch(name))]
+    others = [name for name in names if _LIKE_A_SHARD.fullmatch(name) and not _SHARD.fullmatch(name)]
+    if others:
+        shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+        raise DataError(
+            f"{folder}: {len(others)} file(s) that look like shards but would not be read: {shown}; expected names "
+            f"such as train-000000.tar or NAME-val-000000.tar, not compressed: rename or unpack them, or move them "
+            f"elsewhere"
+        )
     shards: dict[str, list[Path]] = {"train": [], "val": []}
     stems: dict[str, str] = {}
     for match in sorted(found, key=lambda match: (match["stem"], int(match["number"]))):
@@ -131,7 +150,7 @@ class ImageShards(Dataset[tuple[Tensor, int]]):
     """The images of shards, each as its transform and the number of its class.
 
     Errors in the shards (see `index_shard`) and labels that are not classes raise DataError at once, damaged images
-    when they are read; every error names the shard and the member.
+    when they are read, and those with a damaged header in `check_headers`; every error names the shard and the member.
     """
 
     def __init__(self, shards: Sequence[Path], transform: Transform, *, classes: int | None = None) -> None:
@@ -185,6 +204,48 @@ class ImageShards(Dataset[tuple[Tensor, int]]):
             raise DataError(f"{where}: cannot be read ({error.strerror or error})") from None
         return self.transform(decode_image(io.BytesIO(content), where)), int(row["label"])
 
+    def check_headers(self) -> None:
+        """Read the headers of all images; those that are no images raise DataError."""
+
+        def problem(index: int) -> str | None:
+            row, where = self._index[index], self._where(index)
+            try:
+                with self.shards[row["shard"]].open("rb", buffering=0) as shard:
+                    member = _Member(shard, int(row["offset"]), int(row["size"]))
+                    check_header(io.BufferedReader(member), where)
+            except OSError as error:
+                return f"{where}: cannot be read ({error.strerror or error})"
+            except DataError as error:
+                return str(error)
+            return None
+
+        check_all(problem, len(self), "images")
+
     def _where(self, index: int | np.int64) -> str:
         row = self._index[index]
         return f"{self.shards[row['shard']]}: {row['member'].decode()}"
+
+
+class _Member(io.RawIOBase):
+    """A member of a shard as a file, of which only what is asked for is read."""
+
+    def __init__(self, shard: io.FileIO, offset: int, size: int) -> None:
+        self._shard, self._offset, self._size = shard, offset, size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._position = (0, self._position, self._size)[whence] + offset
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._shard.seek(self._offset + self._position)
+        part = self._shard.read(max(0, min(len(buffer), self._size - self._position)))
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)

@@ -61,24 +61,27 @@ _LIN = Recipe(
 
 
 @register_workload("folder-resnet18", recipe=GOYAL, cite="Goyal et al. 2017 (recipe)")
-def folder_resnet18(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
-    """ResNet-18 on images in folders, one per class, or in tar shards."""
-    return image_task("folder-resnet18", lambda classes: _torchvision("resnet18", classes), data, recipe, size)
+def folder_resnet18(data: Path | None, recipe: Recipe, size: int = 224, zero_init_residual: bool = False) -> Task:
+    """ResNet-18 on images in folders, one per class, or in tar shards; arguments as for `imagenet-resnet50`."""
+    return _resnet("folder-resnet18", "resnet18", data, recipe, size, zero_init_residual)
 
 
 @register_workload("folder-resnet50", recipe=GOYAL, cite="Goyal et al. 2017 (recipe)")
-def folder_resnet50(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
-    """ResNet-50 on images in folders, one per class, or in tar shards."""
-    return image_task("folder-resnet50", lambda classes: _torchvision("resnet50", classes), data, recipe, size)
+def folder_resnet50(data: Path | None, recipe: Recipe, size: int = 224, zero_init_residual: bool = False) -> Task:
+    """ResNet-50 on images in folders, one per class, or in tar shards; arguments as for `imagenet-resnet50`."""
+    return _resnet("folder-resnet50", "resnet50", data, recipe, size, zero_init_residual)
 
 
 _ANDRE = "Andre, Strati, Klimovic 2022 (recipe, from Goyal et al. 2017)"
 
 
 @register_workload("imagenet-resnet50", recipe=GOYAL, cite=_ANDRE)
-def imagenet_resnet50(data: Path | None, recipe: Recipe, size: int = 224) -> Task:
-    """ResNet-50 on ImageNet, in folders or tar shards."""
-    return image_task("imagenet-resnet50", lambda classes: _torchvision("resnet50", classes), data, recipe, size)
+def imagenet_resnet50(data: Path | None, recipe: Recipe, size: int = 224, zero_init_residual: bool = False) -> Task:
+    """ResNet-50 on ImageNet, in folders or tar shards.
+
+    With `zero_init_residual` the last batch norm of each residual block begins with a weight of 0, as in Goyal et al.
+    """
+    return _resnet("imagenet-resnet50", "resnet50", data, recipe, size, zero_init_residual)
 
 
 @register_workload("imagenet-vgg16bn", recipe=GOYAL, cite=_ANDRE)
@@ -129,6 +132,12 @@ def _inception_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(outputs.logits, y) + 0.4 * F.cross_entropy(outputs.aux_logits, y)
 
 
+def _resnet(name: str, model: str, data: Path | None, recipe: Recipe, size: int, zero_init_residual: bool) -> Task:
+    return image_task(
+        name, lambda classes: _torchvision(model, classes, zero_init_residual=zero_init_residual), data, recipe, size
+    )
+
+
 def _torchvision(model: str, classes: int, **settings: bool) -> nn.Module:
     models = import_torchvision("models", needed_for=f"the model {model}")
     network: nn.Module = getattr(models, model)(num_classes=classes, **settings)
@@ -164,6 +173,7 @@ def image_task(
     if size < least:
         raise ConfigError(f"{name}: size is {size}; expected {least} or more")
     (train, valid), classes = _read_images(data, size)
+    valid.check_headers()  # a damaged image would otherwise end the run after its first epoch
     return Task(
         model=pickle_with_torchvision(model(classes)),
         train=DatasetSource(train, mean=IMAGENET_MEAN, std=IMAGENET_STD),
@@ -184,13 +194,15 @@ def _read_images(data: Path, size: int) -> tuple[Images, int]:
         saved = read_saved(data)
         images = SavedImages(saved.train, random, data), SavedImages(saved.valid, central, data)
         return images, max(part.classes for part in images)
+    shards = find_shards(data)
     if (data / "train").is_dir():
+        for path in (*shards["train"], *shards["val"]):
+            raise DataError(f"{path}: a shard beside the folder train; expected one of both: move the other elsewhere")
         train, valid = ImageFolder(data / "train", random), ImageFolder(data / "val", central)
         for part, others in ((train, valid), (valid, train)):
             for name in sorted({*part.classes} - {*others.classes}):
                 raise DataError(f"{part.folder / name}: {others.folder} lacks this class; expected it in both")
         return (train, valid), len(train.classes)
-    shards = find_shards(data)
     if not (shards["train"] and shards["val"]):
         found = ", ".join(f"{len(paths)} {part} shards" for part, paths in shards.items())
         raise DataError(f"{data}: no folder train, and {found}; expected {_LAYOUTS}")

@@ -157,7 +157,10 @@ def _checked_pair(pair: Any, dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
     name = type(dataset).__name__
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(side, Tensor) for side in pair)):
         found = [type(side).__name__ for side in pair] if isinstance(pair, (tuple, list)) else type(pair).__name__
-        raise ConfigError(f"{name} gives {found}; expected (input, target), each a tensor or a number")
+        raise ConfigError(
+            f"{name} gives {found}; expected (input, target), each a tensor or a number. For other batches give a "
+            f"collate_fn= (DatasetSource and DataLoader take one), such as torch.utils.data.default_collate"
+        )
     return pair[0], pair[1]
 
 

@@ -5,6 +5,7 @@ A DatasetDict has a split `train`, and `validation`, `valid` or `test`, the firs
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 
 from ebbflow.core.extras import require
 from ebbflow.errors import DataError
+from ebbflow.workloads.image_files import check_all, check_header
 from ebbflow.workloads.image_folders import Transform
 
 __all__ = ["SavedBlocks", "SavedImages", "SavedSplits", "is_saved", "read_saved"]
@@ -86,6 +88,29 @@ class SavedImages(Dataset[tuple[Tensor, int]]):
         except (OSError, SyntaxError, AttributeError) as error:  # Pillow's errors of damaged files
             raise DataError(f"{self._folder}: image {index} cannot be decoded: {error}") from error
         return self.transform(image), int(row[self._labels])
+
+    def check_headers(self) -> None:
+        """Read the headers of all images; those that are no images raise DataError."""
+        datasets = require("datasets", extra="hf", needed_for=f"the saved data set {self._folder}")
+        if not isinstance(kind := self._split.features[self._images], datasets.Image):
+            raise DataError(
+                f"{self._folder}: the column {self._images} is {kind}; expected images: cast it to datasets.Image() "
+                f"before saving"
+            )
+        stored = self._split.select_columns([self._images]).cast_column(self._images, datasets.Image(decode=False))
+
+        def problem(index: int) -> str | None:
+            where = f"{self._folder}: image {index}"
+            image: dict[str, Any] | None = stored[index][self._images]
+            if image is None or not (image["bytes"] or image["path"]):
+                return f"{where} is empty; remove the row, or add its image"
+            try:
+                check_header(io.BytesIO(image["bytes"]) if image["bytes"] else Path(image["path"]), where)
+            except DataError as error:
+                return str(error)
+            return None
+
+        check_all(problem, len(self), "images")
 
 
 class SavedBlocks(Dataset[tuple[Tensor, Tensor]]):

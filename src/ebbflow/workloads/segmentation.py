@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +51,7 @@ _UNKNOWN = 254
 _MASK_SUFFIXES = (".png",)
 _NUMBER_MODES = ("L", "P", "1", "I", "I;16", "I;16B")
 """Pillow's modes with one number per pixel. The numbers of a palette image (P) are its indices, as in Pascal VOC."""
-_SOME_MASKS = 16  # masks that are read before training
+_SOME_MASKS = 16  # training masks that are read before training
 _AUXILIARY = 0.5  # weight of the auxiliary head's loss, in GluonCV's and torchvision's training scripts alike
 _BASE = 520 / 480  # shorter side of an image divided by the side of a crop, in both scripts
 _torchvision = functools.partial(import_torchvision, needed_for="segmentation")
@@ -105,8 +104,8 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
     """The images of a folder with the masks of another: bytes `(3, height, width)` and class indices `(height, width)`.
 
     When it is made, all names are compared and the headers of all files are read: an image without a mask, a mask
-    without an image, other files, different sizes, and masks in colours raise DataError then. `check_some_masks` reads
-    a few masks. Numbers in other masks that are no class, and files that are damaged behind their header, raise
+    without an image, other files, different sizes, and masks in colours raise DataError then. `check_masks` reads some
+    masks, or all. Numbers in other masks that are no class, and files that are damaged behind their header, raise
     DataError when the sample is read. No file is left out.
     """
 
@@ -137,20 +136,30 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
         indices = tv_tensors.Mask(torch.from_numpy(self.values.indices(numbers, mask_path)))
         return self.transform(image, indices)
 
-    def check_some_masks(self) -> None:
-        """Read up to 16 masks, spread over the folder; numbers that are no class, or nothing but void, raise DataError.
+    def check_masks(self, most: int | None = None) -> None:
+        """Read all masks, or `most` that are spread over the folder.
 
-        So classes and void that do not fit the data are found before training, and not at the first validation.
+        Numbers that are no class, damaged files, and nothing but void in any of them raise DataError. So classes and
+        void that do not fit the data are found before training, and not at the first validation.
         """
-        chosen = np.unique(np.linspace(0, len(self) - 1, _SOME_MASKS).round().astype(int))
-        masks = [self._paths(index)[1] for index in chosen]
-        with ThreadPoolExecutor(8) as pool:
-            indices = list(pool.map(lambda path: self.values.indices(_numbers(path), path), masks))
-        if all((mask == VOID).all() for mask in indices):
+        count = len(self) if most is None else min(most, len(self))
+        chosen = np.linspace(0, len(self) - 1, count).round().astype(int)
+        only_void = np.ones(count, dtype=bool)
+
+        def problem(number: int) -> str | None:
+            path = self._paths(chosen[number])[1]
+            try:
+                only_void[number] = (self.values.indices(_numbers(path), path) == VOID).all()
+            except DataError as error:
+                return str(error)
+            return None
+
+        check_all(problem, count, "masks")
+        if only_void.all():
             raise DataError(
-                f"{self.masks}: all pixels of the {len(masks)} masks that were read have the value "
-                f"{self.values.void}, void; expected {self.values}: get the masks with the classes, or correct the "
-                f"arguments classes= and void= of the workload"
+                f"{self.masks}: all pixels of the {count} masks that were read have the value {self.values.void}, "
+                f"void; expected {self.values}: get the masks with the classes, or correct the arguments classes= and "
+                f"void= of the workload"
             )
 
     def _paths(self, index: int) -> tuple[Path, Path]:
@@ -369,8 +378,8 @@ def ade20k_fcn(
     source = functools.partial(DatasetSource, mean=IMAGENET_MEAN, std=IMAGENET_STD)
     train = SegmentationFolder(*layout.train, values=values, transform=random_scale_crop(size))
     valid = SegmentationFolder(*layout.valid, values=values, transform=ResizeImage(size))
-    for part in (train, valid):
-        part.check_some_masks()
+    train.check_masks(_SOME_MASKS)
+    valid.check_masks()  # all: a wrong one would otherwise end the run after its first epoch
     models = _torchvision("models.segmentation")
     model: nn.Module = models.fcn_resnet50(weights=None, weights_backbone=None, num_classes=classes, aux_loss=True)
     if backbone:

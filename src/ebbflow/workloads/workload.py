@@ -151,7 +151,10 @@ class Task:
     eval_batch: int = 500
     """Samples per forward pass of `evaluate`."""
     left_out: Mapping[str, Any] = field(default_factory=dict)
-    """What the data hold and training does not use, by kind, such as images without boxes: for the record's header."""
+    """What the data hold and training does not use, by kind, such as images without boxes.
+
+    The record's header has it, and the command and the report say it in a line.
+    """
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
