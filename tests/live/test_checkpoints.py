@@ -16,7 +16,9 @@ from ebbflow.core.storage import COMPLETE
 from ebbflow.errors import StorageUnreachable, UnreadableCheckpoints
 from ebbflow.live.checkpoint_names import CheckpointName
 from ebbflow.live.checkpoints import Checkpoints
+from live import checkpoint_ranks
 from live.buckets import BUCKET, bucket_down
+from live.harness import run_ranks
 
 
 def checkpoints(place: Path | str, *, keep: int = 2) -> tuple[Checkpoints, list[tuple[str, str]]]:
@@ -148,3 +150,28 @@ def test_an_unreachable_bucket_costs_a_checkpoint_and_not_the_training(tmp_path:
     assert loaded_step(store) == 1
     save(store, 3, 4)
     assert loaded_step(store) == 4 and kept(tmp_path / "job") == [3, 4]
+
+
+# Several ranks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+def test_ranks_skip_a_checkpoint_while_the_one_before_is_being_written_and_wait_for_nothing(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"rank{rank}").mkdir()
+    # Whoever waited for the second checkpoint would wait for ever: only afterwards the bucket answers again.
+    for _, meanwhile, heard in run_ranks(checkpoint_ranks.save_while_it_hangs, 2, tmp_path / "r", str(tmp_path)):
+        assert meanwhile == [("checkpoint skipped", "that of step 3: the one before it is still being written")]
+        assert heard == meanwhile, "said once, although two were skipped"
+    assert kept(tmp_path / "job") == [1, 2, 5]
+    store, _ = checkpoints(f"{BUCKET}{tmp_path}/job")
+    found = store.newest()
+    assert found is not None and found[1]["model"]["w"].tolist() == [5.0] * 8
+
+
+@pytest.mark.process
+def test_a_rank_without_memory_for_the_copy_costs_all_ranks_this_checkpoint_and_no_more(tmp_path: Path) -> None:
+    said = ("checkpoint failed", "the state cannot be copied: no memory for 3 GB; training goes on")
+    answers = run_ranks(checkpoint_ranks.save_without_memory, 2, tmp_path / "r", str(tmp_path / "job"))
+    assert answers == [(0, [said]), (1, [said])]
+    assert kept(tmp_path / "job") == [1, 3]

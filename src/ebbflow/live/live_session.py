@@ -171,8 +171,7 @@ class LiveSession(Session):
         self._rates: list[float] = []
         self._saved_at = time.monotonic()
         self._job = self._describe_job()
-        group = self._ranks.another_group()
-        self._checkpoints = Checkpoints(self.fleet.checkpoint_place, on_event=self._event, group=group)
+        self._checkpoints = Checkpoints(self.fleet.checkpoint_place, on_event=self._event, ranks=self._ranks)
         device = next(model.parameters()).device
         self._secret = self._ranks.share(create_secret(self.fleet.folder) if self._ranks.leads else b"")
         self._connection = FleetConnection(
