@@ -22,6 +22,8 @@ from ebbflow.live.equality import different_ranks, sample_digest, structure_dige
 from ebbflow.live.membership_events import Handshake, ReplicaState
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.sources import TensorSource
+from live import rank_replicas
+from live.harness import run_ranks
 
 # The structure of a model ---------------------------------------------------------------------------------------------
 
@@ -134,6 +136,34 @@ def test_one_changed_weight_gives_another_number(dtype: torch.dtype) -> None:
     assert weights_number(one, 5) != weights_number(other, 5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_same_weights_in_other_places_give_another_number(dtype: torch.dtype) -> None:
+    w = torch.arange(-10.0, 10.0).reshape(5, 4).to(dtype)
+    signs = w.clone()
+    signs[0, :2] *= -1  # -10 and -9 become 10 and 9
+    signs[4, 2:] *= -1  # 8 and 9 become -8 and -9: two bits are set elsewhere
+    others = {"rows": w.flip(0), "columns": w[:, [1, 0, 2, 3]], "signs": signs, "shifted": w.roll(1)}
+    numbers = {name: weights_number([other.contiguous()], 5) for name, other in others.items()}
+    assert weights_number([w], 5) not in numbers.values() and len({*numbers.values()}) == len(others)
+    assert weights_number([w, w + 1], 5) != weights_number([w + 1, w], 5)
+
+
+def test_how_weights_lie_in_memory_does_not_matter() -> None:
+    w = torch.randn(3, 4, 5, 2)
+    assert weights_number([w], 5) == weights_number([w.to(memory_format=torch.channels_last)], 5)
+
+
+def test_long_tensors_are_looked_at_piece_by_piece() -> None:
+    piece = 1 << 20
+    w = torch.arange(2 * piece + 3, dtype=torch.int32).view(torch.float32)
+    number = weights_number([w], 5)
+    assert number == weights_number([w.clone()], 5)
+    for one, other in ((piece - 1, piece), (0, piece), (piece + 1, 2 * piece + 1), (0, 2 * piece + 2)):
+        changed = w.clone()
+        changed[[one, other]] = w[[other, one]]
+        assert weights_number([changed], 5) != number, (one, other)
+
+
 def test_most_replicas_are_right_and_of_two_the_first() -> None:
     assert different_ranks([4, 4, 5]) == [2] and different_ranks([5, 4, 4, None]) == [0]
     assert different_ranks([5, 4]) == [1] and different_ranks([1, 2, 3]) == [1, 2]
@@ -186,6 +216,32 @@ def test_a_replica_whose_weights_are_changed_is_named_and_receives_those_of_the_
         assert [text for text in texts if text.startswith("the weights of r0:") and "differ" in text], texts
         received[run.path.parent.name] = [event.step for event in run.events if event.what == "received"]
     assert received == {"r0": [9], "r1": [], "r2": []}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
+def test_the_weights_of_every_rank_belong_to_the_number_of_a_replica(tmp_path: Path, inside: str) -> None:
+    answers = run_ranks(rank_replicas.numbers_of_weights, 2, tmp_path / "r", inside)
+    assert answers[0][1:] == answers[1][1:], "the ranks of a replica have one number"
+    _, first, trained, first_rank, second_rank, healed = answers[0]
+    assert len({first, trained, first_rank, second_rank}) == 4 and healed == trained
+
+
+@pytest.mark.process
+def test_a_replica_is_healed_of_which_one_rank_changed_its_copy_of_the_weights(open_fleet: Any, tmp_path: Path) -> None:
+    # Rank 1 of r1 changes its copy after its step 5; compared in step 8, named in step 9. Of two, the first is right.
+    settings = {"all": ("r0", "r1"), "inside": "ddp", "check_every": 4, "max_steps": 20, "save_weights": True}
+    group = open_fleet(rank_replicas.sharded, settings)
+    group.start_ranks("r0", 2)
+    group.start_ranks("r1", 2, tamper=(1, 5))
+    assert set(group.wait().values()) == {0}
+    account, runs = read_fleet(tmp_path)
+    assert account.mistakes == () and len(account.steps) == 20
+    received = {run.path.parent.name: [e.step for e in run.events if e.what == "received"] for run in runs}
+    assert received == {"r0": [], "r1": [9]}
+    saved = [torch.load(tmp_path / f"r{replica}.{rank}.pt") for replica in range(2) for rank in range(2)]
+    for other in saved[1:]:
+        assert all(torch.equal(other[name], value) for name, value in saved[0].items())
 
 
 @pytest.mark.process
