@@ -12,13 +12,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
 from ebbflow.live.agreement import UNKNOWN
+from ebbflow.live.model_code import describe_class, describe_functions, describe_settings
 from ebbflow.workloads.sources import Source
 
 __all__ = ["CHECK_EVERY", "different_ranks", "sample_digest", "structure_digest", "weights_number"]
@@ -36,31 +36,29 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 def structure_digest(model: torch.nn.Module) -> str:
     """Give a digest of what a model is made of, besides the shapes of its tensors.
 
-    It depends on names, classes and settings of all modules (as they print them), on the names that their `forward`
-    uses, on functions among their attributes such as `self.act = F.relu`, on names, shapes and types of buffers, and on
-    the content of buffers that are not part of `state_dict`, which no peer sends. It does not depend on weights, nor on
-    other attributes. A model that differs only in numbers inside the code of `forward` has the same digest.
+    It depends on names, classes and settings of all modules (as they print them, and as their constructors took them),
+    on the code of their constructors, of their `forward` and of the methods that these use, on functions among their
+    attributes such as `self.act = F.relu`, on names, shapes and types of buffers, and on the content of buffers that
+    are not part of `state_dict`, which no peer sends. It does not depend on weights, nor on other attributes, other
+    functions that the code calls and global variables. `model_code.py` has the details.
 
     >>> first, second = torch.nn.Sequential(torch.nn.ReLU()), torch.nn.Sequential(torch.nn.Tanh())
     >>> structure_digest(first) == structure_digest(second)
     False
     """
-    digest = hashlib.sha256()
+    digest, classes = hashlib.sha256(), dict[type, str]()
     for name, module in model.named_modules():
-        code = getattr(type(module).forward, "__code__", None)
-        functions = [f"{key}={value.__qualname__}" for key, value in vars(module).items() if _is_function(value)]
+        kind = type(module)
+        if kind not in classes:
+            classes[kind] = repr(describe_class(kind))
         printed = re.sub(r"0x[0-9a-f]+", "", module.extra_repr())  # addresses differ between processes
-        digest.update(repr((name, type(module).__qualname__, printed, sorted(functions))).encode())
-        digest.update(repr(sorted(code.co_names) if code is not None else None).encode())
+        settings, functions = describe_settings(module), describe_functions(module)
+        digest.update(repr((name, kind.__qualname__, printed, settings, functions, classes[kind])).encode())
         for key, buffer in module.named_buffers(recurse=False):
             digest.update(repr((name, key, tuple(buffer.shape), str(buffer.dtype))).encode())
             if key in module._non_persistent_buffers_set:
                 _add_content(digest, buffer)
     return digest.hexdigest()[:12]
-
-
-def _is_function(value: object) -> bool:
-    return isinstance(value, FunctionType | type(torch.relu))
 
 
 def sample_digest(source: Source) -> str:

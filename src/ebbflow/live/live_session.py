@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import math
 import os
+import platform
 import sys
 import threading
 import time
@@ -224,6 +225,7 @@ class LiveSession(Session):
             )
         auto = "nccl" if device.type == "cuda" else "gloo"
         return {
+            "python": ".".join(platform.python_version_tuple()[:2]),  # by which the code of a model is compiled
             "structure of the model": structure_digest(self.model),
             "data": sample_digest(self.task.train),
             "transport": auto if self.fleet.transport == "auto" else self.fleet.transport,
