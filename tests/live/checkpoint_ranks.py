@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,3 +71,19 @@ def save_without_memory(rank: int, ranks: int, rendezvous: str, folder: str, ans
             store.save(state(step, ranks), step=step, lineage=step)
             store.wait()
     answers.put((rank, heard))
+
+
+def save_on_a_full_disk(rank: int, ranks: int, rendezvous: str, folder: str, answers: Any) -> None:
+    """Save three times; the second time, the system writes no more for rank 1, as if its disk were full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with joined(rank, ranks, rendezvous, folder) as (store, heard):
+        for step in (1, 2, 3):
+            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if (rank, step) == (1, 2) else most, most))
+            store.save(state(step, ranks, numbers=100_000), step=step, lineage=step)
+            store.wait()
+            dist.barrier()
+            if step == 2:
+                files = sorted(path.name for path in Path(folder).iterdir())
+                dist.barrier()
+    answers.put((rank, heard, files))

@@ -17,7 +17,7 @@ from ebbflow.errors import StorageUnreachable, UnreadableCheckpoints
 from ebbflow.live.checkpoint_names import CheckpointName
 from ebbflow.live.checkpoints import Checkpoints
 from live import checkpoint_ranks
-from live.buckets import BUCKET, bucket_down
+from live.buckets import BUCKET, bucket_down, bucket_hangs
 from live.harness import run_ranks
 
 
@@ -152,6 +152,18 @@ def test_an_unreachable_bucket_costs_a_checkpoint_and_not_the_training(tmp_path:
     assert loaded_step(store) == 4 and kept(tmp_path / "job") == [3, 4]
 
 
+def test_a_bucket_that_hangs_costs_checkpoints_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    store, heard = checkpoints(f"{BUCKET}{tmp_path}/job", keep=3)
+    save(store, 1)
+    with bucket_hangs(tmp_path):
+        for step in (2, 3, 4):  # 2 is on its way for as long as the bucket hangs
+            store.save({"step": step, "model": {"w": torch.full((3,), float(step))}}, step=step, lineage=step)
+        assert heard == [("checkpoint skipped", "that of step 3: the one before it is still being written")]
+    store.wait()
+    save(store, 5)
+    assert kept(tmp_path / "job") == [1, 2, 5] and loaded_step(store) == 5 and len(heard) == 1
+
+
 # Several ranks --------------------------------------------------------------------------------------------------------
 
 
@@ -175,3 +187,16 @@ def test_a_rank_without_memory_for_the_copy_costs_all_ranks_this_checkpoint_and_
     answers = run_ranks(checkpoint_ranks.save_without_memory, 2, tmp_path / "r", str(tmp_path / "job"))
     assert answers == [(0, [said]), (1, [said])]
     assert kept(tmp_path / "job") == [1, 3]
+
+
+@pytest.mark.process
+def test_a_full_disk_of_one_rank_costs_all_ranks_this_checkpoint_and_no_more(tmp_path: Path) -> None:
+    answers = run_ranks(checkpoint_ranks.save_on_a_full_disk, 2, tmp_path / "r", str(tmp_path / "job"))
+    for _, heard, files in answers:
+        assert [what for what, _ in heard] == ["checkpoint failed"]
+        assert "cannot be written: File too large; training goes on" in heard[0][1]
+        assert files == [path_of(tmp_path / "job", 1).name], "the older one is there, and nothing half-written"
+    assert kept(tmp_path / "job") == [1, 3]
+    store, _ = checkpoints(tmp_path / "job")
+    found = store.newest()
+    assert found is not None and found[1]["model"]["w"].tolist() == [3.0] * 100_000
