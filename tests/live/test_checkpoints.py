@@ -114,6 +114,7 @@ def test_checkpoints_of_the_earlier_format_are_refused(tmp_path: Path) -> None:
 
 
 def _save_on_a_full_disk(folder: Path, answers: Any) -> None:
+    torch.set_num_threads(1)  # the threads of the process that was forked are not here
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     store, heard = checkpoints(folder)
     save(store, 1)
