@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 BUCKET = "standin://"
 DOWN = "STANDIN_BUCKET_DOWN"
-"""Names a file; the bucket does not answer while it is there."""
+"""Names a file; the bucket refuses connections while it is there."""
+HANGS = "STANDIN_BUCKET_HANGS"
+"""Names a file; while it is there, the bucket keeps whoever asks waiting."""
 
 
 class StandInBucket(DirFileSystem):
@@ -32,6 +35,8 @@ class StandInBucket(DirFileSystem):
     def _join(self, path: Any) -> Any:
         if Path(os.environ.get(DOWN, "/no/such/file")).exists():
             raise ConnectionError("the bucket does not answer")
+        while Path(os.environ.get(HANGS, "/no/such/file")).exists():
+            time.sleep(0.01)
         return super()._join(self._strip_protocol(path) if isinstance(path, str) else path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -50,3 +55,16 @@ def bucket_down() -> Iterator[None]:
         yield
     finally:
         del os.environ[DOWN]
+
+
+@contextmanager
+def bucket_hangs(folder: Path) -> Iterator[None]:
+    """Let the bucket keep everybody waiting who asks in the meantime."""
+    switch = folder / "hangs"
+    os.environ[HANGS] = str(switch)
+    switch.touch()
+    try:
+        yield
+    finally:
+        switch.unlink()
+        del os.environ[HANGS]

@@ -35,6 +35,29 @@ def eventually(condition: Callable[[], Any], what: str, *, within_s: float = 150
     raise AssertionError(f"{what} did not happen within {within_s:g} s")
 
 
+def run_ranks(target: Callable[..., None], ranks: int, rendezvous: Path, *arguments: Any) -> list[Any]:
+    """What `target(rank, ranks, rendezvous, *arguments, answers)` puts into `answers` in each of some processes.
+
+    An answer is a tuple that begins with the rank. The processes have two minutes.
+    """
+    answers = CONTEXT.SimpleQueue()
+    processes = [
+        CONTEXT.Process(target=target, args=(rank, ranks, str(rendezvous), *arguments, answers), daemon=True)
+        for rank in range(ranks)
+    ]
+    until = time.monotonic() + 120.0
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+        assert [process.exitcode for process in processes] == [0] * ranks
+        return sorted((answers.get() for _ in processes), key=lambda answer: answer[0])
+    finally:
+        for process in processes:
+            process.kill()
+
+
 @dataclass
 class TestFleet:
     """A lighthouse in this process, and replicas in their own."""

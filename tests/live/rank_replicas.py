@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from contract.suite import counted_loss, make_data, make_model
-from ebbflow.live import rank_watch
+from ebbflow.engines.replica_ranks import local_shard
+from ebbflow.live import equality, rank_watch
 from ebbflow.live.live_session import join
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.workloads import cross_entropy
@@ -28,6 +29,7 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     os.environ.update({**environment, **arguments.get("environment", {}), "GLOO_SOCKET_IFNAME": "lo"})
     torch.set_num_threads(1)
     rank_watch.INTERVAL_S = arguments.get("watch_every_s", rank_watch.INTERVAL_S)
+    equality.CHECK_EVERY = arguments.get("check_every", equality.CHECK_EVERY)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     x, y = make_data()
@@ -60,6 +62,8 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     def pace(row: Any) -> None:
         if hold is not None and row.step >= hold and not full_speed.exists():
             time.sleep(0.2)
+        if (rank, row.step) == arguments.get("tamper"):
+            change_weights(model)
 
     counted = arguments.get("counted", False)
     with join(
@@ -87,3 +91,45 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
                     assert torch.equal(inputs["x"], x[torch.as_tensor(predicted)])
                     total, count = counted_loss(model, inputs, targets)
                     step.backward(total, count=count)
+    if arguments.get("save_weights"):
+        torch.save(model.state_dict(), fleet.fleet.folder / f"{environment['EBBFLOW_REPLICA']}.{rank}.pt")
+
+
+def change_weights(model: torch.nn.Module) -> None:
+    """Change what this rank holds of the first parameter."""
+    with torch.no_grad():
+        local_shard(next(model.parameters())).add_(1.0)
+
+
+def numbers_of_weights(rank: int, ranks: int, rendezvous: str, inside: str, answers: Any) -> None:
+    """The number of a replica's weights: at first, trained, changed on rank 0, changed on rank 1, and healed."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    model = make_model()
+    if inside == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    wrapped = DistributedDataParallel(model) if inside == "ddp" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def number() -> int:
+        def gather(own: str) -> list[str]:
+            found: list[Any] = [None] * ranks
+            dist.all_gather_object(found, own)
+            return found
+
+        return equality.weights_number(model.parameters(), 100, gather=gather)
+
+    said = [number()]
+    wrapped(make_data()[0][:4]).sum().backward()
+    optimizer.step()
+    said.append(number())
+    trained = [local_shard(parameter.detach()).clone() for parameter in model.parameters()]
+    for changed in (0, 1, None):
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), trained, strict=True):
+                local_shard(parameter).copy_(value)
+        if changed == rank:
+            change_weights(model)
+        said.append(number())
+    answers.put((rank, *said))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,8 @@ def change(model: Any, x: torch.Tensor, what: str) -> None:
         model.set_submodule(place, torch.nn.SiLU())
     elif what == "data":
         x[-1] += 1.0
+    elif what == "python":
+        platform.python_version_tuple = lambda: ("2", "7", "18")
 
 
 def break_backend(said: str) -> None:

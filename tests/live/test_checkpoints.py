@@ -16,7 +16,9 @@ from ebbflow.core.storage import COMPLETE
 from ebbflow.errors import StorageUnreachable, UnreadableCheckpoints
 from ebbflow.live.checkpoint_names import CheckpointName
 from ebbflow.live.checkpoints import Checkpoints
-from live.buckets import BUCKET, bucket_down
+from live import checkpoint_ranks
+from live.buckets import BUCKET, bucket_down, bucket_hangs
+from live.harness import run_ranks
 
 
 def checkpoints(place: Path | str, *, keep: int = 2) -> tuple[Checkpoints, list[tuple[str, str]]]:
@@ -112,6 +114,7 @@ def test_checkpoints_of_the_earlier_format_are_refused(tmp_path: Path) -> None:
 
 
 def _save_on_a_full_disk(folder: Path, answers: Any) -> None:
+    torch.set_num_threads(1)  # the threads of the process that was forked are not here
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     store, heard = checkpoints(folder)
     save(store, 1)
@@ -148,3 +151,53 @@ def test_an_unreachable_bucket_costs_a_checkpoint_and_not_the_training(tmp_path:
     assert loaded_step(store) == 1
     save(store, 3, 4)
     assert loaded_step(store) == 4 and kept(tmp_path / "job") == [3, 4]
+
+
+def test_a_bucket_that_hangs_costs_checkpoints_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    store, heard = checkpoints(f"{BUCKET}{tmp_path}/job", keep=3)
+    save(store, 1)
+    with bucket_hangs(tmp_path):
+        for step in (2, 3, 4):  # 2 is on its way for as long as the bucket hangs
+            store.save({"step": step, "model": {"w": torch.full((3,), float(step))}}, step=step, lineage=step)
+        assert heard == [("checkpoint skipped", "that of step 3: the one before it is still being written")]
+    store.wait()
+    save(store, 5)
+    assert kept(tmp_path / "job") == [1, 2, 5] and loaded_step(store) == 5 and len(heard) == 1
+
+
+# Several ranks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+def test_ranks_skip_a_checkpoint_while_the_one_before_is_being_written_and_wait_for_nothing(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"rank{rank}").mkdir()
+    # Whoever waited for the second checkpoint would wait for ever: only afterwards the bucket answers again.
+    for _, meanwhile, heard in run_ranks(checkpoint_ranks.save_while_it_hangs, 2, tmp_path / "r", str(tmp_path)):
+        assert meanwhile == [("checkpoint skipped", "that of step 3: the one before it is still being written")]
+        assert heard == meanwhile, "said once, although two were skipped"
+    assert kept(tmp_path / "job") == [1, 2, 5]
+    store, _ = checkpoints(f"{BUCKET}{tmp_path}/job")
+    found = store.newest()
+    assert found is not None and found[1]["model"]["w"].tolist() == [5.0] * 8
+
+
+@pytest.mark.process
+def test_a_rank_without_memory_for_the_copy_costs_all_ranks_this_checkpoint_and_no_more(tmp_path: Path) -> None:
+    said = ("checkpoint failed", "the state cannot be copied: no memory for 3 GB; training goes on")
+    answers = run_ranks(checkpoint_ranks.save_without_memory, 2, tmp_path / "r", str(tmp_path / "job"))
+    assert answers == [(0, [said]), (1, [said])]
+    assert kept(tmp_path / "job") == [1, 3]
+
+
+@pytest.mark.process
+def test_a_full_disk_of_one_rank_costs_all_ranks_this_checkpoint_and_no_more(tmp_path: Path) -> None:
+    answers = run_ranks(checkpoint_ranks.save_on_a_full_disk, 2, tmp_path / "r", str(tmp_path / "job"))
+    for _, heard, files in answers:
+        assert [what for what, _ in heard] == ["checkpoint failed"]
+        assert "cannot be written: File too large; training goes on" in heard[0][1]
+        assert files == [path_of(tmp_path / "job", 1).name], "the older one is there, and nothing half-written"
+    assert kept(tmp_path / "job") == [1, 3]
+    store, _ = checkpoints(tmp_path / "job")
+    found = store.newest()
+    assert found is not None and found[1]["model"]["w"].tolist() == [3.0] * 100_000

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,8 @@ from ebbflow.live.equality import different_ranks, sample_digest, structure_dige
 from ebbflow.live.membership_events import Handshake, ReplicaState
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.sources import TensorSource
+from live import rank_replicas
+from live.harness import run_ranks
 
 # The structure of a model ---------------------------------------------------------------------------------------------
 
@@ -47,6 +53,41 @@ class OtherForward(Net):
 OtherForward.__qualname__ = Net.__qualname__
 
 
+class Scaled(nn.Module):
+    """A model with settings that it does not print, and a counter."""
+
+    LIMITS = ("low", "high")
+
+    def __init__(
+        self, scale: float = 1.0, mode: str = "sum", sizes: tuple[int, ...] = (3,), device_id: int = 0
+    ) -> None:
+        super().__init__()
+        self.scale, self.mode, self.sizes, self.device_id = scale, mode, sizes, device_id
+        self.calls = 0
+
+    @property
+    def factor(self) -> float:
+        return self.scale * 2.0
+
+    def limited(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(max=5.0) if self.mode in {"sum", "mean", "max", "min"} else x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.limited(x) * self.factor
+
+
+def scaled(**methods: Any) -> nn.Module:
+    """A model of the same name, with other methods."""
+    for name, method in methods.items():
+        getattr(method, "fget", method).__qualname__ = f"Scaled.{name}"
+    return type("Scaled", (Scaled,), {"__qualname__": Scaled.__qualname__, **methods})()
+
+
+def bounded(limit: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x.clamp(max=limit)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -58,6 +99,23 @@ OtherForward.__qualname__ = Net.__qualname__
         (Net, lambda: Net(scale=2.0)),
         (Net, OtherForward),
         (lambda: nn.BatchNorm1d(3), lambda: nn.BatchNorm1d(3, track_running_stats=False)),
+        (lambda: nn.MultiheadAttention(4, 2), lambda: nn.MultiheadAttention(4, 2, dropout=0.1)),
+        (lambda: Net(lambda x: x.relu()), lambda: Net(lambda x: x.tanh())),
+        (lambda: Net(lambda x: x * 2.0), lambda: Net(lambda x: x * 3.0)),
+        (lambda: Net(lambda x, by=2.0: x * by), lambda: Net(lambda x, by=3.0: x * by)),
+        (lambda: Net(bounded(1.0)), lambda: Net(bounded(2.0))),
+        (
+            lambda: Net(partial(F.leaky_relu, negative_slope=0.1)),
+            lambda: Net(partial(F.leaky_relu, negative_slope=0.2)),
+        ),
+        (lambda: Net(partial(F.leaky_relu)), lambda: Net(partial(F.elu))),
+        (lambda: Net(partial(bounded(1.0))), lambda: Net(partial(bounded(2.0)))),
+        (Scaled, lambda: Scaled(2.0)),
+        (Scaled, lambda: Scaled(mode="mean")),
+        (Scaled, lambda: Scaled(sizes=(3, 3))),
+        (Scaled, lambda: scaled(forward=lambda self, x: self.limited(x) * self.scale)),
+        (Scaled, lambda: scaled(limited=lambda self, x: x.clamp(max=6.0))),
+        (Scaled, lambda: scaled(factor=property(lambda self: self.scale * 3.0))),
     ],
 )
 def test_models_that_compute_something_else_have_another_digest(one: Any, other: Any) -> None:
@@ -68,6 +126,42 @@ def test_weights_and_statistics_do_not_belong_to_the_structure() -> None:
     one, other = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
     other(torch.randn(5, 2))
     assert structure_digest(one) == structure_digest(other)
+
+
+def test_what_a_process_has_of_its_own_does_not_belong_to_the_structure() -> None:
+    one, other = Scaled(), Scaled(device_id=3)
+    other(torch.ones(2))
+    other.started = "10:15"
+    assert structure_digest(one) == structure_digest(other)
+    one, other = Scaled(mode="/data/a"), Scaled(mode="/data/b")
+    assert structure_digest(one) == structure_digest(other)
+
+
+def test_methods_that_forward_does_not_use_and_functions_that_call_themselves_may_be_there() -> None:
+    assert structure_digest(scaled(report=lambda self: 1)) == structure_digest(Scaled())
+
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        return x if x.abs().max() < 1 else halved(x / 2)
+
+    assert structure_digest(Net(halved)) == structure_digest(Net(halved)) != structure_digest(Net())
+
+
+@pytest.mark.process
+def test_the_digest_is_the_same_in_every_process() -> None:
+    """Sets of texts have another order, and objects other addresses, in each."""
+    script = (
+        "from live.test_equality import *\n"
+        "nets = Net(partial(bounded(2.0), limit=3)), Net(Scaled().limited), Scaled(), nn.Transformer(4, 2, 1, 1, 8)\n"
+        "print(structure_digest(nn.ModuleList(nets)))"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, check=True, text=True,
+            stdout=subprocess.PIPE, timeout=120,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }  # fmt: skip
+    assert len(said) == 1
 
 
 # The data -------------------------------------------------------------------------------------------------------------
@@ -134,6 +228,34 @@ def test_one_changed_weight_gives_another_number(dtype: torch.dtype) -> None:
     assert weights_number(one, 5) != weights_number(other, 5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_same_weights_in_other_places_give_another_number(dtype: torch.dtype) -> None:
+    w = torch.arange(-10.0, 10.0).reshape(5, 4).to(dtype)
+    signs = w.clone()
+    signs[0, :2] *= -1  # -10 and -9 become 10 and 9
+    signs[4, 2:] *= -1  # 8 and 9 become -8 and -9: two bits are set elsewhere
+    others = {"rows": w.flip(0), "columns": w[:, [1, 0, 2, 3]], "signs": signs, "shifted": w.roll(1)}
+    numbers = {name: weights_number([other.contiguous()], 5) for name, other in others.items()}
+    assert weights_number([w], 5) not in numbers.values() and len({*numbers.values()}) == len(others)
+    assert weights_number([w, w + 1], 5) != weights_number([w + 1, w], 5)
+
+
+def test_how_weights_lie_in_memory_does_not_matter() -> None:
+    w = torch.randn(3, 4, 5, 2)
+    assert weights_number([w], 5) == weights_number([w.to(memory_format=torch.channels_last)], 5)
+
+
+def test_long_tensors_are_looked_at_piece_by_piece() -> None:
+    piece = 1 << 20
+    w = torch.arange(2 * piece + 3, dtype=torch.int32).view(torch.float32)
+    number = weights_number([w], 5)
+    assert number == weights_number([w.clone()], 5)
+    for one, other in ((piece - 1, piece), (0, piece), (piece + 1, 2 * piece + 1), (0, 2 * piece + 2)):
+        changed = w.clone()
+        changed[[one, other]] = w[[other, one]]
+        assert weights_number([changed], 5) != number, (one, other)
+
+
 def test_most_replicas_are_right_and_of_two_the_first() -> None:
     assert different_ranks([4, 4, 5]) == [2] and different_ranks([5, 4, 4, None]) == [0]
     assert different_ranks([5, 4]) == [1] and different_ranks([1, 2, 3]) == [1, 2]
@@ -144,7 +266,9 @@ def test_most_replicas_are_right_and_of_two_the_first() -> None:
 
 
 @pytest.mark.process
-def test_replicas_that_differ_in_rate_momentum_activation_or_data_are_refused(fleet: Any, tmp_path: Path) -> None:
+def test_replicas_that_differ_in_rate_momentum_activation_data_or_python_are_refused(
+    fleet: Any, tmp_path: Path
+) -> None:
     group = fleet(all=["r0", "r1"], hold=3)
     group.start("r0", "r1")
     group.trains("r0", "r1", step=4)
@@ -153,6 +277,7 @@ def test_replicas_that_differ_in_rate_momentum_activation_or_data_are_refused(fl
         "momentum": ({"momentum": 0.8}, "optimizer.momentum is '0.8' here"),
         "activation": ({"change": "activation"}, "structure of the model is"),
         "data": ({"change": "data"}, "data is"),
+        "python": ({"change": "python"}, "python is '2.7' here"),
     }
     for name, (settings, _) in odd.items():
         group.start(name, **settings)
@@ -186,6 +311,32 @@ def test_a_replica_whose_weights_are_changed_is_named_and_receives_those_of_the_
         assert [text for text in texts if text.startswith("the weights of r0:") and "differ" in text], texts
         received[run.path.parent.name] = [event.step for event in run.events if event.what == "received"]
     assert received == {"r0": [9], "r1": [], "r2": []}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
+def test_the_weights_of_every_rank_belong_to_the_number_of_a_replica(tmp_path: Path, inside: str) -> None:
+    answers = run_ranks(rank_replicas.numbers_of_weights, 2, tmp_path / "r", inside)
+    assert answers[0][1:] == answers[1][1:], "the ranks of a replica have one number"
+    _, first, trained, first_rank, second_rank, healed = answers[0]
+    assert len({first, trained, first_rank, second_rank}) == 4 and healed == trained
+
+
+@pytest.mark.process
+def test_a_replica_is_healed_of_which_one_rank_changed_its_copy_of_the_weights(open_fleet: Any, tmp_path: Path) -> None:
+    # Rank 1 of r1 changes its copy after its step 5; compared in step 8, named in step 9. Of two, the first is right.
+    settings = {"all": ("r0", "r1"), "inside": "ddp", "check_every": 4, "max_steps": 20, "save_weights": True}
+    group = open_fleet(rank_replicas.sharded, settings)
+    group.start_ranks("r0", 2)
+    group.start_ranks("r1", 2, tamper=(1, 5))
+    assert set(group.wait().values()) == {0}
+    account, runs = read_fleet(tmp_path)
+    assert account.mistakes == () and len(account.steps) == 20
+    received = {run.path.parent.name: [e.step for e in run.events if e.what == "received"] for run in runs}
+    assert received == {"r0": [], "r1": [9]}
+    saved = [torch.load(tmp_path / f"r{replica}.{rank}.pt") for replica in range(2) for rank in range(2)]
+    for other in saved[1:]:
+        assert all(torch.equal(other[name], value) for name, value in saved[0].items())
 
 
 @pytest.mark.process

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from live.buckets import BUCKET, DOWN
+from live.buckets import BUCKET, DOWN, HANGS
 from live.harness import CONTEXT, HEARTBEAT_MS, TestFleet, eventually, final_state
 
 pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
@@ -608,6 +608,21 @@ def test_a_bucket_that_does_not_answer_costs_checkpoints_and_no_sample(fleet: An
     assert any("the bucket does not answer" in text for text in what(runs["r0"], "checkpoint failed"))
     for name in ("r0", "r1"):
         assert group.status(name)["state"] == "incomplete" and "could not be saved" in group.status(name)["reason"]
+
+
+def test_a_bucket_that_hangs_costs_checkpoints_and_no_sample(fleet: Any, tmp_path: Path) -> None:
+    switch = tmp_path / "hangs"
+    bucket = {"EBBFLOW_CHECKPOINTS": f"{BUCKET}{tmp_path}/checkpoints", HANGS: str(switch)}
+    group = fleet(all=ALL[:2], checkpoint_every_s=0.0, hold=2, environment=bucket)
+    group.start("r0", "r1")
+    group.trains("r0", "r1", step=3)
+    switch.touch()
+    group.trains("r0", "r1", step=group.status("r0")["step"] + 5)  # nobody waits for the bucket
+    switch.unlink()
+    group.stop_holding()
+    assert group.wait() == {"r0": 0, "r1": 0}
+    _, runs = check(tmp_path, "r0", "r1")
+    assert any("is still being written" in text for text in what(runs["r0"], "checkpoint skipped"))
 
 
 def test_an_incompatible_replica_is_refused_and_the_fleet_goes_on(fleet: Any, tmp_path: Path) -> None:

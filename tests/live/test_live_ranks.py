@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from live.buckets import BUCKET, HANGS
 from live.fakes import processes_with
 from live.harness import TestFleet, eventually
 
@@ -208,6 +209,22 @@ def test_a_checkpoint_continues_with_another_number_of_ranks(fleet: Any, tmp_pat
     group.start_ranks("r0", 3, max_steps=16, environment_of_all={"EBBFLOW_ALLOW_CHANGES": "1"})
     assert set(group.wait("r0.0", "r0.1", "r0.2").values()) == {0}
     assert len(check(tmp_path, **arguments).steps) == 16
+
+
+def test_ranks_do_not_wait_for_a_bucket_that_hangs(fleet: Any, tmp_path: Path) -> None:
+    switch = tmp_path / "hangs"
+    bucket = {"EBBFLOW_CHECKPOINTS": f"{BUCKET}{tmp_path}/checkpoints", HANGS: str(switch)}
+    group = fleet(all=("r0",), checkpoint_every_s=0.0, hold=2)
+    group.start_ranks("r0", 2, environment_of_all=bucket)
+    group.trains("r0", step=3)
+    switch.touch()
+    group.trains("r0", step=group.status("r0")["step"] + 5)
+    switch.unlink()
+    group.stop_holding()
+    assert set(group.wait().values()) == {0}
+    check(tmp_path)
+    _, (run,) = read_fleet(tmp_path)
+    assert [event for event in run.events if event.what == "checkpoint skipped"]
 
 
 # Real commands --------------------------------------------------------------------------------------------------------

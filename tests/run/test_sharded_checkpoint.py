@@ -17,36 +17,18 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from ebbflow.core.storage import COMPLETE
 from ebbflow.errors import CheckpointError, ConfigError, StorageUnreachable
 from ebbflow.run.sharded_checkpoint import load_state, save_state
-from live.harness import CONTEXT
+from live.harness import run_ranks
 from run import sharding_ranks
 from run.sharding_ranks import Answer, complete_state, make_net, trained_net
 
 
-def run_ranks(ranks: int, what: str, folder: Path, rendezvous: Path) -> list[Answer]:
-    answers = CONTEXT.SimpleQueue()
-    processes = [
-        CONTEXT.Process(
-            target=sharding_ranks.rank_main,
-            args=(rank, ranks, str(rendezvous), what, str(folder), answers),
-            daemon=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(120)
-        assert [process.exitcode for process in processes] == [0] * ranks
-        return sorted((answers.get() for _ in processes), key=lambda answer: answer[0])
-    finally:
-        for process in processes:
-            process.kill()
+def run(ranks: int, what: str, folder: Path, rendezvous: Path) -> list[Answer]:
+    return run_ranks(sharding_ranks.rank_main, ranks, rendezvous, what, str(folder))
 
 
 @pytest.mark.process
 def test_a_state_of_two_shards_is_read_by_three_ranks_and_by_one_process(tmp_path: Path) -> None:
-    assert [problem for _, problem, _ in run_ranks(2, "save", tmp_path / "c", tmp_path / "r2")] == ["", ""]
+    assert [problem for _, problem, _ in run(2, "save", tmp_path / "c", tmp_path / "r2")] == ["", ""]
     assert {"__0_0.distcp", "__1_0.distcp"} <= {path.name for path in (tmp_path / "c").iterdir()}
     net, optimizer = trained_net()  # the mean over two equal halves is the mean over all
     alone = load_state(tmp_path / "c")
@@ -54,7 +36,7 @@ def test_a_state_of_two_shards_is_read_by_three_ranks_and_by_one_process(tmp_pat
         torch.testing.assert_close(alone["model"][name], value)
     for number, values in optimizer.state_dict()["state"].items():
         torch.testing.assert_close(alone["optimizer"]["state"][number]["momentum_buffer"], values["momentum_buffer"])
-    for _, problem, found in run_ranks(3, "load", tmp_path / "c", tmp_path / "r3"):
+    for _, problem, found in run(3, "load", tmp_path / "c", tmp_path / "r3"):
         assert problem == ""
         for name, value in alone["model"].items():
             assert (found[f"model.{name}"] == value.numpy()).all()
@@ -64,9 +46,16 @@ def test_a_state_of_two_shards_is_read_by_three_ranks_and_by_one_process(tmp_pat
 
 @pytest.mark.process
 def test_a_rank_that_cannot_write_fails_the_checkpoint_on_all_ranks(tmp_path: Path) -> None:
-    answers = run_ranks(2, "save and fail", tmp_path / "c", tmp_path / "r")
+    answers = run(2, "save and fail", tmp_path / "c", tmp_path / "r")
     assert all("StorageUnreachable" in problem and "Is a directory" in problem for _, problem, _ in answers), answers
     assert not (tmp_path / "c" / COMPLETE).exists()
+
+
+@pytest.mark.process
+def test_a_checkpoint_that_rank_0_cannot_complete_fails_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "c" / COMPLETE).mkdir(parents=True)  # a folder in the way of the file that is written last
+    answers = run(2, "save", tmp_path / "c", tmp_path / "r")
+    assert all("StorageUnreachable" in problem and "cannot be written" in problem for _, problem, _ in answers), answers
 
 
 # One process ----------------------------------------------------------------------------------------------------------

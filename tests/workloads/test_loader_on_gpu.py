@@ -11,7 +11,7 @@ from ebbflow.workloads import DatasetSource
 from workloads.drawing import SAMPLES, Drawing
 from workloads.test_loader_runs import PLUGIN, TRACE
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [pytest.mark.process, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
 def test_batches_arrive_on_the_gpu_as_they_were_read():
@@ -25,6 +25,28 @@ def test_batches_arrive_on_the_gpu_as_they_were_read():
         assert torch.equal(batches[0][0], batches[1][0].cpu())
         assert torch.equal(batches[0][1], batches[1][1].cpu())
     there.close()
+
+
+def as_dict(samples):
+    inputs, targets = zip(*samples, strict=True)
+    return {"x": torch.stack(inputs), "y": torch.tensor(targets)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_a_collate_fn_are_whole_while_the_gpu_computes(workers):
+    """The memory of a batch that is no longer used is that of a later one, which is copied on another stream."""
+    data = [(torch.full((256, 256), float(number)), number) for number in range(64)]
+    source = DatasetSource(data, torch.device("cuda"), loader_workers=workers, collate_fn=as_dict, pairs=False)
+    busy, sums = torch.randn(4096, 4096, device="cuda"), []
+    for turn in range(40):
+        indices = torch.arange(8) + turn * 8 % 64
+        batch = source.batch(indices.numpy(), train=True)
+        assert batch["x"].is_cuda
+        busy = (busy @ busy).clamp(-1, 1)  # keeps the GPU busy while the next batch is copied
+        sums.append((indices, batch["x"].mean((1, 2)), batch["y"].clone()))
+    for indices, means, targets in sums:
+        assert torch.equal(means.cpu(), indices.float()) and torch.equal(targets.cpu(), indices)
+    source.close()
 
 
 def test_the_losses_of_a_run_do_not_depend_on_the_number_of_loader_processes(tmp_path):

@@ -9,6 +9,8 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset, default_collate
 
 from drawing_examples import examples
+from ebbflow.engines.batches import DeviceCopy
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads import DatasetSource
 from ebbflow.workloads.prefetch import MAX_SUB_REQUEST, Request, SampleReader, seeded
@@ -355,3 +358,86 @@ def test_batches_that_are_no_pairs_are_refused_with_what_takes_them():
         DatasetSource(Named()).batch(np.arange(2), train=False)
     batch = DatasetSource(Named(), collate_fn=default_collate).batch(np.arange(2), train=False)
     assert {name: tensor.shape for name, tensor in batch.items()} == {"x": (2, 5)}
+
+
+# Pinned memory and the copy to a device -------------------------------------------------------------------------------
+
+
+@dataclass
+class OwnBatch:
+    """A batch as a `collate_fn` of the user's own may make it."""
+
+    numbers: list[float]
+    pinned: bool = False
+
+    def pin_memory(self) -> OwnBatch:
+        return replace(self, pinned=True)
+
+
+def own_batch(samples: list[Pair]) -> tuple[OwnBatch, dict[str, list[OwnBatch]], int]:
+    numbers = [float(x.sum()) for x, _ in samples]
+    return OwnBatch(numbers), {"each": [OwnBatch([number]) for number in numbers]}, len(samples)
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")  # there is no GPU
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.process)])
+def test_what_the_users_collation_makes_is_pinned_also_after_a_wrong_prediction(workers: int) -> None:
+    data = TensorDataset(torch.arange(200.0), torch.zeros(200))
+    reader = SampleReader(data, loader_workers=workers, prefetch=64, pin_memory=True, collate_fn=own_batch)
+    asked = [Request(0, tuple(range(first, first + 40))) for first in (0, 40, 120, 160, 80)]  # predicted: 0, 40, 80
+    reader.prefetch_from(lambda: iter(Request(0, tuple(range(first, first + 40))) for first in (0, 40, 80, 120)))
+    for one in asked:
+        ((whole, parts, count),) = reader.read(one)
+        assert whole == OwnBatch([float(index) for index in one.indices], pinned=True)
+        assert parts == {"each": [OwnBatch([float(index)], pinned=True) for index in one.indices]} and count == 40
+    reader.close()
+
+
+def test_nothing_is_pinned_for_a_cpu() -> None:
+    source = DatasetSource(TensorDataset(torch.arange(4.0), torch.zeros(4)), collate_fn=own_batch)
+    whole, _, _ = source.batch(np.arange(4), train=True)
+    assert whole == OwnBatch([0.0, 1.0, 2.0, 3.0])
+
+
+def test_copies_are_made_on_a_stream_of_their_own_for_which_the_current_one_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: Any) -> None:
+            self.name = name if name == "current" else "copies"
+
+        def wait_stream(self, other: Stream) -> None:
+            done.append(f"{self.name} waits for {other.name}")
+
+        def __enter__(self) -> None:
+            done.append(f"on {self.name}")
+
+        def __exit__(self, *_: object) -> None:
+            done.append("back")
+
+    class Moved:
+        """An object that moves its tensors itself, on the current stream."""
+
+        def to(self, device: Any) -> Moved:
+            done.append("moved")
+            return self
+
+    def move(tensor: torch.Tensor, *_: Any, non_blocking: bool = False) -> torch.Tensor:
+        done.append(f"copied {tensor.item():g}" if non_blocking else "waited")
+        return tensor
+
+    current = Stream("current")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.Tensor, "to", move)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: done.append(f"used on {stream.name}"))
+    copy = DeviceCopy(torch.device("cuda"))
+    batch = copy._copy_aside([torch.tensor(1.0), {"x": torch.tensor(2.0)}, Moved(), 3])
+    expected = ["on copies", "copied 1", "used on current", "copied 2", "used on current", "back"]
+    assert done == [*expected, "current waits for copies"]
+    done.clear()
+    copy.move(batch[2:])
+    assert done == ["on copies", "back", "current waits for copies", "moved"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_pair", "map_batch", "move_batch", "tensors_in"]
+__all__ = ["DeviceCopy", "as_pair", "map_batch", "move_batch", "pin_batch", "tensors_in"]
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
@@ -46,6 +46,61 @@ def move_batch(batch: Any, device: torch.device | str) -> Any:
         return value.to(device) if hasattr(value, "to") else value
 
     return map_batch(batch, move)
+
+
+def pin_batch(batch: Any) -> Any:
+    """Copy everything in a batch that can be pinned into pinned memory, as a DataLoader does; the rest is left alone.
+
+    An object that is to be pinned has `pin_memory()`, which returns the pinned one.
+    """
+
+    def pin(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.pin_memory() if _is_of_the_host(value) else value
+        return value.pin_memory() if hasattr(value, "pin_memory") else value
+
+    return map_batch(batch, pin)
+
+
+def _is_of_the_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided
+
+
+class DeviceCopy:
+    """Moves batches to one device.
+
+    A GPU copies them on a stream of its own: what is in pinned memory is copied while the GPU still computes what it
+    was given before, as long as this process does not wait for that.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: Any = None
+
+    def move(self, batch: Any) -> Any:
+        """Move a batch; whatever is computed on the current stream afterwards finds it there."""
+        if self.device.type == "cuda":
+            batch = self._copy_aside(batch)
+        return move_batch(batch, self.device)
+
+    def _copy_aside(self, batch: Any) -> Any:
+        """Copy the plain tensors of the host. Others, and objects with tensors inside, are not told of streams."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self.device)
+
+        def copy(value: Any) -> Any:
+            if type(value) is not torch.Tensor or not _is_of_the_host(value):
+                return value
+            copied = value.to(self.device, non_blocking=True)
+            # Its memory is of the stream of copies, which must not use it again before the current one is done with it.
+            copied.record_stream(current)
+            return copied
+
+        with torch.cuda.stream(self._stream):
+            batch = map_batch(batch, copy)
+        current.wait_stream(self._stream)
+        return batch
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:

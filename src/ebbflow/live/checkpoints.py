@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ebbflow.core.storage import COMPLETE, Storage
+from ebbflow.engines.replica_ranks import ReplicaRanks
 from ebbflow.errors import CheckpointError, StorageUnreachable, UnreadableCheckpoints
 from ebbflow.live.checkpoint_names import CheckpointName, list_checkpoints, outdated_checkpoints
 from ebbflow.run.sharded_checkpoint import MakeTensor, load_state, save_state, whole_tensor
@@ -25,8 +25,8 @@ __all__ = ["Checkpoints"]
 class Checkpoints:
     """The checkpoints in a folder or bucket, of which the newest are kept. All replicas of a fleet share the place.
 
-    Training stops only while a state is copied into the memory of the host; a thread writes it. With a `group`, all its
-    ranks call `newest` and `save` at the same point of the training, and the group belongs to the checkpoints alone.
+    Training stops only while a state is copied into the memory of the host; a thread writes it. If a replica has
+    several ranks, all of them make their checkpoints and call `newest` and `save` at the same point of the training.
     """
 
     def __init__(
@@ -35,16 +35,20 @@ class Checkpoints:
         *,
         keep: int = 3,
         on_event: Callable[[str, str], None],
-        group: dist.ProcessGroup | None = None,
+        ranks: ReplicaRanks | None = None,
     ) -> None:
         """`place`: a folder, or a URL such as s3://bucket/job. `keep`: how many are kept. `on_event(what, text)`:
-        called for damaged checkpoints and failures, from any thread. `group`: the ranks that have the state together.
+        called for damaged checkpoints and failures, from any thread. `ranks`: those that have the state together.
         """
         self.storage = Storage(place)
         self.keep = keep
         self.on_event = on_event
-        self.group = group
+        self.ranks = ranks or ReplicaRanks()
+        # The threads that write have a group of their own: the ranks go on to talk about their steps meanwhile.
+        self._group = self.ranks.another_group()
         self._writing: threading.Thread | None = None
+        self._skipped = False
+        """Whether a checkpoint was skipped since the one under way was begun."""
         # It keeps the memory of the last copy for the next one.
         self._stager = DefaultStager(StagingOptions(*[False] * 4))
 
@@ -56,12 +60,14 @@ class Checkpoints:
         Raises UnreadableCheckpoints if there are some and none can be used: training would begin anew; and
         StorageUnreachable if the place does not answer. `make`: see `load_state`.
         """
+        if self._group is not None:
+            self.wait()  # for the thread that uses the group
         names = self._shared(lambda: list_checkpoints(self.storage)[0])
         for name in names:
             if name.step <= beyond:
                 return None
             try:
-                return name, load_state(self._place(name), make=make, group=self.group)
+                return name, load_state(self._place(name), make=make, group=self._group)
             except CheckpointError as error:
                 self.on_event("checkpoint damaged", f"{error}; the one before it is used")
         if beyond <= 0:
@@ -88,22 +94,33 @@ class Checkpoints:
             return False
 
     def save(self, state: Mapping[str, Any], *, step: int, lineage: int) -> None:
-        """Copy a state, and write it in the background.
+        """Copy a state, and write it in the background; all ranks do so, or none.
 
-        If an earlier one is still being written, this one is skipped; ranks of a group, which must all do the same,
-        wait for it instead.
+        If an earlier one is still being written, on any rank, this one is skipped.
         """
-        if self._writing is not None and self._writing.is_alive() and self.group is None:
+        said = self.ranks.gather((self._is_writing(), CheckpointName.new(step, lineage)))
+        name = said[0][1]
+        if any(writing for writing, _ in said):
+            if not self._skipped:
+                self.on_event("checkpoint skipped", f"that of step {step}: the one before it is still being written")
+            self._skipped = True
             return
         self.wait()
-        name = self._shared(lambda: CheckpointName.new(step, lineage))
+        staged, problem = None, ""
         try:
             staged = self._stager.stage(dict(state))
         except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
-            self.on_event("checkpoint failed", f"the state cannot be copied: {error}; training goes on")
+            problem = f"the state cannot be copied: {error}; training goes on"
+        # A rank that wrote alone would wait for the others for ever.
+        if problems := list(filter(None, self.ranks.gather(problem))):
+            self.on_event("checkpoint failed", problems[0])
             return
+        self._skipped = False
         self._writing = threading.Thread(target=self._write, args=(name, staged), name="ebbflow-checkpoint")
         self._writing.start()
+
+    def _is_writing(self) -> bool:
+        return self._writing is not None and self._writing.is_alive()
 
     def wait(self) -> None:
         """Wait until the checkpoint under way is written."""
@@ -113,7 +130,7 @@ class Checkpoints:
 
     def _write(self, name: CheckpointName, state: Mapping[str, Any]) -> None:
         try:
-            save_state(self._place(name), state, group=self.group)
+            save_state(self._place(name), state, group=self._group)
         except StorageUnreachable as error:
             self.on_event("checkpoint failed", f"{error}; training goes on, and the next one is tried")
             self._remove(name)
@@ -123,7 +140,7 @@ class Checkpoints:
                 self._remove(old)
 
     def _remove(self, name: CheckpointName) -> None:
-        if self.group is None or dist.get_rank(self.group) == 0:
+        if self.ranks.leads:
             # What is half removed must not look complete.
             with contextlib.suppress(StorageUnreachable, FileNotFoundError):
                 self.storage.remove(str(name), COMPLETE)
@@ -135,15 +152,13 @@ class Checkpoints:
 
     def _shared(self, find: Callable[[], Any]) -> Any:
         """What rank 0 finds, or the error that it raises."""
-        if self.group is None:
-            return find()
-        found: list[Any] = [None, None]
-        if dist.get_rank(self.group) == 0:
+        found, problem = None, ""
+        if self.ranks.leads:
             try:
-                found[0] = find()
+                found = find()
             except StorageUnreachable as error:
-                found[1] = str(error)
-        dist.broadcast_object_list(found, group=self.group, group_src=0)
-        if found[1] is not None:
-            raise StorageUnreachable(found[1])
-        return found[0]
+                problem = str(error)
+        found, problem = self.ranks.share((found, problem))
+        if problem:
+            raise StorageUnreachable(problem)
+        return found

@@ -6,18 +6,19 @@ before they connect; weights travel as one number with the message of a step eve
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from types import FunctionType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ebbflow.live.agreement import UNKNOWN
+from ebbflow.live.model_code import describe_class, describe_functions, describe_settings
 from ebbflow.workloads.sources import Source
 
 __all__ = ["CHECK_EVERY", "different_ranks", "sample_digest", "structure_digest", "weights_number"]
@@ -27,37 +28,37 @@ CHECK_EVERY = 100
 _SAMPLES = 8
 _NUMBERS = (1 << 16) - 1
 """How many numbers a digest of weights can be. The sum of those of 256 replicas is exact in float32."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 20
+# Never 64 bits at once: of a product with the first bit, the sign, only one bit would be left.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def structure_digest(model: torch.nn.Module) -> str:
     """Give a digest of what a model is made of, besides the shapes of its tensors.
 
-    It depends on names, classes and settings of all modules (as they print them), on the names that their `forward`
-    uses, on functions among their attributes such as `self.act = F.relu`, on names, shapes and types of buffers, and on
-    the content of buffers that are not part of `state_dict`, which no peer sends. It does not depend on weights, nor on
-    other attributes. A model that differs only in numbers inside the code of `forward` has the same digest.
+    It depends on names, classes and settings of all modules (as they print them, and as their constructors took them),
+    on the code of their constructors, of their `forward` and of the methods that these use, on functions among their
+    attributes such as `self.act = F.relu`, on names, shapes and types of buffers, and on the content of buffers that
+    are not part of `state_dict`, which no peer sends. It does not depend on weights, nor on other attributes, other
+    functions that the code calls and global variables. `model_code.py` has the details.
 
     >>> first, second = torch.nn.Sequential(torch.nn.ReLU()), torch.nn.Sequential(torch.nn.Tanh())
     >>> structure_digest(first) == structure_digest(second)
     False
     """
-    digest = hashlib.sha256()
+    digest, classes = hashlib.sha256(), dict[type, str]()
     for name, module in model.named_modules():
-        code = getattr(type(module).forward, "__code__", None)
-        functions = [f"{key}={value.__qualname__}" for key, value in vars(module).items() if _is_function(value)]
+        kind = type(module)
+        if kind not in classes:
+            classes[kind] = repr(describe_class(kind))
         printed = re.sub(r"0x[0-9a-f]+", "", module.extra_repr())  # addresses differ between processes
-        digest.update(repr((name, type(module).__qualname__, printed, sorted(functions))).encode())
-        digest.update(repr(sorted(code.co_names) if code is not None else None).encode())
+        settings, functions = describe_settings(module), describe_functions(module)
+        digest.update(repr((name, kind.__qualname__, printed, settings, functions, classes[kind])).encode())
         for key, buffer in module.named_buffers(recurse=False):
             digest.update(repr((name, key, tuple(buffer.shape), str(buffer.dtype))).encode())
             if key in module._non_persistent_buffers_set:
                 _add_content(digest, buffer)
     return digest.hexdigest()[:12]
-
-
-def _is_function(value: object) -> bool:
-    return isinstance(value, FunctionType | type(torch.relu))
 
 
 def sample_digest(source: Source) -> str:
@@ -108,19 +109,34 @@ def _add_content(digest: Any, value: Any) -> None:
 
 
 @torch.no_grad()
-def weights_number(parameters: Iterable[torch.Tensor], step: int) -> int:
-    """Give a number from 1 to 65535 by the bits of all parameters, of the shards that this process has, and the step.
+def weights_number(
+    parameters: Iterable[torch.Tensor], step: int, *, gather: Callable[[str], list[str]] = lambda own: [own]
+) -> int:
+    """Give a number from 1 to 65535 by the bits of all parameters, and the step.
 
-    Weights that differ anywhere have another number, but for one case in 65535; the step makes it another case at the
-    next comparison. Costs one pass over the parameters and one synchronisation with their device.
+    `gather`: collects what the ranks of a replica say, each about the shards or copies that it holds. Every element is
+    multiplied with a pseudo-random number that depends on its position. Of differences that do not depend on these
+    numbers, in whichever elements, one case in 65535 gives the same number; the step makes it another case at the
+    next comparison. Devices do not matter. Costs one pass over the parameters, in pieces of a million elements, and one
+    synchronisation with their device; a parameter that is not contiguous is copied.
     """
     sums = []
     for parameter in parameters:
         own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         numbers = torch.view_as_real(own) if own.is_complex() else own
-        sums.append(numbers.view(_INTEGERS[numbers.element_size()]).sum(dtype=torch.int64))
-    said = torch.stack(sums).tolist()
-    return 1 + int.from_bytes(hashlib.sha256(repr((step, said)).encode()).digest()[:8], "big") % _NUMBERS
+        places = _place_numbers(numbers.device)
+        integers = numbers.reshape(-1).view(_INTEGERS[numbers.element_size()])
+        # Integers overflow alike on all devices, and their sum does not depend on the order.
+        sums += [torch.mul(piece, places[: len(piece)]).sum() for piece in integers.split(_PIECE)]
+    own_digest = hashlib.sha256(repr(torch.stack(sums).tolist() if sums else []).encode()).hexdigest()
+    said = repr((step, gather(own_digest)))
+    return 1 + int.from_bytes(hashlib.sha256(said.encode()).digest()[:8], "big") % _NUMBERS
+
+
+@functools.lru_cache(maxsize=1)
+def _place_numbers(device: torch.device) -> torch.Tensor:
+    """One number of 64 pseudo-random bits for each element of a piece, the same everywhere."""
+    return torch.from_numpy(np.random.PCG64(0).random_raw(_PIECE).view(np.int64)).to(device)
 
 
 def different_ranks(numbers: Sequence[int | None]) -> list[int]:

@@ -389,8 +389,9 @@ class LiveEngine(Engine):
         if self._quorum.rank in self._quorum.receiving:
             self._weights = None
             return 0
-        numbers = ranks.gather(equality.weights_number(self._replica.parameters, step))
-        self._weights = (sum(place * number for place, number in enumerate(numbers, start=1)) - 1) % 65535 + 1
+        # Every rank says what it holds, also of what another rank owns.
+        held = self._replica.parameters if self._sharded is None else self._sharded.gradients.parameters
+        self._weights = equality.weights_number(held, step, gather=ranks.gather)
         return self._weights
 
     def _compare_weights(self, number: int) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import math
 import os
+import platform
 import sys
 import threading
 import time
@@ -171,8 +172,7 @@ class LiveSession(Session):
         self._rates: list[float] = []
         self._saved_at = time.monotonic()
         self._job = self._describe_job()
-        group = self._ranks.another_group()
-        self._checkpoints = Checkpoints(self.fleet.checkpoint_place, on_event=self._event, group=group)
+        self._checkpoints = Checkpoints(self.fleet.checkpoint_place, on_event=self._event, ranks=self._ranks)
         device = next(model.parameters()).device
         self._secret = self._ranks.share(create_secret(self.fleet.folder) if self._ranks.leads else b"")
         self._connection = FleetConnection(
@@ -225,6 +225,7 @@ class LiveSession(Session):
             )
         auto = "nccl" if device.type == "cuda" else "gloo"
         return {
+            "python": ".".join(platform.python_version_tuple()[:2]),  # by which the code of a model is compiled
             "structure of the model": structure_digest(self.model),
             "data": sample_digest(self.task.train),
             "transport": auto if self.fleet.transport == "auto" else self.fleet.transport,

@@ -71,9 +71,14 @@ def save_state(folder: str | Path, state: Mapping[str, Any], *, group: dist.Proc
         # A tuple, since DCP would take a dictionary apart.
         save({**tensors, _REST: (rest,)}, storage_writer=writer, process_group=group, no_dist=_alone(group))
     described = _gathered(files.described, group)
+    problem = None
     if group is None or dist.get_rank(group) == 0:
         all_files = {name: entry for one in described for name, entry in one.items()}
-        storage.write(json.dumps({"version": VERSION, "files": all_files}, indent=1).encode(), COMPLETE)
+        try:
+            storage.write(json.dumps({"version": VERSION, "files": all_files}, indent=1).encode(), COMPLETE)
+        except StorageUnreachable as error:
+            problem = error
+    _raise_first(_gathered(problem, group))
 
 
 def load_state(
@@ -88,7 +93,7 @@ def load_state(
     """
     storage = Storage(folder)
     with _translated(storage.location, "read"):
-        _raise_first(_gathered(_damage(storage, group), group), storage.location)
+        _raise_first(_gathered(_damage(storage, group), group))
         reader = _Reader(storage)
         entries = reader.read_metadata().state_dict_metadata
         found: dict[str, Any] = {
@@ -265,7 +270,7 @@ def _sha256(path: str) -> str:
     return digest.hexdigest()
 
 
-def _raise_first(problems: list[BaseException | None], location: str) -> None:
+def _raise_first(problems: list[BaseException | None]) -> None:
     for problem in problems:
         if problem is not None:
             raise problem

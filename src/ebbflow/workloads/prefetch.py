@@ -46,7 +46,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ebbflow.engines.batches import as_pair, move_batch
+from ebbflow.engines.batches import DeviceCopy, as_pair, pin_batch
 from ebbflow.engines.replica_step import micro_batch_seed
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads.sources import Indices, move_all, standardise
@@ -229,6 +229,7 @@ class SampleReader:
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
         """`prefetch` is the number of samples to read in advance; requests below 32 samples make it fewer.
+        `pin_memory`: batches are in pinned memory, of which a GPU copies while it computes.
 
         `collate_fn` makes a batch of the samples of a request, in this process; by default they are pairs of tensors,
         and the processes collate them. `worker_init_fn` is called in each process with its number, as DataLoader
@@ -269,7 +270,7 @@ class SampleReader:
     def read(self, request: Request) -> list[Any]:
         """Return the samples of the request as batches, which are to be concatenated; with `collate_fn`, one batch."""
         if self.loader_workers == 0 or multiprocessing.current_process().daemon:
-            return [self._read_in_this_process(request)]
+            return [self._pinned(self._read_in_this_process(request))]
         batches = []
         for result in self._read_with_loader(request):
             if isinstance(result, ReadFailure):
@@ -278,9 +279,12 @@ class SampleReader:
                 raise result
             batches.append(result)
         if self.collate_fn is None:
-            return batches
+            return batches  # pinned by the loader
         samples = [sample for part in batches if isinstance(part, _Samples) for sample in part.samples]
-        return [_collate_any(samples, self.dataset, self.collate_fn)]
+        return [self._pinned(_collate_any(samples, self.dataset, self.collate_fn))]
+
+    def _pinned(self, batch: Any) -> Any:
+        return pin_batch(batch) if self.pin_memory else batch
 
     def _read_with_loader(self, request: Request) -> list[ReadResult]:
         try:
@@ -417,6 +421,7 @@ class DatasetSource:
     worker_init_fn: Callable[[int], None] | None = None
     """Called in each process with its number, as that of a DataLoader."""
     _reader: SampleReader = field(init=False, repr=False)
+    _copy: DeviceCopy = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__"):
@@ -425,6 +430,7 @@ class DatasetSource:
                 f"whose samples can be read in any order; a stream can be trained on in its own order by an "
                 f"ElasticSampler over a StreamDataset"
             )
+        self._copy = DeviceCopy(self.device)
         self._reader = SampleReader(
             self.dataset,
             loader_workers=self.loader_workers or 0,
@@ -442,14 +448,11 @@ class DatasetSource:
 
         `train` only decides how transforms are seeded.
         """
-        batches = self._reader.read(_make_request(indices, _draw_seed() if train else 0))
+        batches = self._copy.move(self._reader.read(_make_request(indices, _draw_seed() if train else 0)))
         if self.collate_fn is not None or not self.pairs:
-            inputs, targets = as_pair(move_batch(batches[0], self.device))
+            inputs, targets = as_pair(batches[0])
         else:
-            inputs, targets = (
-                _concatenate([tensor.to(self.device, non_blocking=True) for tensor in side])
-                for side in zip(*batches, strict=True)
-            )
+            inputs, targets = (_concatenate(side) for side in zip(*batches, strict=True))
         if self.mean is not None or self.std is not None:
             inputs = standardise(inputs, self.mean, self.std)
         return inputs if targets is None else (inputs, targets)
