@@ -325,3 +325,40 @@ def test_a_replica_that_hangs_is_left_behind_after_eighty_seconds_and_comes_back
     assert training(fleet) == everybody
     check_lineages(fleet)
     assert len({commit.state for commit in fleet.commits}) == max(one.state.step for one in fleet.running())
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_that_reach_each_others_stores_only_end_together_after_two_minutes(
+    replicas: int, refuses: bool
+) -> None:
+    """A firewall that lets gloo's ports not through. Connecting fails after 10 s or at once, and then after pauses of a
+    second at most, so that there are at most 12 or 130 attempts in two minutes. The first one begins after a sum has
+    been waited for during 60 s."""
+    fleet = trained(replicas)
+    names = [one.machine for one in fleet.running()]
+    fleet.blocked.add(frozenset(names[:2]))
+    fleet.refuses = refuses
+    fleet.run_until(fleet.now + 2.0)
+    began, groups, before = fleet.now, len(fleet.groups), len(fleet.commits)
+    fleet.run_until(began + 60.0 + 110.0)
+    assert not fleet.given_up and len(fleet.running()) == replicas
+    fleet.run_until(began + 60.0 + 150.0)
+    assert set(fleet.given_up) == set(names), "all of them, so that none goes on alone"
+    assert len(fleet.commits) == before and 10 <= len(fleet.groups) - groups <= 130
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_replicas_go_on_when_a_firewall_that_kept_them_apart_for_two_minutes_is_opened(refuses: bool) -> None:
+    """They notice it after 60 s, and try for another 50 s."""
+    fleet = trained(3)
+    names = {one.machine for one in fleet.running()}
+    fleet.blocked.add(frozenset([*names][:2]))
+    fleet.refuses = refuses
+    fleet.run_until(fleet.now + 110.0)
+    assert {one.machine for one in fleet.running()} == names
+    fleet.blocked.clear()
+    fleet.run_until(fleet.now + 30.0)
+    assert training(fleet) == names and not fleet.given_up
+    check_lineages(fleet)
+    assert len({commit.state for commit in fleet.commits}) == max(one.state.step for one in fleet.running())

@@ -47,7 +47,10 @@ _CONNECTION_LOST = re.compile(
     r"abort|broken pipe|clos|connect|network|peer|refused|remote|reset|route|socket|store|time ?d? ?out|unreachable",
     re.I,
 )
-"""What gloo says when a connection broke or could not be made. Everything else is a failure of gloo itself."""
+"""What gloo says when a connection broke or could not be made. Everything else is a failure of gloo itself.
+
+A firewall, or a failure of gloo that speaks of a socket, sounds like this, too. So the words only decide how soon a
+failure that repeats with the same processes is taken for one that stays."""
 
 
 class PeerLost(Exception):
@@ -55,8 +58,8 @@ class PeerLost(Exception):
 
 
 class BackendFailed(PeerLost):
-    """The backend failed, perhaps for a reason that has nothing to do with a peer: if it fails again with the same
-    peers, it will fail for ever."""
+    """The backend failed, perhaps for a reason that has nothing to do with a peer: if it fails a few more times with
+    the same peers, it will fail for ever."""
 
 
 def no_fault(point: str) -> None:
