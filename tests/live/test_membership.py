@@ -227,7 +227,7 @@ def idle(**settings: float) -> Membership:
     membership = Membership(JOBS[0], **settings)  # type: ignore[arg-type]
     react(membership, Started(now=-100), Registered(now=-100, name="a", store="store-a"))
     for now in (-1.0, -0.5, 0.0):
-        membership.objections.watch.answered(now, about_quorum=False)
+        membership.objections.watch.answered(now, about_quorum=False, ages={})
     return membership
 
 
@@ -381,9 +381,12 @@ def left_out(ages: dict[str, float]) -> list[Instruction]:
     return react(membership, HeartbeatsReceived(now=0, ages=ages))
 
 
+HERE = {"a": 0.0, "c": 0.0}
+
+
 @pytest.mark.parametrize(
     ("ages", "objects"),
-    [({"b": 0.1}, True), ({"b": 0.9}, False), ({}, True)],  # the last: the lighthouse does not answer
+    [({**HERE, "b": 0.1}, True), ({**HERE, "b": 0.9}, False), ({}, True)],  # the last: the lighthouse does not answer
 )
 def test_a_quorum_that_lacks_a_replica_with_heartbeats_is_objected_to(ages: dict[str, float], objects: bool) -> None:
     _, instruction = left_out(ages)
@@ -923,7 +926,8 @@ def test_what_replicas_have_kept_of_a_failed_step_is_known_to_all_in_the_next_at
     membership = computing("a", "b", "c")
     react(membership, StepFailed(now=0, reason="no heartbeat of c"))
     again = StepRequested(now=0, step=0, lineage=5, kept=PART)
-    (*_, sent) = react(membership, again, *accepted("a", "b", number=2))
+    lost = HeartbeatsReceived(now=0, ages={"a": 0.0, "b": 0.0, "c": 0.9})
+    (*_, sent) = react(membership, again, quorum("a", "b", number=2), lost)
     assert isinstance(sent, SendHandshake) and sent.handshake.kept == PART
     assert Handshake.decode(sent.handshake.encode()) == sent.handshake
     theirs = Handshake(name="b", store="store-b", job=JOBS[0], state=sent.handshake.state)

@@ -19,10 +19,10 @@ import pytest
 
 from ebbflow.live import membership
 from ebbflow.live.agreement import Agreement, agree
-from ebbflow.live.membership_events import Handshake
+from ebbflow.live.membership_events import AskLighthouse, Handshake
 from ebbflow.live.objections import Objections
 from live.fleet_histories import check_lineages, random_history, recover
-from live.fleet_simulator import SimulatedFleet, Violation
+from live.fleet_simulator import Replica, SimulatedFleet, Violation
 from live.simulated_lighthouse import SimulatedLighthouse
 
 
@@ -159,6 +159,32 @@ def test_a_lighthouse_that_stands_still_again_and_again_makes_nobody_go_on_alone
         for _ in range(4):
             fleet.lighthouse.stall(1.0 + seed / 20)
             fleet.run_until(fleet.now + 1.5 + seed / 20)
+        assert lines_of(fleet) == 0
+
+
+def test_a_lighthouse_that_is_restarted_between_two_requests_lets_nobody_go_on_from_an_older_state() -> None:
+    """Seed 205,242: one that was behind had no request under way, and the new lighthouse had heard of nobody else."""
+    for seed in range(20):
+        fleet = trained(3, seed=seed, join_timeout_s=1.0)
+        behind, *others = fleet.running()
+        fleet.cut_off(behind)
+        fleet.run_until(fleet.now + 4.0)
+        fleet.step_s = (8.0, 9.0)  # the others do not ask for a while
+        fleet.run_until(fleet.now + 1.5)
+        for other in others:
+            fleet.cut_off(other)
+        fleet.reconnect(behind)
+        fleet.lighthouse.restart(0.02)  # it hears of the one that is behind first, and then names that one again
+        fleet.run_until(fleet.now + 0.4)
+        for other in others:
+            fleet.reconnect(other)
+        fleet.run_until(fleet.now + 1.0)
+
+        def has_not_asked(fleet: SimulatedFleet = fleet, behind: Replica = behind) -> bool:
+            return type(behind.waiting_for) is AskLighthouse and not fleet.lighthouse.asked
+
+        assert fleet.run_until(fleet.now + 1.0, stop=has_not_asked)
+        fleet.lighthouse.restart(0.02)
         assert lines_of(fleet) == 0
 
 

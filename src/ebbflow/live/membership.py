@@ -380,7 +380,8 @@ class Membership:
 
     def _on_heartbeats_received(self, event: HeartbeatsReceived) -> list[Instruction]:
         if event.ages:
-            self.objections.watch.answered(event.now, about_quorum=self.phase is MembershipPhase.CHECKING)
+            about_quorum = self.phase is MembershipPhase.CHECKING
+            self.objections.watch.answered(event.now, about_quorum=about_quorum, ages=event.ages)
         else:
             self.objections.watch.lost()
         if self.phase is MembershipPhase.ASKING:
