@@ -261,12 +261,12 @@ def replica_folder(folder: Path, replica: str) -> Path:
 
 def create_secret(folder: Path, environment: Mapping[str, str] | None = None) -> bytes:
     """Find the secret of a job, and make one if there is none: a file that only its owner can read."""
-    if (os.environ if environment is None else environment).get(SECRET_VARIABLE):
-        return find_secret(folder, environment)
     path = folder / _SECRET_FILE
+    if (os.environ if environment is None else environment).get(SECRET_VARIABLE) or path.exists():
+        return find_secret(folder, environment)  # even while the disk is full
+    own = path.with_name(f".{_SECRET_FILE}.{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        own = path.with_name(f".{_SECRET_FILE}.{os.getpid()}")
         with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(secrets.token_hex(32) + "\n")
         try:
@@ -276,11 +276,13 @@ def create_secret(folder: Path, environment: Mapping[str, str] | None = None) ->
         except OSError:  # a file system without links, such as a mounted bucket
             if not path.exists():
                 own.replace(path)
-        own.unlink(missing_ok=True)
     except OSError as problem:
         raise OutputError(
             f"{path}: cannot be written: {problem.strerror}; choose another folder, or set {SECRET_VARIABLE}"
         ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            own.unlink()
     return find_secret(folder, environment)
 
 
