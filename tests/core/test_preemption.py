@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core import signals
 from ebbflow.core.preemption import NOTICES, NoticeSource, PreemptionNotice
 from ebbflow.errors import SpecError
 
@@ -173,7 +174,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_file_is_a_notice_and_the_signal_that_follows_it_does_not_interrupt(tmp_path: Path) -> None:
+def test_a_file_is_a_notice_and_the_signal_that_follows_it_does_not_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([100.0, 103.0])
+    monkeypatch.setattr(signals, "monotonic", lambda: next(times))
     with PreemptionNotice(f"file({tmp_path / 'stop'})", every_s=0.01) as notice:
         assert not notice.requested
         (tmp_path / "stop").touch()
@@ -181,6 +186,35 @@ def test_a_file_is_a_notice_and_the_signal_that_follows_it_does_not_interrupt(tm
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("sent", "interrupts"),
+    [
+        (((signal.SIGTERM, 0.0), (signal.SIGTERM, 0.003)), False),  # by Slurm, and by torchrun
+        (((signal.SIGTERM, 0.0), (signal.SIGTERM, 1.9)), False),
+        (((signal.SIGTERM, 0.0), (signal.SIGTERM, 2.1)), True),
+        (((signal.SIGTERM, 0.0), (signal.SIGTERM, 1.5), (signal.SIGTERM, 3.0)), True),  # counted from the first
+        (((signal.SIGINT, 0.0), (signal.SIGINT, 0.05)), False),  # by the terminal, and by a parent
+        (((signal.SIGINT, 0.0), (signal.SIGINT, 0.2)), True),  # a person who presses Ctrl-C twice
+        (((signal.SIGINT, 0.0), (signal.SIGTERM, 0.5)), False),  # a launcher ends what Ctrl-C has not ended yet
+        (((signal.SIGTERM, 0.0), (signal.SIGINT, 0.5)), True),
+    ],
+)
+def test_a_signal_that_is_passed_on_does_not_interrupt_and_a_second_one_does(
+    sent: tuple[tuple[signal.Signals, float], ...], interrupts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = [100.0 + after_s for _, after_s in sent]
+    monkeypatch.setattr(signals, "monotonic", lambda: times.pop(0))
+    interrupted = False
+    with signals.StopSignal() as stop:
+        for number, _ in sent:
+            try:
+                signal.raise_signal(number)
+            except KeyboardInterrupt:
+                interrupted = True
+        assert stop.requested and not times
+    assert interrupted == interrupts
 
 
 def test_sigterm_is_a_notice() -> None:

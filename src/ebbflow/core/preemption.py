@@ -212,7 +212,8 @@ class PreemptionNotice(StopSignal):
 
     For a script of your own: stop between two steps as soon as `requested` is true. With several ranks, give it to
     `ElasticOptimizer` as `stop=`, and stop when `stop_requested` is true, which all ranks see after the same step. A
-    second signal interrupts at once; a signal that follows a notice does not, since clouds send one then.
+    second signal interrupts at once, unless it only repeats the first one (`StopSignal`); a signal that follows a
+    notice does not, since clouds send one then.
     """
 
     def __init__(self, *sources: str | NoticeSource, every_s: float = _EVERY_S) -> None:
