@@ -173,8 +173,6 @@ class ProcessGroup:
         self.host = host
         self.device = torch.device(device)
         self._by_nccl = self.device.type == "cuda" and by_nccl
-        self.backend_failed = False
-        """Whether the last failure was one of the backend (`BackendFailed`)."""
         self._secret = secret
         self._stores: list[TorchStore] = []
         self._transfers: Counter[tuple[int, int]] = Counter()
@@ -238,7 +236,7 @@ class ProcessGroup:
         try:
             work = self._begin(lambda: group.allreduce([tensor], options), "allreduce")
         except PeerLost as problem:
-            raise self._noted(problem, by_nccl=by_nccl) from None
+            raise _noted(problem, by_nccl=by_nccl) from None
         self._begun.append(work)
 
         def wait() -> None:
@@ -249,15 +247,9 @@ class ProcessGroup:
                 if error is not None:  # asking for it has waited for the device
                     raise PeerLost(_words(error))
             except PeerLost as problem:
-                raise self._noted(problem, by_nccl=by_nccl) from None
+                raise _noted(problem, by_nccl=by_nccl) from None
 
         return wait
-
-    def _noted(self, problem: PeerLost, *, by_nccl: bool) -> PeerLost:
-        """What a failed sum means: whatever NCCL says may have nothing to do with a peer."""
-        noted = BackendFailed(f"NCCL: {problem}") if by_nccl else problem
-        self.backend_failed = isinstance(noted, BackendFailed)
-        return noted
 
     def send(self, data: memoryview, to: int) -> None:
         """Send the bytes of a writable buffer to a rank that receives them."""
@@ -444,6 +436,11 @@ def _check_code(found: torch.Tensor, code: hmac.HMAC, source: int) -> None:
 
 def _hold(held: tuple[Any, ...], timeout: timedelta) -> None:
     time.sleep(timeout.total_seconds() + 1)
+
+
+def _noted(problem: PeerLost, *, by_nccl: bool) -> PeerLost:
+    """What a failed sum means: whatever NCCL says may have nothing to do with a peer."""
+    return BackendFailed(f"NCCL: {problem}") if by_nccl else problem
 
 
 def _lost(error: BaseException, before: str = "") -> PeerLost:

@@ -23,7 +23,7 @@ from time import monotonic, sleep
 import torch
 
 from ebbflow.data.ledger import Assignment
-from ebbflow.engines.process_group import Fault, PeerLost, ProcessGroup, no_fault
+from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, ProcessGroup, no_fault
 from ebbflow.engines.replica_ranks import ReplicaRanks, all_reduce_of_ranks
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
@@ -261,11 +261,10 @@ class FleetConnection:
         )
         return instruction if isinstance(instruction, LeaveFleet) else None
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: PeerLost) -> None:
         """Report that the step does not count on this replica."""
         self._hang_watch.step_failed()
-        backend = self._group is not None and self._group.backend_failed
-        self._run(StepFailed(now=monotonic(), reason=reason, backend=backend))
+        self._run(StepFailed(now=monotonic(), reason=str(reason), backend=isinstance(reason, BackendFailed)))
 
     def weights_differ(self) -> None:
         """Report that the weights of this replica are not those of most participants."""
@@ -357,7 +356,8 @@ class FleetConnection:
             return self._execute_here(instruction)
         self.ranks.share((instruction, None, self.membership.state))
         outcomes = self.ranks.gather(self._execute_here(instruction))
-        return next((outcome for outcome in outcomes if isinstance(outcome, ConnectionFailed)), outcomes[0])
+        failed = [outcome for outcome in outcomes if isinstance(outcome, ConnectionFailed)]
+        return max(failed, key=lambda outcome: outcome.backend) if failed else outcomes[0]
 
     def _execute_here(self, instruction: Instruction) -> MembershipEvent | None:
         match instruction:
