@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,7 @@ def test_a_second_ctrl_c_kills_those_who_do_not_leave(shell: Shell) -> None:
     launcher.send_signal(signal.SIGINT)
     assert launcher.stderr is not None
     until(lambda: "told to leave" in launcher.stderr.readline())  # type: ignore[union-attr]
+    time.sleep(0.2)  # sooner, it would be taken for the first one that is passed on
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=120)
     assert launcher.returncode == 3

@@ -6,16 +6,19 @@ import json
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from ebbflow.core.preemption import NOTICES, PreemptionNotice
+from ebbflow.core import signals
+from ebbflow.core.preemption import NOTICES, NoticeSource, PreemptionNotice
 from ebbflow.errors import SpecError
 
 Answer = tuple[int, str, dict[str, str]]
@@ -171,7 +174,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_file_is_a_notice_and_the_signal_that_follows_it_does_not_interrupt(tmp_path: Path) -> None:
+def test_a_file_is_a_notice_and_the_signal_that_follows_it_does_not_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([100.0, 103.0])
+    monkeypatch.setattr(signals, "monotonic", lambda: next(times))
     with PreemptionNotice(f"file({tmp_path / 'stop'})", every_s=0.01) as notice:
         assert not notice.requested
         (tmp_path / "stop").touch()
@@ -179,6 +186,35 @@ def test_a_file_is_a_notice_and_the_signal_that_follows_it_does_not_interrupt(tm
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("sent", "interrupts"),
+    [
+        (((signal.SIGTERM, 0.0), (signal.SIGTERM, 0.003)), False),  # by Slurm, and by torchrun
+        (((signal.SIGTERM, 0.0), (signal.SIGTERM, 1.9)), False),
+        (((signal.SIGTERM, 0.0), (signal.SIGTERM, 2.1)), True),
+        (((signal.SIGTERM, 0.0), (signal.SIGTERM, 1.5), (signal.SIGTERM, 3.0)), True),  # counted from the first
+        (((signal.SIGINT, 0.0), (signal.SIGINT, 0.05)), False),  # by the terminal, and by a parent
+        (((signal.SIGINT, 0.0), (signal.SIGINT, 0.2)), True),  # a person who presses Ctrl-C twice
+        (((signal.SIGINT, 0.0), (signal.SIGTERM, 0.5)), False),  # a launcher ends what Ctrl-C has not ended yet
+        (((signal.SIGTERM, 0.0), (signal.SIGINT, 0.5)), True),
+    ],
+)
+def test_a_signal_that_is_passed_on_does_not_interrupt_and_a_second_one_does(
+    sent: tuple[tuple[signal.Signals, float], ...], interrupts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = [100.0 + after_s for _, after_s in sent]
+    monkeypatch.setattr(signals, "monotonic", lambda: times.pop(0))
+    interrupted = False
+    with signals.StopSignal() as stop:
+        for number, _ in sent:
+            try:
+                signal.raise_signal(number)
+            except KeyboardInterrupt:
+                interrupted = True
+        assert stop.requested and not times
+    assert interrupted == interrupts
 
 
 def test_sigterm_is_a_notice() -> None:
@@ -200,6 +236,56 @@ def test_a_service_that_is_not_there_is_named_once_and_asked_again(
     messages = [record.getMessage() for record in caplog.records]
     assert len([text for text in messages if "aws(http://127.0.0.1:9) could not be asked for a notice" in text]) == 1
     assert messages[-1] == f"preemption notice: {tmp_path / 'stop'} is there"
+
+
+@pytest.mark.process
+def test_a_service_that_does_not_speak_http_is_named_once_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    answers = [b"garbage\r\n\r\n"] * 2
+    answers.append(b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\n\r\nTRUE")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            for answer in answers:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        source = f"gcp(http://127.0.0.1:{server.getsockname()[1]})"
+        with caplog.at_level(logging.WARNING), PreemptionNotice(source, every_s=0.01) as notice:
+            wait_for(lambda: notice.requested)
+        thread.join()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([text for text in messages if "could not be asked for a notice (garbage" in text]) == 1
+    assert messages[-1] == "preemption notice: Google Cloud preempts this VM"
+
+
+@dataclass
+class Broken(NoticeSource):
+    """A source of a user that raises whatever it likes, until the third time."""
+
+    asked: int = 0
+
+    def check(self) -> str | None:
+        self.asked += 1
+        if self.asked < 3:
+            raise AssertionError
+        return "now it knows"
+
+    def __str__(self) -> str:
+        return "broken"
+
+
+def test_a_source_that_raises_is_named_once_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), PreemptionNotice(Broken(), every_s=0.01) as notice:
+        wait_for(lambda: notice.requested)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        "broken could not be asked for a notice (AssertionError); it is asked again",
+        "preemption notice: now it knows",
+    ]
 
 
 def test_an_unknown_source_is_named() -> None:

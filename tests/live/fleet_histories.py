@@ -10,6 +10,7 @@ from live.fleet_simulator import Commit, SimulatedFleet, Violation
 
 FAULTS = (
     "start", "kill", "kill two", "pause", "leave", "cut off", "stall", "restart lighthouse", "cut link", "hang",
+    "block",
 )  # fmt: skip
 
 
@@ -42,6 +43,8 @@ def random_history(
     fleet.run_until(time)
     recover(fleet)
     check_lineages(fleet)
+    if fleet.given_up:
+        raise Violation(f"replicas gave up, although nothing was in their way for two minutes: {fleet.given_up}")
     return fleet
 
 
@@ -73,10 +76,12 @@ def _cause(fleet: SimulatedFleet, fault: str, random: Random, most: int) -> None
         victim = random.choice(running)
         fleet.cut_off(victim)
         fleet.at(random.uniform(0.2, 5.0), lambda: fleet.reconnect(victim))
-    elif fault == "cut link" and len(running) > 1:
+    elif fault in ("cut link", "block") and len(running) > 1:
         link = frozenset(one.machine for one in random.sample(running, 2))
-        fleet.cut_links.add(link)
-        fleet.at(random.choice((6.0, 60.0)) * random.random(), lambda: fleet.cut_links.discard(link))
+        cut = fleet.cut_links if fault == "cut link" else fleet.blocked
+        fleet.refuses = random.random() < 0.5
+        cut.add(link)
+        fleet.at(random.choice((6.0, 60.0)) * random.random(), lambda: cut.discard(link))
 
 
 def check_lineages(fleet: SimulatedFleet) -> None:
@@ -108,7 +113,7 @@ def recover(fleet: SimulatedFleet, within_s: float = 100.0) -> None:
     of the state comes on top of it.
     """
     fleet.run_until(fleet.now + 6.0)
-    while fleet.cut_links:
+    while fleet.cut_links or fleet.blocked:
         fleet.run_until(fleet.now + 1.0)
     for replica in fleet.running():
         replica.leaving = False  # those that do not know it yet

@@ -10,6 +10,7 @@ a history, with all its delays and faults, exactly.
     hanging   a process computes on and on, and sends heartbeats; its store may not answer
     cut off   a replica does not reach the lighthouse; its peers it does
     cut link  two replicas do not reach each other; both reach the lighthouse
+    blocked   two replicas reach each other's stores, but cannot form a group, as with a firewall between them
     stalled   the lighthouse stands still, and then takes everybody for dead
     restarted the lighthouse ends, is away for a while, and begins again with quorum 1
 """
@@ -211,6 +212,12 @@ class SimulatedFleet:
         """By every name that they ever had."""
         self._started: list[Replica] = []
         self.cut_links: set[frozenset[str]] = set()
+        self.blocked: set[frozenset[str]] = set()
+        """Two machines each, between which nothing passes but what is sent to stores."""
+        self.refuses = False
+        """Whether a firewall says so at once; else whoever connects waits in vain."""
+        self.given_up: dict[str, float] = {}
+        """Replicas that ended because it fails again and again with the same ones -> when."""
         self.commits: list[Commit] = []
         self.parents: dict[int, int] = {}
         self.checkpoint = (0, ROOT, Model(0, 0))
@@ -395,6 +402,10 @@ class SimulatedFleet:
     def _leave(self, replica: Replica, instruction: m.LeaveFleet) -> None:
         if instruction.save_state:
             self._save(replica)
+        self.kill(replica)
+
+    def _give_up(self, replica: Replica, instruction: m.GiveUp) -> None:
+        self.given_up[replica.machine] = self.now
         self.kill(replica)
 
     def _register(self, replica: Replica, instruction: m.Register) -> None:
@@ -636,7 +647,8 @@ class SimulatedFleet:
                 if peer.waits == wait:
                     self.answer(peer, m.GroupConnected, self.delay(), "connect")
         else:
-            self.answer(replica, _TIMED_OUT, CONNECT_TIMEOUT_S, "timeout")
+            refused = self.refuses and any(link <= group.machines for link in self.blocked)
+            self.answer(replica, _TIMED_OUT, self.delay() if refused else CONNECT_TIMEOUT_S, "timeout")
 
     def _close(self, replica: Replica) -> None:
         group, replica.group = replica.group, None
@@ -740,7 +752,7 @@ class SimulatedFleet:
             self._add_up(group)
 
     def _cut(self, group: SimulatedGroup) -> bool:
-        return any(link <= group.machines for link in self.cut_links)
+        return any(link <= group.machines for link in self.cut_links | self.blocked)
 
     def _add_up(self, group: SimulatedGroup) -> None:
         if group.gone or len(group.arrived) < len(group.names):
@@ -875,6 +887,7 @@ _EXECUTE: dict[type[m.Instruction], Callable[[SimulatedFleet, Replica, Any], m.M
     m.Unregister: SimulatedFleet._unregister,
     m.DropConnections: SimulatedFleet._drop,
     m.LeaveFleet: SimulatedFleet._leave,
+    m.GiveUp: SimulatedFleet._give_up,
     m.Register: SimulatedFleet._register,
     m.AskLighthouse: SimulatedFleet._ask,
     m.CheckHeartbeats: SimulatedFleet._heartbeats,

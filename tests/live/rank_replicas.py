@@ -21,7 +21,7 @@ from ebbflow.live.live_session import join
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.sources import TensorSource
-from live.replicas import NestedSource, together
+from live.replicas import NestedSource, break_backend, together
 
 
 def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
@@ -32,6 +32,8 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     equality.CHECK_EVERY = arguments.get("check_every", equality.CHECK_EVERY)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == arguments.get("broken_rank"):
+        break_backend(arguments["backend_says"])
     x, y = make_data()
     model = make_model(batch_norm=arguments.get("batch_norm", False))
     inside, data_mesh = arguments.get("inside", "fsdp"), None

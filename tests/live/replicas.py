@@ -16,7 +16,7 @@ from ebbflow.core.files import write_whole
 from ebbflow.engines import allreduce, process_group
 from ebbflow.engines.base import Faults
 from ebbflow.engines.process_group import ProcessGroup
-from ebbflow.live import connection, equality, membership, peer_watch, state_transfer
+from ebbflow.live import connection, equality, membership, peer_watch, repeated_failures, state_transfer
 from ebbflow.live.connection import FleetConnection
 from ebbflow.live.live_session import join
 from ebbflow.live.protocol import fetch_heartbeat_ages
@@ -70,7 +70,8 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     default 0.2 seconds (`hold_s`). `gate`: after this step they wait for the file `gate-open`. `patience_s`: how long a
     replica waits for its peers, in the place of 60 and 10 seconds, and half of it in the place of 5. `soon_s`: how long
     a replica waits for a state before it listens, in the place of half a second, which may be too short on a busy
-    machine. `auto`: other constants of the rule of this name.
+    machine. `failing_s`: for how long it may fail with the same replicas, in the place of two minutes. `auto`: other
+    constants of the rule of this name.
     """
     os.environ.update({**environment, **arguments.get("environment", {})})
     torch.set_num_threads(1)
@@ -80,6 +81,7 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     if (patience_s := arguments.get("patience_s")) is not None:
         connection._COLLECTIVE_TIMEOUT_S = connection._CONNECT_TIMEOUT_S = patience_s
         peer_watch._LOOK_EVERY_S = membership._LEFT_OUT_S = patience_s / 2
+    repeated_failures._MAX_FAILING_S = arguments.get("failing_s", repeated_failures._MAX_FAILING_S)
     enter_network(arguments.get("network"))
     folder, own = Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"]
     if arguments.get("receive_later"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import urllib.error
@@ -19,7 +21,7 @@ pytest.importorskip("torchft", reason="the live engine needs torchft: pip instal
 from contract.suite import EPOCHS, SAMPLES
 from ebbflow.core.key_store import KeyStore, NotAuthenticated
 from ebbflow.engines.process_group import open_store
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, OutputError
 from ebbflow.live import torchft_api
 from ebbflow.live.accounting import read_fleet
 from ebbflow.live.membership_events import Handshake, ReplicaState
@@ -129,6 +131,31 @@ def test_the_secret_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
     assert create_secret(tmp_path / "job", {}) == find_secret(tmp_path / "job", {}) == made
     assert create_secret(tmp_path / "other", {}) != made
     assert [entry.name for entry in path.parent.iterdir()] == ["secret"]
+
+
+def test_a_secret_that_exists_is_found_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = create_secret(tmp_path, {})
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "open", full)
+    assert create_secret(tmp_path, {}) == made
+
+
+def test_a_secret_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full(descriptor: int, mode: str) -> Full:
+        os.close(descriptor)
+        return Full()
+
+    monkeypatch.setattr(os, "fdopen", full)
+    with pytest.raises(OutputError, match="secret: cannot be written: No space left on device"):
+        create_secret(tmp_path, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_environment_goes_before_the_file_and_leaves_none(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ebbflow.live.membership_events import Handshake, ReplicaState
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.sources import TensorSource
 from live import rank_replicas
-from live.harness import run_ranks
+from live.harness import eventually, run_ranks
 
 # The structure of a model ---------------------------------------------------------------------------------------------
 
@@ -355,3 +355,20 @@ def test_a_backend_that_fails_for_ever_ends_the_fleet_with_what_it_said(fleet: A
         status = group.status(name)
         assert status["state"] == "refused" and "Duplicate GPU detected" in status["reason"]
         assert "no replica was lost" in status["reason"]
+
+
+@pytest.mark.process
+def test_a_failure_that_sounds_like_a_lost_connection_is_shown_and_ends_the_fleet_if_it_stays(fleet: Any) -> None:
+    group = fleet(all=["r0", "r1"], backend_says="Connection timed out on the way to rank 1", failing_s=6.0)
+    group.start("r0", "r1")
+
+    def shown() -> bool:
+        status = [group.status(name) for name in ("r0", "r1")]
+        return all(one.get("state") == "waiting" and "timed out on the way" in one.get("reason", "") for one in status)
+
+    eventually(shown, "a status with what the backend said")
+    assert set(group.wait().values()) == {1}
+    for name in ("r0", "r1"):
+        status = group.status(name)
+        assert status["state"] == "refused" and "timed out on the way to rank 1" in status["reason"]
+        assert "no replica was lost" in status["reason"] and "firewall" in status["reason"]

@@ -128,6 +128,16 @@ def test_a_stopped_rank_ends_its_replica_and_the_others_go_on(fleet: Any, tmp_pa
     assert {row.workers for row in account.steps[8:]} == {1}
 
 
+def test_a_backend_that_fails_on_another_rank_than_the_first_ends_the_fleet_with_what_it_said(fleet: Any) -> None:
+    group = fleet(broken_rank=1, backend_says="Duplicate GPU detected on rank 1")
+    for name in BOTH:
+        group.start_ranks(name, 2)
+    assert set(group.wait().values()) == {1}
+    for name in BOTH:
+        assert group.status(name)["state"] == "refused"
+        assert "Duplicate GPU detected on rank 1" in group.status(name)["reason"]
+
+
 def test_a_replica_that_comes_back_heals_rank_to_rank(fleet: Any, tmp_path: Path) -> None:
     group = fleet(optimizer="Adam", rule="adascale", hold=8, max_steps=30)
     group.start_ranks("r0", 2)

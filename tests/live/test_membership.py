@@ -227,7 +227,7 @@ def idle(**settings: float) -> Membership:
     membership = Membership(JOBS[0], **settings)  # type: ignore[arg-type]
     react(membership, Started(now=-100), Registered(now=-100, name="a", store="store-a"))
     for now in (-1.0, -0.5, 0.0):
-        membership.objections.watch.answered(now, about_quorum=False)
+        membership.objections.watch.answered(now, about_quorum=False, ages={})
     return membership
 
 
@@ -381,9 +381,12 @@ def left_out(ages: dict[str, float]) -> list[Instruction]:
     return react(membership, HeartbeatsReceived(now=0, ages=ages))
 
 
+HERE = {"a": 0.0, "c": 0.0}
+
+
 @pytest.mark.parametrize(
     ("ages", "objects"),
-    [({"b": 0.1}, True), ({"b": 0.9}, False), ({}, True)],  # the last: the lighthouse does not answer
+    [({**HERE, "b": 0.1}, True), ({**HERE, "b": 0.9}, False), ({}, True)],  # the last: the lighthouse does not answer
 )
 def test_a_quorum_that_lacks_a_replica_with_heartbeats_is_objected_to(ages: dict[str, float], objects: bool) -> None:
     _, instruction = left_out(ages)
@@ -570,34 +573,94 @@ def test_replicas_that_cannot_connect_ask_again() -> None:
     ]
 
 
-def attempt(membership: Membership, number: int, *replicas: str, backend: bool = True) -> list[Instruction]:
-    """One more attempt with these replicas, in which the sum of the gradients fails."""
+def ask(membership: Membership) -> AskLighthouse:
+    """The request for a quorum after a failure; all peers that are looked for before have answered."""
+    asked = react(membership, requested())
+    if isinstance(asked[-1], CheckLinks):
+        asked = react(membership, LinksChecked(now=0, unreachable=()))
+    assert isinstance(asked[-1], AskLighthouse)
+    return asked[-1]
+
+
+def fail(membership: Membership, number: int, *replicas: str, backend: bool = False, at: float = 0.0) -> list[str]:
+    """Let the sum of the gradients fail with the replicas of the quorum that was asked for; the reasons to wait."""
     equal = handshakes(*[(0, 5, True)] * len(replicas))
-    if isinstance(react(membership, requested())[-1], CheckLinks):
-        react(membership, LinksChecked(now=0, unreachable=()))
-    react(membership, *accepted(*replicas, number=number), equal, GroupConnected(now=0))
-    return react(membership, StepFailed(now=0, reason="duplicate GPU", backend=backend))
+    react(membership, *accepted(*replicas, number=number), equal, GroupConnected(now=at))
+    failed = react(membership, StepFailed(now=at, reason="duplicate GPU", backend=backend))
+    assert failed[-1] == DropConnections()
+    return [one.text for one in failed if isinstance(one, RecordEvent) and one.what == "waiting"]
+
+
+def gives_up(membership: Membership, *hopeless: bool, names: str = "ab") -> bool:
+    """Whether it gives up when the lighthouse says which replicas of the quorum are certain."""
+    ended = react(membership, dataclasses.replace(quorum(*names, number=100), hopeless=hopeless))
+    return ended == [Unregister(), GiveUp("duplicate GPU")]
 
 
 def test_what_fails_five_times_with_the_same_replicas_is_given_up() -> None:
     membership = idle()
-    for number in range(1, 5):
-        assert attempt(membership, number, "a", "b")[-1:] == [DropConnections()]
-    assert attempt(membership, 5, "a", "b") == [
-        RecordEvent("lost", "duplicate GPU"), DropConnections(), Unregister(), GiveUp("duplicate GPU"),
-    ]  # fmt: skip
+    for number in range(1, 6):
+        assert not ask(membership).hopeless
+        fail(membership, number, "a", "b", backend=True)
+    assert ask(membership).hopeless
+    assert gives_up(membership, True, False)
 
 
-def test_lost_connections_other_replicas_and_committed_steps_are_no_reason_to_give_up() -> None:
+def test_what_sounds_like_lost_connections_is_given_up_after_ten_times_and_two_minutes() -> None:
+    for failures, every_s, hopeless in ((9, 20.0, False), (10, 20.0, True), (60, 2.0, False), (61, 2.0, True)):
+        membership = idle()
+        for number in range(failures):  # the last one is (failures - 1) * every_s seconds after the first
+            ask(membership)
+            fail(membership, number, "a", "b", at=every_s * number)
+        assert ask(membership).hopeless == hopeless
+
+
+@pytest.mark.parametrize("failures", [4, 5])
+def test_replicas_that_have_failed_five_times_give_up_when_one_of_them_is_certain(failures: int) -> None:
     membership = idle()
-    for number in range(1, 10):
-        assert GiveUp("duplicate GPU") not in attempt(membership, number, "a", "b", backend=False)
-    for number in range(10, 20):  # the other replica is another incarnation each time
-        assert GiveUp("duplicate GPU") not in attempt(membership, number, "a", f"b{number % 2}")
-    for number in range(20, 30):
-        assert GiveUp("duplicate GPU") not in attempt(membership, number, "a", "b")
+    for number in range(failures):
+        ask(membership)
+        fail(membership, number, "a", "b")
+    assert not ask(membership).hopeless
+    assert gives_up(membership, False, True) == (failures == 5)
+
+
+def test_nobody_gives_up_with_replicas_other_than_those_that_failed() -> None:
+    membership = idle()
+    for number in range(5):
+        ask(membership)
+        fail(membership, number, "a", "b", backend=True)
+    assert ask(membership).hopeless
+    assert not gives_up(membership, True, False, names="ac")
+
+
+def test_failures_with_the_same_replicas_are_followed_by_pauses_and_explained_once() -> None:
+    """No pause after the first; 0.1 s after the peers were looked for; from the third on twice as long each time."""
+    membership, pauses, reasons = idle(), [], []
+    for number in range(9):
+        pauses.append(ask(membership).after_s)
+        reasons += [(number, reason) for reason in fail(membership, number, "a", "b")]
+    assert pauses == [0.0, 0.0, 0.1, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert [number for number, _ in reasons] == [2] and "duplicate GPU" in reasons[0][1]
+
+
+def test_a_peer_that_cannot_be_reached_other_replicas_and_committed_steps_are_no_reason_to_give_up() -> None:
+    membership = idle()
+    for number in range(10):
+        ask(membership)
+        fail(membership, number, "a", "b", at=60.0 * number)
+    (asked,) = react(membership, requested(), LinksChecked(now=0, unreachable=("b",)))
+    assert isinstance(asked, AskLighthouse) and not asked.hopeless
+    membership = idle()
+    for number in range(20):  # the other replica is another incarnation each time
+        assert not ask(membership).hopeless
+        fail(membership, number, "a", f"b{number % 2}", backend=True, at=60.0 * number)
+    for number in range(20):
+        assert not ask(membership).hopeless
+        fail(membership, number, "a", "b", backend=True, at=60.0 * number)
+        ask(membership)
         equal = handshakes((0, 5, True), (0, 5, True))
-        react(membership, requested(), *accepted("a", "b"), equal, GroupConnected(now=0), committed())
+        react(membership, *accepted("a", "b"), equal, GroupConnected(now=0), committed())
 
 
 def test_a_newcomer_with_another_secret_gives_up_and_one_that_met_others_does_not() -> None:
@@ -863,7 +926,8 @@ def test_what_replicas_have_kept_of_a_failed_step_is_known_to_all_in_the_next_at
     membership = computing("a", "b", "c")
     react(membership, StepFailed(now=0, reason="no heartbeat of c"))
     again = StepRequested(now=0, step=0, lineage=5, kept=PART)
-    (*_, sent) = react(membership, again, *accepted("a", "b", number=2))
+    lost = HeartbeatsReceived(now=0, ages={"a": 0.0, "b": 0.0, "c": 0.9})
+    (*_, sent) = react(membership, again, quorum("a", "b", number=2), lost)
     assert isinstance(sent, SendHandshake) and sent.handshake.kept == PART
     assert Handshake.decode(sent.handshake.encode()) == sent.handshake
     theirs = Handshake(name="b", store="store-b", job=JOBS[0], state=sent.handshake.state)

@@ -19,6 +19,8 @@ class Knowing:
     participants: tuple[str, ...] = ()
     step: int = 0
     objections: Objections = field(init=False)
+    ages: dict[str, float] = field(default_factory=dict)
+    """What the lighthouse said last of the heartbeats."""
 
     def __post_init__(self) -> None:
         self.objections = Objections(heartbeat_timeout_s=TIMEOUT_S, patience_s=PATIENCE_S)
@@ -27,7 +29,7 @@ class Knowing:
     def answers(self, *times: float) -> None:
         """The lighthouse answers at these times."""
         for now in times:
-            self.objections.watch.answered(now, about_quorum=False)
+            self.objections.watch.answered(now, about_quorum=False, ages=self.ages)
 
     def meets(self, *steps: int) -> None:
         """It exchanges handshakes with established replicas that have come this far."""
@@ -53,9 +55,9 @@ class Knowing:
         self.objections.consider(formed)
         if not self.objections.looks:
             return False
-        self.objections.watch.answered(now, about_quorum=True)
-        known = dict.fromkeys(quorum, 0.0) | (ages or {})
-        objects = self.objections.objects(HeartbeatsReceived(now=now, ages=known, groups=groups or {}))
+        self.ages = dict.fromkeys(quorum, 0.0) | (ages or {})
+        self.objections.watch.answered(now, about_quorum=True, ages=self.ages)
+        objects = self.objections.objects(HeartbeatsReceived(now=now, ages=self.ages, groups=groups or {}))
         if objects:
             self.objections.objected(now)
         return objects
@@ -153,6 +155,17 @@ def test_the_only_one_that_has_the_last_steps_is_waited_for_even_if_it_does_not_
     assert not receiver.objects(53.5, ages={"b": 3.0}), "until it is dead"
 
 
+def test_a_lighthouse_that_has_forgotten_a_living_replica_was_restarted_and_is_watched_anew() -> None:
+    """Seed 205,242: it was away between two requests of one that was behind, and had not heard of the others yet."""
+    behind = Knowing(("a",), step=9)
+    behind.answers(0.0, 0.5, 1.0)
+    further = {"b": PublishedGroup(names=("b", "c"), established=True, step=31)}
+    assert behind.objects(1.5, ages={"b": 0.0}, groups=further)
+    assert behind.objects(1.6), "b is not even known to be dead"
+    assert behind.objects(2.3)
+    assert not behind.objects(2.5), "it has answered for 0.9 s"
+
+
 def test_a_committed_step_ends_what_spoke_against_quorums() -> None:
     replica = Knowing(("a", "b"), step=2)
     replica.meets(6)
@@ -167,9 +180,9 @@ def test_a_watch_counts_from_the_first_answer_and_from_the_last_gap() -> None:
     watch.reached(0.5)
     assert watch.reached_s(1.0) == 0.5 and watch.answers_s(1.0) < 0.0
     for now in (1.0, 1.5, 2.2, 3.1):
-        watch.answered(now, about_quorum=False)
+        watch.answered(now, about_quorum=False, ages={})
     assert watch.reached_s(4.0) == 3.5
     assert watch.answers_s(4.0) == pytest.approx(0.9), "since the one that took 0.9 s"
     watch.lost()
-    watch.answered(9.0, about_quorum=False)
+    watch.answered(9.0, about_quorum=False, ages={})
     assert watch.reached_s(9.5) == watch.answers_s(9.5) == 0.5

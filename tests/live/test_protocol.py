@@ -26,6 +26,7 @@ from ebbflow.live.protocol import (
     is_loopback,
     local_address_towards,
     parse_address,
+    parse_bind,
     parse_heartbeat_ages,
     parse_lighthouse_page,
     read_status,
@@ -194,3 +195,18 @@ def test_addresses() -> None:
 def test_launching_and_accounting_need_no_torch(module: str) -> None:
     code = f"import sys, ebbflow.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["0.0.0.0", "0", "0.0", "0x0", "000.000.000.000", "::", "[::]", "0:0::0", "::ffff:0.0.0.0", "*"]
+)
+def test_no_way_to_write_all_networks_is_an_address_to_listen_on(text: str) -> None:
+    with pytest.raises(ConfigError, match="means every network of this machine"):
+        parse_bind(text)
+    with pytest.raises(ConfigError, match="means every network of this machine"):
+        ReplicaConfig.from_environment({**VARIABLES, "EBBFLOW_BIND": text})
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1", "::1", "::ffff:127.0.0.1", "localhost", "no-such-host.invalid"])
+def test_one_address_or_a_name_is_one_to_listen_on(text: str) -> None:
+    assert parse_bind(text) == text

@@ -19,10 +19,10 @@ import pytest
 
 from ebbflow.live import membership
 from ebbflow.live.agreement import Agreement, agree
-from ebbflow.live.membership_events import Handshake
+from ebbflow.live.membership_events import AskLighthouse, Handshake
 from ebbflow.live.objections import Objections
 from live.fleet_histories import check_lineages, random_history, recover
-from live.fleet_simulator import SimulatedFleet, Violation
+from live.fleet_simulator import Replica, SimulatedFleet, Violation
 from live.simulated_lighthouse import SimulatedLighthouse
 
 
@@ -159,6 +159,32 @@ def test_a_lighthouse_that_stands_still_again_and_again_makes_nobody_go_on_alone
         for _ in range(4):
             fleet.lighthouse.stall(1.0 + seed / 20)
             fleet.run_until(fleet.now + 1.5 + seed / 20)
+        assert lines_of(fleet) == 0
+
+
+def test_a_lighthouse_that_is_restarted_between_two_requests_lets_nobody_go_on_from_an_older_state() -> None:
+    """Seed 205,242: one that was behind had no request under way, and the new lighthouse had heard of nobody else."""
+    for seed in range(20):
+        fleet = trained(3, seed=seed, join_timeout_s=1.0)
+        behind, *others = fleet.running()
+        fleet.cut_off(behind)
+        fleet.run_until(fleet.now + 4.0)
+        fleet.step_s = (8.0, 9.0)  # the others do not ask for a while
+        fleet.run_until(fleet.now + 1.5)
+        for other in others:
+            fleet.cut_off(other)
+        fleet.reconnect(behind)
+        fleet.lighthouse.restart(0.02)  # it hears of the one that is behind first, and then names that one again
+        fleet.run_until(fleet.now + 0.4)
+        for other in others:
+            fleet.reconnect(other)
+        fleet.run_until(fleet.now + 1.0)
+
+        def has_not_asked(fleet: SimulatedFleet = fleet, behind: Replica = behind) -> bool:
+            return type(behind.waiting_for) is AskLighthouse and not fleet.lighthouse.asked
+
+        assert fleet.run_until(fleet.now + 1.0, stop=has_not_asked)
+        fleet.lighthouse.restart(0.02)
         assert lines_of(fleet) == 0
 
 
@@ -323,5 +349,42 @@ def test_a_replica_that_hangs_is_left_behind_after_eighty_seconds_and_comes_back
     assert training(fleet) == everybody - {hangs.machine}
     fleet.run_until(hangs.hangs_until + 15.0)
     assert training(fleet) == everybody
+    check_lineages(fleet)
+    assert len({commit.state for commit in fleet.commits}) == max(one.state.step for one in fleet.running())
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_that_reach_each_others_stores_only_end_together_after_two_minutes(
+    replicas: int, refuses: bool
+) -> None:
+    """A firewall that lets gloo's ports not through. Connecting fails after 10 s or at once, and then after pauses of a
+    second at most, so that there are at most 12 or 130 attempts in two minutes. The first one begins after a sum has
+    been waited for during 60 s."""
+    fleet = trained(replicas)
+    names = [one.machine for one in fleet.running()]
+    fleet.blocked.add(frozenset(names[:2]))
+    fleet.refuses = refuses
+    fleet.run_until(fleet.now + 2.0)
+    began, groups, before = fleet.now, len(fleet.groups), len(fleet.commits)
+    fleet.run_until(began + 60.0 + 110.0)
+    assert not fleet.given_up and len(fleet.running()) == replicas
+    fleet.run_until(began + 60.0 + 150.0)
+    assert set(fleet.given_up) == set(names), "all of them, so that none goes on alone"
+    assert len(fleet.commits) == before and 10 <= len(fleet.groups) - groups <= 130
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_replicas_go_on_when_a_firewall_that_kept_them_apart_for_two_minutes_is_opened(refuses: bool) -> None:
+    """They notice it after 60 s, and try for another 50 s."""
+    fleet = trained(3)
+    names = {one.machine for one in fleet.running()}
+    fleet.blocked.add(frozenset([*names][:2]))
+    fleet.refuses = refuses
+    fleet.run_until(fleet.now + 110.0)
+    assert {one.machine for one in fleet.running()} == names
+    fleet.blocked.clear()
+    fleet.run_until(fleet.now + 30.0)
+    assert training(fleet) == names and not fleet.given_up
     check_lineages(fleet)
     assert len({commit.state for commit in fleet.commits}) == max(one.state.step for one in fleet.running())

@@ -124,6 +124,18 @@ def test_an_error_that_may_pass_is_not_final() -> None:
         assert RestartPolicy(max_failures=5).judge(end, 1, 1) == ("restart", 0.0)
 
 
+@pytest.mark.parametrize("code", [1, 2, 75])
+def test_a_disk_that_is_full_and_a_bucket_that_is_away_are_waited_for_with_growing_pauses(code: int) -> None:
+    """Pauses of 0, 1, 2, 4, 8, 16 and 30 s, for ever."""
+    policy = RestartPolicy(max_failures=5, first_pause_s=1.0, longest_pause_s=30.0)
+    full = "OutputError: /job/replicas/r0: cannot be written: No space left on device"
+    away = "ebbflow.errors.StorageUnreachable: s3://b: cannot be listed"
+    for error in (full, away):
+        end = raised(error, step=None, state=None, code=code)
+        assert given_up_after(policy, *[end] * 50) is None
+        assert policy.judge(end, 1, 1) == ("restart", 0.0) and policy.judge(end, 40, 40) == ("restart", 30.0)
+
+
 # The supervisor -------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ebbflow.core import files
 from ebbflow.errors import DataError
 from ebbflow.workloads.image_files import decode_jpegs, read_cifar10, read_cifar100, read_idx, read_mnist_folder
 
@@ -78,7 +79,15 @@ def test_a_truncated_idx_file_says_how_much_is_there(tmp_path, length, says):
 def test_a_truncated_gzip_file_is_refused(tmp_path):
     path = tmp_path / "labels.gz"
     path.write_bytes(gzip.compress(idx_bytes(np.zeros(100, np.uint8)))[:-10])
-    with pytest.raises(DataError, match="damaged gzip"):
+    with pytest.raises(DataError, match=r"labels\.gz: the gzip data is damaged or cut short"):
+        read_idx(path, dimensions=1)
+
+
+def test_a_gzip_file_that_unpacks_to_too_much_is_refused_without_unpacking_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_MOST_UNPACKED", 3 << 20)
+    path = tmp_path / "labels.gz"
+    path.write_bytes(gzip.compress(idx_bytes(np.zeros(4 << 20, np.uint8))))  # 4 kB
+    with pytest.raises(DataError, match=r"labels.gz: unpacks to more than 3 MB; .* unpack it first \(gunzip\)"):
         read_idx(path, dimensions=1)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ebbflow.cli.common import err
 from ebbflow.cli.fleet_options import Notices
 from ebbflow.cli.options import takes_settings
 from ebbflow.core.endings import Ending
@@ -15,6 +16,8 @@ from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.preemption import NOTICES, watching
 from ebbflow.core.units import parse_seconds
+from ebbflow.errors import OutputError, StorageUnreachable
+from ebbflow.live.protocol import EXIT_RESTART
 from ebbflow.run.config import RunConfig
 
 __all__ = ["replica"]
@@ -40,6 +43,11 @@ def replica(
     keep_freed_memory()
     load_plugins(config.plugins)
     notices = [NOTICES.make(text) for text in notice or ()]
-    with join_workload(config, checkpoint_every_s=every) as fleet, watching(notices, fleet.leave):
-        fleet.run()
+    try:
+        with join_workload(config, checkpoint_every_s=every) as fleet, watching(notices, fleet.leave):
+            fleet.run()
+    except (OutputError, StorageUnreachable) as error:
+        # For other commands this is wrong input. The launcher of this one, which knows it by its name, tries again.
+        err.print(f"{type(error).__name__}: {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(EXIT_RESTART) from None
     raise typer.Exit((Ending.STOPPED if fleet.left else Ending.FINISHED).code)

@@ -53,7 +53,8 @@ class Ending(Enum):
     def of(cls, error: BaseException) -> Self:
         """How an exception that nobody handles ends a command.
 
-        A folder that cannot be written is wrong input; `train` calls it a failure once training has begun.
+        A folder that cannot be written is wrong input; `train` calls it a failure once training has begun, and a
+        replica asks its launcher to be started again.
 
         >>> from ebbflow.errors import ConfigError, RankLost
         >>> [Ending.of(error).word for error in (ConfigError(""), RankLost(""), KeyboardInterrupt())]

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from ebbflow.errors import ConfigError, InputError, OutputError
 
-__all__ = ["hold_lock", "read_text", "remove_leftovers", "write_whole"]
+__all__ = ["hold_lock", "read_text", "remove_leftovers", "unpacked", "write_whole"]
 
 _GZIP = b"\x1f\x8b"
 _MOST_UNPACKED = 256 * 2**20
@@ -33,17 +33,7 @@ def read_text(path: Path, *, error: type[InputError]) -> str:
         raise error(f"{path}: is a folder; give a file in it") from None
     except OSError as problem:
         raise error(f"{path}: cannot be read: {problem.strerror}") from None
-    if data.startswith(_GZIP):
-        try:
-            with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-                data = file.read(_MOST_UNPACKED + 1)
-        except (EOFError, OSError, zlib.error) as problem:
-            raise error(f"{path}: the gzip data is damaged or cut short ({problem}); fetch the file again") from None
-        if len(data) > _MOST_UNPACKED:
-            raise error(
-                f"{path}: unpacks to more than {_MOST_UNPACKED >> 20} MB; expected a smaller file. If it is the right "
-                f"one, unpack it first (gunzip)"
-            )
+    data = unpacked(data, path, error=error)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
@@ -55,6 +45,23 @@ def read_text(path: Path, *, error: type[InputError]) -> str:
     if not text.strip():
         raise error(f"{path}: is empty")
     return text
+
+
+def unpacked(data: bytes, path: Path, *, error: type[InputError]) -> bytes:
+    """The bytes of a file, unpacked if they are gzip; damaged or too large ones are an `error` that names the file."""
+    if not data.startswith(_GZIP):
+        return data
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            data = file.read(_MOST_UNPACKED + 1)
+    except (EOFError, OSError, zlib.error) as problem:
+        raise error(f"{path}: the gzip data is damaged or cut short ({problem}); fetch the file again") from None
+    if len(data) > _MOST_UNPACKED:
+        raise error(
+            f"{path}: unpacks to more than {_MOST_UNPACKED >> 20} MB; expected a smaller file. If it is the right "
+            f"one, unpack it first (gunzip)"
+        )
+    return data
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -40,7 +40,7 @@ class NoticeSource(ABC):
 
     @abstractmethod
     def check(self) -> str | None:
-        """What the notice says, in a few words; None if there is none. An OSError or ValueError: not known."""
+        """What the notice says, in a few words; None if there is none. Any Exception: not known, and asked again."""
 
     def __str__(self) -> str:
         return NOTICES.text(self)
@@ -180,9 +180,10 @@ def watching(
     def ask(number: int) -> str | None:
         try:
             return known[number].check()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # whatever a server answers, or a source of the user does: others may have a notice
             if number not in failed:
-                _LOG.warning("%s could not be asked for a notice (%s); it is asked again", known[number], error)
+                text = str(error) or type(error).__name__
+                _LOG.warning("%s could not be asked for a notice (%s); it is asked again", known[number], text)
             failed.add(number)
             return None
 
@@ -211,7 +212,8 @@ class PreemptionNotice(StopSignal):
 
     For a script of your own: stop between two steps as soon as `requested` is true. With several ranks, give it to
     `ElasticOptimizer` as `stop=`, and stop when `stop_requested` is true, which all ranks see after the same step. A
-    second signal interrupts at once; a signal that follows a notice does not, since clouds send one then.
+    second signal interrupts at once, unless it only repeats the first one (`StopSignal`); a signal that follows a
+    notice does not, since clouds send one then.
     """
 
     def __init__(self, *sources: str | NoticeSource, every_s: float = _EVERY_S) -> None:

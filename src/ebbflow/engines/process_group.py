@@ -47,7 +47,10 @@ _CONNECTION_LOST = re.compile(
     r"abort|broken pipe|clos|connect|network|peer|refused|remote|reset|route|socket|store|time ?d? ?out|unreachable",
     re.I,
 )
-"""What gloo says when a connection broke or could not be made. Everything else is a failure of gloo itself."""
+"""What gloo says when a connection broke or could not be made. Everything else is a failure of gloo itself.
+
+A firewall, or a failure of gloo that speaks of a socket, sounds like this, too. So the words only decide how soon a
+failure that repeats with the same processes is taken for one that stays."""
 
 
 class PeerLost(Exception):
@@ -55,8 +58,8 @@ class PeerLost(Exception):
 
 
 class BackendFailed(PeerLost):
-    """The backend failed, perhaps for a reason that has nothing to do with a peer: if it fails again with the same
-    peers, it will fail for ever."""
+    """The backend failed, perhaps for a reason that has nothing to do with a peer: if it fails a few more times with
+    the same peers, it will fail for ever."""
 
 
 def no_fault(point: str) -> None:
@@ -170,8 +173,6 @@ class ProcessGroup:
         self.host = host
         self.device = torch.device(device)
         self._by_nccl = self.device.type == "cuda" and by_nccl
-        self.backend_failed = False
-        """Whether the last failure was one of the backend (`BackendFailed`)."""
         self._secret = secret
         self._stores: list[TorchStore] = []
         self._transfers: Counter[tuple[int, int]] = Counter()
@@ -235,7 +236,7 @@ class ProcessGroup:
         try:
             work = self._begin(lambda: group.allreduce([tensor], options), "allreduce")
         except PeerLost as problem:
-            raise self._noted(problem, by_nccl=by_nccl) from None
+            raise _noted(problem, by_nccl=by_nccl) from None
         self._begun.append(work)
 
         def wait() -> None:
@@ -246,15 +247,9 @@ class ProcessGroup:
                 if error is not None:  # asking for it has waited for the device
                     raise PeerLost(_words(error))
             except PeerLost as problem:
-                raise self._noted(problem, by_nccl=by_nccl) from None
+                raise _noted(problem, by_nccl=by_nccl) from None
 
         return wait
-
-    def _noted(self, problem: PeerLost, *, by_nccl: bool) -> PeerLost:
-        """What a failed sum means: whatever NCCL says may have nothing to do with a peer."""
-        noted = BackendFailed(f"NCCL: {problem}") if by_nccl else problem
-        self.backend_failed = isinstance(noted, BackendFailed)
-        return noted
 
     def send(self, data: memoryview, to: int) -> None:
         """Send the bytes of a writable buffer to a rank that receives them."""
@@ -441,6 +436,11 @@ def _check_code(found: torch.Tensor, code: hmac.HMAC, source: int) -> None:
 
 def _hold(held: tuple[Any, ...], timeout: timedelta) -> None:
     time.sleep(timeout.total_seconds() + 1)
+
+
+def _noted(problem: PeerLost, *, by_nccl: bool) -> PeerLost:
+    """What a failed sum means: whatever NCCL says may have nothing to do with a peer."""
+    return BackendFailed(f"NCCL: {problem}") if by_nccl else problem
 
 
 def _lost(error: BaseException, before: str = "") -> PeerLost:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ebbflow.data.ledger import MicroBatch
-from ebbflow.engines.process_group import PeerLost, ProcessGroup
+from ebbflow.engines.process_group import BackendFailed, PeerLost, ProcessGroup
 from ebbflow.errors import ConfigError, RankLost
 
 __all__ = ["ReplicaRanks", "all_reduce_of_ranks", "is_sharded", "local_shard", "replica_ranks", "samples_of_rank"]
@@ -209,27 +209,32 @@ def all_reduce_of_ranks(tensor: torch.Tensor, ranks: ReplicaRanks, group: Proces
 
     If this replica has several ranks, the first `of_rank` numbers are of this rank alone, and are added up with the
     same rank of the other replicas. The rest is added up over the ranks first, then by rank 0 over the replicas.
-    All ranks get the sum, or all raise `PeerLost`.
+    All ranks get the sum, or all raise the same `PeerLost`: that of the first rank on which the backend failed, or else
+    of the first that lost its peer.
     """
     if ranks.size == 1:
         group.all_reduce(tensor)
         return
     of_replica = tensor[of_rank:]
     ranks.add_up(of_replica)
-    lost = ""
+    lost: PeerLost | None = None
     try:
         if ranks.leads or of_rank:
             group.all_reduce(tensor if ranks.leads else tensor[:of_rank])
     except PeerLost as error:
-        lost = str(error)
+        lost = error
     # One message says whether any rank has lost its peer, and what rank 0 has received.
     answer = torch.cat([of_replica if ranks.leads else torch.zeros_like(of_replica), tensor.new_zeros(1)])
-    if lost:
+    if lost is not None:
         answer.zero_()
         answer[-1] = 1.0
     ranks.add_up(answer)
     if answer[-1] > 0:
-        raise PeerLost(lost or "another rank of this replica lost its peer")
+        said = None if lost is None else (isinstance(lost, BackendFailed), str(lost))
+        failures = [failure for failure in ranks.gather(said) if failure is not None]
+        failures.sort(key=lambda failure: not failure[0])  # those of the backend first
+        backend, words = failures[0]
+        raise (BackendFailed if backend else PeerLost)(words)
     of_replica.copy_(answer[:-1])
 
 

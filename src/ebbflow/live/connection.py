@@ -23,7 +23,7 @@ from time import monotonic, sleep
 import torch
 
 from ebbflow.data.ledger import Assignment
-from ebbflow.engines.process_group import Fault, PeerLost, ProcessGroup, no_fault
+from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, ProcessGroup, no_fault
 from ebbflow.engines.replica_ranks import ReplicaRanks, all_reduce_of_ranks
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
@@ -95,7 +95,7 @@ class TrainingFinished(Exception):
 
 
 class TransportUnusable(ConfigError):
-    """The backend that carries the gradients fails again and again, although no replica was lost."""
+    """What carries the gradients fails again and again, although no replica was lost."""
 
 
 class FleetConnection:
@@ -163,8 +163,8 @@ class FleetConnection:
 
         `kept`: what this replica has computed of the step, in an attempt that failed.
         Waits while the lighthouse forms no quorum. Raises `LeftFleet` if this replica is told to leave meanwhile,
-        `TrainingFinished` if the state turns out to be that of a finished job, and a ConfigError if this replica is
-        incompatible with the fleet.
+        `TrainingFinished` if the state turns out to be that of a finished job, a ConfigError if this replica is
+        incompatible with the fleet, and `TransportUnusable` if it fails again and again with the same replicas.
         """
         registered, self._hang_watch.silenced = not self._hang_watch.silenced, False
         instruction = self._run(
@@ -261,11 +261,10 @@ class FleetConnection:
         )
         return instruction if isinstance(instruction, LeaveFleet) else None
 
-    def failed(self, reason: str) -> None:
-        """Report that the step does not count on this replica. Raises `TransportUnusable` if it never will."""
+    def failed(self, reason: PeerLost) -> None:
+        """Report that the step does not count on this replica."""
         self._hang_watch.step_failed()
-        backend = self._group is not None and self._group.backend_failed
-        self._run(StepFailed(now=monotonic(), reason=reason, backend=backend))
+        self._run(StepFailed(now=monotonic(), reason=str(reason), backend=isinstance(reason, BackendFailed)))
 
     def weights_differ(self) -> None:
         """Report that the weights of this replica are not those of most participants."""
@@ -327,10 +326,18 @@ class FleetConnection:
     def _unless_given_up(self, instruction: Instruction | None) -> Instruction | None:
         if not isinstance(instruction, GiveUp):
             return instruction
-        advice = "give each replica a GPU of its own (--gpus 1), or let gloo carry the gradients (--transport gloo)"
+        advice = (
+            "All replicas send heartbeats, and their stores answer. The backend uses other ports, any that are free: "
+            "look whether a firewall between the replicas lets these through, and whether each replica listens on the "
+            "interface at which the others reach it (--bind, EBBFLOW_BIND"
+        )
+        if self._device.type == "cuda":
+            advice += (
+                "; with NCCL NCCL_SOCKET_IFNAME). If replicas share a GPU, give each a GPU of its own (--gpus 1), or "
+                "let gloo carry the gradients (--transport gloo"
+            )
         raise TransportUnusable(
-            f"the gradients cannot be added up, although no replica was lost: {instruction.reason}"
-            f"{'. If replicas share a GPU, ' + advice if self._device.type == 'cuda' else ''}"
+            f"the gradients cannot be added up, although no replica was lost: {instruction.reason}. {advice})"
         )
 
     def _follow(self) -> Instruction | None:
@@ -349,7 +356,8 @@ class FleetConnection:
             return self._execute_here(instruction)
         self.ranks.share((instruction, None, self.membership.state))
         outcomes = self.ranks.gather(self._execute_here(instruction))
-        return next((outcome for outcome in outcomes if isinstance(outcome, ConnectionFailed)), outcomes[0])
+        failed = [outcome for outcome in outcomes if isinstance(outcome, ConnectionFailed)]
+        return max(failed, key=lambda outcome: outcome.backend) if failed else outcomes[0]
 
     def _execute_here(self, instruction: Instruction) -> MembershipEvent | None:
         match instruction:

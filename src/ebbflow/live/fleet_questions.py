@@ -59,6 +59,7 @@ class FleetQuestions:
                     "established": str(request.established),
                     "step": str(request.step),
                     "unreachable": " ".join(request.unreachable),
+                    "hopeless": str(request.hopeless),
                 },
                 timeout=_QUORUM_TIMEOUT,
             )
@@ -77,6 +78,7 @@ class FleetQuestions:
             established=tuple(one.get("established") == str(True) for one in said),
             steps=tuple(int(step) if (step := str(one.get("step"))).isdecimal() else 0 for one in said),
             unreachable=tuple(tuple(str(one.get("unreachable", "")).split()) for one in said),
+            hopeless=tuple(one.get("hopeless") == str(True) for one in said),
         )
 
     def heartbeat_ages(self) -> dict[str, float]:

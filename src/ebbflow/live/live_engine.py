@@ -171,7 +171,7 @@ class LiveEngine(Engine):
         """What this replica has computed of a step that failed, and the lineage of the state before that step."""
         self._arrived = False
         self._in_last_pass = False
-        self._failure = ""
+        self._failure = PeerLost()
         self._leavers: frozenset[int] = frozenset()
 
     # The three verbs ----------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class LiveEngine(Engine):
             self._have_state = self.connection.confirm(self._quorum.receiving)
             self._fault("sum")
         except PeerLost as reason:
-            self._failure = str(reason)
+            self._failure = reason
             self._combined = None
             self._combine.renew()
             return Gradients(loss=math.nan, micro_batches=len(own))
@@ -368,7 +368,7 @@ class LiveEngine(Engine):
         try:
             self._heard = step = listener.next()
         except PeerLost as reason:
-            self._failure = str(reason)
+            self._failure = reason
             return Gradients(loss=math.nan, micro_batches=0)
         if self.connection.rank in step.arrived:
             self.connection.listener = None

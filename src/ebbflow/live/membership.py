@@ -17,7 +17,8 @@ group fails or a replica leaves it, the listeners begin anew: they never have a 
 
 If anything fails on the way, the connections are dropped and the lighthouse is asked again. After two failures in a
 row, replicas find out whom they do not reach and tell each other through the lighthouse; one side of a cut link then
-stops its heartbeats until it reaches the other again, and the rest go on (`out_of_reach`). If all replicas of the next
+stops its heartbeats until it reaches the other again, and the rest go on (`out_of_reach`). If they reach each other and
+it fails all the same, they end with what the backend said (`repeated_failures.py`). If all replicas of the next
 quorum are still connected in the same quorum group, it stays. A replica that leaves says so in its last step, and the
 others form the next quorum group among themselves at once: the lighthouse would wait until the leaver's heartbeat times
 out.
@@ -89,13 +90,13 @@ from ebbflow.live.membership_events import (
 )
 from ebbflow.live.objections import Objections
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
+from ebbflow.live.repeated_failures import RepeatedFailures
 
 __all__ = ["Membership", "MembershipPhase", "QuorumGroup"]
 
 _RETRY_PAUSE_S = 0.2  # before an unreachable lighthouse is tried again
-_OBJECTION_PAUSE_S = 0.1  # before the lighthouse is asked for a better quorum
+_OBJECTION_PAUSE_S = 0.1  # before the lighthouse is asked for a better quorum, or after several failures
 _TOO_FEW_PAUSE_S = 1.0  # before the lighthouse is asked for a larger one
-_MAX_BACKEND_FAILURES = 5  # with the same replicas and no committed step between
 _MAX_FOREIGN = 3  # attempts with another secret, before a replica that never met one with its own gives up
 _MAX_FAILURES = 2  # in a row, before a replica looks for peers that it does not reach
 _LEFT_OUT_S = 5.0  # between two attempts of a replica that was left out to reach its peers
@@ -188,8 +189,7 @@ class Membership:
         self._wait_for_others_until = 0.0
         self._handshake_deadline = 0.0
         self._next_heartbeat_check = 0.0
-        self._backend_failures = 0
-        self._failed_names: tuple[str, ...] = ()  # with which the backend failed
+        self._repeated = RepeatedFailures()
         self._failures = 0  # of steps and of groups, since the last committed step
         self._suspects: tuple[str, ...] = ()  # peers that are to be tried before the lighthouse is asked
         self._unreachable: tuple[str, ...] = ()  # those of them that did not answer
@@ -259,6 +259,7 @@ class Membership:
                 group=group,
                 established=self.state.established,
                 unreachable=self._unreachable,
+                hopeless=self._repeated.hopeless,
                 after_s=after_s,
             )
         ]
@@ -266,7 +267,9 @@ class Membership:
     def _on_links_checked(self, event: LinksChecked) -> list[Instruction]:
         if self.phase is MembershipPhase.PROBING:
             self._unreachable = event.unreachable
-            return self._begin()
+            if event.unreachable:
+                self._repeated.forget()
+            return self._begin(self._repeated.pause_s or _OBJECTION_PAUSE_S)
         if event.unreachable:
             return [CheckLinks(names=event.unreachable, after_s=_LEFT_OUT_S)]
         return self._register()
@@ -354,7 +357,10 @@ class Membership:
         if group is not None and event.replicas == group.names and set(event.groups) == {group.key}:
             return self._compute()
         if names := out_of_reach(event):
+            self._repeated.forget()
             return self._leave_out(names, event)
+        if self._repeated.ends_with(event.replicas, event.hopeless):
+            return self._give_up()
         if len(event.replicas) < self.min_replicas:
             reason = f"{len(event.replicas)} replicas are here, and {self.min_replicas} are needed"
             return self._fail(reason, _TOO_FEW_PAUSE_S)
@@ -374,7 +380,8 @@ class Membership:
 
     def _on_heartbeats_received(self, event: HeartbeatsReceived) -> list[Instruction]:
         if event.ages:
-            self.objections.watch.answered(event.now, about_quorum=self.phase is MembershipPhase.CHECKING)
+            about_quorum = self.phase is MembershipPhase.CHECKING
+            self.objections.watch.answered(event.now, about_quorum=about_quorum, ages=event.ages)
         else:
             self.objections.watch.lost()
         if self.phase is MembershipPhase.ASKING:
@@ -527,7 +534,8 @@ class Membership:
         assert group is not None
         self.phase = MembershipPhase.IDLE
         self.objections.committed(group.names)
-        self._backend_failures = self._failures = 0
+        self._failures = 0
+        self._repeated.forget()
         self._suspects = self._unreachable = ()
         self.state = ReplicaState(
             step=self.state.step + 1,
@@ -591,19 +599,21 @@ class Membership:
         return [Unregister(), Refuse(difference)]
 
     def _on_failure(self, event: ConnectionFailed | StepFailed) -> list[Instruction]:
+        # Handshakes that fail are not counted: whoever knows no secret could let them fail, and must not end the fleet.
         group = self.group or self._forming
-        if not event.backend or group is None:
-            return self._fail_with_peers(event.reason)
-        # A peer that was lost is missing in the next quorum. Whatever fails with the same replicas as before, such as
-        # NCCL with two of them on one GPU, would fail for ever.
-        self._backend_failures = self._backend_failures + 1 if group.names == self._failed_names else 1
-        self._failed_names = group.names
-        if self._backend_failures < _MAX_BACKEND_FAILURES:
-            return self._fail(event.reason)
+        explained: list[Instruction] = []
+        if group is not None:
+            self._repeated.add(group.names, event.reason, event.now, backend=event.backend)
+            if self._repeated.explanation_due:
+                reason = f"it fails again and again with the same replicas, which are all here: {event.reason}"
+                explained = [RecordEvent("waiting", reason)]
+        return [*explained, *self._fail_with_peers(event.reason)]
+
+    def _give_up(self) -> list[Instruction]:
         dropped = self._drop()
         self.name = self.store = ""
         self.phase = MembershipPhase.REFUSED
-        return [RecordEvent("lost", event.reason), *dropped, Unregister(), GiveUp(event.reason)]
+        return [*dropped, Unregister(), GiveUp(self._repeated.reason)]
 
     def _fail_with_peers(self, reason: str, pause_s: float = 0.0) -> list[Instruction]:
         """Give the group up because of its peers. When that happens again, one of them may be out of reach."""

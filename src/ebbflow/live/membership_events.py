@@ -193,6 +193,8 @@ class QuorumFormed(MembershipEvent):
     """By rank: how many steps it has committed."""
     unreachable: tuple[tuple[str, ...], ...] = ()
     """By rank: the replicas that it does not reach, although they send heartbeats."""
+    hopeless: tuple[bool, ...] = ()
+    """By rank: whether it is certain that it fails for ever with the replicas with which it failed last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,6 +350,8 @@ class AskLighthouse(Instruction):
     established: bool = False
     unreachable: tuple[str, ...] = ()
     """Replicas that this one does not reach, although they send heartbeats."""
+    hopeless: bool = False
+    """Whether it is certain that it fails for ever with the replicas with which it failed last."""
     after_s: float = 0.0
     """How long to wait before."""
 
@@ -459,7 +463,7 @@ class Refuse(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Instruction):
-    """End this replica with an error: the backend fails again and again with the same replicas."""
+    """End this replica with an error: it fails again and again with the same replicas, which are all there."""
 
     reason: str
 

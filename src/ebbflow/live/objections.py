@@ -9,7 +9,7 @@ If it objects, all of them ask the lighthouse again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ebbflow.live.agreement import without_heartbeat
 from ebbflow.live.membership_events import Handshake, HeartbeatsReceived, PublishedGroup, QuorumFormed
@@ -34,6 +34,7 @@ class LighthouseWatch:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._reached_at = self._answers_since = self._answered_at = math.inf
         self._gaps = 0
+        self._alive: frozenset[str] = frozenset()  # replicas that sent heartbeats at its last answer
 
     def reached(self, now: float) -> None:
         """This replica has registered, or a request has failed and is tried again."""
@@ -43,8 +44,11 @@ class LighthouseWatch:
         """It did not say how old the heartbeats are."""
         self._reached_at = self._answers_since = self._answered_at = math.inf
 
-    def answered(self, now: float, *, about_quorum: bool) -> None:
-        """It said how old the heartbeats are; `about_quorum`: since it has formed one."""
+    def answered(self, now: float, *, about_quorum: bool, ages: Mapping[str, float]) -> None:
+        """It said how old the heartbeats are (`ages`); `about_quorum`: since it has formed a quorum."""
+        if not self._alive <= ages.keys():  # it was restarted, so quickly that no request failed: it forgets nobody
+            self.reached(now)
+        self._alive = frozenset(name for name, age in ages.items() if age <= self._heartbeat_timeout_s)
         self._reached_at = min(self._reached_at, now)
         gap = now - self._answered_at > self._heartbeat_timeout_s
         # Where every quorum takes that long, as with very many replicas, no more gaps are believed in.

@@ -105,7 +105,7 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def parse_bind(text: str) -> str:
+def parse_bind(text: str, option: str = "--bind") -> str:
     """Check the address to listen on. It is announced to other machines, so it must be one address and not all.
 
     >>> parse_bind("[::1]"), parse_bind("10.0.0.7")
@@ -113,16 +113,29 @@ def parse_bind(text: str) -> str:
     """
     bare = text.strip().removeprefix("[").removesuffix("]")
     try:
-        unspecified = ipaddress.ip_address(bare).is_unspecified
-    except ValueError:  # a host name
-        unspecified = bare == "*"
+        addresses = [ipaddress.ip_address(bare)]
+    except ValueError:  # a host name, or a way to write an address that only the system knows, such as 0 or 0x0
         if not bare or ":" in bare:
-            raise ConfigError(f"--bind {text}: expected an address without a port, for example 10.0.0.7") from None
-    if unspecified:
+            raise ConfigError(f"{option} {text}: expected an address without a port, for example 10.0.0.7") from None
+        addresses = _addresses_of(bare)
+    if bare == "*" or any(_means_all(address) for address in addresses):
         raise ConfigError(
-            f"--bind {text} means every network of this machine; give the one address at which the others reach it"
+            f"{option} {text} means every network of this machine; give the one address at which the others reach it"
         )
     return bare
+
+
+def _addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """The addresses that the system would listen on for a name; none if it does not know it, and will say so then."""
+    try:
+        return [ipaddress.ip_address(found[4][0]) for found in socket.getaddrinfo(host, None)]
+    except (OSError, UnicodeError, ValueError):
+        return []
+
+
+def _means_all(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_unspecified
 
 
 def is_loopback(host: str) -> bool:
@@ -178,6 +191,7 @@ class FleetConfig:
         for name in ("min_replicas", "heartbeat_timeout_ms"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more")
+        parse_bind(self.bind, "bind")
         if self.transport not in typing.get_args(Transport):
             raise ConfigError(f"transport is {self.transport!r}; expected {', '.join(typing.get_args(Transport))}")
 
@@ -261,12 +275,12 @@ def replica_folder(folder: Path, replica: str) -> Path:
 
 def create_secret(folder: Path, environment: Mapping[str, str] | None = None) -> bytes:
     """Find the secret of a job, and make one if there is none: a file that only its owner can read."""
-    if (os.environ if environment is None else environment).get(SECRET_VARIABLE):
-        return find_secret(folder, environment)
     path = folder / _SECRET_FILE
+    if (os.environ if environment is None else environment).get(SECRET_VARIABLE) or path.exists():
+        return find_secret(folder, environment)  # even while the disk is full
+    own = path.with_name(f".{_SECRET_FILE}.{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        own = path.with_name(f".{_SECRET_FILE}.{os.getpid()}")
         with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(secrets.token_hex(32) + "\n")
         try:
@@ -276,11 +290,13 @@ def create_secret(folder: Path, environment: Mapping[str, str] | None = None) ->
         except OSError:  # a file system without links, such as a mounted bucket
             if not path.exists():
                 own.replace(path)
-        own.unlink(missing_ok=True)
     except OSError as problem:
         raise OutputError(
             f"{path}: cannot be written: {problem.strerror}; choose another folder, or set {SECRET_VARIABLE}"
         ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            own.unlink()
     return find_secret(folder, environment)
 
 

@@ -122,13 +122,25 @@ class ProcessEnd:
 
         Exit code 2 stands for wrong input, for this command as for argparse; after joining it may have other reasons.
         """
-        kind = self.error.partition(":")[0].rpartition(".")[2]
-        return self.code > 0 and (kind in _permanent_errors() or (self.code == 2 and self.state is None))
+        wrong_input = self.code == 2 and self.state is None and not self.passes
+        return self.code > 0 and (self._error_name in _permanent_errors() or wrong_input)
+
+    @property
+    def _error_name(self) -> str:
+        """Name of the exception that it raised, if there was one."""
+        return self.error.partition(":")[0].rpartition(".")[2]
+
+    @property
+    def passes(self) -> bool:
+        """Whether it failed for a reason that may pass while nobody changes the job: a full disk, a bucket that is
+        away."""
+        return self.code > 0 and self._error_name in ("OutputError", "StorageUnreachable")
 
     @property
     def failure(self) -> tuple[int | None, str] | None:
         """What a failure has in common with its repetition; None if a signal ended the process, or nothing is known."""
-        return (self.step, self.error) if self.code > 0 and self.code != EXIT_RESTART and self.error else None
+        asks = self.code == EXIT_RESTART or self.passes
+        return (self.step, self.error) if self.code > 0 and not asks and self.error else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +150,8 @@ class RestartPolicy:
     An error that another start would repeat, such as a missing package, is final at once. A script with another bug is
     not started for ever, either. Deaths are counted as consecutive while no incarnation between them committed a step.
     The same exception at the same step is final at the third time even if steps were committed between, and before
-    joining the fleet at the second time. Both limits are at most `max_failures`.
+    joining the fleet at the second time. Both limits are at most `max_failures`. What passes by itself, such as a full
+    disk, is tried for as long as it takes.
     """
 
     max_failures: int = 5
@@ -175,7 +188,7 @@ class RestartPolicy:
         if end.code == 0:
             return ("finished" if end.state == "finished" else "incomplete"), 0.0
         limit = _SAME_FAILURE_BEFORE_JOINING if end.state is None else _SAME_FAILURE
-        if failures >= self.max_failures or repeats >= min(limit, self.max_failures):
+        if not end.passes and (failures >= self.max_failures or repeats >= min(limit, self.max_failures)):
             return "gave up", 0.0
         if failures < 2:
             return "restart", 0.0

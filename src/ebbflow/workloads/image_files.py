@@ -11,7 +11,6 @@ The npz file has three arrays for each of `train` and `test`: `{split}_jpeg` (th
 
 from __future__ import annotations
 
-import gzip
 import io
 import pickle
 import zipfile
@@ -28,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from ebbflow.core.extras import require
+from ebbflow.core.files import unpacked
 from ebbflow.errors import DataError
 from ebbflow.workloads.disk_cache import disk_cached
 
@@ -79,11 +79,9 @@ def _read_bytes(path: Path) -> bytes:
     """Return the content of a file, decompressed if it is gzip."""
     try:
         raw = path.read_bytes()
-        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: damaged gzip file ({error}); get it again") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+    return unpacked(raw, path, error=DataError)
 
 
 # ---- single images ----
