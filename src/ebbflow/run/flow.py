@@ -26,6 +26,9 @@ from ebbflow.run.checkpoint import load_model
 
 __all__ = ["Flow", "OpenStep", "check_loss"]
 
+_KEPT = ("snapshot", "unconfirmed", "branches")
+"""The states that a flow keeps for its rule; they are part of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpenStep:
@@ -65,6 +68,8 @@ class Flow:
     """The run ends after this many steps, if not before; 0 stands for no limit."""
     snapshot: Mapping[str, Any] | None = None
     """The state to which the run goes back if the rule asks for it; tensors are in the memory of the host."""
+    unconfirmed: Mapping[str, Any] | None = None
+    """A later state, kept in the same way, which takes the place of the snapshot once the rule confirms it."""
     branches: Mapping[str, Any] | None = None
     """While the rule compares branches: the state at their `start`, the `best` end so far, the end of the `last` one,
     which is being scored, all in the memory of the host; the `sum` of the weights of the present one and their
@@ -201,7 +206,7 @@ class Flow:
     def _kept_state(self) -> dict[str, Any]:
         """The present state, to be kept."""
         self.engine.sync()
-        state = _in_host_memory({**self.state_dict(), "snapshot": None, "branches": None})
+        state = _in_host_memory({name: part for name, part in self.state_dict().items() if name not in _KEPT})
         return {**state, "known": self.engine.snapshot_taken()}
 
     def _review(self, context: StepContext, loss: float) -> dict[str, float]:
@@ -214,10 +219,13 @@ class Flow:
         kept = dict(self.branches or {})
         match verdict:
             case "snapshot":
-                self.snapshot = self._kept_state()
+                self.snapshot, self.unconfirmed = self.unconfirmed or self.snapshot, self._kept_state()
+            case "confirm":
+                self.snapshot, self.unconfirmed = self.unconfirmed or self.snapshot, None
             case "release":
-                self.snapshot = self.branches = None
+                self.snapshot = self.unconfirmed = self.branches = None
             case "restore" if self.snapshot is not None:
+                self.unconfirmed = None
                 return self._go_back(self.snapshot)
             case "branch":
                 self.branches = {"start": self._kept_state()}
@@ -253,12 +261,13 @@ class Flow:
 
     def _go_back(self, state: Mapping[str, Any]) -> dict[str, float]:
         """Go on from a state that was kept; what the rule has learned since goes on."""
-        kept, step, wall_s, done = (self.snapshot, self.branches), self.step, self.wall_s, self.ledger.total
+        kept = (self.snapshot, self.unconfirmed, self.branches)
+        step, wall_s, done = self.step, self.wall_s, self.ledger.total
         reviewed = self.optimizer.state_dict()["rule_state"]
         # A copy: torch's optimizers go on with the tensors that they load.
         self.load_state_dict(_in_host_memory(state), origin="the snapshot")
         self.optimizer.rule_restored(reviewed)
-        (self.snapshot, self.branches), self.step, self.wall_s = kept, step, wall_s
+        (self.snapshot, self.unconfirmed, self.branches), self.step, self.wall_s = kept, step, wall_s
         self.engine.snapshot_loaded(state["known"])
         return {"given_back": float(done - self.ledger.total)}
 
@@ -290,7 +299,7 @@ class Flow:
             "wall_s": self.wall_s,
         }
         if weights:
-            state |= {name: kept for name in ("snapshot", "branches") if (kept := getattr(self, name)) is not None}
+            state |= {name: kept for name in _KEPT if (kept := getattr(self, name)) is not None}
         if not weights:
             del optimizer["inner"]
             return state
@@ -323,7 +332,7 @@ class Flow:
             self.ledger = Ledger(samples=self.ledger.samples, epoch=int(state["ledger"]["epoch"]))
         self.step = int(state["step"])
         self.wall_s = float(state["wall_s"])
-        self.snapshot, self.branches = state.get("snapshot"), state.get("branches")
+        self.snapshot, self.unconfirmed, self.branches = (state.get(name) for name in _KEPT)
         if self.branches is None:
             self.optimizer.rule_interrupted()
         self.engine.load_state_dict(state.get("engine") or {})

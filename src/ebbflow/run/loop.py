@@ -158,7 +158,9 @@ class TrainingLoop:
             self.event("probe", _probe_text(factor, row.stats["coefficient"]), step=row.step)
         if "given_back" in row.stats and "probe" not in row.stats:
             back = f"{row.stats['given_back']:.0f} samples are given back and trained on again"
-            self.event("went back", f"the loss was {row.loss:.4g}: back to the last snapshot, {back}", step=row.step)
+            self.event(
+                "went back", f"the loss was {row.loss:.4g}: back to the last confirmed snapshot, {back}", step=row.step
+            )
         check_loss(row)
         if "given_back" not in row.stats and (self.flow.ledger.position == 0 or self.flow.finished):
             self.validate(row)
