@@ -231,6 +231,7 @@ def assemble(
         optimizer,
         Ledger(samples=samples),
         total_samples=(config.epochs or 0) * samples,
+        planned_steps=plan.steps if plan is not None and plan.goes_on else None,
         statistics=statistics,
         average=WeightAverage(task.model, config.ema) if config.ema is not None else None,
         growth=growth,

@@ -66,6 +66,8 @@ class Flow:
     """The policy by which steps drop the samples of absent workers, if they do."""
     max_steps: int = 0
     """The run ends after this many steps, if not before; 0 stands for no limit."""
+    planned_steps: int | None = None
+    """Steps of the plan, where a run that gives steps back goes on beyond its end; None: there is no such end."""
     snapshot: Mapping[str, Any] | None = None
     """The state to which the run goes back if the rule asks for it; tensors are in the memory of the host."""
     unconfirmed: Mapping[str, Any] | None = None

@@ -46,10 +46,16 @@ def make_plan(
     """The batch plan of a complete configuration over a data set of `samples` samples, and the trace it comes from.
 
     For a growing policy it is the plan of what the workers can do; how much of it a step takes is decided during
-    training. A run that counts gain (`by_gain`), or whose rule may go back to a snapshot (`guards`), takes more steps
-    than its epochs have, and how many is not known: a trace whose step time is fitted to the epochs, or given per
-    epoch, is then repeated as with `repeat`; any other plan may turn out to be too short.
+    training. A run that counts gain (`by_gain`), or whose rule may give steps back (`guards`), takes more steps than
+    its epochs have, and how many is not known: a trace whose step time is fitted to the epochs, or given per epoch, is
+    then repeated as with `repeat`. Any other plan is too short only if it does not reach the epochs: steps that were
+    given back are taken beyond its end, with its last fleet. Where gain is counted it may turn out to be too short.
     """
+    plan, trace = _make_plan(config, samples, by_gain=by_gain, guards=guards)
+    return (plan.going_on() if guards and not by_gain else plan), trace
+
+
+def _make_plan(config: RunConfig, samples: int, *, by_gain: bool, guards: bool) -> tuple[BatchPlan, Trace | None]:
     assert config.epochs  # resolve() filled it in
     if config.plan is not None:
         plan = _read_plan(config)
@@ -108,7 +114,8 @@ def _reach(config: RunConfig, *, by_gain: bool, guards: bool) -> tuple[int, bool
         return config.epochs * MAX_EPOCHS, True
     fitted = config.step_time == "fit" or epoch_time(config.step_time) is not None
     if (fitted or config.repeat) and guards:
-        return config.epochs + 1 + config.epochs // 2, True  # it goes back twice at most, each time from a quarter
+        # It goes back twice at most, each time from a quarter, and probes give back a twentieth.
+        return config.epochs + 1 + config.epochs * 11 // 20, True
     return config.epochs, config.repeat
 
 
