@@ -97,7 +97,8 @@ def choose(
         metric, own_optimizer, train = "", None, None
     budget_s, share = parse_budget(budget, device=config.device)
     load_plugins(config.plugins)
-    from ebbflow.run.assemble import resolve
+    from ebbflow.run.assemble import default_rule_of, engine_maker, resolve
+    from ebbflow.run.planning import unmeasured_trace
 
     whole = resolve(config)
     assert whole.epochs and whole.lr and whole.optimizer
@@ -131,7 +132,13 @@ def choose(
         candidates=candidates,
         epochs=whole.epochs,
         base=base,
-        family=family,
+        fallback=lambda why: default_rule_of(
+            whole,
+            optimizer,
+            engine=engine_maker(whole.engine),
+            one_micro_batch=partial(unmeasured_trace, whole),
+            unmeasured=why,
+        ),
         folder=Path(out or Path("runs") / _folder_name(config)),
         budget_s=budget_s,
         share=share,
