@@ -278,7 +278,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @property
     def _adaptive(self) -> bool:
-        return self._applier.noise_exponent < 1
+        return self._applier.adaptive
 
     def review(self, context: StepContext, loss: float) -> Verdict:
         """Ask a rule that guards what follows from the loss of the latest step; engines do, your own loops do not."""

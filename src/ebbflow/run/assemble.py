@@ -22,7 +22,7 @@ from ebbflow.errors import ConfigError, UnitError
 from ebbflow.moments.meters import why_unmeasurable
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
-from ebbflow.optim.optimizers import build_optimizer
+from ebbflow.optim.optimizers import build_optimizer, name_of_text
 from ebbflow.optim.schedules import Schedule, make_schedule
 from ebbflow.plan import BatchPlan, GrowingPolicy, Growth, make_policy
 from ebbflow.plan.policies import Drop, Policy
@@ -116,7 +116,8 @@ def with_rule(
         return config.replace(rule=str(given.rule))
     if config.rule is not None:
         return config
-    name = config.optimizer or "" if given is None else name_of_optimizer(type(given))
+    assert given is not None or config.optimizer is not None  # resolve() filled it in
+    name = name_of_optimizer(type(given)) if given is not None else name_of_text(str(config.optimizer))
     trained = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
 
     def one_micro_batch(growing: GrowingPolicy | None) -> int:
