@@ -156,6 +156,7 @@ def choose(
             "trace": config.trace,
             "trace_sha256": config.trace_digest(),
             "optimizer": optimizer,
+            "optimizer_family": family,
             "base_lr": base,
             "ref_batch": whole.ref_batch,
             "local_batch": whole.local_batch,
