@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -24,10 +24,20 @@ from ebbflow.record import StepRow
 from ebbflow.rules.rule import StepContext
 from ebbflow.run.checkpoint import load_model
 
-__all__ = ["Flow", "OpenStep", "check_loss"]
+__all__ = ["Flow", "OpenStep", "Stateful", "check_loss"]
 
 _KEPT = ("snapshot", "unconfirmed", "branches")
 """The states that a flow keeps for its rule; they are part of its own."""
+
+
+class Stateful(Protocol):
+    """Whatever else belongs to the state of a script: a scheduler, a second optimizer, a counter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers, texts and plain containers of them."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore what `state_dict` described."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +74,8 @@ class Flow:
     """The growing policy and its state, if the batch grows."""
     drop: Drop | None = None
     """The policy by which steps drop the samples of absent workers, if they do."""
+    extras: Mapping[str, Stateful] = field(default_factory=dict)
+    """What else belongs to the state, by name: saved, restored and put back with it."""
     max_steps: int = 0
     """The run ends after this many steps, if not before; 0 stands for no limit."""
     planned_steps: int | None = None
@@ -297,6 +309,7 @@ class Flow:
             "growth": self.growth.state_dict() if self.growth is not None else None,
             "engine": self.engine.state_dict(),
             "ledger": self.ledger.state(),
+            "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
             "step": self.step,
             "wall_s": self.wall_s,
         }
@@ -314,6 +327,11 @@ class Flow:
 
         A state of another model, rule, policy or data set is a CheckpointError. With `strict=False` a rule or policy
         that has changed begins anew, data of another size continue with the saved epoch, and the rest goes on."""
+        extras = state.get("extras") or {}
+        if strict and (missing := sorted(self.extras.keys() - extras.keys())):
+            raise CheckpointError(
+                f"{origin} has no state of {', '.join(missing)} among its extras; leave them out, or start anew"
+            )
         if "model" in state:
             load_model(self.engine.model, state["model"], origin)
             torch.set_rng_state(state["rng"])
@@ -332,6 +350,8 @@ class Flow:
             if strict:
                 raise
             self.ledger = Ledger(samples=self.ledger.samples, epoch=int(state["ledger"]["epoch"]))
+        for name in self.extras.keys() & extras.keys():
+            self.extras[name].load_state_dict(extras[name])
         self.step = int(state["step"])
         self.wall_s = float(state["wall_s"])
         self.snapshot, self.unconfirmed, self.branches = (state.get(name) for name in _KEPT)
