@@ -382,6 +382,9 @@ class Run:
     layers: list[LayersRow] = field(default_factory=list)
     damage: str = ""
     """What was wrong with the last line, or empty."""
+    given_back: list[StepRow] = field(default_factory=list)
+    """Steps of a live fleet that its rule gave back, which are not among `steps`; the record of one process has them
+    there."""
 
     @property
     def status(self) -> str:

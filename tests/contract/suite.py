@@ -91,7 +91,10 @@ class Nested:
 
 @dataclass(frozen=True)
 class BackAndForth(Rule):
-    """Keeps a snapshot after step 2, goes back to it after two later steps, then forgets it; the rates are linear."""
+    """Keeps a snapshot after step 2, goes back to it after two later steps, then forgets it; the rates are linear.
+
+    It is confirmed two steps before the run first goes back; the one of the step after that never is.
+    """
 
     back: tuple[int, int] = (6, 9)
 
@@ -110,7 +113,8 @@ class BackAndForth(Rule):
             return "restore", state + 1
         if context.step == self.back[1] + 2:
             return "release", state
-        return "snapshot" if context.step == 2 else "continue", state
+        verdicts: dict[int, Verdict] = {2: "snapshot", self.back[0] - 2: "confirm", self.back[0] - 1: "snapshot"}
+        return verdicts.get(context.step, "continue"), state
 
     def after_restore(self, snapshot: Any, state: Any) -> Any:
         return state

@@ -232,7 +232,7 @@ def test_a_run_that_goes_back_to_a_snapshot_ends_as_if_nothing_had_happened(case
     assert [(row.epoch, row.samples) for row in kept] == [(row.epoch, row.samples) for row in undisturbed]
     assert [row.loss for row in kept] == pytest.approx([row.loss for row in undisturbed], rel=1e-9)
     assert flow.ledger == plain.ledger
-    assert flow.snapshot is None, "released after step 11"
+    assert flow.snapshot is None and flow.unconfirmed is None, "released after step 11"
     assert flow.optimizer.state_dict()["rule_state"] == 2
     torch.testing.assert_close(weights_of(flow.engine.model), weights_of(plain.engine.model), rtol=1e-9, atol=1e-12)
 

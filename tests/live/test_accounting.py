@@ -14,6 +14,7 @@ from ebbflow.data.ledger import Ledger
 from ebbflow.errors import RecordError
 from ebbflow.live.accounting import JobAccount, account, account_lines, read_account, surviving_steps
 from ebbflow.record import Event, Header, RecordWriter, StepRow, ValidationRow
+from ebbflow.report.results import load_results
 
 SAMPLES = 23
 
@@ -42,9 +43,27 @@ def test_a_run_that_goes_back_to_a_snapshot_goes_on_from_there() -> None:
     assert [row.stats["lineage"] for row in surviving_steps(rows)] == [1]
     found = account([*rows, node(3, 10, 6, 4, 1)], epoch_samples=10)
     assert [row.stats["lineage"] for row in found.steps] == [1, 4]
-    assert found.exactly_once and found.given_up == 2 and found.samples == 10
+    assert found.exactly_once and found.samples == 10
+    assert [row.stats["lineage"] for row in found.given_back] == [2, 3] and not found.given_up, "nobody was lost"
     to_the_beginning = replace(back, stats={**back.stats, "fork": 0})
     assert surviving_steps([*rows[:2], to_the_beginning]) == []
+
+
+def test_of_branches_that_were_compared_the_steps_of_the_kept_one_survive() -> None:
+    # The branches begin at 1: 2, scored by 3, and 4, scored by 5. The run goes on from the end of the first, 2.
+    def back(row: StepRow, to: int) -> StepRow:
+        return replace(row, stats={**row.stats, "probe": 1.0, "given_back": 1.0, "fork": to})
+
+    rows = [
+        node(0, 2, 2, 1, 0), node(1, 4, 2, 2, 1), back(node(2, 7, 3, 3, 2), 1),
+        node(3, 4, 2, 4, 1), back(node(4, 7, 3, 5, 4), 2), node(5, 10, 6, 6, 2),
+    ]  # fmt: skip
+    found = account(rows, epoch_samples=10)
+    assert [row.stats["lineage"] for row in found.steps] == [1, 2, 6]
+    assert [row.stats["lineage"] for row in found.given_back] == [3, 4, 5] and not found.given_up
+    # A replica that commits 9 after 2, and is lost with it, has given nothing back.
+    lost = account(rows, [*rows[:2], node(2, 9, 5, 9, 2)], epoch_samples=10)
+    assert (lost.given_up, len(lost.given_back)) == (1, 3)
 
 
 def test_rows_that_several_replicas_wrote_count_once() -> None:
@@ -199,6 +218,23 @@ def test_steps_lost_with_the_whole_fleet_are_given_up_and_no_replica_measured_th
     assert (account.given_up_steps, account.given_up_samples) == (1, 4)
     assert [(change.step, change.lost_s) for change in account.changes] == [(1, None)]
     assert any("1 steps (4 samples) were lost" in line for line in account_lines(LAUNCHER, account))
+
+
+def test_steps_that_the_rule_gave_back_are_not_lost_and_no_change_of_the_fleet(tmp_path: Path) -> None:
+    # Two replicas go back to the state after step 0 when step 2 shows damage: 4 + 4 samples are trained on again.
+    back = row(2, 12, 3, 2, time=3.0)
+    back = replace(back, stats={**back.stats, "given_back": 8.0, "fork": 1, "coefficient": 1.0})
+    rows = [row(0, 4, 1, 0, time=1.0), row(1, 8, 2, 1, time=2.0), back, row(3, 8, 14, 1, time=4.0)]
+    for name in ("r0", "r1"):
+        write(tmp_path, name, rows)
+    account = read_account(tmp_path)
+    assert (account.steps, account.given_up_steps, account.changes) == (2, 0, ())
+    assert (account.given_back_steps, account.given_back_samples) == (2, 8)
+    assert account_lines({**LAUNCHER, "deaths": 0}, account)[3:] == [
+        "2 steps (8 samples) were given back by the rule, which went on from an earlier state, and trained on again"
+    ]
+    note = load_results(tmp_path).arms[0].note
+    assert "went back to a snapshot once, 8 samples were trained on again" in note
 
 
 def test_a_standstill_of_an_unchanged_fleet_has_its_cost(tmp_path: Path) -> None:

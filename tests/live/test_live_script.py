@@ -23,7 +23,7 @@ from live.harness import TestFleet, eventually, final_state
 pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
 
 import ebbflow.live
-from contract.suite import make_data, make_model
+from contract.suite import BackAndForth, make_data, make_model
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.live import connection, membership
 from ebbflow.live.accounting import read_fleet, read_fleet_run
@@ -155,6 +155,27 @@ def test_what_else_belongs_to_the_state_is_kept_with_it(script: Any) -> None:
     with script(model=model, extras={"counter": later})[1]:
         pass
     assert later.count == counter.count > 0
+
+
+def test_what_else_belongs_to_the_state_goes_back_to_a_snapshot_with_it(script: Any) -> None:
+    """An epoch of 97 samples is 13 steps of 8; the rate falls after each of them, and the seven that were given back do
+    not count."""
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = ebbflow.ElasticOptimizer(inner, BackAndForth(), base_batch=8, epochs=2, epoch_samples=97)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=1, gamma=0.9)
+    rows: list[Any] = []
+    _, fleet = script(
+        model=model, optimizer=optimizer, epochs=2, extras={"scheduler": scheduler}, on_commit=rows.append
+    )
+    with fleet:
+        for step in fleet:
+            if step.number:  # the optimizer has made a step
+                scheduler.step()
+            for x, y in step:
+                step.backward(loss_fn(model(x), y))
+    assert len(rows) == 26 + 7 and scheduler.last_epoch == 25
+    assert inner.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**25)
 
 
 @pytest.mark.parametrize("mistake", ["none", "twice", "outside"])

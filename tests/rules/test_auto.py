@@ -121,6 +121,37 @@ def test_after_two_restores_and_after_the_warm_up_nothing_is_guarded() -> None:
     assert not make_rule("auto(guard=false, probe=false)").guards
 
 
+def test_a_later_loss_below_the_first_one_confirms_a_snapshot() -> None:
+    """A hundredth of the run is 80 samples, so that snapshots are due after steps 2, 4, 7 and 9 of 32 samples.
+
+    Each is taken at a loss that was measured before the update of its step, and the next loss shows that update.
+    """
+    expected = ["continue", "continue", "snapshot", "confirm", "snapshot", "confirm", "continue", "snapshot", "confirm"]
+    assert seen([2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3, 1.2])[0] == expected
+    verdicts, state = seen([2.0, 1.9, 1.8, 2.1, 2.1])
+    assert verdicts[2:] == ["snapshot", "continue", "continue"], "above the first loss, and no damage"
+    assert state["unconfirmed"]
+    assert seen([2.0, 1.9, 1.8, 2.1, 1.7])[0][-1] == "snapshot", "which confirms the one before"
+    _, damaged = seen([2.0, 1.9, 1.8, 4.1])
+    assert not AUTO.after_restore({**AUTO.init(), "unconfirmed": True}, damaged)["unconfirmed"]
+
+
+@pytest.mark.parametrize("lr", [1.0, 3.0])
+def test_the_run_goes_back_to_before_the_damage(lr: float, tmp_path: Path) -> None:
+    """Every step is more than a hundredth of the run, so that there is a snapshot after the update that did it."""
+    config = RunConfig(
+        workload="digits-mlp", trace="constant(workers=2)", rule="auto", lr=lr, epochs=20, local_batch=64
+    )  # fmt: skip
+    run = train(config, tmp_path / "whole")
+    back = [row.step for row in run.steps if "given_back" in row.stats]
+    assert back
+    for step in back:
+        before, damaged, again = run.steps[:step], run.steps[step], run.steps[step + 1]
+        assert again.loss in [row.loss for row in before], "a state that has been there before"
+        assert again.loss < run.steps[0].loss < damaged.loss
+    killed_run(config, tmp_path / "killed", at=range(back[0] - 3, back[0] + 2), equals=run)
+
+
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(SpecError, match="auto: limit is 2; expected 0"):
         make_rule("auto(limit=2)")
@@ -134,7 +165,7 @@ def test_a_rate_that_is_far_too_high_is_survived(step_time: str, tmp_path: Path)
     trace = "constant(workers=16, duration=20h)"  # exactly as long as the epochs, were it not for going back
     config = RunConfig(workload="digits-mlp", trace=trace, rule="auto", lr=1.0, epochs=20, step_time=step_time)
     run = train(config, tmp_path)
-    assert [event.what for event in run.events] == ["went back", "went back"]
+    assert {event.what for event in run.events} == {"went back"}
     assert run.validations[-1].metrics["accuracy"] > 0.9
     back = [row for row in run.steps if "given_back" in row.stats]
     assert run.end is not None and run.end.samples == 20 * run.header.config["task"]["train_samples"]
@@ -142,11 +173,52 @@ def test_a_rate_that_is_far_too_high_is_survived(step_time: str, tmp_path: Path)
     assert trained == run.end.samples, "what was given back was trained on again, and counts once"
 
 
-def test_a_trace_that_is_too_short_for_going_back_says_what_to_do(tmp_path: Path) -> None:
-    config = RunConfig(workload="digits-mlp", trace="0s:16 36s", rule="auto", lr=1.0, epochs=3, step_time="1s")
-    with pytest.raises(PlanError, match=r"more steps than its epochs have: repeat the trace \(--repeat\)"):
+@pytest.mark.parametrize("kind", ["trace", "file"])
+def test_what_was_given_back_is_trained_beyond_the_end_of_the_plan(kind: str, tmp_path: Path) -> None:
+    """1,442 samples are 10 steps of 136 and one of 82, or 11 of 128 and one of 34: 11 + 12 + 12 steps, were it not for
+    going back."""
+    given: dict[str, Any] = {"trace": "0s:17 11s:16 35s", "step_time": "1s", "local_batch": 8}
+    if kind == "file":
+        rows = [f"{step},{136 if step < 11 else 128}" for step in range(35)]
+        (tmp_path / "plan.csv").write_text("\n".join(["step,batchsize", *rows]))
+        given = {"plan": str(tmp_path / "plan.csv"), "local_batch": 8}
+    config = RunConfig(workload="digits-mlp", rule="auto", lr=30.0, epochs=3, **given)
+    run = train(config, tmp_path / "run")
+    assert run.end is not None and (run.status, run.end.samples) == ("finished", 3 * 1442)
+    (event,) = [event for event in run.events if event.what == "end of the plan"]
+    assert event.step == 35 and event.text.startswith("after 35 steps; what was given back")
+    beyond = run.steps[35:]
+    assert beyond and {row.workers for row in beyond} == {16}
+    assert [row.time_s for row in beyond] == [35.0 + number for number in range(len(beyond))]
+    if kind == "file":
+        (tmp_path / "plan.csv").write_text("\n".join(["step,batchsize", *rows[:-1]]))
+    else:
+        config = config.replace(trace="0s:17 11s:16 34s")
+    with pytest.raises(PlanError, match=r"its 34 steps \(34\.0 s\) reach 2\.97 of 3 epochs"):
         train(config, tmp_path / "short")
-    assert train(config.replace(repeat=True), tmp_path / "repeated").status == "finished"
+
+
+def test_a_probe_that_needs_more_steps_than_the_plan_has_does_not_keep_a_run_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """97 samples are 13 steps, 11 of 8 and two of 7 and 2: a plan of 52 steps is exactly four epochs.
+
+    At the reference batch 2c is above S, so that a probe has two branches, of 4 steps and 2 that score them. Four of
+    these twelve steps are kept. It is due after half of the samples, and begins after the first step of the third
+    epoch, step 26. The twelve steps are 27 to 38, and step 39 says what came of them.
+    """
+    for name, value in {"_BRANCH": 4, "_SCORED": 8, "_SCORES": 2, "_COST": 0.8, "_PROBES_AT": (0.5,)}.items():
+        monkeypatch.setattr(auto_rule, name, value)
+    model = make_model(batch_norm=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Session(
+        model, optimizer, TensorSource(*make_data()), rule="auto(guard=false)", loss=cross_entropy, out=tmp_path,
+        trace="0s:2 52s", step_time="1s", base_batch=8, local_batch=4, epochs=4,
+    ) as session:  # fmt: skip
+        session.run()
+        run = session.record
+    assert run.end is not None and (run.status, run.end.steps, run.end.samples) == ("finished", 52 + 8, 4 * SAMPLES)
+    assert [(event.what, event.step) for event in run.events] == [("probe", 39), ("end of the plan", 52)]
 
 
 @pytest.mark.slow

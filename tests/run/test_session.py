@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ebbflow
-from contract.suite import SAMPLES, make_data, make_model, weights_of
-from ebbflow.errors import ConfigError
+from contract.suite import SAMPLES, BackAndForth, make_data, make_model, weights_of
+from ebbflow.errors import CheckpointError, ConfigError
 from ebbflow.workloads import TensorSource, cross_entropy
 
 SETTINGS: dict[str, Any] = {"trace": "0s:4 3s:2 7s:5 60s", "base_batch": 8, "local_batch": 4, "epochs": 2, "seed": 7}
@@ -233,3 +233,53 @@ def test_a_framework_may_combine_and_apply_the_steps_itself() -> None:
                 assert row.loss == step.loss
         weights.append(model.weight.detach())
     assert torch.equal(*weights)
+
+
+# -- what else belongs to the state ------------------------------------------------------------------------------------
+
+
+class Counter:
+    """Counts the steps of a loop."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def counting(folder: Path, *, steps: int | None = None, **extras: Counter) -> None:
+    """A loop that goes back to the state after step 2 at steps 6 and 9, and is left after so many steps."""
+    model = make_model(batch_norm=False)
+    optimizer = ebbflow.ElasticOptimizer(
+        sgd(model), BackAndForth(), base_batch=8, epochs=4, epoch_samples=SAMPLES, schedule=None
+    )
+    settings = {**SETTINGS, "trace": "constant(workers=2)", "epochs": 4, "extras": extras, "out": folder}
+    with ebbflow.Session(model, optimizer, TensorSource(*make_data()), **settings) as session:
+        for number, step in enumerate(session):
+            if steps is not None and number == steps:
+                break
+            for counter in extras.values():
+                counter.count += 1
+            for inputs, targets in step:
+                step.backward(nn.functional.cross_entropy(model(inputs), targets))
+
+
+def test_extras_go_back_to_a_snapshot_and_are_part_of_checkpoints(tmp_path: Path) -> None:
+    """97 samples are 13 steps of 8, so four epochs are 52; the seven steps that were given back do not count."""
+    whole = Counter()
+    counting(tmp_path / "whole", counter=whole)
+    assert whole.count == 52
+    interrupted, later = Counter(), Counter()
+    counting(tmp_path / "halves", steps=12, counter=interrupted)
+    assert interrupted.count == 12 - 7
+    counting(tmp_path / "halves", counter=later)
+    assert later.count == 52
+
+
+def test_a_checkpoint_without_the_state_of_an_extra_is_refused(tmp_path: Path) -> None:
+    counting(tmp_path, steps=2)
+    with pytest.raises(CheckpointError, match=r"has no state of counter among its extras; leave them out"):
+        counting(tmp_path, counter=Counter())

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import ebbflow
+from ebbflow import RunConfig, train
 from ebbflow.core.choices import read_choice
 from ebbflow.errors import ConfigError, InputError
 from ebbflow.rules.families import fallback_rule
@@ -91,7 +92,8 @@ def test_a_tournament_ends_with_a_ranking_a_page_and_a_choice_and_then_has_nothi
     assert [row["place"] for row in ranking] == [1, 2, 3, 4]
     assert [row["epochs"] for row in ranking] == [9, 9, 1, 1]
     assert ranking[0]["score"] > ranking[1]["score"] - 1e-12
-    assert all(row["margin"] is not None for row in ranking[:2])  # two seeds, since there is time for them
+    # There is time for a second seed of both, whose one degree of freedom is too little for an interval.
+    assert all((row["seeds"], row["margin"]) == (2, None) for row in ranking[:2])
     assert found.answer["decided_by"] == "tournament"
     assert (found.choice.rule, found.choice.lr) == (ranking[0]["rule"], ranking[0]["lr"])
     written = read_choice(found.path)
@@ -124,6 +126,46 @@ def test_a_budget_that_is_too_small_for_a_step_trains_nothing_and_gives_the_fall
     assert not list((tmp_path / "out").glob("rung-1/arms/*"))
     # A larger budget goes on in the same folder.
     assert tournament(tmp_path / "out", epochs=2).choice.decided_by == "tournament"
+
+
+@pytest.mark.process
+def test_the_fallback_on_a_single_worker_is_a_rule_that_can_be_trained_there(tmp_path: Path) -> None:
+    """Steps of eight samples in one micro-batch, in which AdaScale sees no noise."""
+    settings: dict[str, Any] = {"trace": "constant(workers=1)", "epochs": 2, "rules": (), "rates": (1.0, 0.5)}
+    found = tournament(tmp_path / "out", budget="1ms", **settings)
+    assert (found.choice.decided_by, found.choice.rule) == ("fallback", "sqrt+statewarmup(0.05, by=multiplier)")
+    assert found.choice.note.endswith(
+        "The best fixed rule is another, but all steps have one micro-batch, in which no noise is seen "
+        "(micro_batch=4 or less makes two)."
+    )
+    config = RunConfig(workload="digits-mlp(width=8)", trace="constant(workers=1)", epochs=1, **found.choice.settings)
+    assert train(config, tmp_path / "run").status == "finished"
+    # Two micro-batches can be told apart.
+    halved = tournament(tmp_path / "halved", budget="1ms", micro_batch=4, **settings)
+    assert halved.choice.rule == fallback_rule("sgd") and halved.choice.note.endswith("at 1 times the base rate.")
+
+
+@pytest.mark.process
+def test_where_all_that_can_be_trained_diverges_the_fallback_can_be_trained_too(
+    tmp_path: Path, plugin: list[str]
+) -> None:
+    found = tournament(
+        tmp_path / "out", "not-finite", plugins=tuple(plugin), trace="constant(workers=1)", epochs=2,
+        rules=["adascale+statewarmup(0.05)", *RULES], rates=[1], optimizer="sgd",
+    )  # fmt: skip
+    assert found.choice.note.startswith("All 2 candidates diverged")
+    assert found.choice.rule == "sqrt+statewarmup(0.05, by=multiplier)"
+
+
+def test_the_fallback_is_no_rule_that_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fallback(why: str) -> tuple[str, str]:
+        return ("sqrt", why) if why else ("adascale", "")
+
+    assert unfinished(monkeypatch, fallback=fallback)._fallback_rule() == ("adascale", "")
+    left_out = {Candidate("adascale", 0.25): "it measures nothing"}
+    assert unfinished(monkeypatch, fallback=fallback, left_out=left_out)._fallback_rule() == (
+        "sqrt", "it measures nothing",
+    )  # fmt: skip
 
 
 @pytest.mark.process

@@ -85,18 +85,36 @@ def test_before_the_noise_is_known_the_two_at_the_cut_get_a_seed() -> None:
     assert in_doubt(scores, 2, most_seeds=3) == [B, C]
 
 
+def test_two_seeds_of_two_candidates_say_too_little_about_the_noise() -> None:
+    # One degree of freedom: the interval of each would be 12.7 deviations of 0.07 wide, or nothing at all.
+    for second in (0.85, 0.90):
+        scores = {A: {0: 1.0, 1: 1.0}, B: {0: 0.9, 1: second}}
+        assert measured_noise(scores) is None
+        assert in_doubt(scores, 1, most_seeds=3) == [A, B]
+        assert in_doubt(scores, 1, most_seeds=2) == []
+
+
+def test_differences_that_are_equal_do_not_end_the_search_for_seeds() -> None:
+    # Three candidates and two seeds are two degrees of freedom, and the deviation is 0: a step of the metric decides.
+    scores = {A: {0: 0.9, 1: 0.8}, B: {0: 0.7, 1: 0.6}, C: {0: 0.5, 1: 0.4}}
+    assert measured_noise(scores) is None
+    assert in_doubt(scores, 1, most_seeds=3) == [A, B]
+
+
 def test_then_all_get_one_that_are_nearer_than_two_standard_errors_to_the_other_side_of_the_cut() -> None:
-    # Differences b - c: 0.10 and 0.12: deviation of one run 0.01. b has 0.81, c has 0.70: eleven standard errors.
-    scores = {A: {0: 0.9}, B: {0: 0.80, 1: 0.82}, C: {0: 0.70, 1: 0.70}, D: {0: 0.1}}
-    assert in_doubt(scores, 2, most_seeds=3) == []
-    # Differences 0.10 and -0.06: deviation 0.08. b is at 0.73 and c at 0.71: within 2 x 0.08. Seed 1 has the effect
-    # (-0.14 + 0.02)/2 = -0.06, and both seeds together -0.03, so a, with seed 0 only, is at 0.92. It is compared with
-    # c: 0.21 is more than 2 x 0.08 x sqrt(1 + 1/2) = 0.196. From 0.79 - 0.03 it would be 0.05, which is less.
-    close = {A: {0: 0.95}, B: {0: 0.80, 1: 0.66}, C: {0: 0.70, 1: 0.72}, D: {0: 0.1}}
-    assert in_doubt(close, 2, most_seeds=3) == [B, C]
+    # Differences b - c: 0.10, 0.12 and 0.11: variance 0.0001, deviation of one run 0.007. b has 0.81, c has 0.70:
+    # nineteen standard errors.
+    scores = {A: {0: 0.9}, B: {0: 0.80, 1: 0.82, 2: 0.81}, C: {0: 0.70, 1: 0.70, 2: 0.70}, D: {0: 0.1}}
+    assert in_doubt(scores, 2, most_seeds=4) == []
+    # Differences 0.10, -0.06 and 0.02: variance 0.0064, deviation 0.0566. b is at 0.73 and c at 0.71: within 2 x 0.0566
+    # x sqrt(2/3). Seed 1 has the effect (-0.14 + 0.02)/2 = -0.06 and seed 2 (-0.07 + 0.01)/2 = -0.03, on average -0.03,
+    # so a, with seed 0 only, is at 0.92. It is compared with c: 0.21 is more than 2 x 0.0566 x sqrt(1 + 1/3) = 0.131.
+    # From 0.79 - 0.03 it would be 0.05, which is less.
+    close = {A: {0: 0.95}, B: {0: 0.80, 1: 0.66, 2: 0.73}, C: {0: 0.70, 1: 0.72, 2: 0.71}, D: {0: 0.1}}
+    assert in_doubt(close, 2, most_seeds=4) == [B, C]
     near = {**close, A: {0: 0.79}}
-    assert in_doubt(near, 2, most_seeds=3) == [A, B, C]
-    assert in_doubt(near, 2, most_seeds=2) == [A]
+    assert in_doubt(near, 2, most_seeds=4) == [A, B, C]
+    assert in_doubt(near, 2, most_seeds=3) == [A]
 
 
 @given(tables(), st.integers(1, 8), st.integers(1, 3))

@@ -13,10 +13,12 @@ import typer
 from pydantic.fields import FieldInfo
 
 from ebbflow.cli.common import err
-from ebbflow.core.choices import read_choice
+from ebbflow.core.choices import Choice, read_choice
+from ebbflow.core.plugins import load_plugins
+from ebbflow.rules.chosen import check_choice
 from ebbflow.run.config import FrontEnd, RunConfig, fields_of, recipe_settings, settings_of
 
-__all__ = ["ChoiceFile", "takes_settings"]
+__all__ = ["ChoiceFile", "compared", "takes_settings"]
 
 ChoiceFile = Annotated[
     Path | None,
@@ -43,7 +45,7 @@ def takes_settings(
             given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
             chosen = {name: value for name, value in given.items() if value is not None}
             if choice:
-                chosen |= _from_choice(values.pop("choice"), chosen, values.pop("context"))
+                chosen |= _from_choice(values.pop("choice"), front_end, chosen, values.pop("context"))
             verb(RunConfig.for_front_end(front_end, chosen), **values)
 
         if choice:
@@ -63,7 +65,9 @@ def takes_settings(
     return decorate
 
 
-def _from_choice(path: Path | None, given: dict[str, Any], context: typer.Context) -> dict[str, Any]:
+def _from_choice(
+    path: Path | None, front_end: FrontEnd, given: dict[str, Any], context: typer.Context
+) -> dict[str, Any]:
     """The settings of a choice, without those that stand on the command line; says which are used and which are not."""
     if path is None:
         return {}
@@ -78,8 +82,30 @@ def _from_choice(path: Path | None, given: dict[str, Any], context: typer.Contex
     texts += [f"not {name} {choice.settings[name]}, since {given[name]} was given" for name in typed]
     if (workload := choice.source.get("workload")) not in (None, given.get("workload")):
         texts.append(f"chosen for another workload, {workload}")
+    if used:
+        texts += compared(choice, RunConfig.for_front_end(front_end, given), origin=str(path), rate="lr" in used)
     err.print(f"{path}: {'; '.join(texts)}", markup=False, soft_wrap=True)
     return used
+
+
+def compared(choice: Choice, config: RunConfig, *, origin: str, rate: bool = True) -> list[str]:
+    """What is to be said about a choice where these settings are trained; a ConfigError if it does not suit them.
+
+    `rate`: whether its base rate is used, and not only its rule.
+    """
+    from ebbflow.optim.optimizers import name_of_text
+    from ebbflow.run.assemble import resolve
+
+    load_plugins(config.plugins)
+    whole = resolve(config)
+    assert whole.optimizer is not None  # resolve() filled it in
+    return check_choice(
+        choice,
+        origin=origin,
+        optimizer=whole.optimizer,
+        named=name_of_text(whole.optimizer),
+        ref_batch=whole.ref_batch if rate else None,
+    )
 
 
 def _option(name: str, field: FieldInfo, argument: str | None) -> inspect.Parameter:

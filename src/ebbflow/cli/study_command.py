@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ebbflow.cli.common import AsJson, PluginFiles, command_line, err, interruptible, out, print_json
-from ebbflow.cli.options import ChoiceFile
+from ebbflow.cli.options import ChoiceFile, compared
 from ebbflow.cli.report_command import show_report
 from ebbflow.core.choices import read_choice
 from ebbflow.core.endings import Ending
@@ -109,7 +109,11 @@ def _with_choice(study: Study, path: Path, given: list[str]) -> Study:
     err.print(
         f"{path}: the runs of {choice.rule} take lr {choice.lr:g}, unless an override says otherwise", markup=False
     )
-    return with_choice(study, choice)
+    changed = with_choice(study, choice)
+    taken = [arm.config for arm in changed.arms() if (arm.config.rule, arm.config.lr) == (choice.rule, choice.lr)]
+    for text in dict.fromkeys(text for config in taken for text in compared(choice, config, origin=str(path))):
+        err.print(f"{path}: {text}", markup=False, soft_wrap=True)
+    return changed
 
 
 def _list(*, as_json: bool) -> None:

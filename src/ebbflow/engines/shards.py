@@ -257,7 +257,7 @@ def with_shards(state: Mapping[str, Any], model: torch.nn.Module, inner: torch.o
         return None if tensors is None else {name: _divided(t, like.get(name)) for name, t in tensors.items()}
 
     divided = dict(state)
-    for key in ("model", "average"):
+    for key in ("model", "average", "sum"):
         if key in divided:
             divided[key] = by_name(divided[key])
     if "inner" in state.get("optimizer", {}):
@@ -267,9 +267,14 @@ def with_shards(state: Mapping[str, Any], model: torch.nn.Module, inner: torch.o
             for index, values in optimizer["inner"]["state"].items()
         }
         divided["optimizer"] = {**optimizer, "inner": {**optimizer["inner"], "state": of_parameters}}
-    if divided.get("snapshot") is not None:
-        divided["snapshot"] = with_shards(divided["snapshot"], model, inner)
+    for key in ("snapshot", "unconfirmed", "start", "best", "last", "branches"):  # states that the flow keeps
+        if divided.get(key) is not None:
+            divided[key] = with_shards(divided[key], model, inner)
     return divided
+
+
+_KEPT = re.compile(r"^(snapshot|unconfirmed|branches)\.((start|best|last)\.)?")
+"""Where the states that a flow keeps lie in a checkpoint."""
 
 
 def shard_maker(model: torch.nn.Module, inner: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
@@ -281,8 +286,8 @@ def shard_maker(model: torch.nn.Module, inner: torch.optim.Optimizer) -> Callabl
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
 
     def make(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        part, _, own = name.removeprefix("snapshot.").partition(".")
-        found: Any = like.get(own) if part in ("model", "average") else None
+        part, _, own = _KEPT.sub("", name).partition(".")
+        found: Any = like.get(own) if part in ("model", "average", "sum") else None
         if state := re.match(r"optimizer\.inner\.state\.(\d+)\.", f"{part}.{own}"):
             found = parameters[int(state[1])]
         if not is_sharded(found) or found.shape != size:

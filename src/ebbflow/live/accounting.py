@@ -3,8 +3,9 @@
 Every committed step is a row in the record of each replica that committed it, with two numbers among its `stats`: the
 *lineage* of the state after it and the *parent*, the lineage of the state before it. The rows are thus the nodes of a
 tree. The surviving steps are the path from the state that the fleet is on back to the first; steps beside it were
-committed by replicas that then died or received the state of others. Nothing that a launcher saw is used, and no clock
-of a file: which state the fleet is on follows from the order of the rows in each record.
+given back by the rule, which went back to an earlier state, or committed by replicas that then died or received the
+state of others. Nothing that a launcher saw is used, and no clock of a file: which state the fleet is on follows from
+the order of the rows in each record.
 
 What an interruption cost is measured by the replicas that were there before and after it: how much later than usual
 they began the next step.
@@ -13,7 +14,7 @@ they began the next step.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +44,10 @@ class Account:
     steps: tuple[StepRow, ...]
     """In order, each once."""
     given_up: int
-    """Number of steps that a replica committed and the fleet did not keep."""
+    """Number of steps that a replica committed and the fleet lost with it."""
+    given_back: tuple[StepRow, ...]
+    """Steps that the rule gave back, because it went on from an earlier state, and whose samples were trained on
+    again."""
     epoch_samples: int
     epochs: int
     """Epochs of which every sample was committed, or dropped by policy."""
@@ -89,9 +93,11 @@ def account(*records: Iterable[StepRow], epoch_samples: int) -> Account:
                 f"sample {expected[1]} of epoch {expected[0]}"
             )
         expected, before = ((row.epoch + 1, 0) if stop == epoch_samples else (row.epoch, stop)), row.step
+    given_back = _given_back(nodes, {_lineage(row) for row in steps})
     return Account(
         steps=tuple(steps),
-        given_up=len(nodes) - len(steps),
+        given_up=len(nodes) - len(steps) - len(given_back),
+        given_back=tuple(given_back),
         epoch_samples=epoch_samples,
         epochs=expected[0],
         mistakes=tuple(mistakes),
@@ -135,6 +141,25 @@ def surviving_steps(*records: Iterable[StepRow]) -> list[StepRow]:
 def _end(row: StepRow, nodes: Mapping[int, StepRow]) -> StepRow | None:
     """The state after a last row. A step after which the run went back leads nowhere: the snapshot is the state."""
     return nodes.get(int(_stat(row, "fork"))) if "given_back" in row.stats else row
+
+
+def _given_back(nodes: Mapping[int, StepRow], surviving: Collection[int]) -> list[StepRow]:
+    """The steps up to those after which the run went back, from where the state begins that it went on from.
+
+    Of several branches that were compared, the steps of the one that was kept survive.
+    """
+    found: dict[int, StepRow] = {}
+    for last in (row for row in nodes.values() if "given_back" in row.stats):
+        again = nodes.get(int(_stat(last, "fork")))
+        kept: set[int] = set(surviving)
+        while again is not None and _lineage(again) not in kept:  # in the end, the state before the first step
+            kept.add(_lineage(again))
+            again = nodes.get(_parent(again))
+        row: StepRow | None = last
+        while row is not None and _lineage(row) not in kept:
+            found[_lineage(row)] = row
+            row = nodes.get(_parent(row))
+    return sorted(found.values(), key=lambda row: row.step)
 
 
 def _path(row: StepRow | None, nodes: Mapping[int, StepRow]) -> list[StepRow]:
@@ -192,6 +217,7 @@ def read_fleet_run(folder: Path) -> Run:
         validations=[validations[step] for step in sorted(validations)],
         events=sorted((event for run in runs for event in run.events), key=lambda event: event.step),
         layers=[layers[step] for step in sorted(layers)],
+        given_back=list(found.given_back),
         end=max(ends, key=lambda end: (end.status == "finished", end.steps), default=None),
     )
 
@@ -231,6 +257,10 @@ class JobAccount:
     """Steps that a replica committed and the fleet did not keep, because the replica or the whole fleet was lost."""
     given_up_samples: int = 0
     """Samples of those steps. They were trained on again and count once."""
+    given_back_steps: int = 0
+    """Steps that the rule gave back, because it went on from an earlier state."""
+    given_back_samples: int = 0
+    """Samples of those steps. They were trained on again and count once."""
     changes: tuple[FleetChange, ...] = ()
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Metrics of the last validation."""
@@ -255,8 +285,8 @@ def read_account(folder: Path) -> JobAccount:
         found, runs = read_fleet(folder)
     except (RecordError, KeyError) as problem:
         return JobAccount(exactly_once=False, problems=(str(problem),))
-    kept = {row.stats["lineage"] for row in found.steps}
-    given_up = {row.stats["lineage"]: row for run in runs for row in run.steps if row.stats["lineage"] not in kept}
+    known = {_lineage(row) for row in (*found.steps, *found.given_back)}
+    given_up = {lineage: row for run in runs for row in run.steps if (lineage := _lineage(row)) not in known}
     validations = [row for run in runs for row in run.validations]
     last: ValidationRow | None = max(validations, key=lambda row: row.samples, default=None)
     return JobAccount(
@@ -269,6 +299,8 @@ def read_account(folder: Path) -> JobAccount:
         missing_steps=found.missing,
         given_up_steps=len(given_up),
         given_up_samples=sum(row.batch for row in given_up.values()),
+        given_back_steps=len(found.given_back),
+        given_back_samples=sum(row.batch for row in found.given_back),
         changes=tuple(fleet_changes(found.steps, runs)),
         metrics=dict(last.metrics) if last else {},
         dropped=found.dropped,
@@ -283,6 +315,9 @@ def fleet_changes(steps: Sequence[StepRow], runs: Iterable[Run]) -> Iterable[Fle
     runs = list(runs)
     gaps = _gaps(runs)
     interrupted = {event.step for run in runs for event in run.events if event.what in _INTERRUPTIONS}
+    went_back = {
+        after.stats["lineage"] for run in runs for before, after in pairwise(run.steps) if "given_back" in before.stats
+    }
     pairs = [
         (before, after, gaps.get((before.stats["lineage"], after.stats["lineage"])))
         for before, after in pairwise(steps)
@@ -293,7 +328,8 @@ def fleet_changes(steps: Sequence[StepRow], runs: Iterable[Run]) -> Iterable[Fle
             usual.setdefault(before.workers, []).append(gap)
     every = [gap for some in usual.values() for gap in some] or [0.0]
     for before, after, gap in pairs:
-        if before.workers != after.workers or gap is None or after.step in interrupted:
+        unknown = gap is None and after.stats["lineage"] not in went_back
+        if before.workers != after.workers or unknown or after.step in interrupted:
             typical = statistics.median(usual.get(before.workers) or every)
             lost = None if gap is None else round(max(0.0, gap - typical), 4)
             yield FleetChange(step=after.step, before=before.workers, after=after.workers, lost_s=lost)
@@ -361,6 +397,11 @@ def account_lines(launcher: Mapping[str, Any], account: JobAccount | None) -> li
         lines.append(
             f"{account.given_up_steps} steps ({account.given_up_samples} samples) were lost with the replicas that had "
             f"committed them, and computed again"
+        )
+    if account.given_back_steps:
+        lines.append(
+            f"{account.given_back_steps} steps ({account.given_back_samples} samples) were given back by the rule, "
+            f"which went on from an earlier state, and trained on again"
         )
     costs = _costs(account.changes)
     if costs:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ from ebbflow.run.assemble import (
 )
 from ebbflow.run.checkpoint import save_checkpoint, weights_digest
 from ebbflow.run.config import RunConfig, shows_settings
-from ebbflow.run.flow import OpenStep
+from ebbflow.run.flow import OpenStep, Stateful
 from ebbflow.run.header import make_header
 from ebbflow.run.loop import Callbacks, TrainingLoop
 from ebbflow.run.session import Session
@@ -83,16 +83,6 @@ STATE_VERSION = 1
 _OF_THE_FLEET = ("lighthouse", "replica", "folder", "job", "bind", "checkpoints", "transport")
 """What the environment says, unless it is given."""
 _LOOK_AGAIN_S = 0.1
-
-
-class Stateful(Protocol):
-    """Whatever else belongs to the state of a script: a scheduler, a counter."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers, texts and plain containers of them."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restore what `state_dict` described."""
 
 
 @shows_settings("session")
@@ -141,6 +131,7 @@ class LiveSession(Session):
             loss=loss,
             reduction=reduction,
             max_steps=max_steps,
+            extras=extras,
             evaluate=(lambda: on_epoch(self.flow.ledger.epoch)) if on_epoch is not None else None,
             checkpoint_every_s=checkpoint_every_s,
             config=config,
@@ -160,7 +151,6 @@ class LiveSession(Session):
             )
         self.fleet = ReplicaConfig.from_environment(**fleet)
         self._on_commit = on_commit
-        self._extras = dict(extras or {})
         self._notice = notice
         self._asked_to_leave = False
         self._stop = StopSignal()
@@ -277,7 +267,7 @@ class LiveSession(Session):
             raise
         stack.enter_context(RankWatch(ranks, self.fleet.bind, self._secret))
         flow = assemble(self.config, self.task, self._maker, optimizer=self._optimizer)
-        flow.max_steps = self._max_steps
+        flow.max_steps, flow.extras = self._max_steps, self._extras
         tracker = make_tracker(  # of the fleet: the rows are the same on all replicas, and the first one sends them
             self.config,
             self.fleet.folder,
@@ -551,10 +541,9 @@ class LiveSession(Session):
 
     def _complete_state(self) -> dict[str, Any]:
         """The state after the last committed step."""
-        extras = {name: extra.state_dict() for name, extra in self._extras.items()}
         # Any number of ranks can read a checkpoint, into shards of their own.
         job = {name: value for name, value in self._job.items() if name not in ("ranks", "shards")}
-        own = {"version": STATE_VERSION, "job": job, "lineage": self.engine.lineage, "extras": extras}
+        own = {"version": STATE_VERSION, "job": job, "lineage": self.engine.lineage}
         own["fork"] = self.engine.fork  # a replica that receives this state records the same parent as the others
         return {**own, **self.flow.state_dict()}
 
@@ -602,8 +591,6 @@ class LiveSession(Session):
             for group, initial in zip(self._optimizer.inner.param_groups, self._initial_groups, strict=True):
                 group.update(initial)
             self._optimizer._initial_lrs = [group["lr"] for group in self._optimizer.inner.param_groups]
-        for name, extra in self._extras.items():
-            extra.load_state_dict(state["extras"][name])
         self.engine.lineage, self.engine.fork = int(state["lineage"]), state.get("fork")
         return self.flow.step, self.engine.lineage
 
@@ -657,13 +644,13 @@ def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any, **
     `optimizer`: any optimizer of torch, whose rates were tuned at `base_batch` samples and follow the batch by `rule`;
     or an `ElasticOptimizer` without a sampler. `data`: a map-style data set, a DataLoader of one (its `collate_fn`,
     `num_workers`, `worker_init_fn` and `batch_size` are used), or a source with `batch(indices, train=True)`.
-    `loss(model, x, y)`: for `fleet.run()`, which needs no loop. `reduction`: "mean" or "sum", what the loss of your own
-    loop is. `max_steps`:
-    training ends after this many steps, or after `epochs` if that comes first. `extras`: whatever else belongs to the
-    state, by name, with `state_dict` and `load_state_dict`. `notice`: asked before every step whether this machine is
-    about to be taken away. `on_epoch(epoch)`: called after every epoch on every replica; the scores that it returns go
-    into the record. `data_mesh`: if a replica has several ranks of which some get the same samples (tensor parallel),
-    the one-dimensional DeviceMesh over which the samples are divided.
+    `loss(model, x, y)`: for `fleet.run()`, which needs no loop. `reduction`: "mean" or "sum", what the loss of your
+    own loop is. `max_steps`: training ends after this many steps, or after `epochs` if that comes first. `extras`:
+    whatever else belongs to the state, by name, with `state_dict` and `load_state_dict`; it goes back to a snapshot
+    with the rest. `notice`: asked before every step whether this machine is about to be taken away.
+    `on_epoch(epoch)`: called after every epoch on every replica; the scores that it returns go into the record.
+    `data_mesh`: if a replica has several ranks of which some get the same samples (tensor parallel), the
+    one-dimensional DeviceMesh over which the samples are divided.
 
     Settings are those of a `Session`: epochs, local_batch (samples of one replica per step), rule, base_batch,
     schedule, policy (a text, or a function (step, replicas) -> (workers, samples)), seed, micro_batch, precision, ema,

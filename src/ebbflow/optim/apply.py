@@ -27,6 +27,7 @@ import torch
 
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import squared_norms
+from ebbflow.rules.families import name_of_optimizer, optimizer_family
 from ebbflow.rules.rule import Scaling
 from ebbflow.torch_api import foreach_copy_, foreach_lerp_, foreach_mul_
 
@@ -110,10 +111,14 @@ class Applier:
     def noise_exponent(self) -> float:
         """The power of the batch by which the rate must fall for the noise of a step to stay the same.
 
-        It is 1 if the step is proportional to the gradient, and 1/2 if the optimizer normalises the gradient, which is
-        recognised by an eps or betas among its settings.
+        It is 1 if the step is proportional to the gradient, and 1/2 if the optimizer normalises the gradient.
         """
-        return 0.5 if {"eps", "betas"} & self.inner.defaults.keys() else 1.0
+        return 0.5 if self.adaptive else 1.0
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the optimizer normalises the gradient; `optimizer_family` says it."""
+        return optimizer_family(name_of_optimizer(type(self.inner))) == "adam"
 
     @property
     def _corrected(self) -> bool:

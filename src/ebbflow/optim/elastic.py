@@ -24,6 +24,8 @@ from ebbflow.optim.across_ranks import AcrossRanks, StepTotals, without_sync
 from ebbflow.optim.open_gradients import OpenGradients, UnscaledStep, WatchedGradients
 from ebbflow.optim.rule_optimizer import OnNonfinite, RuleOptimizer, Update
 from ebbflow.optim.schedules import Schedule
+from ebbflow.rules.chosen import check_choice
+from ebbflow.rules.families import name_of_optimizer
 from ebbflow.rules.rule import Rule, StepContext
 
 __all__ = ["ElasticOptimizer", "StopRequest", "multiply_rates"]
@@ -190,7 +192,8 @@ class ElasticOptimizer(RuleOptimizer):
 
         The rates of all parameter groups are multiplied by one factor, so that the first is that of the choice.
         `base_batch` is by default the reference batch of the choice. All other arguments are those of the constructor;
-        a `rule` among them is used instead of the chosen one, which is logged.
+        a `rule` among them is used instead of the chosen one, which is logged, and so is a choice that is the fallback,
+        or of another reference batch. A choice for an optimizer of another family is a ConfigError.
         """
         choice = read_choice(path)
         batch = base_batch if base_batch is not None else choice.source.get("ref_batch")
@@ -198,6 +201,11 @@ class ElasticOptimizer(RuleOptimizer):
             raise ConfigError(f"{path} has no ref_batch in [source]; give base_batch=")
         if "rule" in options:
             _LOG.warning("the rule %s was given and is used instead of %s of %s", options["rule"], choice.rule, path)
+        kind = type(inner)
+        for text in check_choice(
+            choice, origin=str(path), optimizer=kind.__name__, named=name_of_optimizer(kind), ref_batch=batch
+        ):
+            _LOG.warning("%s: %s", path, text)
         multiply_rates(inner, choice.lr)
         return cls(inner, options.pop("rule", choice.rule), base_batch=batch, **options)
 

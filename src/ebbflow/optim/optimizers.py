@@ -18,9 +18,12 @@ import torch
 from ebbflow.core.extras import require
 from ebbflow.core.spec import Registry
 from ebbflow.errors import SpecError
+from ebbflow.rules.families import known_optimizer, name_of_optimizer
 from ebbflow.torch_api import NormBase
 
-__all__ = ["OPTIMIZERS", "OptimizerChoice", "build_optimizer", "norms_and_biases", "register_optimizer"]
+__all__ = [
+    "OPTIMIZERS", "OptimizerChoice", "build_optimizer", "name_of_text", "norms_and_biases", "register_optimizer",
+]  # fmt: skip
 
 _NORMS = (NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 
@@ -151,6 +154,18 @@ def norms_and_biases(model: torch.nn.Module) -> set[int]:
     """
     chosen = {id(p) for p in model.parameters() if p.ndim <= 1}
     return chosen | {id(p) for m in model.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
+
+
+def name_of_text(text: str) -> str:
+    """The name by which the family of an optimizer is known, given its text form; one of a plugin has its class's name.
+
+    >>> name_of_text("adamw(eps=1e-6)")
+    'adamw'
+    """
+    name = text.partition("(")[0].strip()
+    if known_optimizer(name):
+        return name
+    return name_of_optimizer(type(build_optimizer(text, [torch.nn.Parameter(torch.zeros(1, 1))], lr=1.0)))
 
 
 def build_optimizer(

@@ -26,7 +26,7 @@ from ebbflow.rules.rule import Rule, Scaling, State, StepContext, Verdict, damp,
 
 __all__ = ["OnNonfinite", "RuleOptimizer", "Update"]
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 OnNonfinite = Literal["ignore", "skip", "stop"]
 
@@ -278,7 +278,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @property
     def _adaptive(self) -> bool:
-        return self._applier.noise_exponent < 1
+        return self._applier.adaptive
 
     def review(self, context: StepContext, loss: float) -> Verdict:
         """Ask a rule that guards what follows from the loss of the latest step; engines do, your own loops do not."""
@@ -368,7 +368,12 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; a state of another version, rule or reference batch is refused."""
-        for key, own in (("version", STATE_VERSION), ("rule", str(self.rule)), ("base_batch", self.base_batch)):
+        if (version := state_dict.get("version")) != STATE_VERSION:
+            raise CheckpointError(
+                f"the optimizer state was saved by another version of ebbflow (version {version!r} of the state, this "
+                f"one reads {STATE_VERSION}); go on with the ebbflow that saved it, or start anew"
+            )
+        for key, own in (("rule", str(self.rule)), ("base_batch", self.base_batch)):
             if state_dict.get(key) != own:
                 raise CheckpointError(
                     f"the optimizer state was saved with {key} {state_dict.get(key)!r}, this optimizer has {own!r}; "

@@ -133,6 +133,8 @@ class BatchPlan:
     """Duration of a step of each run."""
     steps: int | None
     """Number of steps in the plan; None if the last run has no end."""
+    goes_on: bool = False
+    """Whether `at` answers for steps beyond the end of the plan, too, with the fleet of its last run."""
     source: Mapping[str, Any] = field(default_factory=dict)
     """What the plan was made from, as JSON values for the header of a record."""
 
@@ -249,7 +251,7 @@ class BatchPlan:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def at(self, step: int) -> StepSize:
-        """The step with this number, counted from 0, in O(log runs)."""
+        """The step with this number, counted from 0, in O(log runs); a PlanError beyond the end, unless it goes on."""
         run = self._run(step)
         return StepSize(
             workers=int(self.workers[run]),
@@ -257,6 +259,15 @@ class BatchPlan:
             time_s=float(self.start_s[run] + (step - self.first[run]) * self.step_s[run]),
             duration_s=float(self.step_s[run]),
         )
+
+    def going_on(self) -> BatchPlan:
+        """The same plan for a run that may give steps back, and then needs more of them than its epochs have.
+
+        >>> plan = BatchPlan.from_trace(Trace.parse("0s:4 10s:2 20s"), "follow(32)", "10s").going_on()
+        >>> plan.steps, plan.at(2)
+        (2, StepSize(workers=2, samples=64, time_s=20.0, duration_s=10.0))
+        """
+        return replace(self, goes_on=True)
 
     def batches(self, start: int = 0, stop: int | None = None) -> Ints:
         """The samples of each step from `start` to `stop` - 1 (without `stop`: to the end of the plan), as an array."""
@@ -306,7 +317,7 @@ class BatchPlan:
         return "no end" if self.steps is None else f"{self.steps:,} steps"
 
     def _run(self, step: int) -> int:
-        if step < 0 or (self.steps is not None and step >= self.steps):
+        if step < 0 or (self.steps is not None and step >= self.steps and not self.goes_on):
             raise PlanError(f"step {step} is not in the plan, which has {self._length}; repeat the trace to go on")
         return int(np.searchsorted(self.first, step, side="right")) - 1
 

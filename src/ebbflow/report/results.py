@@ -256,7 +256,7 @@ def _note(run: Run) -> str:
         parts.append(run.end.text)
     if resumes := sum(event.what == "resumed" for event in run.events):
         parts.append(f"resumed {resumes} time{'s' if resumes > 1 else ''}")
-    back = [row.stats for row in run.steps if "given_back" in row.stats]
+    back = [row.stats for row in (*run.steps, *run.given_back) if "given_back" in row.stats]
     if given_back := [stats["given_back"] for stats in back if "probe" not in stats]:
         times = "once" if len(given_back) == 1 else f"{len(given_back)} times"
         parts.append(f"went back to a snapshot {times}, {sum(given_back):,.0f} samples were trained on again")

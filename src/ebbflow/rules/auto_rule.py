@@ -73,10 +73,11 @@ class Auto(Rule):
     finite, or is more than 1.2 times that of the first step and three standard deviations above it, is taken for damage
     (of the first four steps, one of more than twice that loss). The run then goes back to its last snapshot, with half
     the coefficient and twice the warm-up; the samples since the snapshot are given back and trained on again. This
-    happens at most twice. Snapshots are taken before the first step and after every hundredth of the run, as
-    long as the loss is below that of the first step, and kept in the memory of the host. The deviation is that between
-    the losses of consecutive steps. In a loop of your own around `ElasticOptimizer`, which does not see the loss,
-    nothing is guarded or probed.
+    happens at most twice. Snapshots are taken before the first step and after every hundredth of the run, as long as
+    the loss is below that of the first step. The loss of a step is that before its update, so one is gone back to only
+    once a later loss below that of the first step has confirmed it; until then the one before is kept, too, both in the
+    memory of the host. The deviation is that between the losses of consecutive steps. In a loop of your own around
+    `ElasticOptimizer`, which does not see the loss, nothing is guarded or probed.
 
     Probe: at 25, 40, 60 and 80 % of the samples, once warm-up and guard are over, 60 steps are trained three
     times from the same state, with c, c/2 and 2c. Each branch is scored by its loss on the samples that follow, 2,048
@@ -130,7 +131,7 @@ class Auto(Rule):
             "coefficient": 1.0, "warm_up": 1.0, "worth": 0.0, "fixed": 1.0, "ramp": None, "restored": 0,
             "level": None, "rising": True, "held": False, "slopes": [0.0, 0.0, 0],
             "guarded": self.guard, "first_loss": None, "last_loss": None, "differences": 0, "squares": 0.0,
-            "snapshots": 0, "probe": None, "probes": 0, "given_back": 0, "probed": None,
+            "snapshots": 0, "unconfirmed": False, "probe": None, "probes": 0, "given_back": 0, "probed": None,
         }  # fmt: skip
 
     def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
@@ -221,8 +222,11 @@ class Auto(Rule):
             "squares": state["squares"] + (loss - state["last_loss"]) ** 2,
         }
         due = int(part / _SNAPSHOT_EVERY)
+        # This loss is that of the weights before the update: it says nothing about a snapshot of the present ones.
         if due > state["snapshots"] and loss < first:
-            return "snapshot", {**state, **seen, "snapshots": due}
+            return "snapshot", {**state, **seen, "snapshots": due, "unconfirmed": True}
+        if state["unconfirmed"] and loss < first:
+            return "confirm", {**state, **seen, "unconfirmed": False}
         return "continue", {**state, **seen}
 
     def _damaged(self, loss: float, state: dict[str, Any]) -> bool:
@@ -323,7 +327,8 @@ class Auto(Rule):
         level = snapshot["level"]
         if level is not None:
             level *= snapshot["warm_up"] / state["warm_up"]  # a longer warm-up has come less far
-        return {**snapshot, "last_loss": last, "level": level, **{name: state[name] for name in kept}}
+        gone_on = {name: state[name] for name in kept}
+        return {**snapshot, "last_loss": last, "level": level, "unconfirmed": False, **gone_on}
 
 
 def _remembered(context: StepContext, slopes: list[Any]) -> list[Any]:

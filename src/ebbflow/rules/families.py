@@ -11,8 +11,8 @@ import os
 from typing import Literal
 
 __all__ = [
-    "OptimizerFamily", "candidate_rules", "default_rule", "fallback_rule", "name_of_optimizer", "optimizer_family",
-    "tell_default_rule",
+    "OptimizerFamily", "candidate_rules", "default_rule", "fallback_rule", "known_optimizer", "name_of_optimizer",
+    "optimizer_family", "tell_default_rule",
 ]  # fmt: skip
 
 _LOG = logging.getLogger(__name__)
@@ -36,6 +36,11 @@ def optimizer_family(optimizer: str) -> OptimizerFamily:
     return "sgd" if _short(optimizer) in _SGD else "adam"
 
 
+def known_optimizer(name: str) -> bool:
+    """Whether the name itself says to which family an optimizer belongs."""
+    return _short(name) in (*_SGD, *_ADAM)
+
+
 def name_of_optimizer(kind: type) -> str:
     """The name by which the family of an optimizer class is known: that of the class, or of one that it derives from.
 
@@ -43,7 +48,7 @@ def name_of_optimizer(kind: type) -> str:
     ('SGD', 'Other')
     """
     names = [base.__name__ for base in kind.__mro__]
-    return next((name for name in names if name.lower() in (*_SGD, *_ADAM)), names[0])
+    return next((name for name in names if known_optimizer(name)), names[0])
 
 
 def default_rule(optimizer: str, *, ends: bool = True, grows: bool = False, unmeasured: str = "") -> tuple[str, str]:
@@ -64,7 +69,7 @@ def default_rule(optimizer: str, *, ends: bool = True, grows: bool = False, unme
         return "constant", "the batch grows in the place of a falling rate"
     family = optimizer_family(optimizer)
     found = []
-    if _short(optimizer) not in (*_SGD, *_ADAM):
+    if not known_optimizer(optimizer):
         found.append(f"{optimizer} is not known to be related to SGD or Adam")
     if unmeasured and family == "sgd":
         family = "adam"

@@ -32,14 +32,15 @@ __all__ = [
 State = Any
 """What a rule remembers: None, or a value that JSON can hold."""
 Verdict = Literal[
-    "continue", "snapshot", "restore", "release",
+    "continue", "snapshot", "confirm", "restore", "release",
     "branch", "average", "score", "score average", "next", "lead", "adopt", "adopt last",
 ]  # fmt: skip
 """What a rule asks for after a step.
 
     continue        go on
-    snapshot        keep the present state as the snapshot
-    restore         go back to the snapshot
+    snapshot        keep the present state, beside the one to go back to; an unconfirmed one is confirmed thereby
+    confirm         the state that was kept last is from now on the one to go back to
+    restore         go back to the last confirmed state; the first is that before the first step
     release         go on without any state that was kept
 
 A rule compares branches from one state, of which one is kept:

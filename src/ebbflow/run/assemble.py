@@ -22,7 +22,7 @@ from ebbflow.errors import ConfigError, UnitError
 from ebbflow.moments.meters import why_unmeasurable
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
-from ebbflow.optim.optimizers import build_optimizer
+from ebbflow.optim.optimizers import build_optimizer, name_of_text
 from ebbflow.optim.schedules import Schedule, make_schedule
 from ebbflow.plan import BatchPlan, GrowingPolicy, Growth, make_policy
 from ebbflow.plan.policies import Drop, Policy
@@ -39,6 +39,7 @@ from ebbflow.workloads.sources import EvenSubset
 __all__ = [
     "assemble",
     "check_names",
+    "default_rule_of",
     "engine_maker",
     "loader_workers",
     "make_evaluate",
@@ -115,27 +116,49 @@ def with_rule(
         return config.replace(rule=str(given.rule))
     if config.rule is not None:
         return config
-    name = config.optimizer or "" if given is None else name_of_optimizer(type(given))
+    assert given is not None or config.optimizer is not None  # resolve() filled it in
+    name = name_of_optimizer(type(given)) if given is not None else name_of_text(str(config.optimizer))
+    trained = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
+
+    def one_micro_batch(growing: GrowingPolicy | None) -> int:
+        if not planned or config.epochs is None:
+            return 0
+        plan, _ = make_plan(config, len(task.train))
+        return unmeasured_step(config, plan, len(task.train), growing)
+
+    rule = default_rule_of(config, name, trained=trained, engine=engine, one_micro_batch=one_micro_batch)
+    return config.replace(rule=tell_default_rule(*rule))
+
+
+def default_rule_of(
+    config: RunConfig,
+    optimizer: str,
+    *,
+    trained: Sequence[torch.nn.Parameter] | None = None,
+    engine: EngineMaker | None = None,
+    one_micro_batch: Callable[[GrowingPolicy | None], int] = lambda growing: 0,
+    unmeasured: str = "",
+) -> tuple[str, str]:
+    """What `default_rule` says about a run with these settings: a rule that it can be trained with.
+
+    `trained`: the parameters, if they are known. `one_micro_batch`: asked where it matters for the samples of
+    the largest step if all steps have a single micro-batch; 0: one has two. `unmeasured`: why noise and signal are not
+    measured, if that is known.
+    """
     policy = make_policy(config.policy, config.local_batch) if config.plan is None else None
     grows = isinstance(policy, GrowingPolicy) and policy.damps
-    unmeasured = ""
-    if optimizer_family(name) == "sgd" and not grows:  # others measure nothing
-        trained = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
-        unmeasured = why_unmeasurable(trained)
+    if optimizer_family(optimizer) == "sgd" and not grows and not unmeasured:  # others measure nothing
+        unmeasured = why_unmeasurable(trained) if trained is not None else ""
         if engine is not None and not getattr(engine, "measures", False):
             unmeasured = "the engine is not registered as one that measures the noise of the gradient (measures=True)"
         elif config.batch_norm == "sync":
             unmeasured = "synchronised batch norm computes a step in one micro-batch, in which no noise is seen"
-        elif planned and not unmeasured and config.epochs is not None:
-            plan, _ = make_plan(config, len(task.train))
-            growing = policy if isinstance(policy, GrowingPolicy) else None
-            if most := unmeasured_step(config, plan, len(task.train), growing):
-                unmeasured = (
-                    f"all steps have one micro-batch, in which no noise is seen (micro_batch={max(1, most // 2)} or "
-                    f"less makes two)"
-                )
-    rule = default_rule(name, ends=config.epochs is not None, grows=grows, unmeasured=unmeasured)
-    return config.replace(rule=tell_default_rule(*rule))
+        elif not unmeasured and (most := one_micro_batch(policy if isinstance(policy, GrowingPolicy) else None)):
+            unmeasured = (
+                f"all steps have one micro-batch, in which no noise is seen (micro_batch={max(1, most // 2)} or less "
+                f"makes two)"
+            )
+    return default_rule(optimizer, ends=config.epochs is not None, grows=grows, unmeasured=unmeasured)
 
 
 def make_optimizer(
@@ -231,6 +254,7 @@ def assemble(
         optimizer,
         Ledger(samples=samples),
         total_samples=(config.epochs or 0) * samples,
+        planned_steps=plan.steps if plan is not None and plan.goes_on else None,
         statistics=statistics,
         average=WeightAverage(task.model, config.ema) if config.ema is not None else None,
         growth=growth,

@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,20 @@ from ebbflow.record import StepRow
 from ebbflow.rules.rule import StepContext
 from ebbflow.run.checkpoint import load_model
 
-__all__ = ["Flow", "OpenStep", "check_loss"]
+__all__ = ["Flow", "OpenStep", "Stateful", "check_loss"]
+
+_KEPT = ("snapshot", "unconfirmed", "branches")
+"""The states that a flow keeps for its rule; they are part of its own."""
+
+
+class Stateful(Protocol):
+    """Whatever else belongs to the state of a script: a scheduler, a second optimizer, a counter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers, texts and plain containers of them."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore what `state_dict` described."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +74,16 @@ class Flow:
     """The growing policy and its state, if the batch grows."""
     drop: Drop | None = None
     """The policy by which steps drop the samples of absent workers, if they do."""
+    extras: Mapping[str, Stateful] = field(default_factory=dict)
+    """What else belongs to the state, by name: saved, restored and put back with it."""
     max_steps: int = 0
     """The run ends after this many steps, if not before; 0 stands for no limit."""
+    planned_steps: int | None = None
+    """Steps of the plan, where a run that gives steps back goes on beyond its end; None: there is no such end."""
     snapshot: Mapping[str, Any] | None = None
     """The state to which the run goes back if the rule asks for it; tensors are in the memory of the host."""
+    unconfirmed: Mapping[str, Any] | None = None
+    """A later state, kept in the same way, which takes the place of the snapshot once the rule confirms it."""
     branches: Mapping[str, Any] | None = None
     """While the rule compares branches: the state at their `start`, the `best` end so far, the end of the `last` one,
     which is being scored, all in the memory of the host; the `sum` of the weights of the present one and their
@@ -201,7 +220,7 @@ class Flow:
     def _kept_state(self) -> dict[str, Any]:
         """The present state, to be kept."""
         self.engine.sync()
-        state = _in_host_memory({**self.state_dict(), "snapshot": None, "branches": None})
+        state = _in_host_memory({name: part for name, part in self.state_dict().items() if name not in _KEPT})
         return {**state, "known": self.engine.snapshot_taken()}
 
     def _review(self, context: StepContext, loss: float) -> dict[str, float]:
@@ -214,10 +233,13 @@ class Flow:
         kept = dict(self.branches or {})
         match verdict:
             case "snapshot":
-                self.snapshot = self._kept_state()
+                self.snapshot, self.unconfirmed = self.unconfirmed or self.snapshot, self._kept_state()
+            case "confirm":
+                self.snapshot, self.unconfirmed = self.unconfirmed or self.snapshot, None
             case "release":
-                self.snapshot = self.branches = None
+                self.snapshot = self.unconfirmed = self.branches = None
             case "restore" if self.snapshot is not None:
+                self.unconfirmed = None
                 return self._go_back(self.snapshot)
             case "branch":
                 self.branches = {"start": self._kept_state()}
@@ -253,12 +275,13 @@ class Flow:
 
     def _go_back(self, state: Mapping[str, Any]) -> dict[str, float]:
         """Go on from a state that was kept; what the rule has learned since goes on."""
-        kept, step, wall_s, done = (self.snapshot, self.branches), self.step, self.wall_s, self.ledger.total
+        kept = (self.snapshot, self.unconfirmed, self.branches)
+        step, wall_s, done = self.step, self.wall_s, self.ledger.total
         reviewed = self.optimizer.state_dict()["rule_state"]
         # A copy: torch's optimizers go on with the tensors that they load.
         self.load_state_dict(_in_host_memory(state), origin="the snapshot")
         self.optimizer.rule_restored(reviewed)
-        (self.snapshot, self.branches), self.step, self.wall_s = kept, step, wall_s
+        (self.snapshot, self.unconfirmed, self.branches), self.step, self.wall_s = kept, step, wall_s
         self.engine.snapshot_loaded(state["known"])
         return {"given_back": float(done - self.ledger.total)}
 
@@ -286,11 +309,12 @@ class Flow:
             "growth": self.growth.state_dict() if self.growth is not None else None,
             "engine": self.engine.state_dict(),
             "ledger": self.ledger.state(),
+            "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
             "step": self.step,
             "wall_s": self.wall_s,
         }
         if weights:
-            state |= {name: kept for name in ("snapshot", "branches") if (kept := getattr(self, name)) is not None}
+            state |= {name: kept for name in _KEPT if (kept := getattr(self, name)) is not None}
         if not weights:
             del optimizer["inner"]
             return state
@@ -303,6 +327,11 @@ class Flow:
 
         A state of another model, rule, policy or data set is a CheckpointError. With `strict=False` a rule or policy
         that has changed begins anew, data of another size continue with the saved epoch, and the rest goes on."""
+        extras = state.get("extras") or {}
+        if strict and (missing := sorted(self.extras.keys() - extras.keys())):
+            raise CheckpointError(
+                f"{origin} has no state of {', '.join(missing)} among its extras; leave them out, or start anew"
+            )
         if "model" in state:
             load_model(self.engine.model, state["model"], origin)
             torch.set_rng_state(state["rng"])
@@ -321,9 +350,11 @@ class Flow:
             if strict:
                 raise
             self.ledger = Ledger(samples=self.ledger.samples, epoch=int(state["ledger"]["epoch"]))
+        for name in self.extras.keys() & extras.keys():
+            self.extras[name].load_state_dict(extras[name])
         self.step = int(state["step"])
         self.wall_s = float(state["wall_s"])
-        self.snapshot, self.branches = state.get("snapshot"), state.get("branches")
+        self.snapshot, self.unconfirmed, self.branches = (state.get(name) for name in _KEPT)
         if self.branches is None:
             self.optimizer.rule_interrupted()
         self.engine.load_state_dict(state.get("engine") or {})

@@ -130,11 +130,6 @@ class TrainingLoop:
         try:
             return self.flow.run_step()
         except PlanError as error:
-            if self.flow.optimizer.rule.guards:
-                raise PlanError(
-                    f"the plan ends before the run ({error}). A run that went back to a snapshot takes more steps than "
-                    f"its epochs have: repeat the trace (--repeat)"
-                ) from None
             if not self.flow.optimizer.by_gain:
                 raise
             raise PlanError(
@@ -144,6 +139,9 @@ class TrainingLoop:
 
     def after(self, row: StepRow) -> None:
         """Everything that follows a committed step."""
+        if row.step == self.flow.planned_steps:
+            text = f"after {row.step:,} steps; what was given back is trained on again with the last fleet of the plan"
+            self.event("end of the plan", text, step=row.step)
         self.record.write(row)
         update = self.flow.optimizer.last
         if update is not None and update.moments is not None and update.moments.layer_noise:
@@ -158,7 +156,9 @@ class TrainingLoop:
             self.event("probe", _probe_text(factor, row.stats["coefficient"]), step=row.step)
         if "given_back" in row.stats and "probe" not in row.stats:
             back = f"{row.stats['given_back']:.0f} samples are given back and trained on again"
-            self.event("went back", f"the loss was {row.loss:.4g}: back to the last snapshot, {back}", step=row.step)
+            self.event(
+                "went back", f"the loss was {row.loss:.4g}: back to the last confirmed snapshot, {back}", step=row.step
+            )
         check_loss(row)
         if "given_back" not in row.stats and (self.flow.ledger.position == 0 or self.flow.finished):
             self.validate(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ebbflow.core.units import Seconds, parse_seconds
@@ -19,12 +20,13 @@ from ebbflow.plan import (
     plan_for,
     plan_growing,
 )
+from ebbflow.plan.batch_plan import trace_from
 from ebbflow.rules.rule import Rule
 from ebbflow.run.config import RunConfig
 from ebbflow.traces import Trace
 from ebbflow.traces import load as load_trace
 
-__all__ = ["MAX_EPOCHS", "check_measurable", "epoch_time", "make_plan", "unmeasured_step"]
+__all__ = ["MAX_EPOCHS", "check_measurable", "epoch_time", "make_plan", "unmeasured_step", "unmeasured_trace"]
 
 MAX_EPOCHS = 10
 """A run that counts gain may take this many times its epochs; one that takes more has too little gain ever to end."""
@@ -46,10 +48,16 @@ def make_plan(
     """The batch plan of a complete configuration over a data set of `samples` samples, and the trace it comes from.
 
     For a growing policy it is the plan of what the workers can do; how much of it a step takes is decided during
-    training. A run that counts gain (`by_gain`), or whose rule may go back to a snapshot (`guards`), takes more steps
-    than its epochs have, and how many is not known: a trace whose step time is fitted to the epochs, or given per
-    epoch, is then repeated as with `repeat`; any other plan may turn out to be too short.
+    training. A run that counts gain (`by_gain`), or whose rule may give steps back (`guards`), takes more steps than
+    its epochs have, and how many is not known: a trace whose step time is fitted to the epochs, or given per epoch, is
+    then repeated as with `repeat`. Any other plan is too short only if it does not reach the epochs: steps that were
+    given back are taken beyond its end, with its last fleet. Where gain is counted it may turn out to be too short.
     """
+    plan, trace = _make_plan(config, samples, by_gain=by_gain, guards=guards)
+    return (plan.going_on() if guards and not by_gain else plan), trace
+
+
+def _make_plan(config: RunConfig, samples: int, *, by_gain: bool, guards: bool) -> tuple[BatchPlan, Trace | None]:
     assert config.epochs  # resolve() filled it in
     if config.plan is not None:
         plan = _read_plan(config)
@@ -108,7 +116,8 @@ def _reach(config: RunConfig, *, by_gain: bool, guards: bool) -> tuple[int, bool
         return config.epochs * MAX_EPOCHS, True
     fitted = config.step_time == "fit" or epoch_time(config.step_time) is not None
     if (fitted or config.repeat) and guards:
-        return config.epochs + 1 + config.epochs // 2, True  # it goes back twice at most, each time from a quarter
+        # It goes back twice at most, each time from a quarter, and probes give back a twentieth.
+        return config.epochs + 1 + config.epochs * 11 // 20, True
     return config.epochs, config.repeat
 
 
@@ -156,11 +165,32 @@ def unmeasured_step(config: RunConfig, plan: BatchPlan, samples: int, policy: Gr
     if policy is not None and (policy.passive or policy.needs_two_micro_batches):
         assert config.epochs and config.ref_batch
         plan = foresee(policy, plan, samples=samples, epochs=config.epochs, ref_batch=config.ref_batch)
-    for run in plan.runs():
-        largest = largest_micro_batch(workers=run.workers, samples=run.samples, limit=config.micro_batch)
-        if len(micro_batch_sizes(run.samples, largest=largest)) > 1:
+    return _one_micro_batch(config, ((run.workers, run.samples) for run in plan.runs()))
+
+
+def unmeasured_trace(config: RunConfig, policy: GrowingPolicy | None) -> int:
+    """The same for any number of samples, as far as the trace says it: no workers that it has make two micro-batches.
+
+    It says nothing about a growing `policy`, whose steps depend on the samples.
+    """
+    if policy is not None:
+        return 0
+    trace = trace_from(load_trace(config.trace), parse_seconds(config.offset))
+    workers, samples = make_policy(config.policy, config.local_batch).sizes(trace.workers)
+    return _one_micro_batch(config, zip(workers.tolist(), samples.tolist(), strict=True))
+
+
+def _one_micro_batch(config: RunConfig, steps: Iterable[tuple[int, int]]) -> int:
+    """Samples of the largest of these (workers, samples) if none has two micro-batches, else 0."""
+    most = 0
+    for workers, samples in steps:
+        if not samples:
+            continue
+        largest = largest_micro_batch(workers=workers, samples=samples, limit=config.micro_batch)
+        if len(micro_batch_sizes(samples, largest=largest)) > 1:
             return 0
-    return int(plan.samples.max())
+        most = max(most, samples)
+    return most
 
 
 def check_measurable(

@@ -33,7 +33,7 @@ from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer, with_rule
 from ebbflow.run.config import RunConfig, shows_settings
 from ebbflow.run.device import cpu_settings
-from ebbflow.run.flow import Flow, OpenStep
+from ebbflow.run.flow import Flow, OpenStep, Stateful
 from ebbflow.run.header import make_header
 from ebbflow.run.loop import Callbacks, Evaluate, TrainingLoop
 from ebbflow.run.planning import make_plan
@@ -231,6 +231,7 @@ class Session:
         reduction: Literal["mean", "sum"] | None = None,
         max_steps: int | None = None,
         evaluate: Evaluate | None = None,
+        extras: Mapping[str, Stateful] | None = None,
         out: Path | str | None = None,
         callbacks: Callbacks | None = None,
         checkpoint_every_s: float = 60.0,
@@ -248,7 +249,10 @@ class Session:
         pairs. `reduction`: whether the loss that `step.backward` gets is a mean or a sum over the samples; by default a
         mean, and a loss that ends with a sum is refused. `max_steps`: the run ends after this many steps, or after
         `epochs` if that is given and comes first. `evaluate()`: called after every epoch; the scores that it returns go
-        into the record. `out`: the folder of the run. `config`: all settings at once instead of `settings`."""
+        into the record. `extras`: whatever else belongs to the state, by name, with `state_dict` and
+        `load_state_dict`: schedulers, a second optimizer. They are saved and restored with it, also where the rule goes
+        back to a snapshot (`auto`); what is not among them is not. `out`: the folder of the run. `config`: all
+        settings at once instead of `settings`."""
         self.model = model
         if isinstance(data, DataLoader) and config is None and data.batch_size is not None:
             settings = {"local_batch": data.batch_size, **settings}
@@ -261,6 +265,7 @@ class Session:
         if self.config.epochs is None and max_steps is None:
             raise ConfigError("epochs is missing: how many passes over the data? Or give max_steps")
         self._max_steps = max_steps or 0
+        self._extras = dict(extras or {})
         self.task = own_task(model, data, loss, workers=loader_workers(self.config))
         self._maker = engine_maker(engine) if isinstance(engine, str) else engine
         self.config = with_rule(self.config, self.task, optimizer, engine=self._maker, planned=self._planned)
@@ -318,7 +323,7 @@ class Session:
         flow = assemble(
             config, task, self._maker, optimizer=self._optimizer, plan=plan, ranks=ranks.ranks, on_event=on_event
         )
-        flow.max_steps = self._max_steps
+        flow.max_steps, flow.extras = self._max_steps, self._extras
         stack.callback(task.close)
         stack.callback(flow.engine.close)
         record: RecordWriter = NoRecord()

@@ -17,7 +17,7 @@ from ebbflow._version import __version__
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError, UnitError
-from ebbflow.rules.families import candidate_rules, optimizer_family
+from ebbflow.rules.families import candidate_rules, name_of_optimizer, optimizer_family
 from ebbflow.run.config import RunConfig
 from ebbflow.studies.grid import Study, check_arms
 from ebbflow.studies.halving import Candidate
@@ -97,12 +97,15 @@ def choose(
         metric, own_optimizer, train = "", None, None
     budget_s, share = parse_budget(budget, device=config.device)
     load_plugins(config.plugins)
-    from ebbflow.run.assemble import resolve
+    from ebbflow.optim.optimizers import name_of_text
+    from ebbflow.run.assemble import default_rule_of, engine_maker, resolve
+    from ebbflow.run.planning import unmeasured_trace
 
     whole = resolve(config)
     assert whole.epochs and whole.lr and whole.optimizer
     optimizer = own_optimizer or whole.optimizer
-    family = optimizer_family(optimizer)
+    named = own_optimizer or name_of_text(whole.optimizer)
+    family = optimizer_family(named)
     if config.plan is not None:
         raise ConfigError(f"the plan {config.plan} counts steps and cannot be shortened; give a trace instead")
     if not int(load_trace(config.trace).workers.max()):
@@ -131,7 +134,13 @@ def choose(
         candidates=candidates,
         epochs=whole.epochs,
         base=base,
-        family=family,
+        fallback=lambda why: default_rule_of(
+            whole,
+            named,
+            engine=engine_maker(whole.engine),
+            one_micro_batch=partial(unmeasured_trace, whole),
+            unmeasured=why,
+        ),
         folder=Path(out or Path("runs") / _folder_name(config)),
         budget_s=budget_s,
         share=share,
@@ -147,6 +156,7 @@ def choose(
             "trace": config.trace,
             "trace_sha256": config.trace_digest(),
             "optimizer": optimizer,
+            "optimizer_family": family,
             "base_lr": base,
             "ref_batch": whole.ref_batch,
             "local_batch": whole.local_batch,
@@ -217,7 +227,7 @@ def _own_model(make: Made, trace: str, settings: dict[str, Any]) -> tuple[RunCon
             ref_batch=1, local_batch=1, lr=1.0, optimizer="sgd", schedule="constant", epochs=1, metric="loss"
         )
         register_workload(name, recipe=recipe)(build)
-    return config, type(optimizer).__name__, partial(train_session, make)
+    return config, name_of_optimizer(type(optimizer)), partial(train_session, make)
 
 
 def _candidates(rules: Sequence[str], rates: Sequence[float]) -> list[Candidate]:

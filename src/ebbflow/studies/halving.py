@@ -27,6 +27,8 @@ _GO_ON = 3
 """One candidate in so many goes on to the next rung."""
 _ENOUGH_ERRORS = 2.0
 """A gap of so many standard errors is not called noise."""
+_ROUNDING = 1e-9
+"""Largest deviation that counts as none."""
 
 
 @dataclass(frozen=True, order=True)
@@ -100,34 +102,38 @@ class RunNoise:
 
 
 def measured_noise(scores: Scores) -> RunNoise | None:
-    """The noise, from pairs of candidates with two common seeds or more; None if there is no such pair.
+    """The noise, from pairs of candidates with two common seeds or more; None as long as too little is known of it.
 
     The differences of two candidates vary by twice the variance of one. All pairs are pooled; they are not independent,
-    so the degrees of freedom are those of the candidates, not of the pairs.
+    so the degrees of freedom are those of the candidates, not of the pairs. One degree of freedom says next to nothing:
+    its interval is 12.7 deviations wide. Nor do differences that are all equal, as scores of few samples may be.
 
-    >>> measured_noise({Candidate("a", 1): {0: 1.0, 1: 3.0}, Candidate("b", 1): {0: 1.0, 1: 5.0}})   # 0 and -2
-    RunNoise(deviation=1.0, freedom=1)
+    >>> a, b, c = (Candidate(name, 1) for name in "abc")
+    >>> measured_noise({a: {0: 1.0, 1: 3.0}, b: {0: 1.0, 1: 5.0}})   # 0 and -2, one degree of freedom
+    >>> measured_noise({a: {0: 1.0, 1: 3.0, 2: 1.0}, b: {0: 2.0, 1: 2.0, 2: 2.0}, c: {0: 1.0}})     # -1, 1 and -1
+    RunNoise(deviation=0.816496580927726, freedom=2)
     """
     sound = [runs for runs in scores.values() if len(runs) > 1 and None not in runs.values()]
-    squares, freedom = 0.0, 0
+    squares, pooled = 0.0, 0
     for first, second in combinations(sound, 2):
         common = sorted(first.keys() & second.keys())
         if len(common) > 1:
             differences = [_score(first, seed) - _score(second, seed) for seed in common]
             squares += statistics.variance(differences) * (len(common) - 1)
-            freedom += len(common) - 1
-    if not freedom:
+            pooled += len(common) - 1
+    if not pooled:
         return None
-    independent = max(1, (len(sound) - 1) * (min(len(runs) for runs in sound) - 1))
-    return RunNoise(deviation=math.sqrt(squares / freedom / 2), freedom=min(freedom, independent))
+    freedom = min(pooled, max(1, (len(sound) - 1) * (min(len(runs) for runs in sound) - 1)))
+    deviation = math.sqrt(squares / pooled / 2)
+    return RunNoise(deviation=deviation, freedom=freedom) if freedom > 1 and deviation > _ROUNDING else None
 
 
 def in_doubt(scores: Scores, keep: int, *, most_seeds: int) -> list[Candidate]:
     """The candidates that need another seed before `keep` of them go on, because noise could flip the decision.
 
-    As long as nothing is known about the noise, these are the last one that would go on and the first that would not.
-    Then all whose distance to the nearest candidate on the other side of the cut is below two standard errors of that
-    difference. A candidate that has `most_seeds`, or diverged, needs none; nor does anybody if all would go on.
+    As long as too little is known about the noise, these are the last one that would go on and the first that would
+    not. Then all whose distance to the nearest candidate on the other side of the cut is below two standard errors of
+    that difference. A candidate that has `most_seeds`, or diverged, needs none; nor does anybody if all would go on.
     """
     order, adjusted = rank(scores), seed_adjusted(scores)
     if keep >= len(order) or adjusted[order[keep]] == -math.inf:

@@ -22,7 +22,6 @@ from ebbflow.core.files import hold_lock, write_whole
 from ebbflow.core.units import format_seconds, plural
 from ebbflow.errors import ConfigError, OutputError, RecordError
 from ebbflow.record import Run, read_record
-from ebbflow.rules.families import OptimizerFamily, fallback_rule
 from ebbflow.studies.grid import Arm, Study
 from ebbflow.studies.halving import (
     Candidate,
@@ -124,7 +123,9 @@ class Tournament:
     candidates: list[Candidate]
     epochs: int
     base: float
-    family: OptimizerFamily
+    fallback: Callable[[str], tuple[str, str]]
+    """The rule to use where nothing was decided, and what keeps it from being the best fixed one of the family; given
+    why noise and signal cannot be measured, if that is known."""
     folder: Path
     budget_s: float | None
     """Wall-clock time in seconds; None: the share counts."""
@@ -475,8 +476,11 @@ class Tournament:
         if why:
             diverged = [row["rate"] for row in ranking if row["status"] == "diverged"]
             rate = min(1.0, *diverged) if diverged and len(diverged) == len(ranking) else 1.0
-            chosen = Candidate(fallback_rule(self.family), rate)
-            note = f"{why} The fallback for this kind of optimizer is {chosen.rule} at {rate:g} times the base rate."
+            rule, limited = self._fallback_rule()
+            chosen = Candidate(rule, rate)
+            note = f"{why} The fallback for this kind of optimizer is {rule} at {rate:g} times the base rate."
+            if limited:
+                note += f" The best fixed rule is another, but {limited}."
         else:
             chosen, note = Candidate(ranking[0]["rule"], ranking[0]["rate"]), ""
         if self._untried() and (self.timed or self.share is not None):
@@ -518,6 +522,12 @@ class Tournament:
         write_choice(choice, self.folder / _CHOICE)
         self._save(answer)
         return Chosen(choice=choice, answer=answer, folder=self.folder)
+
+    def _fallback_rule(self) -> tuple[str, str]:
+        """A rule with which the run can be trained, and what keeps it from being the best fixed one, if anything."""
+        rule, limited = self.fallback("")
+        refused = [why for one, why in self.left_out.items() if one.rule == rule]
+        return self.fallback(refused[0]) if refused else (rule, limited)
 
     def _ranking(self, last: int | None, lengths: Sequence[int]) -> list[dict[str, Any]]:
         """All candidates that were compared: those of the last rung first, each with its score in its last rung."""
