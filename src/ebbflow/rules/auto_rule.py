@@ -63,11 +63,11 @@ class Auto(Rule):
     they begin, both summed over the last ten steps or 1/150 of the run, say which part of the slope is left: near 1 if
     the steps are much too short, 0 if they end where the loss is lowest on their way, negative if they go beyond it.
     For the first quarter of the run, as long as more than nothing is left the level goes on rising, above 1 in
-    proportion to itself, and up to 4, also beyond m = S. Once less than -0.15 was left, it stays what
-    it is, from 1/8 on, until more than nothing is left. With Adam and similar optimizers it goes on rising then, up to
-    1, at half the speed: steps that go beyond the lowest loss on their way cost little there, and short ones cost more.
-    While more than half is left, it rises twice as fast there. All this takes no further samples, and one copy of the weights. Where the weights are held
-    in shards, the level stays 1.
+    proportion to itself, and up to 4, also beyond m = S. Once less than -0.15 was left, it stays what it is, from 1/8
+    on, until more than nothing is left. With Adam and similar optimizers it goes on rising then, up to 1, at half the
+    speed: steps that go beyond the lowest loss on their way cost little there, and short ones cost more. While more
+    than half is left, it rises twice as fast there. All this takes no further samples, and one copy of the weights.
+    Where the weights are held in shards, the level stays 1.
 
     Guard: until the steps are worth twice the warm-up, and for at least 5 % of the samples, a step whose loss is not
     finite, or is more than 1.2 times that of the first step and three standard deviations above it, is taken for damage
