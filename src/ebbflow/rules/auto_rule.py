@@ -89,6 +89,9 @@ class Auto(Rule):
     about 3,000 steps has none. A probe needs an epoch that is longer than it, and it is abandoned, and c kept, when the
     number of workers changes. Its states are kept in the memory of the host, three at most.
 
+    Where a state is larger than a quarter of the free memory of the host, nothing is guarded or probed from then on,
+    and the record says so. Processes that train together must decide alike: there it is only said.
+
     A run without an end is taken to have 20,000 reference steps, and has no probes.
 
     Suits: a first run on a model that nobody has tuned for large batches, above all with SGD and where the base rate is
@@ -316,6 +319,10 @@ class Auto(Rule):
     def interrupted(self, state: State) -> State:
         """Without its probe, whose states were lost."""
         return state if state["probe"] is None else self._decided(state, 1.0, probed=0.0)
+
+    def unkept(self, state: State) -> State:
+        """Without guard and probes."""
+        return {**state, "guarded": False, "unconfirmed": False, "probe": None, "probes": len(_PROBES_AT)}
 
     def after_restore(self, snapshot: State, state: State) -> State:
         """What was learned from the damage or the probe goes on, the rest is as it was at the snapshot."""
