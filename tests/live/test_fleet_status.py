@@ -87,8 +87,9 @@ def test_the_table_fits_eighty_columns() -> None:
     assert isinstance(page.file, io.StringIO)
     lines = page.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    assert len(lines) == 6  # a head, the columns' names, two replicas, the fleet in two
-    assert "1,234,568 samples/s" in lines[-2]
+    assert len(lines) == 7  # a head, the columns' names, two replicas, the fleet in two, what a worker is worth
+    assert "1,234,568 samples/s" in lines[-3]
+    assert lines[-1].strip() == "one more worker: not known, since neither rule nor policy measures the noise"
     statuses["r1"] = dataclasses.replace(statuses["r1"], workers=512, ref_batch=64, noise_scale=1e6)
     page.print(members_table(combine("10.0.0.1:29510", None, statuses, price=12.5)))
     lines = page.file.getvalue().splitlines()

@@ -16,6 +16,8 @@ from torch import nn
 
 from contract.suite import SAMPLES, make_data, make_model
 from ebbflow import RunConfig, Session, read_record, train
+from ebbflow.core.memory import free_memory
+from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import Diverged, PlanError, SpecError
 from ebbflow.moments.estimate import Moments
 from ebbflow.record import Run
@@ -23,6 +25,7 @@ from ebbflow.report.report_page import write_report
 from ebbflow.rules import auto_rule
 from ebbflow.rules.auto_rule import Auto
 from ebbflow.rules.rule import StepContext, make_rule
+from ebbflow.run import flow
 from ebbflow.run.loop import Callbacks
 from ebbflow.workloads import TensorSource, cross_entropy
 
@@ -464,6 +467,63 @@ def test_a_run_killed_at_every_step_of_a_probe_equals_an_uninterrupted_one(
     assert computed - sum(row.stats.get("given_back", 0) for row in whole.steps) == whole.end.samples
     write_report(tmp_path / "whole", out=tmp_path / "report")
     assert "2 probes, of which" in (tmp_path / "report" / "index.html").read_text()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_memory_for_a_state_nothing_is_guarded_and_the_record_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers of 64 x 64 + 64 numbers and one of 64 x 10 + 10, of 4 bytes, are 35,880 bytes: a quarter of 143,520.
+    With the momentum a state is twice as large when the first snapshot is due."""
+    config = RunConfig(
+        workload="digits-mlp(width=64)", trace="constant(workers=2)", rule="auto", lr=3.0, epochs=20, local_batch=64
+    )
+    monkeypatch.setattr(flow, "free_memory", lambda: 2 * 143_520)
+    assert {event.what for event in train(config, tmp_path / "enough").events} == {"went back"}
+    monkeypatch.setattr(flow, "free_memory", lambda: 143_520)
+    run = train(config, tmp_path / "short")
+    (event,) = run.events
+    assert event.what == "large snapshots" and event.step > 0, "the first state, without a momentum, was kept"
+    assert event.text == (
+        "a state of 7.18e-05 GB takes more than a quarter of the free memory of the host; nothing is guarded or probed "
+        "from here on"
+    )
+    assert not any("given_back" in row.stats for row in run.steps)
+    monkeypatch.setattr(flow, "free_memory", lambda: 143_519)
+    assert [event.step for event in train(config, tmp_path / "none").events] == [0]
+
+
+def test_processes_that_train_together_keep_a_large_state_and_say_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow, "free_memory", lambda: 1)
+    monkeypatch.setattr(LoopEngine, "single_process", property(lambda self: False, lambda self, value: None))
+    run = bad_once("auto", tmp_path)
+    assert [event.what for event in run.events] == ["large snapshots", "went back"]
+    assert run.events[0].text.endswith("it is kept all the same, since all processes must decide alike")
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"proc/meminfo": "MemTotal: 100 kB\nMemAvailable:   50 kB\n"}, 51_200),
+        ({"proc/meminfo": "MemAvailable: 50 kB\n", "sys/fs/cgroup/memory.max": "max\n",
+          "sys/fs/cgroup/memory.current": "7\n"}, 51_200),
+        ({"proc/meminfo": "MemAvailable: 50 kB\n", "sys/fs/cgroup/memory.max": "1000\n",
+          "sys/fs/cgroup/memory.current": "400\n"}, 600),
+        ({}, None),
+    ],
+    ids=["a machine", "a container without a limit", "a container", "another system"],
+)  # fmt: skip
+def test_free_memory_is_that_of_the_machine_within_the_limit_of_the_container(
+    files: dict[str, str], free: int | None, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_memory(tmp_path) == free
 
 
 # -- gradients that are not finite -------------------------------------------------------------------------------------

@@ -215,6 +215,7 @@ def test_a_model_that_cannot_be_built_is_one_error_with_the_reason(tmp_path: Pat
         ({"budget": "0s"}, "the budget is 0s; expected a time or a share above 0"),
         ({"budget": "1gpuh"}, "the device is cpu; give a time, or --device cuda"),
         ({"seeds": 0}, "seeds is 0; expected"),
+        ({"jobs": 0}, "jobs is 0; expected the number of runs at once, 1 or more"),
         ({"rules": ["lineer"]}, "did you mean 'linear'"),
         ({"plan": "steps.csv"}, "counts steps and cannot be shortened"),
     ],
@@ -280,6 +281,16 @@ def test_the_least_budget_is_estimated_from_how_far_the_runs_came(monkeypatch: p
     side_by_side = unfinished(monkeypatch, _first_step_s=10.0, _fractions={"first": 0.25}, jobs=2)
     assert side_by_side._least_s(1) == pytest.approx(130 / (0.9 * 0.96))
     assert unfinished(monkeypatch)._least_s(1) is None  # nothing was seen of a run
+
+
+def test_what_comparing_all_takes_is_more_than_what_was_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of 1, 3 and 9 epochs, at 1 s to start and 2 s an epoch: 2 x (3 + 7 + 19) = 58 s, of which nine tenths
+    are planned with, after 10 s of starting, and 4 % are left for the end: (58 / 0.9 + 10) / 0.96 = 77.5 s."""
+    one = unfinished(monkeypatch, _first_step_s=10.0, timed=[(1, 2.0, 3.0)])
+    assert one._for_all((1, 3, 9)) == "about 77.5 s"
+    # At a tenth of that: (5.8 / 0.9 + 10) / 0.96 = 17.1 s would do, but 60 s did not.
+    fast = unfinished(monkeypatch, _first_step_s=10.0, timed=[(1, 0.2, 0.3)])
+    assert fast._for_all((1, 3, 9)) == "more than 60.0 s"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""A setting of the memory allocator for processes that train on a CPU."""
+"""The memory of the host: how much is free, and a setting of the allocator for processes that train on a CPU."""
 
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["free_memory", "keep_freed_memory"]
 
 # Constants of glibc's malloc.h. The values have to fit into a C int.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -25,3 +26,20 @@ def keep_freed_memory() -> bool:
         return False
     blocks = mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK) or mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK_OLD)
     return bool(mallopt(_TRIM_THRESHOLD, _MOST) and blocks)
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that this process can still get without swapping, within the limit of its container; None if unknown."""
+    found = []
+    try:
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError, IndexError):
+        return None
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = ((group / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        found += [max(0, int(limit) - int(used))] if limit != "max" else []
+    except (OSError, ValueError):
+        pass  # no container, or one whose limits are not written there
+    return min(found, default=None)

@@ -223,7 +223,16 @@ def launcher_table(fleet: Supervisor, status: FleetStatus, *, title: str) -> Ren
 
 def _footer(status: FleetStatus) -> list[Text]:
     """The summary, and what a further worker is worth where that is known."""
-    return [Text(summary(status)), *([] if status.worth is None else [Text(worth_line(status.worth))])]
+    return [Text(summary(status)), *([Text(line)] if (line := _worth_or_why_not(status)) else [])]
+
+
+def _worth_or_why_not(status: FleetStatus) -> str:
+    """What a further worker is worth, or why the status does not say it; empty before the first step."""
+    if status.worth is not None:
+        return worth_line(status.worth)
+    if status.batch is None or status.noise_scale is not None:
+        return ""
+    return "one more worker: not known, since neither rule nor policy measures the noise"
 
 
 def _table(*columns: str) -> Table:

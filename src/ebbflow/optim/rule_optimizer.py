@@ -296,6 +296,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Called when the states that the rule had asked to keep were not saved with this one."""
         self._rule_state = self.rule.interrupted(self._rule_state)
 
+    def rule_unkept(self) -> None:
+        """Called when a state that the rule asked to keep is too large to be kept."""
+        self._rule_state = self.rule.unkept(self._rule_state)
+
     def skip_step(self, context: StepContext) -> Update:
         """Count the samples of a step whose gradient is not used."""
         self._set_base_rates(context)

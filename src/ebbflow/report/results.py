@@ -244,7 +244,7 @@ def _train_values(metrics: Sequence[Mapping[str, float | None]], name: str) -> A
     return values if np.isfinite(values).any() else _EMPTY
 
 
-_BOOKKEEPING = frozenset({"lineage", "parent", "fork", "given_back", "probe", "probed"})
+_BOOKKEEPING = frozenset({"lineage", "parent", "fork", "given_back", "probe", "probed", "too_large_gb"})
 """Numbers in the rows that identify states and count samples, and are nothing to draw."""
 
 

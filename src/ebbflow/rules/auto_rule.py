@@ -79,14 +79,17 @@ class Auto(Rule):
     memory of the host. The deviation is that between the losses of consecutive steps. In a loop of your own around
     `ElasticOptimizer`, which does not see the loss, nothing is guarded or probed.
 
-    Probe: at 25, 40, 60 and 80 % of the samples, once warm-up and guard are over, 60 steps are trained three
-    times from the same state, with c, c/2 and 2c. Each branch is scored by its loss on the samples that follow, 2,048
-    or more in eight steps or more, with the mean of its last 30 weights and without training on them. Another
-    coefficient than c wins only if its loss is lower by 1 % and by two standard errors of the paired differences. The
-    run goes on from the end of the winning branch; everything else is given back. Probes give back at most 5 % of the
-    run's samples in all, so that a run of fewer than about 3,000 steps has none. A probe needs an epoch that is longer
-    than it, and it is abandoned, and c kept, when the number of workers changes. Its states are kept in the memory of
-    the host, three at most.
+    Probe: at 25, 40, 60 and 80 % of the samples, once warm-up and guard are over, 60 steps are trained three times from
+    the same state, with c, c/2 and 2c. A branch always has 60 steps, however long the run and however large the steps
+    are. Each branch is scored by its loss on the samples that follow, 2,048 or more in eight steps or more, with the
+    mean of its last 30 weights and without training on them. Another coefficient than c wins only if its loss is lower
+    by 1 % and by two standard errors of the paired differences. The run goes on from the end of the winning branch;
+    everything else is given back. Probes give back at most 5 % of the run's samples in all, so that a run of fewer than
+    about 3,000 steps has none. A probe needs an epoch that is longer than it, and it is abandoned, and c kept, when the
+    number of workers changes. Its states are kept in the memory of the host, three at most.
+
+    Where a state is larger than a quarter of the free memory of the host, nothing is guarded or probed from then on,
+    and the record says so. Processes that train together must decide alike: there it is only said.
 
     A run without an end is taken to have 20,000 reference steps, and has no probes.
 
@@ -317,6 +320,10 @@ class Auto(Rule):
     def interrupted(self, state: State) -> State:
         """Without its probe, whose states were lost."""
         return state if state["probe"] is None else self._decided(state, 1.0, probed=0.0)
+
+    def unkept(self, state: State) -> State:
+        """Without guard and probes."""
+        return {**state, "guarded": False, "unconfirmed": False, "probe": None, "probes": len(_PROBES_AT)}
 
     def after_restore(self, snapshot: State, state: State) -> State:
         """What was learned from the damage or the probe goes on, the rest is as it was at the snapshot."""

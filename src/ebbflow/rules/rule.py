@@ -209,6 +209,10 @@ class Rule(_Part, ABC):
         """The state with which the run goes on where the states that it had kept were not saved with it."""
         return state
 
+    def unkept(self, state: State) -> State:
+        """The state with which the run goes on where no states can be kept; it must not ask for one again."""
+        return state
+
 
 class Modifier(_Part, ABC):
     """Changes the scaling of the rule before it, as in `linear+warmup(5ep)`; registered by `register_modifier`."""
@@ -271,6 +275,10 @@ class RuleChain(Rule):
     def interrupted(self, state: State) -> State:
         """What the rule keeps; modifiers keep all."""
         return [self.rule.interrupted(state[0]), *state[1:]]
+
+    def unkept(self, state: State) -> State:
+        """What the rule keeps; modifiers keep all."""
+        return [self.rule.unkept(state[0]), *state[1:]]
 
     def __str__(self) -> str:
         return self.text

@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
+from ebbflow.core.memory import free_memory
 from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.base import Engine, Gradients
 from ebbflow.engines.batches import map_batch
+from ebbflow.engines.replica_ranks import local_shard
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.optim.rule_optimizer import RuleOptimizer
@@ -28,6 +30,8 @@ __all__ = ["Flow", "OpenStep", "Stateful", "check_loss"]
 
 _KEPT = ("snapshot", "unconfirmed", "branches")
 """The states that a flow keeps for its rule; they are part of its own."""
+_PART_OF_MEMORY = 0.25
+"""Largest part of the free memory of the host that one of them may take; there are three at most."""
 
 
 class Stateful(Protocol):
@@ -88,6 +92,9 @@ class Flow:
     """While the rule compares branches: the state at their `start`, the `best` end so far, the end of the `last` one,
     which is being scored, all in the memory of the host; the `sum` of the weights of the present one and their
     `count`."""
+    too_large: float = 0.0
+    """Gigabytes of a state that the rule asked for since the last row, and that takes too much of the memory."""
+    _told_too_large: bool = False
     on_gradients: Callable[[], None] | None = None
     """Called when the mean gradient of a committed step is in `.grad`, before the rule and the optimizer."""
 
@@ -122,7 +129,7 @@ class Flow:
         if self.growth is not None:
             self.engine.request(self.growth.useful)
         size = self.engine.participants(self.step)  #                    traces, plan: who, and how much
-        if self.optimizer.rule.guards and self.step == 0 and self.snapshot is None:
+        if self.optimizer.rule.guards and self.step == 0 and self.snapshot is None and self._fits():
             self.snapshot = self._kept_state()
         if self.growth is not None:
             size = self.growth.allow(size)
@@ -195,11 +202,13 @@ class Flow:
         if self.growth is not None:
             seconds = gradients.seconds if gradients.seconds is not None else size.duration_s or None
             self.growth.observe(batch=batch, workers=size.workers, seconds=seconds, **_observations(gradients))
-        given_back: dict[str, float] = {}
+        reviewed: dict[str, float] = {}
         if self.optimizer.rule.guards and (update.applied or diverged):
-            given_back = self._review(context, gradients.loss if update.applied else math.nan)
-        if diverged and not given_back:
+            reviewed = self._review(context, gradients.loss if update.applied else math.nan)
+        if diverged and "given_back" not in reviewed:
             raise diverged
+        if self.too_large:
+            reviewed, self.too_large = {**reviewed, "too_large_gb": self.too_large}, 0.0
         self.wall_s += time.perf_counter() - step.began
         return StepRow(  #                                               record: what happened
             step=context.step,
@@ -214,8 +223,27 @@ class Flow:
             lr=update.lr,
             multiplier=update.multiplier,
             loss=gradients.loss,
-            stats={**(self.growth.stats if self.growth is not None else {}), **update.stats, **drops, **given_back},
+            stats={**(self.growth.stats if self.growth is not None else {}), **update.stats, **drops, **reviewed},
         )
+
+    def _fits(self) -> bool:
+        """Whether the present state may be kept in the memory of the host; if not, the rule does without from now on.
+
+        How much memory is free differs between processes, which must decide alike: those of a group keep it, and only
+        say that it is large.
+        """
+        free = free_memory()
+        parts = (self.engine.model.state_dict(), self.optimizer.inner.state_dict()["state"])
+        size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(parts))
+        if free is None or size <= _PART_OF_MEMORY * free or self._told_too_large:
+            return True
+        self.too_large = size / 1e9
+        if not self.engine.single_process:
+            self._told_too_large = True
+            return True
+        self.optimizer.rule_unkept()
+        self.snapshot = self.unconfirmed = self.branches = None
+        return False
 
     def _kept_state(self) -> dict[str, Any]:
         """The present state, to be kept."""
@@ -232,6 +260,8 @@ class Flow:
         verdict = self.optimizer.review(context, loss)
         kept = dict(self.branches or {})
         match verdict:
+            case "snapshot" | "branch" if not self._fits():
+                pass
             case "snapshot":
                 self.snapshot, self.unconfirmed = self.unconfirmed or self.snapshot, self._kept_state()
             case "confirm":
@@ -363,6 +393,13 @@ class Flow:
 def _in_host_memory(state: Any) -> Any:
     """A copy of a state in plain containers, whose tensors no step changes."""
     return map_batch(state, lambda value: value.detach().to("cpu", copy=True) if hasattr(value, "detach") else value)
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    """The tensors in a state; of a sharded one those of this rank."""
+    found: list[torch.Tensor] = []
+    map_batch(state, lambda value: found.append(local_shard(value)) if isinstance(value, torch.Tensor) else None)
+    return found
 
 
 def _observations(gradients: Gradients) -> dict[str, float]:

@@ -152,6 +152,12 @@ class TrainingLoop:
         if self.flow.ledger.position == 0 and (dropped := row.stats.get("dropped_in_epoch")):
             text = f"{dropped:,.0f} of the {self.flow.ledger.samples:,} samples of epoch {row.epoch} were dropped"
             self.event("dropped samples", text, step=row.step)
+        if (size := row.stats.get("too_large_gb")) is not None:
+            large = f"a state of {size:.3g} GB takes more than a quarter of the free memory of the host"
+            decided = "nothing is guarded or probed from here on"
+            if not self.flow.engine.single_process:
+                decided = "it is kept all the same, since all processes must decide alike"
+            self.event("large snapshots", f"{large}; {decided}", step=row.step)
         if (factor := row.stats.get("probed")) is not None:
             self.event("probe", _probe_text(factor, row.stats["coefficient"]), step=row.step)
         if "given_back" in row.stats and "probe" not in row.stats:

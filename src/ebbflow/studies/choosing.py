@@ -110,6 +110,8 @@ def choose(
         raise ConfigError(f"the plan {config.plan} counts steps and cannot be shortened; give a trace instead")
     if not int(load_trace(config.trace).workers.max()):
         raise ConfigError(f"the trace {config.trace} has no workers at any time; give one with a worker or more")
+    if jobs is not None and jobs < 1:
+        raise ConfigError(f"jobs is {jobs}; expected the number of runs at once, 1 or more")
     if seeds < 1:
         raise ConfigError(f"seeds is {seeds}; expected the most runs of a candidate in a rung, 1 or more")
     base = float(whole.lr)

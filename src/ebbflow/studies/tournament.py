@@ -485,11 +485,10 @@ class Tournament:
             chosen, note = Candidate(ranking[0]["rule"], ranking[0]["rate"]), ""
         if self._untried() and (self.timed or self.share is not None):
             names = ", ".join(str(one) for one in self._untried())
-            whole = ladder_seconds(ladder(len(self.candidates), len(lengths)), lengths, self._pace, self._turns)
             where = " in another folder" if len(self.begun) > 1 else ""
             self.more.append(
                 f"{len(self._untried())} of {len(self.candidates)} candidates were not tried ({names}); comparing all "
-                f"of them takes about {self._amount(whole if self.share is not None else whole / _SURE)}{where}."
+                f"of them takes {self._for_all(lengths)}{where}."
             )
         cost = self._cost()
         choice = Choice(
@@ -597,6 +596,14 @@ class Tournament:
         else:
             return None
         return needed / (_SURE * (1 - _AT_THE_END))
+
+    def _for_all(self, lengths: Sequence[int]) -> str:
+        """The budget with which all candidates are compared, in words: as it was planned with, starting included."""
+        whole = ladder_seconds(ladder(len(self.candidates), len(lengths)), lengths, self._pace, self._turns)
+        if self.share is None:
+            whole = (whole / _SURE + (self._first_step_s or self._preparing_s)) / (1 - _AT_THE_END)
+        # Arms are not all equally fast: what the measured ones say may be less than what has not been enough.
+        return f"about {self._amount(whole)}" if whole > self._allowed else f"more than {self._amount(self._allowed)}"
 
     def _cost(self) -> dict[str, Any]:
         ended = [one for rung in self.ended for one in rung.values()]
