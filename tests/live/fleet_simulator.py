@@ -11,6 +11,7 @@ a history, with all its delays and faults, exactly.
     cut off   a replica does not reach the lighthouse; its peers it does
     cut link  two replicas do not reach each other; both reach the lighthouse
     blocked   two replicas reach each other's stores, but cannot form a group, as with a firewall between them
+    losing    single requests of a replica to the lighthouse or to a store are lost, or the answers to them
     stalled   the lighthouse stands still, and then takes everybody for dead
     restarted the lighthouse ends, is away for a while, and begins again with quorum 1
 """
@@ -130,6 +131,10 @@ class Replica:
     """Whether none of its threads runs while it hangs; torchft's do, which send heartbeats."""
     silenced: bool = False
     """Whether it has stopped its heartbeats since it kept the others waiting."""
+    to_lose: int = 0
+    """How many of its next requests, or of the answers to them, are lost."""
+    waits_in_vain_until: float = 0.0
+    """When it notices that the answer of the lighthouse for which it waits is lost."""
     committed: list[Commit] = field(default_factory=list)
     heard: deque[SummedStep] = field(default_factory=deque)
     """Steps of the others that it has heard while the state was on its way."""
@@ -283,6 +288,12 @@ class SimulatedFleet:
             return self.random.uniform(0.0, 0.3)
         return self.latency_s * (0.5 + random())
 
+    def loses(self, replica: Replica) -> bool:
+        """Whether a message of a replica, or the answer to it, is lost."""
+        lost = replica.to_lose > 0 and self.random.random() < 0.5
+        replica.to_lose -= lost
+        return lost
+
     # Replicas ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> Replica:
@@ -415,6 +426,9 @@ class SimulatedFleet:
     def _ask(self, replica: Replica, instruction: m.AskLighthouse) -> None:
         self.wait(replica, instruction)
         self.messages["request"] += 1
+        if self.loses(replica):
+            self.lighthouse.answer_is_lost(replica, instruction.after_s)
+            return
         request = partial(self.lighthouse.request, replica, instruction, replica.waits)
         self.at(instruction.after_s + self.delay(), request)
 
@@ -469,7 +483,7 @@ class SimulatedFleet:
     def _registered(self, replica: Replica) -> None:
         replica.waits += 1
         replica.waiting_for = None
-        if self.lighthouse.away or replica.cut_off:
+        if self.lighthouse.away or replica.cut_off or self.loses(replica):
             self.report(replica, m.LighthouseUnreachable(now=self.now, reason="nobody answers"))
             return
         replica.registered = True
@@ -484,7 +498,7 @@ class SimulatedFleet:
 
     def _heartbeats(self, replica: Replica, instruction: m.CheckHeartbeats) -> m.HeartbeatsReceived:
         self.messages["page"] += 1
-        if not self.lighthouse.reaches(replica):
+        if not self.lighthouse.reaches(replica) or self.loses(replica):
             return m.HeartbeatsReceived(now=self.now, ages={})
         ages = self.lighthouse.ages()
         groups: dict[str, m.PublishedGroup | None] = {}
@@ -492,7 +506,8 @@ class SimulatedFleet:
             dead = without_heartbeat(ages, ages, HEARTBEAT_TIMEOUT_S)
             for name in ages.keys() - {*dead, *instruction.besides}:
                 self.messages["store"] += 1
-                groups[name] = self.replicas[name].published if self._answers(name, replica) else None
+                answers = self._answers(name, replica) and not self.loses(replica)
+                groups[name] = self.replicas[name].published if answers else None
         return m.HeartbeatsReceived(now=self.now, ages=ages, groups=groups)
 
     def _check_links(self, replica: Replica, instruction: m.CheckLinks) -> None:
@@ -513,7 +528,7 @@ class SimulatedFleet:
             self.to(replica, partial(ask, names), STORE_TIMEOUT_S if cut else self.delay())
 
         def ask(names: tuple[str, ...]) -> None:
-            silent = tuple(name for name in names if not self._answers(name, replica))
+            silent = tuple(name for name in names if not self._answers(name, replica) or self.loses(replica))
             checked = partial(self._links_checked, alive, silent)
             self.answer(replica, checked, HEARTBEAT_TIMEOUT_S + 2 * HEARTBEAT_INTERVAL_S if silent else 0.0, "store")
 
@@ -598,11 +613,17 @@ class SimulatedFleet:
         if not self.linked(owner, replica):
             self.answer(replica, _STORE_OUT_OF_REACH, CONNECT_TIMEOUT_S, "store")
             return
+        if self.loses(replica):
+            self.answer(replica, _STORE_OUT_OF_REACH, self.delay(), "store")
+            return
         meeting, wait = self.meetings[instruction.rendezvous], replica.waits
 
         def write() -> None:
             if replica.waits == wait and self._has_store(address):
                 meeting.handshakes[instruction.rank] = instruction.handshake
+                if self.loses(replica):  # the others read its handshake, but it confirms none
+                    self.answer(replica, _STORE_OUT_OF_REACH, self.delay(), "store")
+                    return
                 meeting.waiting[instruction.rank] = (replica, wait)
                 self._confirm(meeting, instruction.size)
 
@@ -622,7 +643,8 @@ class SimulatedFleet:
             received = partial(m.HandshakesReceived, handshakes=read)
             for replica, wait in meeting.waiting.values():
                 if replica.waits == wait:
-                    self.answer(replica, received, self.delay(), "store")
+                    event = _STORE_OUT_OF_REACH if self.loses(replica) else received
+                    self.answer(replica, event, self.delay(), "store")
             meeting.waiting.clear()
         elif any(replica.paused for replica, _ in meeting.waiting.values()):
             self.at(0.1, lambda: self._confirm(meeting, size))

@@ -171,6 +171,13 @@ class SimulatedLighthouse:
         refused = partial(m.LighthouseUnreachable, reason="refused")
         self.fleet.answer(replica, refused, after_s + self.fleet.delay(), "answer")
 
+    def answer_is_lost(self, replica: Replica, after_s: float = 0.0) -> None:
+        """A connection broke: a replica learns it at once, or, if nobody tells it, from the keep-alive."""
+        if self.fleet.random.random() < 0.2:
+            after_s += KEEP_ALIVE_S
+            replica.waits_in_vain_until = self.fleet.now + after_s
+        self._refuse(replica, after_s)
+
     def request(self, replica: Replica, request: m.AskLighthouse, wait: int) -> None:
         """A request for a quorum arrives."""
         if replica.dead or replica.waits != wait:
@@ -226,7 +233,9 @@ class SimulatedLighthouse:
         )
         for rank, (name, (_, _, wait)) in enumerate(zip(replicas, requests, strict=True)):
             replica = self.fleet.replicas[name]
-            if replica.waits == wait:
+            if replica.waits == wait and self.fleet.loses(replica):
+                self.answer_is_lost(replica)
+            elif replica.waits == wait:
                 self.fleet.answer(replica, partial(formed, rank=rank), self.fleet.delay(), "answer")
 
     def _is_complete(self, here: int, late: set[str]) -> bool:

@@ -313,6 +313,20 @@ def test_a_lighthouse_that_stands_still_costs_no_replica() -> None:
         assert len(fleet.commits[-1].group) == 3
 
 
+def test_messages_that_are_lost_cost_no_replica_and_no_step() -> None:
+    """Two of one replica, four times, to the lighthouse or to a store, or the answers to them."""
+    for seed in range(20):
+        fleet = trained(3, seed=seed)
+        one = fleet.running()[seed % 3]
+        for _ in range(4):
+            newcomer = fleet.start()  # so that all of them meet
+            one.to_lose = 2
+            assert fleet.run_until(fleet.now + 200.0, stop=lambda one=one: one.to_lose == 0)  # type: ignore[misc]
+            fleet.kill(newcomer)
+        assert lines_of(fleet) == 0
+        assert len(fleet.commits[-1].group) == 3
+
+
 @pytest.mark.parametrize(("replicas", "pair"), [(2, (0, 1)), (3, (0, 1)), (3, (1, 2)), (4, (0, 3))])
 def test_a_cut_link_costs_one_replica_and_no_more_than_forty_seconds(replicas: int, pair: tuple[int, int]) -> None:
     """A sum that waits for 14 s, a group that cannot connect for 10 s, an attempt at a store, a heartbeat timeout."""

@@ -1,0 +1,59 @@
+"""Whom a replica does not reach: the lighthouse and the stores are stand-ins, and the clock is a number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
+
+from ebbflow.live import fleet_questions
+from ebbflow.live.fleet_questions import FleetQuestions
+from ebbflow.live.membership_events import CheckLinks, LinksChecked
+
+TIMEOUT_S = 0.8
+
+
+class Fleet(FleetQuestions):
+    """Replicas that may die at some time, and stores none of which answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, died: dict[str, float]) -> None:
+        """`died`: when each replica that is not alive for ever sent its last heartbeat."""
+        super().__init__("", b"", heartbeat_timeout_s=TIMEOUT_S)
+        self.died, self.now, self.tried = died, 0.0, list[float]()
+        monkeypatch.setattr(fleet_questions, "monotonic", lambda: self.now)
+        monkeypatch.setattr(fleet_questions, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def heartbeat_ages(self) -> dict[str, float]:
+        return {name: max(0.0, self.now - self.died.get(name, self.now)) for name in "bc"}
+
+    def read_stores(self, names: Sequence[str], key: str) -> dict[str, bytes | None]:
+        self.tried.append(self.now)
+        return dict.fromkeys(names)
+
+    def unreachable(self, *names: str, after_s: float = 0.0) -> tuple[str, ...]:
+        checked = self.check_links(CheckLinks(names=names, after_s=after_s))
+        assert isinstance(checked, LinksChecked)
+        return checked.unreachable
+
+
+def test_a_replica_that_has_just_been_killed_is_not_taken_for_one_behind_a_cut_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seed 135,667: its heartbeat was younger than the timeout, and another one stopped its own because of it."""
+    assert Fleet(monkeypatch, died={"b": -0.1}).unreachable("b", "c") == ("c",)
+
+
+def test_one_that_is_left_out_comes_back_as_soon_as_those_that_it_does_not_reach_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seed 135,667: it waited for five seconds, in which a newcomer began anew. It looks every half second, and b
+    counts as dead 0.8 s after its last heartbeat, which it sent at 1.0 s."""
+    gone = Fleet(monkeypatch, died={"b": 1.0})
+    assert gone.unreachable("b", after_s=5.0) == () and gone.tried == [2.0]
+    cut = Fleet(monkeypatch, died={})
+    assert cut.unreachable("b", after_s=5.0) == ("b",) and cut.tried == [5.0]
