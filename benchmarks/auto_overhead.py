@@ -3,8 +3,7 @@
     python benchmarks/auto_overhead.py [--turns N] [--epochs N]
 
 With SGD both measure noise and signal, with AdamW neither does. `auto` also follows the slopes along its steps for a
-quarter of the run and keeps snapshots while it is guarded, and long runs compare coefficients, which computes up to 5 %
-more samples; a run of the default length has no such comparison. The two take turns, and turns in going first.
+quarter of the run and keeps snapshots while it is guarded. The two take turns, and turns in going first.
 """
 
 from __future__ import annotations

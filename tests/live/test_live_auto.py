@@ -24,7 +24,7 @@ ALL = ("r0", "r1", "r2")
 # Branches of 2 steps, scored in 2 more, so that a branch of steps of 12 samples fits into an epoch of 97; one probe is
 # due after a third of the run.
 SMALL = {"_BRANCH": 2, "_SCORED": 1, "_SCORES": 2, "_COST": 1.0, "_PROBES_AT": (0.34,)}
-RULE = "auto(limit=0.1, guard=false)"
+RULE = "auto(limit=0.1, guard=false, probe=true)"
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def test_the_default_rule_and_the_steps_take_an_optimizer_for_the_same_kind(make
     assert optimizer_family(name_of_optimizer(make)) == kind
     # With the root of 4 for a batch that is 4 times the reference batch, or the gain, which is 1 as long as nothing was
     # measured; the warm-up of `auto` is without a limit, so it is over.
-    optimizer = RuleOptimizer(inner, "auto(limit=0, guard=false, probe=false, ramp=0)", base_batch=8)
+    optimizer = RuleOptimizer(inner, "auto(limit=0, guard=false, ramp=0)", base_batch=8)
     assert (optimizer.rule.needs == frozenset()) is adaptive
     inner.param_groups[0]["params"][0].grad = torch.ones(2)
     update = optimizer.update(StepContext(step=0, batch=32, ref_batch=8, samples=0))

@@ -121,7 +121,7 @@ def test_after_two_restores_and_after_the_warm_up_nothing_is_guarded() -> None:
     verdicts, _ = seen([2.0 - 0.01 * i for i in range(51)])
     assert verdicts.index("release") == 49
     assert verdicts.count("snapshot") == 1600 // 80 - 1, "after every hundredth of the run, but not after the last"
-    assert not make_rule("auto(guard=false, probe=false)").guards
+    assert not make_rule("auto(guard=false)").guards
 
 
 def test_a_later_loss_below_the_first_one_confirms_a_snapshot() -> None:
@@ -215,8 +215,8 @@ def test_a_probe_that_needs_more_steps_than_the_plan_has_does_not_keep_a_run_fro
     model = make_model(batch_norm=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Session(
-        model, optimizer, TensorSource(*make_data()), rule="auto(guard=false)", loss=cross_entropy, out=tmp_path,
-        trace="0s:2 52s", step_time="1s", base_batch=8, local_batch=4, epochs=4,
+        model, optimizer, TensorSource(*make_data()), rule="auto(guard=false, probe=true)", loss=cross_entropy,
+        out=tmp_path, trace="0s:2 52s", step_time="1s", base_batch=8, local_batch=4, epochs=4,
     ) as session:  # fmt: skip
         session.run()
         run = session.record
@@ -320,7 +320,8 @@ def test_slopes_that_are_not_finite_or_do_not_go_down_say_nothing() -> None:
 # Steps of 32 samples at S = 4, in a run of 20,000 steps whose epochs have 10,000: nothing is guarded any more. A branch
 # has 60 steps, and 64 more of 32 samples score it.
 LONG = replace(STEP, samples=160_000, total_samples=640_000, epoch_samples=320_000, workers=4)
-READY = {**Auto(guard=False).init(), "worth": 1e6, "fixed": 2.0, "level": 1.0, "rising": False}
+PROBING = Auto(guard=False, probe=True)
+READY = {**PROBING.init(), "worth": 1e6, "fixed": 2.0, "level": 1.0, "rising": False}
 
 
 def probed(rule: Auto, losses: dict[int, float], *, workers: dict[int, int] | None = None) -> tuple[list[str], Any]:
@@ -350,7 +351,7 @@ def counted(verdicts: list[str]) -> list[tuple[str, int]]:
 
 def test_a_probe_compares_three_coefficients_over_the_same_steps() -> None:
     branch = [("continue", 30), ("average", 29), ("score average", 1), ("continue", 63)]
-    verdicts, state = probed(Auto(guard=False), {0: 2.0, 1: 1.9, 2: 1.8})
+    verdicts, state = probed(PROBING, {0: 2.0, 1: 1.9, 2: 1.8})
     assert counted(verdicts) == [("branch", 1), *branch, ("lead", 1), *branch, ("lead", 1), *branch, ("adopt last", 1)]
     assert (state["coefficient"], state["probed"], state["probes"]) == (2.0, 2.0, 1)
     # What was computed and not kept: three branches of 124 steps, of which 60 stay.
@@ -362,10 +363,10 @@ def test_a_probe_compares_three_coefficients_over_the_same_steps() -> None:
 def test_no_probe_begins_after_the_smaller_last_step_of_an_epoch() -> None:
     """Of 8 samples, 256 steps would have to score a branch; the probe that follows has steps of 32, and 64 of them."""
     last = replace(LONG, samples=640_000 // 2 - 8, batch=8)
-    _, state = Auto(guard=False).scale(last, dict(READY))
-    verdict, state = Auto(guard=False).review(last, 2.0, state)
+    _, state = PROBING.scale(last, dict(READY))
+    verdict, state = PROBING.review(last, 2.0, state)
     assert (verdict, state["probe"]) == ("release", None)
-    verdict, state = Auto(guard=False).review(replace(LONG, samples=320_000), 2.0, state)
+    verdict, state = PROBING.review(replace(LONG, samples=320_000), 2.0, state)
     assert (verdict, state["probe"]["scores"]) == ("branch", 64)
 
 
@@ -380,7 +381,7 @@ def test_no_probe_begins_after_the_smaller_last_step_of_an_epoch() -> None:
 def test_another_coefficient_must_be_clearly_better(
     losses: dict[int, float], coefficient: float, verdicts: list[str]
 ) -> None:
-    found, state = probed(Auto(guard=False), losses)
+    found, state = probed(PROBING, losses)
     assert [one for one in found if one in ("lead", "next", "adopt", "adopt last")] == verdicts
     assert state["coefficient"] == coefficient
 
@@ -388,16 +389,14 @@ def test_another_coefficient_must_be_clearly_better(
 def test_a_change_of_the_workers_abandons_a_probe() -> None:
     """In the first branch its steps stay; where it is scored, and later, the run goes on from its end."""
     for number, verdict in {20: "release", 90: "adopt last", 200: "adopt", 300: "adopt"}.items():
-        found, state = probed(Auto(guard=False), {0: 2.0, 1: 1.0, 2: 1.0}, workers={number: 5})
+        found, state = probed(PROBING, {0: 2.0, 1: 1.0, 2: 1.0}, workers={number: 5})
         assert (len(found), found[-1]) == (number + 1, verdict)
         assert (state["coefficient"], state["probed"]) == (1.0, 0.0)
 
 
 def test_probes_are_due_only_where_they_fit() -> None:
-    auto = Auto(guard=False)
-
     def verdict(state: Any = READY, **changes: Any) -> str:
-        return auto.review(replace(LONG, **changes), 2.0, dict(state))[0]
+        return PROBING.review(replace(LONG, **changes), 2.0, dict(state))[0]
 
     assert verdict() == "branch"
     assert verdict(total_samples=0) == "release", "a run without an end has no probes"
@@ -408,9 +407,9 @@ def test_probes_are_due_only_where_they_fit() -> None:
     assert verdict({**READY, "given_back": 22_016}) == "branch"
     assert verdict({**READY, "given_back": 22_017}) == "release"
     assert verdict({**READY, "rising": True}) == "release", "the warm-up"
-    assert Auto(guard=False, probe=False).review(LONG, 2.0, dict(READY))[0] == "release"
+    assert Auto(guard=False).review(LONG, 2.0, dict(READY))[0] == "release"
     # At the gain of S nothing above it is tried, and without lower ones there is nothing to compare.
-    assert Auto(guard=False, lower=False).review(LONG, 2.0, {**READY, "fixed": 4.0})[0] == "release"
+    assert Auto(guard=False, probe=True, lower=False).review(LONG, 2.0, {**READY, "fixed": 4.0})[0] == "release"
 
 
 class Killed(BaseException):
@@ -454,7 +453,9 @@ def test_a_run_killed_at_every_step_of_a_probe_equals_an_uninterrupted_one(
     """Branches of 4 steps, scored in 2 more: what the account says was given back is what was computed too often."""
     for name, value in {"_BRANCH": 4, "_SCORED": 8, "_SCORES": 2, "_COST": 0.8, "_PROBES_AT": (0.3, 0.6)}.items():
         monkeypatch.setattr(auto_rule, name, value)
-    config = RunConfig(workload="digits-mlp", trace="constant(workers=16)", rule="auto(limit=0.1)", epochs=4, lr=0.01)
+    config = RunConfig(
+        workload="digits-mlp", trace="constant(workers=16)", rule="auto(limit=0.1, probe=true)", epochs=4, lr=0.01
+    )
     whole = train(config, tmp_path / "whole")
     events = [event for event in whole.events if event.what == "probe"]
     assert len(events) == 2
@@ -558,7 +559,7 @@ def test_the_guard_is_asked_before_a_gradient_that_is_not_finite_ends_the_run(tm
     assert sum(row.batch for row in run.steps) - sum(back.values()) == run.end.samples
 
 
-@pytest.mark.parametrize("rule", ["auto(guard=false, probe=false)", "auto(guard=false)", "adascale"])
+@pytest.mark.parametrize("rule", ["auto(guard=false)", "auto(guard=false, probe=true)", "adascale"])
 def test_a_gradient_that_is_not_finite_ends_a_run_that_is_not_guarded(rule: str, tmp_path: Path) -> None:
     with pytest.raises(Diverged, match="the norm of the gradient is nan at step 1"):
         bad_once(rule, tmp_path)

@@ -83,3 +83,7 @@ def test_a_number_stays_as_it_was_written_and_old_names_are_understood() -> None
     assert (old.micro_batch, old.fused_batch) == (8, 64)
     assert old == RunConfig(workload="mine", micro_batch=8, fused_batch=64)
     assert old.recorded()["piece"] == 8, "records keep their keys"
+
+
+def test_plugins_may_be_given_as_a_list() -> None:
+    assert RunConfig(workload="digits-mlp", plugins=["a.py", "b.py"]).plugins == ("a.py", "b.py")  # type: ignore[arg-type]

@@ -32,10 +32,10 @@ RATES = (0.25, 1.0, 4.0)
 """Factors of the base rate."""
 AUTO: dict[Length, tuple[str, ...]] = {
     "short": ("auto", "auto(slopes=false)", "auto(guard=false)", "auto(ramp=0)", "auto(ramp=1)"),
-    "long": ("auto", "auto(slopes=false)", "auto(probe=false)", "auto(averaged=false)", "auto(lower=false)"),
+    "long": ("auto", "auto(slopes=false)", "auto(probe=true)", "auto(probe=true, averaged=false)"),
 }
-"""The automatic rule and its ablations: of the slopes in all runs, of guard and ramp in the short ones, of the probe in
-the long ones."""
+"""The automatic rule and its variants: without the slopes in all runs, with other ramps and without the guard in the
+short ones, with the probe in the long ones."""
 PLUGIN = Path(__file__).with_name("atlas_workloads.py")
 
 

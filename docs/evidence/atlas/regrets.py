@@ -197,7 +197,7 @@ def summarise_guard(cells: Sequence[AtlasCell]) -> GuardSummary:
 
 @dataclass(frozen=True)
 class AblationSummary:
-    """What a part of `auto` is worth: the score of `auto` minus that of `auto` without the part, in points."""
+    """What a part of `auto` is worth: the score of `auto` minus that of a variant, in points."""
 
     rule: str
     cells: int
@@ -297,7 +297,7 @@ def tables(cells: Sequence[AtlasCell], *, each: bool = False) -> str:
                   str(one.beyond), str(one.wins)) for one in summarise_regrets(part)],
             ))  # fmt: skip
         parts.append(_table(
-            ["auto minus auto without the part, in points", "cells", "changed", "mean", "least", "most"],
+            ["auto minus this variant, in points", "cells", "changed", "mean", "least", "most"],
             [(f"`{one.rule}`", str(one.cells), str(one.changed), f"{one.mean:+.2f}", f"{one.least:+.2f}",
               f"{one.most:+.2f}") for one in summarise_ablations(own)],
         ))  # fmt: skip

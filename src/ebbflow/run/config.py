@@ -15,7 +15,7 @@ from datetime import date, time
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from pydantic.fields import FieldInfo
 
 from ebbflow.core.plugins import plugin_digests
@@ -181,7 +181,7 @@ class RunConfig(BaseModel):
     """CPU threads. Results are equal bit for bit only with the same number of threads."""
     tracker: str | None = setting(computes=False, not_for={"estimator": "skorch has callbacks for it"})
     """Where else the record goes: tensorboard, wandb or mlflow; several with commas."""
-    plugins: tuple[str, ...] = setting((), computes=False, not_for=_OF_THE_PROCESS)
+    plugins: Annotated[tuple[str, ...], Strict(False)] = setting((), computes=False, not_for=_OF_THE_PROCESS)
     """Python files that register rules, workloads, traces and so on of your own."""
 
     # Making one --------------------------------------------------------------------------------------------------
