@@ -35,7 +35,7 @@ from unittest import mock
 from ebbflow.data.ledger import Assignment
 from ebbflow.live import membership as protocol
 from ebbflow.live import membership_events as m
-from ebbflow.live.agreement import initial_lineage, without_heartbeat
+from ebbflow.live.agreement import gone_on_without, initial_lineage, without_heartbeat
 from ebbflow.live.membership import Membership, MembershipPhase
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 from live.simulated_lighthouse import HEARTBEAT_TIMEOUT_S, Heartbeats, SimulatedLighthouse
@@ -705,6 +705,8 @@ class SimulatedFleet:
     def _look(self, replica: Replica, group: SimulatedGroup, began: float) -> None:
         others = group.members - {replica.name} if self.lighthouse.silent else group.members
         stopped = self.lighthouse.stopped(others) if self.lighthouse.reaches(replica) else []
+        if self.lighthouse.reaches(replica):
+            stopped += gone_on_without(replica.name, sorted(group.members - {replica.name}), self.lighthouse.previous)
         self.messages["page"] += 1
         waited = self.now - began
         cut = any(replica.machine in link and link <= group.machines for link in self.cut_links)
