@@ -615,14 +615,14 @@ def test_what_sounds_like_lost_connections_is_given_up_after_ten_times_and_two_m
         assert ask(membership).hopeless == hopeless
 
 
-@pytest.mark.parametrize("failures", [4, 5])
-def test_replicas_that_have_failed_five_times_give_up_when_one_of_them_is_certain(failures: int) -> None:
+@pytest.mark.parametrize("failures", [2, 3])
+def test_replicas_that_have_failed_three_times_give_up_when_one_of_them_is_certain(failures: int) -> None:
     membership = idle()
     for number in range(failures):
         ask(membership)
         fail(membership, number, "a", "b")
     assert not ask(membership).hopeless
-    assert gives_up(membership, False, True) == (failures == 5)
+    assert gives_up(membership, False, True) == (failures == 3)
 
 
 def test_nobody_gives_up_with_replicas_other_than_those_that_failed() -> None:

@@ -67,4 +67,4 @@ class RepeatedFailures:
         Clocks and counts differ a little between replicas. By this they end together, and none of them goes on alone
         because the others have ended before it was certain itself.
         """
-        return any(hopeless) and names == self.names and self._number >= _MAX_BACKEND_FAILURES
+        return any(hopeless) and names == self.names and self._number >= _EXPLAIN_AT
