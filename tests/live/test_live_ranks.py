@@ -155,18 +155,23 @@ def test_a_replica_that_comes_back_heals_rank_to_rank(fleet: Any, tmp_path: Path
     assert account.steps[-1].workers == 2
 
 
-def test_a_newcomer_receives_the_shards_of_everything_that_belongs_to_the_state(fleet: Any, tmp_path: Path) -> None:
-    """A snapshot that is confirmed and gone back to later, and the average of the weights; losses here are sums, and
-    clipped."""
-    group = fleet(rule=BackAndForth((16, 20)), ema=0.9, counted=True, clip=0.5, hold=7, max_steps=40)
+def lose_and_regain(group: TestFleet, *, step: int) -> None:
+    """Train with two replicas of two ranks until the end; r1 is killed at step 4 and has come back by this step."""
     group.start_ranks("r0", 2)
     group.start_ranks("r1", 2, faults={0: "kill:sum@4"})
     assert group.wait("r1.0") == {"r1.0": KILLED}
     group.wait("r1.1")
     group.start_ranks("r1", 2)
-    group.trains("r0", "r1", step=8, members=2)
+    group.trains("r0", "r1", step=step, members=2)
     group.stop_holding()
     assert set(group.wait().values()) == {0}
+
+
+def test_a_newcomer_receives_the_shards_of_everything_that_belongs_to_the_state(fleet: Any, tmp_path: Path) -> None:
+    """A snapshot that is confirmed and gone back to later, and the average of the weights; losses here are sums, and
+    clipped."""
+    group = fleet(rule=BackAndForth((16, 20)), ema=0.9, counted=True, clip=0.5, hold=7, max_steps=40)
+    lose_and_regain(group, step=8)
     account = check(tmp_path, ema=0.9, counted=True, clip=0.5)
     assert not {row.step for row in account.steps} & {*range(3, 21)}, "what was given back is not part of the run"
 
@@ -174,14 +179,7 @@ def test_a_newcomer_receives_the_shards_of_everything_that_belongs_to_the_state(
 def test_a_newcomer_receives_the_shards_of_the_branches_that_are_compared(fleet: Any, tmp_path: Path) -> None:
     """The branches begin after step 2; r1 comes back in the first or the second one, which end after steps 8 and 14."""
     group = fleet(rule=ThreeBranches(), hold=5, max_steps=40)
-    group.start_ranks("r0", 2)
-    group.start_ranks("r1", 2, faults={0: "kill:sum@4"})
-    assert group.wait("r1.0") == {"r1.0": KILLED}
-    group.wait("r1.1")
-    group.start_ranks("r1", 2)
-    group.trains("r0", "r1", step=6, members=2)
-    group.stop_holding()
-    assert set(group.wait().values()) == {0}
+    lose_and_regain(group, step=6)
     account = check(tmp_path)
     assert not {row.step for row in account.steps} & {*range(7, 21)}, "the first branch is steps 3 to 6"
 

@@ -31,6 +31,7 @@ from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.report.results import load_results
 from ebbflow.workloads.prefetch import Request, SampleReader
 from live import replicas
+from step_counter import Counter
 
 pytestmark = pytest.mark.process
 
@@ -53,6 +54,15 @@ def script(tmp_path: Path) -> Iterator[Any]:
             )
 
         yield join
+
+
+def train_with(scheduler: torch.optim.lr_scheduler.LRScheduler, model: nn.Module, fleet: Any) -> None:
+    """The loop of a script that has a scheduler of torch."""
+    for step in fleet:
+        if step.number:  # the optimizer has made a step
+            scheduler.step()
+        for x, y in step:
+            step.backward(loss_fn(model(x), y))
 
 
 def test_a_script_trains_in_its_own_loop(script: Any, tmp_path: Path) -> None:
@@ -134,15 +144,6 @@ def test_a_replica_leaves_when_notice_says_that_its_machine_is_taken_away(script
 
 
 def test_what_else_belongs_to_the_state_is_kept_with_it(script: Any) -> None:
-    class Counter:
-        count = 0
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"count": self.count}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.count = state["count"]
-
     counter, later = Counter(), Counter()
     model, fleet = script(extras={"counter": counter})
     with fleet:
@@ -169,11 +170,7 @@ def test_what_else_belongs_to_the_state_goes_back_to_a_snapshot_with_it(script: 
         model=model, optimizer=optimizer, epochs=2, extras={"scheduler": scheduler}, on_commit=rows.append
     )
     with fleet:
-        for step in fleet:
-            if step.number:  # the optimizer has made a step
-                scheduler.step()
-            for x, y in step:
-                step.backward(loss_fn(model(x), y))
+        train_with(scheduler, model, fleet)
     assert len(rows) == 26 + 7 and scheduler.last_epoch == 25
     assert inner.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**25)
 
@@ -409,11 +406,7 @@ def test_a_scheduler_in_the_loop_has_to_belong_to_the_state(script: Any, tmp_pat
         extras = {"extras": {"scheduler": scheduler}} if settings.pop("kept", False) else {}
         _, fleet = script(model=model, optimizer=optimizer, folder=tmp_path / folder, **extras, **settings)
         with fleet:
-            for step in fleet:
-                if step.number:  # the optimizer has made a step
-                    scheduler.step()
-                for x, y in step:
-                    step.backward(loss_fn(model(x), y))
+            train_with(scheduler, model, fleet)
 
     with pytest.raises(ConfigError, match=r"extras=\{'scheduler': scheduler\}"):
         run("a")

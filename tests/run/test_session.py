@@ -15,6 +15,7 @@ import ebbflow
 from contract.suite import SAMPLES, BackAndForth, make_data, make_model, weights_of
 from ebbflow.errors import CheckpointError, ConfigError
 from ebbflow.workloads import TensorSource, cross_entropy
+from step_counter import Counter
 
 SETTINGS: dict[str, Any] = {"trace": "0s:4 3s:2 7s:5 60s", "base_batch": 8, "local_batch": 4, "epochs": 2, "seed": 7}
 
@@ -236,18 +237,6 @@ def test_a_framework_may_combine_and_apply_the_steps_itself() -> None:
 
 
 # -- what else belongs to the state ------------------------------------------------------------------------------------
-
-
-class Counter:
-    """Counts the steps of a loop."""
-
-    count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
 
 
 def counting(folder: Path, *, steps: int | None = None, **extras: Counter) -> None:
