@@ -87,7 +87,7 @@ class Auto(Rule):
     winning branch; everything else is given back. Probes give back at most 5 % of the run's samples in all, so that a
     run of fewer than about 3,000 steps has none. A probe needs an epoch that is longer than it, and it is abandoned,
     and c kept, when the number of workers changes. Its states are kept in the memory of the host, three at most. It is
-    not the default: in the long runs of the atlas it took 4 % more time and was worth nothing.
+    not the default: in the long runs of the atlas it gave back up to 4 % of the samples and was worth nothing.
 
     Where a state is larger than a quarter of the free memory of the host, nothing is guarded or probed from then on,
     and the record says so. Processes that train together must decide alike: there it is only said.
