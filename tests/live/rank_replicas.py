@@ -15,8 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from contract.suite import counted_loss, make_data, make_model
+from ebbflow.engines import allreduce
 from ebbflow.engines.replica_ranks import local_shard
 from ebbflow.live import equality, rank_watch
+from ebbflow.live.live_engine import LiveEngine
 from ebbflow.live.live_session import join
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.workloads import cross_entropy
@@ -30,12 +32,16 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank_watch.INTERVAL_S = arguments.get("watch_every_s", rank_watch.INTERVAL_S)
     equality.CHECK_EVERY = arguments.get("check_every", equality.CHECK_EVERY)
+    allreduce.BUCKET_BYTES = arguments.get("bucket_bytes", allreduce.BUCKET_BYTES)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == arguments.get("broken_rank"):
         break_backend(arguments["backend_says"])
+    note_buckets(Path(environment["EBBFLOW_FOLDER"]) / f"{environment['EBBFLOW_REPLICA']}.{rank}.buckets")
     x, y = make_data()
     model = make_model(batch_norm=arguments.get("batch_norm", False))
+    if arguments.get("partly_trained"):
+        leave_untrained(model)
     inside, data_mesh = arguments.get("inside", "fsdp"), None
     if inside == "fsdp":
         for layer in model:
@@ -95,6 +101,24 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
                     step.backward(total, count=count)
     if arguments.get("save_weights"):
         torch.save(model.state_dict(), fleet.fleet.folder / f"{environment['EBBFLOW_REPLICA']}.{rank}.pt")
+
+
+def leave_untrained(model: torch.nn.Module) -> None:
+    """Freeze a parameter, and add one that no pass uses."""
+    next(model.parameters()).requires_grad_(False)
+    model.register_parameter("spare", torch.nn.Parameter(torch.ones(3, dtype=torch.float64)))
+
+
+def note_buckets(file: Path) -> None:
+    """Note of every part of a message that is added up: whether the last backward pass still went on, and its size."""
+    begin = LiveEngine._begin_sum
+
+    def noted(engine: LiveEngine, part: torch.Tensor) -> Any:
+        with file.open("a") as lines:
+            print(int(engine._in_last_pass), part.numel(), file=lines)
+        return begin(engine, part)
+
+    LiveEngine._begin_sum = noted  # type: ignore[method-assign]
 
 
 def change_weights(model: torch.nn.Module) -> None:

@@ -115,15 +115,17 @@ class LiveEngine(Engine):
         self._norm = norm
         settings: dict[str, Any] = {
             "samples": samples, "seed": seed, "precision": precision, "needs": needs, "parameters": parameters,
+            "sends_in_last": self._sends_in_last, "before_last": self._overlap,
             "after_backward": lambda: fault("backward"),
         }  # fmt: skip
+        shards: dict[str, Any] = {}
         if connection.ranks.size > 1:
             self._sharded = ShardedStep(model, self._fetch_next, loss, ranks=connection.ranks, **settings)
+            found = self._sharded.gradients
+            shards = {"sources": found.parameters, "collect": found.collect_one, "lengths": found.lengths}
         self._replica = self._sharded or ReplicaStep(
-            model, self._fetch_next, loss, sends_in_last=self._sends_in_last, before_last=self._overlap,
-            captured_samples=captured_samples, on_event=on_event, **settings,
-        )  # fmt: skip
-        of_rank = self._sharded.gradients.numbers if self._sharded is not None else 0
+            model, self._fetch_next, loss, captured_samples=captured_samples, on_event=on_event, **settings
+        )
         self._batch_norm = self._replica.batch_norm
         self._make_message = partial(
             StepAllReduce,
@@ -131,9 +133,9 @@ class LiveEngine(Engine):
             meter=self._replica.meter,
             sums=self._batch_norm.sums,
             flags=("leaving", "lighthouse", "seconds", "timed", "weights", "differ"),
-            all_reduce=lambda message: connection.all_reduce(message, of_rank=of_rank),
+            **shards,
         )
-        self._combine = self._make_message(begin=None if self._sharded is not None else self._begin_sum)
+        self._combine = self._make_message(begin=self._begin_sum)
         if self._sharded is None:
             connection.begin_to_hear = self._begin_to_hear
         self._heard: HeardStep | None = None
@@ -273,10 +275,13 @@ class LiveEngine(Engine):
         if self._heard is not None:
             part.copy_(self._heard.message[part.storage_offset() :][: part.numel()])
             return lambda: None
-        wait = self.connection.begin_all_reduce(part)
-        if self._in_last_pass:
-            self._fault("bucket")
-        return wait
+        point = "bucket" if self._in_last_pass else ""
+        return self.connection.sums.begin(part, of_rank=self._of_rank(part), begun=lambda: self._fault(point))
+
+    def _of_rank(self, part: torch.Tensor) -> int:
+        """How many numbers of a part of the message are of this rank alone, if this replica has several."""
+        gradient = self._sharded.gradients.numbers if self._sharded is not None else 0
+        return min(part.numel(), max(0, gradient - int(part.storage_offset())))
 
     def abandon(self) -> None:
         """Give up the open step: the model is what it was before the step."""
@@ -320,10 +325,10 @@ class LiveEngine(Engine):
             self._leavers = self._who_leaves(leaving) if self._combine.flags["leaving"] else frozenset()
             self._compare_weights(number)
             assert self._quorum is not None
-            self._have_state = self.connection.confirm(self._quorum.receiving)
+            self._have_state = self.connection.sums.confirm(self._quorum.receiving)
             self._fault("sum")
         except PeerLost as reason:
-            self._failure = reason
+            self._failure = reason.with_traceback(None)  # which would keep the connections open, and the others waiting
             self._combined = None
             self._combine.renew()
             return Gradients(loss=math.nan, micro_batches=len(own))
@@ -345,7 +350,7 @@ class LiveEngine(Engine):
         A thread of its own does this, with a message of its own, while the training loop waits for the state or applies
         what was heard.
         """
-        overheard = self._make_message(begin=self.connection.begin_all_reduce)
+        overheard = self._make_message(begin=self.connection.sums.begin)
         device = self._replica.parameters[0].device
         stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -356,7 +361,7 @@ class LiveEngine(Engine):
                 leavers = self._who_leaves(leaving) if overheard.flags["leaving"] else frozenset()
                 if overheard.flags["differ"] > 0:
                     self._find_different(None)
-            arrived = self.connection.confirm(listening, has_state=caught_up())
+            arrived = self.connection.sums.confirm(listening, has_state=caught_up())
             self._fault("hear")
             return HeardStep(message=message, leaving=leavers, arrived=arrived)
 
@@ -368,7 +373,7 @@ class LiveEngine(Engine):
         try:
             self._heard = step = listener.next()
         except PeerLost as reason:
-            self._failure = reason
+            self._failure = reason.with_traceback(None)
             return Gradients(loss=math.nan, micro_batches=0)
         if self.connection.rank in step.arrived:
             self.connection.listener = None
@@ -415,7 +420,7 @@ class LiveEngine(Engine):
         numbers = torch.zeros(len(names), dtype=torch.float64, device=self._replica.parameters[0].device)
         if self.connection.ranks.leads and weights is not None:
             numbers[rank] = weights + 1.0
-        self.connection.all_reduce(numbers)
+        self.connection.sums.all_reduce(numbers)
         different = equality.different_ranks([int(one) - 1 if one else None for one in numbers.tolist()])
         if not different:
             return
@@ -433,7 +438,7 @@ class LiveEngine(Engine):
         """Find the ranks that leave by one more, tiny all-reduce, in the rare step in which a replica leaves."""
         said = torch.zeros(len(self.connection.names), device=self._replica.parameters[0].device)
         said[self.connection.rank] = float(leaving)
-        self.connection.all_reduce(said)
+        self.connection.sums.all_reduce(said)
         return frozenset(rank for rank, leaves in enumerate(said.tolist()) if leaves)
 
     # Data -----------------------------------------------------------------------------------------------------------
