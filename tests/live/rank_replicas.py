@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from contract.suite import counted_loss, make_data, make_model
@@ -40,6 +41,8 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     note_buckets(Path(environment["EBBFLOW_FOLDER"]) / f"{environment['EBBFLOW_REPLICA']}.{rank}.buckets")
     x, y = make_data()
     model = make_model(batch_norm=arguments.get("batch_norm", False))
+    if arguments.get("layer_norm"):
+        model.insert(2, torch.nn.LayerNorm(8, dtype=torch.float64))
     if arguments.get("partly_trained"):
         leave_untrained(model)
     inside, data_mesh = arguments.get("inside", "fsdp"), None
@@ -53,6 +56,14 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     elif inside == "tensor":
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    elif inside == "sequence":
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+        layers = {
+            "0": ColwiseParallel(output_layouts=Shard(0)),
+            "2": SequenceParallel(sequence_dim=0),
+            "3": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh, layers)
     elif inside == "both":
         mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})

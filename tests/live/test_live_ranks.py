@@ -58,6 +58,8 @@ def unsharded(account: Account, **arguments: Any) -> tuple[dict[str, dict[str, t
 
     x, y = make_data()
     model = make_model(batch_norm=arguments.get("batch_norm", False))
+    if arguments.get("layer_norm"):
+        model.insert(2, torch.nn.LayerNorm(8, dtype=torch.float64))
     if arguments.get("partly_trained"):
         rank_replicas.leave_untrained(model)
     make = getattr(torch.optim, arguments.get("optimizer", "SGD"))
@@ -204,6 +206,7 @@ def test_a_newcomer_receives_the_shards_of_the_branches_that_are_compared(fleet:
 KINDS = {
     "ddp": {"batch_norm": True, "split": 2},  # each rank normalises its own samples, as a worker does
     "tensor": {"rule": "adascale", "clip": 0.05},
+    "sequence": {"rule": "adascale", "layer_norm": True},  # the ranks have parts of the gradient of the layer norm
     "both": {"rule": "lena", "ranks": 4},
     "fsdp": {"rule": "lena", "clip": 0.05, "ranks": 3, "local_batch": 7, "micro_batch": 4},
     "fsdp, partly trained": {"partly_trained": True, "micro_batch": 2},

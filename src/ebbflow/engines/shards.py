@@ -72,7 +72,8 @@ class ShardedGradients:
         """Move the gradient of one parameter of the model into `local`, or add it to what is there."""
         parameter, local = self.parameters[number], self.local[number]
         if parameter.grad is not None:
-            gradient = local_shard(parameter.grad) if self._owned[number] else local.new_empty(0)
+            found = _divided_alike(parameter.grad, parameter)
+            gradient = local_shard(found) if self._owned[number] else local.new_empty(0)
             local.grad = gradient if local.grad is None else local.grad.add_(gradient)
             parameter.grad = None
 
@@ -128,6 +129,20 @@ def _piece(parameter: torch.Tensor) -> tuple[tuple[int, int], ...]:
     dtensor: Any = parameter
     where = dtensor.device_mesh.get_coordinate()
     return tuple((i, where[i]) for i, placement in enumerate(dtensor.placements) if not placement.is_replicate())
+
+
+def _divided_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient that is divided as its parameter is.
+
+    The ranks of a sequence-parallel layer have parts of a sum. They add them up here, in the middle of a backward pass
+    perhaps, in the order of the buckets: this is the same on all of them, as that of the pass itself is.
+    """
+    found: Any = gradient
+    like: Any = parameter
+    if is_sharded(found) and found.placements != like.placements:
+        found = found.redistribute(placements=like.placements)
+    divided: torch.Tensor = found
+    return divided
 
 
 def describe_shards(parameters: Iterable[torch.Tensor]) -> str:
