@@ -18,13 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from contract.suite import counted_loss, make_data, make_model
 from ebbflow.engines import allreduce
 from ebbflow.engines.replica_ranks import local_shard
-from ebbflow.live import equality, rank_watch
+from ebbflow.engines.shards import without_shards
+from ebbflow.live import connection, equality, rank_watch, state_transfer
 from ebbflow.live.live_engine import LiveEngine
 from ebbflow.live.live_session import join
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.sources import TensorSource
-from live.replicas import NestedSource, break_backend, together
+from live.replicas import NestedSource, break_backend, receive_later, together
 
 
 def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
@@ -33,12 +34,17 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank_watch.INTERVAL_S = arguments.get("watch_every_s", rank_watch.INTERVAL_S)
     equality.CHECK_EVERY = arguments.get("check_every", equality.CHECK_EVERY)
+    connection.SOON_S = arguments.get("soon_s", 60.0)  # as in `replicas.tiny`
+    state_transfer._DESCRIBED = 64
     allreduce.BUCKET_BYTES = arguments.get("bucket_bytes", allreduce.BUCKET_BYTES)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == arguments.get("broken_rank"):
         break_backend(arguments["backend_says"])
-    note_buckets(Path(environment["EBBFLOW_FOLDER"]) / f"{environment['EBBFLOW_REPLICA']}.{rank}.buckets")
+    folder, own = Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"]
+    note_buckets(folder / f"{own}.{rank}.buckets")
+    if arguments.get("receive_later"):
+        receive_later(folder, f"{own}.{rank}")
     x, y = make_data()
     model = make_model(batch_norm=arguments.get("batch_norm", False))
     if arguments.get("layer_norm"):
@@ -76,9 +82,11 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         make(model.parameters(), lr=rate, **settings), arguments.get("rule", "linear"), base_batch=8,
         epoch_samples=len(x), clip=arguments.get("clip"),
     )  # fmt: skip
-    hold, full_speed = arguments.get("hold"), Path(environment["EBBFLOW_FOLDER"]) / "full-speed"
+    hold, full_speed = arguments.get("hold"), folder / "full-speed"
 
     def pace(row: Any) -> None:
+        with (folder / f"{own}.{rank}.committed").open("a") as file:
+            print(row.step, row.workers, file=file)
         if hold is not None and row.step >= hold and not full_speed.exists():
             time.sleep(0.2)
         if (rank, row.step) == arguments.get("tamper"):
@@ -101,7 +109,6 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         checkpoint_every_s=arguments.get("checkpoint_every_s", 60.0),
     ) as fleet:
         if rank == 0:
-            folder, own = fleet.fleet.folder, environment["EBBFLOW_REPLICA"]
             together(folder, environment["EBBFLOW_LIGHTHOUSE"], own, arguments["all"])
         for step in fleet:
             if counted:
@@ -111,7 +118,7 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
                     total, count = counted_loss(model, inputs, targets)
                     step.backward(total, count=count)
     if arguments.get("save_weights"):
-        torch.save(model.state_dict(), fleet.fleet.folder / f"{environment['EBBFLOW_REPLICA']}.{rank}.pt")
+        torch.save(without_shards(model.state_dict()), folder / f"{own}.{rank}.pt")
 
 
 def leave_untrained(model: torch.nn.Module) -> None:

@@ -116,6 +116,21 @@ class ReplicaRanks:
                 dist.all_reduce(host, group=self._group)
             tensor.copy_(host)
 
+    def all_agree(self, flag: bool) -> bool:
+        """Whether the flag is set on all ranks."""
+        votes = torch.tensor([float(flag)])
+        self.add_up(votes)
+        return votes.item() == self.size
+
+    def in_thread(self) -> ReplicaRanks:
+        """The same ranks over connections of their own, for another thread on each; all ranks call this."""
+        group = self.another_group()
+        if group is None:
+            return self
+        return ReplicaRanks(
+            data_rank=self.data_rank, data_size=self.data_size, group=group, hooks_see_sums=self.hooks_see_sums
+        )
+
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """A group of some ranks, for tensors on their device; all ranks call this. None stands for all."""
         return None if len(ranks) == self.size else self._kept(dist.new_group(list(ranks)))
@@ -311,16 +326,16 @@ class ReplicaSums:
         Whoever committed a step before could be the only one that has it: it would have to be repeated if that replica
         then died, or were taken for dead. A replica of several ranks has the state when all its ranks have it.
         """
-        if self.ranks.size > 1:
-            self.all_reduce(torch.zeros(1))
-            return listening
         if not listening:
-            self._group.barrier()
+            if self.ranks.size == 1:
+                self._group.barrier()
+            else:
+                self.all_reduce(torch.zeros(1))
             return frozenset()
         said = torch.zeros(self._group.size)
         said[self._group.rank] = float(has_state)
         self.all_reduce(said)
-        return frozenset(rank for rank in listening if said[rank])
+        return frozenset(rank for rank in listening if said[rank] == self.ranks.size)
 
 
 # Samples --------------------------------------------------------------------------------------------------------------

@@ -145,9 +145,9 @@ class FleetConnection:
         self._sums: ReplicaSums | None = None  # over the group
         self._names: tuple[str, ...] = ()  # of the replicas of the group, by rank
         self._transfers = StateTransfers()  # to replicas of the group
-        self.begin_to_hear: Callable[[], Hear] | None = None
-        """Makes what takes part in the steps of the others while this replica receives the state; without it they
-        wait."""
+        self.begin_to_hear: Callable[[ReplicaSums], Hear] | None = None
+        """Makes what takes part in the steps of the others, by these sums, while this replica receives the state;
+        without it they wait."""
         self.listener: Listener | None = None
         """Hears the steps of the others, which are to be applied to the state that this replica receives."""
 
@@ -479,16 +479,40 @@ class FleetConnection:
         group = self._group
         assert group is not None
         incoming = IncomingState(group, instruction.source)
+        failure: LeftFleet | PeerLost | None = None
         try:
-            if self.begin_to_hear is not None and instruction.listen and not incoming.wait(SOON_S):
+            if (
+                self.begin_to_hear is not None
+                and instruction.listen
+                and not self.ranks.all_agree(incoming.wait(SOON_S))
+            ):
                 group.patience = timedelta(seconds=_TRANSFER_S)
-                self.listener = Listener(self.begin_to_hear(), self.membership.listening, incoming, rank=group.rank)
+                self.listener = self._listen(self.begin_to_hear, group, incoming)
                 self._wait_for_state(incoming, self.listener)
             state = incoming.take()
-        except PeerLost as error:
-            return connection_failed(error)
+        except (LeftFleet, PeerLost) as error:
+            failure = error
+        # All ranks load the state, or none does.
+        failures = self.ranks.gather(failure)
+        if any(isinstance(found, LeftFleet) for found in failures):
+            raise LeftFleet
+        if lost := [found for found in failures if isinstance(found, PeerLost)]:
+            return connection_failed(max(lost, key=lambda found: isinstance(found, BackendFailed)))
         step, lineage = self.state.unpack(state)
         return StateReceived(now=monotonic(), step=step, lineage=lineage, size=incoming.size)
+
+    def _listen(
+        self, begin_to_hear: Callable[[ReplicaSums], Hear], group: ProcessGroup, incoming: IncomingState
+    ) -> Listener:
+        """Begin to hear the steps of the others, on all ranks of this replica."""
+        ranks = self.ranks.in_thread()
+        return Listener(
+            begin_to_hear(ReplicaSums(ranks, group)),
+            self.ranks.share(self.membership.listening),  # which rank 0 knows
+            incoming,
+            rank=group.rank,
+            all_agree=ranks.all_agree,
+        )
 
     def _wait_for_state(self, incoming: IncomingState, listener: Listener) -> None:
         """Raises `PeerLost` if the group breaks meanwhile, and `LeftFleet` when this replica has told the others so."""

@@ -32,6 +32,7 @@ from ebbflow.engines.allreduce import StepAllReduce, StepPart
 from ebbflow.engines.base import Engine, Gradients
 from ebbflow.engines.loss_sum import LossSum
 from ebbflow.engines.process_group import Fault, PeerLost, no_fault
+from ebbflow.engines.replica_ranks import ReplicaSums
 from ebbflow.engines.replica_step import Fetch, LoadedMicroBatch, Loss, Precision, ReplicaStep, micro_batch_seed
 from ebbflow.engines.shards import ShardedStep
 from ebbflow.live import equality
@@ -136,8 +137,7 @@ class LiveEngine(Engine):
             **shards,
         )
         self._combine = self._make_message(begin=self._begin_sum)
-        if self._sharded is None:
-            connection.begin_to_hear = self._begin_to_hear
+        connection.begin_to_hear = self._begin_to_hear
         self._heard: HeardStep | None = None
         """The open step, if this replica has heard it."""
         self._have_state: frozenset[int] = frozenset()
@@ -322,10 +322,11 @@ class LiveEngine(Engine):
                 differ=float(self._differ),
             )
             self._earlier = self._share = ()  # what this replica computed is no longer there by itself
-            self._leavers = self._who_leaves(leaving) if self._combine.flags["leaving"] else frozenset()
+            sums = self.connection.sums
+            self._leavers = self._who_leaves(leaving, sums) if self._combine.flags["leaving"] else frozenset()
             self._compare_weights(number)
             assert self._quorum is not None
-            self._have_state = self.connection.sums.confirm(self._quorum.receiving)
+            self._have_state = sums.confirm(self._quorum.receiving)
             self._fault("sum")
         except PeerLost as reason:
             self._failure = reason.with_traceback(None)  # which would keep the connections open, and the others waiting
@@ -344,13 +345,13 @@ class LiveEngine(Engine):
 
     # Steps that this replica hears ----------------------------------------------------------------------------------
 
-    def _begin_to_hear(self) -> Hear:
+    def _begin_to_hear(self, sums: ReplicaSums) -> Hear:
         """What takes part in steps of which this replica knows nothing, since it does not have the state before them.
 
-        A thread of its own does this, with a message of its own, while the training loop waits for the state or applies
-        what was heard.
+        A thread of its own does this, with a message and sums of its own, while the training loop waits for the state
+        or applies what was heard.
         """
-        overheard = self._make_message(begin=self.connection.sums.begin)
+        overheard = self._make_message(begin=lambda part: sums.begin(part, of_rank=self._of_rank(part)))
         device = self._replica.parameters[0].device
         stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -358,10 +359,10 @@ class LiveEngine(Engine):
             leaving = self._leaving()
             with torch.cuda.stream(stream):  # nothing without a GPU
                 message = overheard.listen(leaving=float(leaving))
-                leavers = self._who_leaves(leaving) if overheard.flags["leaving"] else frozenset()
+                leavers = self._who_leaves(leaving, sums) if overheard.flags["leaving"] else frozenset()
                 if overheard.flags["differ"] > 0:
-                    self._find_different(None)
-            arrived = self.connection.sums.confirm(listening, has_state=caught_up())
+                    self._find_different(None, sums)
+            arrived = sums.confirm(listening, has_state=caught_up())
             self._fault("hear")
             return HeardStep(message=message, leaving=leavers, arrived=arrived)
 
@@ -381,6 +382,8 @@ class LiveEngine(Engine):
             gradients = self._combine(StepPart(batch=self._assignment.batch))
         finally:
             self._heard = None
+        if self._sharded is not None:
+            gradients = self._sharded.gradients.complete(gradients, norm=self._norm)
         self._leavers, self._have_state = step.leaving, step.arrived
         self._weights, self._combined, self._arrived = None, None, True
         return self._timed(gradients)
@@ -412,15 +415,15 @@ class LiveEngine(Engine):
             self._differ = said["weights"] != number * len(computing_ranks(self._quorum))
         if asked:
             self._differ = False
-            self._find_different(self._weights)
+            self._find_different(self._weights, self.connection.sums)
 
-    def _find_different(self, weights: int | None) -> None:
+    def _find_different(self, weights: int | None, sums: ReplicaSums) -> None:
         """Find the ranks whose weights differ, by the number of each that has one; raises `PeerLost` if any do."""
         names, rank = self.connection.names, self.connection.rank
         numbers = torch.zeros(len(names), dtype=torch.float64, device=self._replica.parameters[0].device)
         if self.connection.ranks.leads and weights is not None:
             numbers[rank] = weights + 1.0
-        self.connection.sums.all_reduce(numbers)
+        sums.all_reduce(numbers)
         different = equality.different_ranks([int(one) - 1 if one else None for one in numbers.tolist()])
         if not different:
             return
@@ -434,11 +437,11 @@ class LiveEngine(Engine):
             f"on its machine changes weights in another way"
         )
 
-    def _who_leaves(self, leaving: bool) -> frozenset[int]:
+    def _who_leaves(self, leaving: bool, sums: ReplicaSums) -> frozenset[int]:
         """Find the ranks that leave by one more, tiny all-reduce, in the rare step in which a replica leaves."""
         said = torch.zeros(len(self.connection.names), device=self._replica.parameters[0].device)
         said[self.connection.rank] = float(leaving)
-        self.connection.sums.all_reduce(said)
+        sums.all_reduce(said)
         return frozenset(rank for rank, leaves in enumerate(said.tolist()) if leaves)
 
     # Data -----------------------------------------------------------------------------------------------------------
