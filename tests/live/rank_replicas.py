@@ -19,7 +19,7 @@ from contract.suite import counted_loss, make_data, make_model
 from ebbflow.engines import allreduce
 from ebbflow.engines.replica_ranks import local_shard
 from ebbflow.engines.shards import without_shards
-from ebbflow.live import connection, equality, rank_watch, state_transfer
+from ebbflow.live import connection, equality, listening, rank_watch, state_transfer
 from ebbflow.live.live_engine import LiveEngine
 from ebbflow.live.live_session import join
 from ebbflow.optim.elastic import ElasticOptimizer
@@ -39,6 +39,7 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     allreduce.BUCKET_BYTES = arguments.get("bucket_bytes", allreduce.BUCKET_BYTES)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
+    listening._MOST_STEPS = arguments.get("most_heard", {}).get(rank, listening._MOST_STEPS)
     if rank == arguments.get("broken_rank"):
         break_backend(arguments["backend_says"])
     folder, own = Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"]

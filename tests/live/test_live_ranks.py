@@ -108,7 +108,15 @@ def test_two_replicas_of_two_ranks_with_fsdp_train_as_the_unsharded_model(fleet:
     assert account.steps[-1].stats["noise"] > 0
 
 
-@pytest.mark.parametrize(("victim", "point"), [(0, "allreduce"), (1, "backward"), (0, "bucket"), (1, "bucket")])
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    [
+        (0, "allreduce"),
+        pytest.param(1, "backward", marks=pytest.mark.long),
+        pytest.param(0, "bucket", marks=pytest.mark.long),
+        (1, "bucket"),
+    ],
+)
 def test_one_killed_rank_takes_its_replica_and_nothing_else(
     fleet: Any, tmp_path: Path, victim: int, point: str
 ) -> None:
@@ -124,7 +132,7 @@ def test_one_killed_rank_takes_its_replica_and_nothing_else(
     assert {row.workers for row in account.steps[8:]} == {1}
 
 
-@pytest.mark.parametrize("rule", ["linear", "adascale"])
+@pytest.mark.parametrize("rule", [pytest.param("linear", marks=pytest.mark.long), "adascale"])
 def test_a_bucket_that_fails_on_one_rank_loses_the_step_on_all_and_what_was_computed_is_kept(
     fleet: Any, tmp_path: Path, rule: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from live.test_live_ranks import BOTH, KILLED, check
 
 pytestmark = pytest.mark.process
 
+LONG = pytest.mark.long  # each takes seconds; the others show the same in the ordinary suite
 STEPS = 60
 
 
@@ -97,7 +99,9 @@ def test_the_others_train_while_each_rank_of_a_newcomer_receives_its_shards(
     assert told[0] == told[1] == told[2] and not any(event.what == "lost" for run in runs for event in run.events)
 
 
-@pytest.mark.parametrize(("victim", "hears"), [(0, True), (1, True), (1, False)])
+@pytest.mark.parametrize(
+    ("victim", "hears"), [pytest.param(0, True, marks=LONG), pytest.param(1, True, marks=LONG), (1, False)]
+)
 def test_a_rank_of_a_newcomer_is_killed_while_it_listens(fleet: Any, tmp_path: Path, victim: int, hears: bool) -> None:
     """When it has just heard a step, or in the middle of its transfer, when rank 0 has its shards."""
     group = start(fleet(max_steps=30), r2={victim: "kill:hear@*"} if hears else None)
@@ -113,7 +117,7 @@ def test_a_rank_of_a_newcomer_is_killed_while_it_listens(fleet: Any, tmp_path: P
     assert {row.workers for row in account.steps} == {2}, "the others have computed every step, with nobody else"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=LONG), 1])
 def test_a_rank_of_the_donor_is_killed_while_a_newcomer_listens(fleet: Any, tmp_path: Path, victim: int) -> None:
     group = start(fleet(), r0={victim: "kill:copy@*"})
     group.wait("r0.0", "r0.1")
@@ -128,6 +132,25 @@ def test_a_rank_of_the_donor_is_killed_while_a_newcomer_listens(fleet: Any, tmp_
     assert len(received) == 1 and "from r1" in received[0], "what came from r0 is forgotten"
 
 
+@LONG
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_others_wait_while_one_rank_of_a_newcomer_cannot_keep_more_sums(
+    fleet: Any, tmp_path: Path, lost: bool
+) -> None:
+    """Rank 1 keeps two, and rank 0 waits for it. Then the state comes, or its donor is lost and another sends it."""
+    group = start(fleet(most_heard={1: 2}, optimizer="Adam", watch_every_s=0.05))
+    eventually(lambda: committed(group, "r0.0")[-1][0] > 3, "steps that r2 hears")
+    time.sleep(0.5)  # the others wait by now; nothing shows it but that nothing happens
+    if lost:
+        group.signal("r0.1", signal.SIGKILL)
+        group.wait("r0.0", "r0.1")
+    (tmp_path / "release").touch()
+    computes(group, 2 if lost else 3)
+    group.stop_holding()
+    assert set(group.wait("r1.0", "r1.1", "r2.0", "r2.1").values()) == {0}
+    check(tmp_path, optimizer="Adam")
+
+
 def test_a_newcomer_that_is_told_to_leave_while_it_listens_leaves_at_once(fleet: Any, tmp_path: Path) -> None:
     group = start(fleet(max_steps=30))
     commit(group, steps=2)
@@ -140,6 +163,7 @@ def test_a_newcomer_that_is_told_to_leave_while_it_listens_leaves_at_once(fleet:
     check(tmp_path)
 
 
+@LONG
 def test_the_training_ends_while_a_replica_of_several_ranks_listens(fleet: Any, tmp_path: Path) -> None:
     group = start(fleet(max_steps=30))
     group.stop_holding()
