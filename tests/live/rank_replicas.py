@@ -21,7 +21,7 @@ from ebbflow.engines.replica_ranks import local_shard
 from ebbflow.engines.shards import without_shards
 from ebbflow.live import connection, equality, listening, rank_watch, state_transfer
 from ebbflow.live.live_engine import LiveEngine
-from ebbflow.live.live_session import join
+from ebbflow.live.live_session import LiveSession, join
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.sources import TensorSource
@@ -44,6 +44,7 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         break_backend(arguments["backend_says"])
     folder, own = Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"]
     note_buckets(folder / f"{own}.{rank}.buckets")
+    note_states(folder / f"{own}.{rank}.states")
     if arguments.get("receive_later"):
         receive_later(folder, f"{own}.{rank}")
     x, y = make_data()
@@ -138,6 +139,18 @@ def note_buckets(file: Path) -> None:
         return begin(engine, part)
 
     LiveEngine._begin_sum = noted  # type: ignore[method-assign]
+
+
+def note_states(file: Path) -> None:
+    """Note when the state of a peer is loaded."""
+    unpack = LiveSession.unpack
+
+    def noted(session: LiveSession, state: Any) -> Any:
+        with file.open("a") as lines:
+            print("loaded", file=lines)
+        return unpack(session, state)
+
+    LiveSession.unpack = noted  # type: ignore[method-assign]
 
 
 def change_weights(model: torch.nn.Module) -> None:

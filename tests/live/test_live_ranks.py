@@ -182,6 +182,18 @@ def test_a_replica_that_comes_back_heals_rank_to_rank(fleet: Any, tmp_path: Path
     assert account.steps[-1].workers == 2
 
 
+def test_no_rank_loads_a_state_of_which_another_rank_did_not_receive_its_part(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(all=("r0",), hold=2, max_steps=30)
+    group.start_ranks("r0", 2)
+    group.trains("r0", step=1)
+    group.start_ranks("r1", 2, faults={1: "fail:receive@*"})
+    group.trains("r0", "r1", members=2)
+    group.stop_holding()
+    assert set(group.wait().values()) == {0}
+    check(tmp_path)
+    assert [(tmp_path / f"r1.{rank}.states").read_text() for rank in range(2)] == ["loaded\n"] * 2, "at the second try"
+
+
 def lose_and_regain(group: TestFleet, *, step: int) -> None:
     """Train with two replicas of two ranks until the end; r1 is killed at step 4 and has come back by this step."""
     group.start_ranks("r0", 2)

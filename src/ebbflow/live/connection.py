@@ -491,7 +491,7 @@ class FleetConnection:
                 self._wait_for_state(incoming, self.listener)
             state = incoming.take()
         except (LeftFleet, PeerLost) as error:
-            failure = error
+            failure = error.with_traceback(None)  # which would keep the connections open
         # All ranks load the state, or none does.
         failures = self.ranks.gather(failure)
         if any(isinstance(found, LeftFleet) for found in failures):

@@ -72,6 +72,8 @@ class IncomingState:
             self.size = len(description) + sum(tensor.nbytes for tensor in tensors)
             self._group.receive_tensors(tensors, self._source)
             self._state = state
+        except PeerLost as error:
+            self._error = error.with_traceback(None)  # which would keep the connections open, and the others waiting
         except Exception as error:  # raised again in the thread of the training loop
             self._error = error
         finally:
@@ -135,6 +137,8 @@ class Listener:
                     raise PeerLost("a replica left the group while this one listened")
                 if self._rank in step.arrived:
                     break
+        except PeerLost as error:
+            self._error = error.with_traceback(None)  # as above
         except Exception as error:  # raised again in the thread of the training loop
             self._error = error
         finally:
