@@ -248,6 +248,33 @@ def test_a_parameter_with_several_gradients_in_one_pass_waits_for_the_end(monkey
     torch.testing.assert_close([parameter.grad for parameter in parameters], [*expected])
 
 
+def test_a_second_gradient_that_no_pass_before_had_counts_if_the_first_one_is_not_sent_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bucket of the second parameter waits for that of the third; then all but the first are sent."""
+    monkeypatch.setattr(allreduce, "BUCKET_BYTES", 8)
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    ranks = TwoEqualRanks()
+    combine = AllReduce(parameters, begin=ranks.begin)
+
+    def find_gradients(numbers: list[int]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        ranks.begun = []
+        combine.overlap()
+        for number in numbers:
+            ranks.backward(parameters[number].sum() / 2)
+
+    for twice in (False, True):  # the first pass is watched
+        find_gradients([1, 1, 2, 0] if twice else [2, 1, 0])
+        combine(samples=4, batch=8, scale=0.5)
+        assert [inside for inside, _ in ranks.begun] == [twice, twice, False]
+        assert [one.grad.tolist()[0] for one in parameters] == [1.0, 1.0 + twice, 1.0]  # type: ignore[union-attr]
+    find_gradients([2, 2, 1, 0])
+    with pytest.raises(ConfigError, match="got a second gradient in one backward pass, after the first one was sent"):
+        combine(samples=4, batch=8, scale=0.5)
+
+
 def test_a_loss_of_a_peer_inside_a_backward_pass_is_raised_when_the_step_is_combined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

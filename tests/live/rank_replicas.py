@@ -49,13 +49,10 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         receive_later(folder, f"{own}.{rank}")
     x, y = make_data()
     model = make_model(batch_norm=arguments.get("batch_norm", False))
-    if arguments.get("layer_norm"):
-        model.insert(2, torch.nn.LayerNorm(8, dtype=torch.float64))
-    if arguments.get("partly_trained"):
-        leave_untrained(model)
+    change_model(model, arguments)
     inside, data_mesh = arguments.get("inside", "fsdp"), None
     if inside == "fsdp":
-        for layer in model:
+        for layer in dict.fromkeys(model):
             if [*layer.parameters()]:
                 fully_shard(layer)
         fully_shard(model)
@@ -100,7 +97,7 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         optimizer,
         NestedSource(x, y) if counted else TensorSource(x, y),
         max_steps=arguments["max_steps"],
-        epochs=10,
+        epochs=arguments.get("epochs", 10),
         local_batch=arguments.get("local_batch", 4),
         micro_batch=arguments.get("micro_batch"),
         seed=7,
@@ -123,10 +120,17 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         torch.save(without_shards(model.state_dict()), folder / f"{own}.{rank}.pt")
 
 
-def leave_untrained(model: torch.nn.Module) -> None:
-    """Freeze a parameter, and add one that no pass uses."""
-    next(model.parameters()).requires_grad_(False)
-    model.register_parameter("spare", torch.nn.Parameter(torch.ones(3, dtype=torch.float64)))
+def change_model(model: Any, arguments: dict[str, Any]) -> None:
+    """`layer_norm`: add one. `layer_twice`: add a layer that is called twice. `partly_trained`: freeze a parameter, and
+    add one that no pass uses."""
+    if arguments.get("layer_norm"):
+        model.insert(2, torch.nn.LayerNorm(8, dtype=torch.float64))
+    if arguments.get("layer_twice"):
+        layer = torch.nn.Linear(8, 8, dtype=torch.float64)
+        model.insert(2, layer).insert(2, layer)
+    if arguments.get("partly_trained"):
+        next(model.parameters()).requires_grad_(False)
+        model.register_parameter("spare", torch.nn.Parameter(torch.ones(3, dtype=torch.float64)))
 
 
 def note_buckets(file: Path) -> None:

@@ -58,10 +58,7 @@ def unsharded(account: Account, **arguments: Any) -> tuple[dict[str, dict[str, t
 
     x, y = make_data()
     model = make_model(batch_norm=arguments.get("batch_norm", False))
-    if arguments.get("layer_norm"):
-        model.insert(2, torch.nn.LayerNorm(8, dtype=torch.float64))
-    if arguments.get("partly_trained"):
-        rank_replicas.leave_untrained(model)
+    rank_replicas.change_model(model, arguments)
     make = getattr(torch.optim, arguments.get("optimizer", "SGD"))
     settings = {"momentum": 0.9} if make is torch.optim.SGD else {}
     optimizer = ElasticOptimizer(
@@ -230,10 +227,13 @@ KINDS = {
     "both": {"rule": "lena", "ranks": 4},
     "fsdp": {"rule": "lena", "clip": 0.05, "ranks": 3, "local_batch": 7, "micro_batch": 4},
     "fsdp, partly trained": {"partly_trained": True, "micro_batch": 2},
+    "fsdp, a layer twice": {"layer_twice": True, "micro_batch": 2},
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind == "both")) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in ("both", "fsdp, a layer twice"))) for kind in KINDS]
+)
 def test_any_parallelism_inside_trains_as_the_unsharded_model(fleet: Any, tmp_path: Path, kind: str) -> None:
     """Every parameter is a bucket of its own. With DistributedDataParallel none is sent in the backward pass."""
     arguments = dict(KINDS[kind])

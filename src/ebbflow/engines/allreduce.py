@@ -169,10 +169,12 @@ class AllReduce:
         if not self._hooked:
             return  # the first pass
         if self._arrivals[index] > 1:
-            self._failure = ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one backward pass, after the "
-                f"first one was sent; use checkpointing with use_reentrant=False"
-            )
+            if self._bucket_of[index] < len(self._begun):
+                self._failure = ConfigError(
+                    f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one backward pass, after "
+                    f"the first one was sent; use checkpointing with use_reentrant=False"
+                )
+            return  # else it is sent with the first one
         self._missing[self._bucket_of[index]] -= 1
         last = len(self._buckets) - 1
         while self._failure is None and len(self._begun) < last and not self._missing[len(self._begun)]:
