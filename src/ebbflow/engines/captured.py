@@ -107,8 +107,8 @@ class CapturedPasses:
             known = self._graphs.get(kind)
         if known is None:
             self._computed[kind] += 1
-            # The last time before the capture, which finds what was tried here.
-            with _fastest_convolutions() if self._computed[kind] == _CAPTURE_AFTER else nullcontext():
+            last = self._computed[kind] == _CAPTURE_AFTER and not self.refused and self._small(inputs, targets)
+            with _fastest_convolutions() if last else nullcontext():  # the capture, which is next, uses what they found
                 computed = self._compute(inputs, targets, kind, self._factor)
             self._sums.add()
             return computed
@@ -130,8 +130,7 @@ class CapturedPasses:
 
     def _fits(self, kind: Hashable, inputs: Any, targets: Any) -> bool:
         """Whether a pass can be replayed, or captured now, with these inputs in the buffers."""
-        plain = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
-        if not plain or len(inputs) > self._samples:
+        if not self._small(inputs, targets):
             return False
         if kind not in self._graphs and (self.refused or self._computed[kind] < _CAPTURE_AFTER):
             return False
@@ -141,6 +140,11 @@ class CapturedPasses:
             tensor.shape[1:] == buffer.shape[1:] and tensor.dtype == buffer.dtype
             for tensor, buffer in zip((inputs, targets), self._buffers, strict=True)
         )
+
+    def _small(self, inputs: Any, targets: Any) -> bool:
+        """Whether these are tensors that the buffers have room for."""
+        plain = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+        return plain and len(inputs) <= self._samples
 
     def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Room for the rows of the largest pass, in the memory layout of this one."""
