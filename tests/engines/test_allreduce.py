@@ -248,6 +248,33 @@ def test_a_parameter_with_several_gradients_in_one_pass_waits_for_the_end(monkey
     torch.testing.assert_close([parameter.grad for parameter in parameters], [*expected])
 
 
+def test_a_second_gradient_that_no_pass_before_had_counts_if_the_first_one_is_not_sent_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bucket of the second parameter waits for that of the third; then all but the first are sent."""
+    monkeypatch.setattr(allreduce, "BUCKET_BYTES", 8)
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    ranks = TwoEqualRanks()
+    combine = AllReduce(parameters, begin=ranks.begin)
+
+    def find_gradients(numbers: list[int]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        ranks.begun = []
+        combine.overlap()
+        for number in numbers:
+            ranks.backward(parameters[number].sum() / 2)
+
+    for twice in (False, True):  # the first pass is watched
+        find_gradients([1, 1, 2, 0] if twice else [2, 1, 0])
+        combine(samples=4, batch=8, scale=0.5)
+        assert [inside for inside, _ in ranks.begun] == [twice, twice, False]
+        assert [one.grad.tolist()[0] for one in parameters] == [1.0, 1.0 + twice, 1.0]  # type: ignore[union-attr]
+    find_gradients([2, 2, 1, 0])
+    with pytest.raises(ConfigError, match="got a second gradient in one backward pass, after the first one was sent"):
+        combine(samples=4, batch=8, scale=0.5)
+
+
 def test_a_loss_of_a_peer_inside_a_backward_pass_is_raised_when_the_step_is_combined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -274,3 +301,39 @@ def test_a_loss_of_a_peer_inside_a_backward_pass_is_raised_when_the_step_is_comb
         else:
             combine(samples=1, batch=2, scale=0.5)
     assert [parameter.grad.tolist() for parameter in parameters] == [[1.0, 1.0], [1.0, 1.0]]  # type: ignore[union-attr]
+
+
+def test_a_rank_that_holds_a_part_of_the_parameters_sends_buckets_of_the_same_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It holds all of the first, none of the second and one of two numbers of the third; a bucket has two of the whole.
+
+    The rank sends nothing for the bucket of the second one, and what an earlier pass has left is part of the gradient.
+    """
+    monkeypatch.setattr(allreduce, "BUCKET_BYTES", 8)
+    whole = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    held = [
+        nn.Parameter(parameter.detach()[:length].clone()) for parameter, length in zip(whole, (2, 0, 1), strict=True)
+    ]
+
+    def collect(number: int) -> None:
+        found, own = whole[number].grad, held[number]
+        if found is not None:
+            part = found[: own.numel()]
+            own.grad = part if own.grad is None else own.grad + part
+            whole[number].grad = None
+
+    ranks = TwoEqualRanks()
+    combine = AllReduce(held, begin=ranks.begin, sources=whole, collect=collect, lengths=[2, 2, 2])
+    for step in range(2):
+        ranks.begun = []
+        for own in held:
+            own.grad = torch.full_like(own, 0.25)
+        combine.overlap()
+        ranks.backward(torch.stack([parameter.sum() for parameter in whole]).sum() / 2)
+        for number in range(3):
+            collect(number)
+        combine(samples=4, batch=8, scale=0.5)
+        assert [own.grad.tolist() for own in held] == [[1.5, 1.5], [], [1.5]]  # type: ignore[union-attr]
+        assert [inside for inside, _ in ranks.begun] == [step > 0, False]
+        assert ranks.begun[0][1] == 1, "of the third, whose gradient is found first"

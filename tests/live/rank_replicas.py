@@ -11,17 +11,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from contract.suite import counted_loss, make_data, make_model
+from ebbflow.engines import allreduce
 from ebbflow.engines.replica_ranks import local_shard
-from ebbflow.live import equality, rank_watch
-from ebbflow.live.live_session import join
+from ebbflow.engines.shards import without_shards
+from ebbflow.live import connection, equality, listening, rank_watch, state_transfer
+from ebbflow.live.live_engine import LiveEngine
+from ebbflow.live.live_session import LiveSession, join
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.sources import TensorSource
-from live.replicas import NestedSource, break_backend, together
+from live.replicas import NestedSource, break_backend, receive_later, together
 
 
 def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
@@ -30,15 +34,25 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank_watch.INTERVAL_S = arguments.get("watch_every_s", rank_watch.INTERVAL_S)
     equality.CHECK_EVERY = arguments.get("check_every", equality.CHECK_EVERY)
+    connection.SOON_S = arguments.get("soon_s", 60.0)  # as in `replicas.tiny`
+    state_transfer._DESCRIBED = 64
+    allreduce.BUCKET_BYTES = arguments.get("bucket_bytes", allreduce.BUCKET_BYTES)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
+    listening._MOST_STEPS = arguments.get("most_heard", {}).get(rank, listening._MOST_STEPS)
     if rank == arguments.get("broken_rank"):
         break_backend(arguments["backend_says"])
+    folder, own = Path(environment["EBBFLOW_FOLDER"]), environment["EBBFLOW_REPLICA"]
+    note_buckets(folder / f"{own}.{rank}.buckets")
+    note_states(folder / f"{own}.{rank}.states")
+    if arguments.get("receive_later"):
+        receive_later(folder, f"{own}.{rank}")
     x, y = make_data()
     model = make_model(batch_norm=arguments.get("batch_norm", False))
+    change_model(model, arguments)
     inside, data_mesh = arguments.get("inside", "fsdp"), None
     if inside == "fsdp":
-        for layer in model:
+        for layer in dict.fromkeys(model):
             if [*layer.parameters()]:
                 fully_shard(layer)
         fully_shard(model)
@@ -47,6 +61,14 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     elif inside == "tensor":
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    elif inside == "sequence":
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+        layers = {
+            "0": ColwiseParallel(output_layouts=Shard(0)),
+            "2": SequenceParallel(sequence_dim=0),
+            "3": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh, layers)
     elif inside == "both":
         mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -59,9 +81,11 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         make(model.parameters(), lr=rate, **settings), arguments.get("rule", "linear"), base_batch=8,
         epoch_samples=len(x), clip=arguments.get("clip"),
     )  # fmt: skip
-    hold, full_speed = arguments.get("hold"), Path(environment["EBBFLOW_FOLDER"]) / "full-speed"
+    hold, full_speed = arguments.get("hold"), folder / "full-speed"
 
     def pace(row: Any) -> None:
+        with (folder / f"{own}.{rank}.committed").open("a") as file:
+            print(row.step, row.workers, file=file)
         if hold is not None and row.step >= hold and not full_speed.exists():
             time.sleep(0.2)
         if (rank, row.step) == arguments.get("tamper"):
@@ -73,7 +97,7 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         optimizer,
         NestedSource(x, y) if counted else TensorSource(x, y),
         max_steps=arguments["max_steps"],
-        epochs=10,
+        epochs=arguments.get("epochs", 10),
         local_batch=arguments.get("local_batch", 4),
         micro_batch=arguments.get("micro_batch"),
         seed=7,
@@ -84,7 +108,6 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
         checkpoint_every_s=arguments.get("checkpoint_every_s", 60.0),
     ) as fleet:
         if rank == 0:
-            folder, own = fleet.fleet.folder, environment["EBBFLOW_REPLICA"]
             together(folder, environment["EBBFLOW_LIGHTHOUSE"], own, arguments["all"])
         for step in fleet:
             if counted:
@@ -94,7 +117,44 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
                     total, count = counted_loss(model, inputs, targets)
                     step.backward(total, count=count)
     if arguments.get("save_weights"):
-        torch.save(model.state_dict(), fleet.fleet.folder / f"{environment['EBBFLOW_REPLICA']}.{rank}.pt")
+        torch.save(without_shards(model.state_dict()), folder / f"{own}.{rank}.pt")
+
+
+def change_model(model: Any, arguments: dict[str, Any]) -> None:
+    """`layer_norm`: add one. `layer_twice`: add a layer that is called twice. `partly_trained`: freeze a parameter, and
+    add one that no pass uses."""
+    if arguments.get("layer_norm"):
+        model.insert(2, torch.nn.LayerNorm(8, dtype=torch.float64))
+    if arguments.get("layer_twice"):
+        layer = torch.nn.Linear(8, 8, dtype=torch.float64)
+        model.insert(2, layer).insert(2, layer)
+    if arguments.get("partly_trained"):
+        next(model.parameters()).requires_grad_(False)
+        model.register_parameter("spare", torch.nn.Parameter(torch.ones(3, dtype=torch.float64)))
+
+
+def note_buckets(file: Path) -> None:
+    """Note of every part of a message that is added up: whether the last backward pass still went on, and its size."""
+    begin = LiveEngine._begin_sum
+
+    def noted(engine: LiveEngine, part: torch.Tensor) -> Any:
+        with file.open("a") as lines:
+            print(int(engine._in_last_pass), part.numel(), file=lines)
+        return begin(engine, part)
+
+    LiveEngine._begin_sum = noted  # type: ignore[method-assign]
+
+
+def note_states(file: Path) -> None:
+    """Note when the state of a peer is loaded."""
+    unpack = LiveSession.unpack
+
+    def noted(session: LiveSession, state: Any) -> Any:
+        with file.open("a") as lines:
+            print("loaded", file=lines)
+        return unpack(session, state)
+
+    LiveSession.unpack = noted  # type: ignore[method-assign]
 
 
 def change_weights(model: torch.nn.Module) -> None:

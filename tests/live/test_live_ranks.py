@@ -58,6 +58,7 @@ def unsharded(account: Account, **arguments: Any) -> tuple[dict[str, dict[str, t
 
     x, y = make_data()
     model = make_model(batch_norm=arguments.get("batch_norm", False))
+    rank_replicas.change_model(model, arguments)
     make = getattr(torch.optim, arguments.get("optimizer", "SGD"))
     settings = {"momentum": 0.9} if make is torch.optim.SGD else {}
     optimizer = ElasticOptimizer(
@@ -104,11 +105,20 @@ def test_two_replicas_of_two_ranks_with_fsdp_train_as_the_unsharded_model(fleet:
     assert account.steps[-1].stats["noise"] > 0
 
 
-@pytest.mark.parametrize(("victim", "point"), [(0, "allreduce"), (1, "backward")])
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    [
+        (0, "allreduce"),
+        pytest.param(1, "backward", marks=pytest.mark.long),
+        pytest.param(0, "bucket", marks=pytest.mark.long),
+        (1, "bucket"),
+    ],
+)
 def test_one_killed_rank_takes_its_replica_and_nothing_else(
     fleet: Any, tmp_path: Path, victim: int, point: str
 ) -> None:
-    group = fleet(rule="adascale")
+    """Buckets of one parameter each: with "bucket" it is killed in the backward pass, when one is on its way."""
+    group = fleet(rule="adascale", bucket_bytes=1)
     group.start_ranks("r0", 2)
     group.start_ranks("r1", 2, faults={victim: f"kill:{point}@6"})
     codes = group.wait()
@@ -117,6 +127,20 @@ def test_one_killed_rank_takes_its_replica_and_nothing_else(
     account = check(tmp_path, rule="adascale")
     assert [row.workers for row in account.steps[:6]] == [2] * 6
     assert {row.workers for row in account.steps[8:]} == {1}
+
+
+@pytest.mark.parametrize("rule", [pytest.param("linear", marks=pytest.mark.long), "adascale"])
+def test_a_bucket_that_fails_on_one_rank_loses_the_step_on_all_and_what_was_computed_is_kept(
+    fleet: Any, tmp_path: Path, rule: str
+) -> None:
+    group = fleet(rule=rule, bucket_bytes=1, micro_batch=2, max_steps=10)
+    group.start_ranks("r0", 2)
+    group.start_ranks("r1", 2, faults={1: "fail:bucket@4"})
+    assert set(group.wait().values()) == {0}
+    account = check(tmp_path, rule=rule, micro_batch=2)
+    assert {row.workers for row in account.steps} == {2}
+    _, runs = read_fleet(tmp_path)
+    assert all("lost step" in [event.what for event in run.events] for run in runs)
 
 
 def test_a_stopped_rank_ends_its_replica_and_the_others_go_on(fleet: Any, tmp_path: Path) -> None:
@@ -155,6 +179,18 @@ def test_a_replica_that_comes_back_heals_rank_to_rank(fleet: Any, tmp_path: Path
     assert account.steps[-1].workers == 2
 
 
+def test_no_rank_loads_a_state_of_which_another_rank_did_not_receive_its_part(fleet: Any, tmp_path: Path) -> None:
+    group = fleet(all=("r0",), hold=2, max_steps=30)
+    group.start_ranks("r0", 2)
+    group.trains("r0", step=1)
+    group.start_ranks("r1", 2, faults={1: "fail:receive@*"})
+    group.trains("r0", "r1", members=2)
+    group.stop_holding()
+    assert set(group.wait().values()) == {0}
+    check(tmp_path)
+    assert [(tmp_path / f"r1.{rank}.states").read_text() for rank in range(2)] == ["loaded\n"] * 2, "at the second try"
+
+
 def lose_and_regain(group: TestFleet, *, step: int) -> None:
     """Train with two replicas of two ranks until the end; r1 is killed at step 4 and has come back by this step."""
     group.start_ranks("r0", 2)
@@ -187,21 +223,32 @@ def test_a_newcomer_receives_the_shards_of_the_branches_that_are_compared(fleet:
 KINDS = {
     "ddp": {"batch_norm": True, "split": 2},  # each rank normalises its own samples, as a worker does
     "tensor": {"rule": "adascale", "clip": 0.05},
+    "sequence": {"rule": "adascale", "layer_norm": True},  # the ranks have parts of the gradient of the layer norm
     "both": {"rule": "lena", "ranks": 4},
     "fsdp": {"rule": "lena", "clip": 0.05, "ranks": 3, "local_batch": 7, "micro_batch": 4},
+    "fsdp, partly trained": {"partly_trained": True, "micro_batch": 2},
+    "fsdp, a layer twice": {"layer_twice": True, "micro_batch": 2},
 }
 
 
-@pytest.mark.parametrize("inside", ["ddp", "tensor", "fsdp", pytest.param("both", marks=pytest.mark.long)])
-def test_any_parallelism_inside_trains_as_the_unsharded_model(fleet: Any, tmp_path: Path, inside: str) -> None:
-    arguments = dict(KINDS[inside])
-    ranks = arguments.pop("ranks", 2)
-    group = fleet(inside=inside, max_steps=10, **arguments)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in ("both", "fsdp, a layer twice"))) for kind in KINDS]
+)
+def test_any_parallelism_inside_trains_as_the_unsharded_model(fleet: Any, tmp_path: Path, kind: str) -> None:
+    """Every parameter is a bucket of its own. With DistributedDataParallel none is sent in the backward pass."""
+    arguments = dict(KINDS[kind])
+    ranks, inside = arguments.pop("ranks", 2), kind.partition(",")[0]
+    group = fleet(inside=inside, max_steps=10, bucket_bytes=1, **arguments)
     for name in BOTH:
         group.start_ranks(name, ranks)
     assert set(group.wait().values()) == {0}
     account = check(tmp_path, **arguments)
     assert len(account.steps) == 10
+    for rank in range(ranks):
+        sent = [[int(word) for word in (tmp_path / f"{name}.{rank}.buckets").read_text().split()] for name in BOTH]
+        assert sent[0][1::2] == sent[1][1::2], "the same parts in the same order, whenever each of them was found"
+        for found in sent:
+            assert any(found[::2]) == (inside != "ddp"), "whether a part was sent in a backward pass"
 
 
 def test_a_replica_whose_ranks_differ_and_one_of_another_number_of_ranks_are_refused(

@@ -60,20 +60,31 @@ class AllReduce:
         fields: Mapping[str, int] | None = None,
         all_reduce: Callable[[torch.Tensor], None] | None = None,
         begin: BeginAllReduce | None = None,
+        sources: Sequence[torch.nn.Parameter] | None = None,
+        collect: Callable[[int], None] = lambda number: None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         """`meter` has measured the same parameters. None, or one that is off: nothing is measured and nothing paid.
 
         A meter is on or off in all processes alike. `fields`: name -> length of further vectors that are added up in
         the same message; write to `combine[name]` before a call and read the sum from it afterwards. `all_reduce` adds
         up a tensor over the processes in place, where they are not a group of `torch.distributed`. With `begin` instead
-        the message is sent in buckets, and `overlap` may be used."""
+        the message is sent in buckets, and `overlap` may be used.
+
+        `sources`: the parameters in which a backward pass leaves the gradients, where these are not the given ones;
+        `collect(number)` then moves one of them into `.grad` of the given one. `lengths`: the numbers of each parameter
+        by which buckets are cut, where a process holds fewer of them and others are to send buckets of the same
+        parameters."""
         self.parameters = tuple(parameters)
+        self._sources = self.parameters if sources is None else tuple(sources)
+        self._collect = collect
+        self._lengths = [p.numel() for p in self.parameters] if lengths is None else list(lengths)
         self.meter = meter
         self.group = group
         self._all_reduce = all_reduce or self._by_torch
         self._begin = begin
         self._fields = dict(fields or {})
-        self._indices = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self._indices = {id(parameter): index for index, parameter in enumerate(self._sources)}
         self._hooked = False
         self._arrivals: Counter[int] | None = (
             None  # by parameter: gradients of the last backward pass, if it is watched
@@ -112,13 +123,14 @@ class AllReduce:
 
     def _cut(self, least: int) -> list[tuple[range, torch.Tensor]]:
         """The parameters of each bucket, and its part of the buffer; the last one has everything else, too."""
-        size, cuts, last = self._buffer.element_size(), [(len(self.parameters), 0)], 0
-        offset = 0
+        size, cuts = self._buffer.element_size(), [(len(self.parameters), 0)]
+        offset = length = 0
         for index in range(len(self.parameters) - 1, 0, -1):
             offset += self.parameters[index].numel()
-            if (offset - last) * size >= least:
+            length += self._lengths[index]
+            if length * size >= least:
                 cuts.append((index, offset))
-                last = offset
+                length = 0
         ends = [*cuts[1:], (0, self._buffer.numel())]
         return [
             (range(stop, start), self._buffer[low:high]) for (start, low), (stop, high) in zip(cuts, ends, strict=True)
@@ -135,7 +147,7 @@ class AllReduce:
         if self._begin is None or self._repeats or self._begun or len(self._buckets) == 1:
             return
         self._arrivals = Counter()
-        trained = [parameter.requires_grad for parameter in self.parameters]
+        trained = [parameter.requires_grad for parameter in self._sources]
         self._missing = [sum(trained[index] for index in members) for members, _ in self._buckets]
         if not self._hooked:
             me = weakref.ref(self)  # the hooks do not keep this object alive
@@ -144,7 +156,7 @@ class AllReduce:
                 if (owner := me()) is not None:
                     owner._arrived(parameter)
 
-            hooked: list[Any] = [parameter for parameter in self.parameters if parameter.requires_grad]
+            hooked: list[Any] = [parameter for parameter in self._sources if parameter.requires_grad]
             handles = [parameter.register_post_accumulate_grad_hook(arrived) for parameter in hooked]
             weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
@@ -157,10 +169,12 @@ class AllReduce:
         if not self._hooked:
             return  # the first pass
         if self._arrivals[index] > 1:
-            self._failure = ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one backward pass, after the "
-                f"first one was sent; use checkpointing with use_reentrant=False"
-            )
+            if self._bucket_of[index] < len(self._begun):
+                self._failure = ConfigError(
+                    f"a parameter of shape {tuple(parameter.shape)} got a second gradient in one backward pass, after "
+                    f"the first one was sent; use checkpointing with use_reentrant=False"
+                )
+            return  # else it is sent with the first one
         self._missing[self._bucket_of[index]] -= 1
         last = len(self._buckets) - 1
         while self._failure is None and len(self._begun) < last and not self._missing[len(self._begun)]:
@@ -171,8 +185,10 @@ class AllReduce:
         assert self._begin is not None
         members, part = self._buckets[len(self._begun)]
         try:
+            for index in members:
+                self._collect(index)
             self._put_gradients(members, weight)
-            self._begun.append(self._begin(part))
+            self._begun.append(self._begin(part) if part.numel() else lambda: None)
         except Exception as error:  # this may be inside of a backward pass, which is to end first
             self._failure = error
 
@@ -218,7 +234,7 @@ class AllReduce:
         if self._begin is None:
             self._all_reduce(self._buffer)
             return
-        for wait in [self._begin(part) for _, part in self._buckets]:
+        for wait in [self._begin(part) for _, part in self._buckets if part.numel()]:
             wait()
 
     def fill(self, *, samples: float, batch: float, scale: float = 1.0) -> None:
@@ -307,8 +323,8 @@ class AllReduce:
     def _take_gradients(self, complete: bool) -> None:
         """`complete`: every parameter is known to have a gradient."""
         counts = [1.0] * len(self.parameters) if complete else self._present.tolist()
-        for parameter, view, count in zip(self.parameters, self._views, counts, strict=True):
-            if not parameter.requires_grad:
+        for parameter, source, view, count in zip(self.parameters, self._sources, self._views, counts, strict=True):
+            if not source.requires_grad:
                 continue
             if not count:
                 parameter.grad = None
@@ -361,17 +377,16 @@ class StepAllReduce:
         meter: Meter | None,
         sums: Sequence[torch.Tensor],
         flags: Sequence[str] = (),
-        all_reduce: Callable[[torch.Tensor], None] | None = None,
-        begin: BeginAllReduce | None = None,
+        **transport: Any,
     ) -> None:
         """`sums`: batch-norm statistics summed over this process's micro-batches, each weighted with its part of the
         whole step; they are overwritten with the sums over all processes. `flags`: names of numbers that each process
-        says and all add up. `all_reduce`, `begin`: as for AllReduce."""
+        says and all add up. `transport`: `all_reduce`, `begin`, `sources`, `collect` and `lengths` as for AllReduce."""
         self._sums = list(sums)
         self._sizes = [tensor.numel() for tensor in self._sums]
         self._flags = tuple(flags)
         fields = {"numbers": 3 + len(self._flags), "batch_norm": sum(self._sizes)}
-        self._message = AllReduce(parameters, meter=meter, fields=fields, all_reduce=all_reduce, begin=begin)
+        self._message = AllReduce(parameters, meter=meter, fields=fields, **transport)
         self.flags: dict[str, float] = dict.fromkeys(flags, 0.0)
         """Sum over the processes of what each said in the latest step."""
 

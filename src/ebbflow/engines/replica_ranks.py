@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -25,7 +25,7 @@ from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.process_group import BackendFailed, PeerLost, ProcessGroup
 from ebbflow.errors import ConfigError, RankLost
 
-__all__ = ["ReplicaRanks", "all_reduce_of_ranks", "is_sharded", "local_shard", "replica_ranks", "samples_of_rank"]
+__all__ = ["ReplicaRanks", "ReplicaSums", "is_sharded", "local_shard", "replica_ranks", "samples_of_rank"]
 
 _SHORT = 2048  # bytes of the first message of a shared value
 _TIMEOUT = timedelta(days=30)  # ranks wait for rank 0, which may wait for the fleet; a dead one is noticed at once
@@ -51,11 +51,20 @@ class ReplicaRanks:
     All ranks call the methods that communicate in the same order. Each raises `RankLost` if another rank has ended.
     """
 
-    def __init__(self, *, data_rank: int = 0, data_size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        data_rank: int = 0,
+        data_size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        hooks_see_sums: bool = True,
+    ) -> None:
         """`group`: a gloo group of all ranks. `data_rank` of `data_size`: which part of the samples this rank gets."""
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
         self.data_rank, self.data_size = data_rank, data_size
+        self.hooks_see_sums = hooks_see_sums
+        """Whether a gradient is that of the whole replica when the hooks of its parameter are called."""
         self._group = group
         self._groups: list[dist.ProcessGroup] = [] if group is None else [group]
         self.counts = self.gather(data_rank).index(data_rank) == self.rank
@@ -106,6 +115,21 @@ class ReplicaRanks:
             with _peers():
                 dist.all_reduce(host, group=self._group)
             tensor.copy_(host)
+
+    def all_agree(self, flag: bool) -> bool:
+        """Whether the flag is set on all ranks."""
+        votes = torch.tensor([float(flag)])
+        self.add_up(votes)
+        return votes.item() == self.size
+
+    def in_thread(self) -> ReplicaRanks:
+        """The same ranks over connections of their own, for another thread on each; all ranks call this."""
+        group = self.another_group()
+        if group is None:
+            return self
+        return ReplicaRanks(
+            data_rank=self.data_rank, data_size=self.data_size, group=group, hooks_see_sums=self.hooks_see_sums
+        )
 
     def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """A group of some ranks, for tensors on their device; all ranks call this. None stands for all."""
@@ -180,7 +204,9 @@ def replica_ranks(
             f"wrap the model by torch.distributed.fsdp.fully_shard or DistributedDataParallel"
         )
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-    return ReplicaRanks(data_rank=data_rank, data_size=data_size, group=group)
+    # DistributedDataParallel adds up gradients after these hooks; FSDP2 calls them when it has done so.
+    hooks_see_sums = not any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    return ReplicaRanks(data_rank=data_rank, data_size=data_size, group=group, hooks_see_sums=hooks_see_sums)
 
 
 def _is_wrapped(model: torch.nn.Module) -> bool:
@@ -204,38 +230,112 @@ def _divides_samples(model: torch.nn.Module, size: int) -> bool:
 # Sums -----------------------------------------------------------------------------------------------------------------
 
 
-def all_reduce_of_ranks(tensor: torch.Tensor, ranks: ReplicaRanks, group: ProcessGroup, *, of_rank: int = 0) -> None:
-    """Replace a tensor by its sum over replicas of several ranks. `group`: this rank, and its peers in other replicas.
+class ReplicaSums:
+    """Sums over the replicas of a group, each of which may have several ranks.
 
-    If this replica has several ranks, the first `of_rank` numbers are of this rank alone, and are added up with the
-    same rank of the other replicas. The rest is added up over the ranks first, then by rank 0 over the replicas.
-    All ranks get the sum, or all raise the same `PeerLost`: that of the first rank on which the backend failed, or else
-    of the first that lost its peer.
+    Of replicas of several ranks, the first `of_rank` numbers of a tensor are of this rank alone, and are added up with
+    the same rank of the other replicas. The rest is added up over the ranks first, then by rank 0 over the replicas,
+    and given to all ranks.
+
+    A message may be sent in parts, of which the last one has numbers that are not of one rank alone. Which ranks notice
+    that a peer is lost, and in which part, is chance: so a failure is kept until the ranks tell each other, when the
+    last part has come. Then all ranks have the sum, or all raise the same `PeerLost`: that of the first rank on which
+    the backend failed, or else of the first that lost its peer.
     """
-    if ranks.size == 1:
-        group.all_reduce(tensor)
-        return
-    of_replica = tensor[of_rank:]
-    ranks.add_up(of_replica)
-    lost: PeerLost | None = None
-    try:
-        if ranks.leads or of_rank:
-            group.all_reduce(tensor if ranks.leads else tensor[:of_rank])
-    except PeerLost as error:
-        lost = error
-    # One message says whether any rank has lost its peer, and what rank 0 has received.
-    answer = torch.cat([of_replica if ranks.leads else torch.zeros_like(of_replica), tensor.new_zeros(1)])
-    if lost is not None:
-        answer.zero_()
-        answer[-1] = 1.0
-    ranks.add_up(answer)
-    if answer[-1] > 0:
-        said = None if lost is None else (isinstance(lost, BackendFailed), str(lost))
-        failures = [failure for failure in ranks.gather(said) if failure is not None]
+
+    def __init__(self, ranks: ReplicaRanks, group: ProcessGroup) -> None:
+        """`group`: this rank, and its peers in other replicas."""
+        self.ranks = ranks
+        self._group = group
+        self._lost: PeerLost | None = None  # what this rank has to tell the others; the group is of no use any more
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor, of which nothing is of this rank alone, by its sum."""
+        self.begin(tensor)()
+
+    def begin(
+        self, tensor: torch.Tensor, *, of_rank: int = 0, begun: Callable[[], None] = lambda: None
+    ) -> Callable[[], None]:
+        """Begin to replace a tensor by its sum; the result waits for it. All processes begin theirs in the same order.
+
+        Does not wait for other replicas; nor, if all numbers are `of_rank`, for other ranks, so that a backward pass
+        may call it. The sums of earlier parts are waited for before that of the last one. `begun` is called when the
+        tensor is on its way; a `PeerLost` that it raises counts as one of the sum.
+        """
+        if self.ranks.size > 1 and of_rank < tensor.numel():
+            return self._begin_last_part(tensor, of_rank)
+        return self._begin_part(tensor, begun)
+
+    def _begin_part(self, tensor: torch.Tensor, begun: Callable[[], None] = lambda: None) -> Callable[[], None]:
+        """Begin a sum with the peers of this rank; with several ranks, a `PeerLost` is kept and not raised."""
+        if self._lost is not None:
+            return lambda: None
+        try:
+            wait = self._group.begin_all_reduce(tensor)
+            begun()
+        except PeerLost as error:
+            self._keep(error)
+            return lambda: None
+
+        def wait_for_part() -> None:
+            if self._lost is None:  # else waiting for another sum would only take longer
+                try:
+                    wait()
+                except PeerLost as error:
+                    self._keep(error)
+
+        return wait_for_part
+
+    def _keep(self, error: PeerLost) -> None:
+        if self.ranks.size == 1:
+            raise error
+        self._lost = error.with_traceback(None)  # which would keep the connections open
+
+    def _begin_last_part(self, tensor: torch.Tensor, of_rank: int) -> Callable[[], None]:
+        ranks, of_replica = self.ranks, tensor[of_rank:]
+        ranks.add_up(of_replica)
+        with_peers = tensor if ranks.leads else tensor[:of_rank]
+        wait = self._begin_part(with_peers) if with_peers.numel() else lambda: None
+
+        def wait_for_all() -> None:
+            wait()
+            # One message says whether any rank has lost its peer, and what rank 0 has received.
+            said, lost = tensor.new_zeros(of_replica.numel() + 1), self._lost
+            if lost is not None:
+                said[-1] = 1.0
+            elif ranks.leads:
+                said[:-1] = of_replica
+            ranks.add_up(said)
+            if said[-1] > 0:
+                raise self._agreed(lost)
+            of_replica.copy_(said[:-1])
+
+        return wait_for_all
+
+    def _agreed(self, lost: PeerLost | None) -> PeerLost:
+        """The failure that all ranks report, some of which have one."""
+        own = None if lost is None else (isinstance(lost, BackendFailed), str(lost))
+        failures = [failure for failure in self.ranks.gather(own) if failure is not None]
         failures.sort(key=lambda failure: not failure[0])  # those of the backend first
         backend, words = failures[0]
-        raise (BackendFailed if backend else PeerLost)(words)
-    of_replica.copy_(answer[:-1])
+        return (BackendFailed if backend else PeerLost)(words)
+
+    def confirm(self, listening: frozenset[int] = frozenset(), *, has_state: bool = True) -> frozenset[int]:
+        """Wait until all participants of a step have its sum; of those that listened, the ranks that have the state.
+
+        Whoever committed a step before could be the only one that has it: it would have to be repeated if that replica
+        then died, or were taken for dead. A replica of several ranks has the state when all its ranks have it.
+        """
+        if not listening:
+            if self.ranks.size == 1:
+                self._group.barrier()
+            else:
+                self.all_reduce(torch.zeros(1))
+            return frozenset()
+        said = torch.zeros(self._group.size)
+        said[self._group.rank] = float(has_state)
+        self.all_reduce(said)
+        return frozenset(rank for rank in listening if said[rank] == self.ranks.size)
 
 
 # Samples --------------------------------------------------------------------------------------------------------------

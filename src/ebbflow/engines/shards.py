@@ -60,14 +60,22 @@ class ShardedGradients:
         ]
         self.numbers = sum(parameter.numel() for parameter in self.local)
         """How many numbers of the gradient this rank adds up with the other replicas."""
+        self.lengths = [max(of_one) for of_one in zip(*ranks.gather([p.numel() for p in self.local]), strict=True)]
+        """By parameter: the most numbers that any rank adds up, so that all ranks cut the same buckets."""
 
     def collect(self) -> None:
-        """Move the gradients of the model into `local`, or add them to what is there."""
-        for parameter, local, owned in zip(self.parameters, self.local, self._owned, strict=True):
-            if parameter.grad is not None:
-                gradient = local_shard(parameter.grad) if owned else local.new_empty(0)
-                local.grad = gradient if local.grad is None else local.grad.add_(gradient)
-                parameter.grad = None
+        """Move all gradients of the model into `local`, or add them to what is there."""
+        for number in range(len(self.parameters)):
+            self.collect_one(number)
+
+    def collect_one(self, number: int) -> None:
+        """Move the gradient of one parameter of the model into `local`, or add it to what is there."""
+        parameter, local = self.parameters[number], self.local[number]
+        if parameter.grad is not None:
+            found = _divided_alike(parameter.grad, parameter)
+            gradient = local_shard(found) if self._owned[number] else local.new_empty(0)
+            local.grad = gradient if local.grad is None else local.grad.add_(gradient)
+            parameter.grad = None
 
     def clear(self) -> None:
         """Forget the gradients in `local`."""
@@ -121,6 +129,20 @@ def _piece(parameter: torch.Tensor) -> tuple[tuple[int, int], ...]:
     dtensor: Any = parameter
     where = dtensor.device_mesh.get_coordinate()
     return tuple((i, where[i]) for i, placement in enumerate(dtensor.placements) if not placement.is_replicate())
+
+
+def _divided_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient that is divided as its parameter is.
+
+    The ranks of a sequence-parallel layer have parts of a sum. They add them up here, in the middle of a backward pass
+    perhaps, in the order of the buckets: this is the same on all of them, as that of the pass itself is.
+    """
+    found: Any = gradient
+    like: Any = parameter
+    if is_sharded(found) and found.placements != like.placements:
+        found = found.redistribute(placements=like.placements)
+    divided: torch.Tensor = found
+    return divided
 
 
 def describe_shards(parameters: Iterable[torch.Tensor]) -> str:
@@ -181,7 +203,7 @@ class ShardedStep(ReplicaStep):
         """This rank's samples of the replica's micro-batches; call `backward` for each before the next."""
         ranks = self.ranks
         own = whole if whole is not None else sum(micro_batch.size for micro_batch in micro_batches)
-        for micro_batch in micro_batches:
+        for number, micro_batch in enumerate(micro_batches, start=1):
             part, active = self._divided(micro_batch)
             self._pass = micro_batch.size, micro_batch.size / own
             self._counted = active and ranks.counts
@@ -190,13 +212,15 @@ class ShardedStep(ReplicaStep):
             inputs, targets = as_pair(self._fetch(self.indices(epoch, part)))
             with self.batch_norm.micro_batch(part.size / batch if self._counted else 0.0):
                 weight = ranks.data_size * part.size / own if active else 0.0
-                yield LoadedMicroBatch(inputs, targets, part.size, weight)
+                yield LoadedMicroBatch(inputs, targets, part.size, weight, number == len(micro_batches))
             self._after_backward()
 
     def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
         """Add the gradient of a micro-batch; `loss` is the mean over this rank's samples, or a sum with its count."""
         mean, count = mean_over_samples(loss, micro_batch.samples)
         weighted = mean * micro_batch.weight
+        if self._sends(micro_batch):
+            self._before_last()
         weighted.backward()  # type: ignore[no-untyped-call]
         samples, weight = self._pass
         if self.meter is not None and self.meter.on:
@@ -206,6 +230,10 @@ class ShardedStep(ReplicaStep):
             self.loss = self.loss + weighted.detach() / self.ranks.data_size
             self.count = self.count + count
         self.samples += samples
+
+    def _sends(self, micro_batch: LoadedMicroBatch) -> bool:
+        """Whether gradients are sent while the backward pass of this micro-batch goes on."""
+        return self.ranks.hooks_see_sums and super()._sends(micro_batch)
 
     def abandon(self) -> None:
         """Give up the step: gradients and batch-norm statistics of its micro-batches are forgotten."""

@@ -24,7 +24,7 @@ import torch
 
 from ebbflow.data.ledger import Assignment
 from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, ProcessGroup, no_fault
-from ebbflow.engines.replica_ranks import ReplicaRanks, all_reduce_of_ranks
+from ebbflow.engines.replica_ranks import ReplicaRanks, ReplicaSums
 from ebbflow.errors import ConfigError
 from ebbflow.live import torchft_api
 from ebbflow.live.background import BackgroundThreads
@@ -142,11 +142,12 @@ class FleetConnection:
         self._abandoned = threading.Event()  # set if what the last thread does is not waited for any longer
         self._told_to_leave = False  # whether that was reported
         self._group: ProcessGroup | None = None
+        self._sums: ReplicaSums | None = None  # over the group
         self._names: tuple[str, ...] = ()  # of the replicas of the group, by rank
         self._transfers = StateTransfers()  # to replicas of the group
-        self.begin_to_hear: Callable[[], Hear] | None = None
-        """Makes what takes part in the steps of the others while this replica receives the state; without it they
-        wait."""
+        self.begin_to_hear: Callable[[ReplicaSums], Hear] | None = None
+        """Makes what takes part in the steps of the others, by these sums, while this replica receives the state;
+        without it they wait."""
         self.listener: Listener | None = None
         """Hears the steps of the others, which are to be applied to the state that this replica receives."""
 
@@ -186,33 +187,11 @@ class FleetConnection:
         self._hang_watch.step_begins()
         return instruction
 
-    def all_reduce(self, tensor: torch.Tensor, *, of_rank: int = 0) -> None:
-        """Replace a tensor by its sum over the participants of the step. `of_rank`: see `all_reduce_of_ranks`."""
-        assert self._group is not None
-        all_reduce_of_ranks(tensor, self.ranks, self._group, of_rank=of_rank)
-
-    def begin_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begin to replace a tensor by its sum over the participants of the step; the result waits for the sum."""
-        assert self._group is not None
-        return self._group.begin_all_reduce(tensor)
-
-    def confirm(self, listening: frozenset[int] = frozenset(), *, has_state: bool = True) -> frozenset[int]:
-        """Wait until all participants of the step have its sum; of those that listened, the ranks that have the state.
-
-        Whoever committed a step before could be the only one that has it: it would have to be repeated if that replica
-        then died, or were taken for dead.
-        """
-        assert self._group is not None
-        if self.ranks.size > 1:
-            self.all_reduce(torch.zeros(1))
-            return listening
-        if not listening:
-            self._group.barrier()
-            return frozenset()
-        said = torch.zeros(self._group.size)
-        said[self._group.rank] = float(has_state)
-        self._group.all_reduce(said)
-        return frozenset(rank for rank in listening if said[rank])
+    @property
+    def sums(self) -> ReplicaSums:
+        """Adds up over the participants of the step; for the thread of the training loop."""
+        assert self._sums is not None
+        return self._sums
 
     @property
     def name(self) -> str:
@@ -401,7 +380,7 @@ class FleetConnection:
             self.listener = None
         if self._group is not None:
             self._group.close()
-            self._group = None
+            self._group = self._sums = None
 
     def _ask(self, request: AskLighthouse) -> None:
         self._abandoned.set()
@@ -476,6 +455,7 @@ class FleetConnection:
             stopped=lambda: self._peer_watch.stopped(own, others, key, lost=transfers.failed),
             fault=self._fault,
         )
+        self._sums = ReplicaSums(self.ranks, group)
         if self.ranks.size > 1:  # they report together
             return connect_group(group, self._device)
         self._in_background(partial(connect_group, group, self._device), _CONNECT_POLL_S)
@@ -499,16 +479,40 @@ class FleetConnection:
         group = self._group
         assert group is not None
         incoming = IncomingState(group, instruction.source)
+        failure: LeftFleet | PeerLost | None = None
         try:
-            if self.begin_to_hear is not None and instruction.listen and not incoming.wait(SOON_S):
+            if (
+                self.begin_to_hear is not None
+                and instruction.listen
+                and not self.ranks.all_agree(incoming.wait(SOON_S))
+            ):
                 group.patience = timedelta(seconds=_TRANSFER_S)
-                self.listener = Listener(self.begin_to_hear(), self.membership.listening, incoming, rank=group.rank)
+                self.listener = self._listen(self.begin_to_hear, group, incoming)
                 self._wait_for_state(incoming, self.listener)
             state = incoming.take()
-        except PeerLost as error:
-            return connection_failed(error)
+        except (LeftFleet, PeerLost) as error:
+            failure = error.with_traceback(None)  # which would keep the connections open
+        # All ranks load the state, or none does.
+        failures = self.ranks.gather(failure)
+        if any(isinstance(found, LeftFleet) for found in failures):
+            raise LeftFleet
+        if lost := [found for found in failures if isinstance(found, PeerLost)]:
+            return connection_failed(max(lost, key=lambda found: isinstance(found, BackendFailed)))
         step, lineage = self.state.unpack(state)
         return StateReceived(now=monotonic(), step=step, lineage=lineage, size=incoming.size)
+
+    def _listen(
+        self, begin_to_hear: Callable[[ReplicaSums], Hear], group: ProcessGroup, incoming: IncomingState
+    ) -> Listener:
+        """Begin to hear the steps of the others, on all ranks of this replica."""
+        ranks = self.ranks.in_thread()
+        return Listener(
+            begin_to_hear(ReplicaSums(ranks, group)),
+            self.ranks.share(self.membership.listening),  # which rank 0 knows
+            incoming,
+            rank=group.rank,
+            all_agree=ranks.all_agree,
+        )
 
     def _wait_for_state(self, incoming: IncomingState, listener: Listener) -> None:
         """Raises `PeerLost` if the group breaks meanwhile, and `LeftFleet` when this replica has told the others so."""

@@ -7,6 +7,9 @@
 When it has applied all steps but the one that is being added up, it says so in that step, and computes from the next
 one on. The others wait for the transfer only at its beginning (`SOON_S`), and where no more sums can be kept.
 
+In a replica of several ranks, each receives its shards and hears the sums of these. They hear a step together or not at
+all, and the replica has the state when all of them have theirs.
+
 Every step that was heard was confirmed by all participants. Whatever breaks the group before the state is there ends
 the transfer, too, and what was heard is forgotten: a listener has either the state of the others, bit for bit, or its
 own.
@@ -69,6 +72,8 @@ class IncomingState:
             self.size = len(description) + sum(tensor.nbytes for tensor in tensors)
             self._group.receive_tensors(tensors, self._source)
             self._state = state
+        except PeerLost as error:
+            self._error = error.with_traceback(None)  # which would keep the connections open, and the others waiting
         except Exception as error:  # raised again in the thread of the training loop
             self._error = error
         finally:
@@ -94,10 +99,20 @@ class Listener:
     time that they take. Should that not be enough, the others wait until all of them are applied.
     """
 
-    def __init__(self, hear: Hear, listening: frozenset[int], incoming: IncomingState, *, rank: int) -> None:
-        """`listening`: the ranks that listen; `rank`: this one."""
+    def __init__(
+        self,
+        hear: Hear,
+        listening: frozenset[int],
+        incoming: IncomingState,
+        *,
+        rank: int,
+        all_agree: Callable[[bool], bool] = lambda flag: flag,
+    ) -> None:
+        """`listening`: the replicas that listen, by their ranks in the group; `rank`: this one. `all_agree`: tells all
+        ranks of this replica, which call it together, whether a flag is set on each of them."""
         self.leaves = False
         """Whether this replica has told the others that it leaves."""
+        self._all_agree = all_agree
         self._hear, self._listening, self._incoming, self._rank = hear, listening, incoming, rank
         self._steps: deque[HeardStep] = deque()
         self._further: int | None = None  # steps that may still be heard, since the first one was applied
@@ -109,7 +124,7 @@ class Listener:
 
     def _run(self) -> None:
         try:
-            while self._has_room():
+            while self._all_agree(self._has_room()):
                 step = self._hear(self._listening, self._caught_up)
                 self._listening -= step.arrived
                 self.leaves = self._rank in step.leaving
@@ -122,6 +137,8 @@ class Listener:
                     raise PeerLost("a replica left the group while this one listened")
                 if self._rank in step.arrived:
                     break
+        except PeerLost as error:
+            self._error = error.with_traceback(None)  # as above
         except Exception as error:  # raised again in the thread of the training loop
             self._error = error
         finally:

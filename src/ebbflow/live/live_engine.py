@@ -32,6 +32,7 @@ from ebbflow.engines.allreduce import StepAllReduce, StepPart
 from ebbflow.engines.base import Engine, Gradients
 from ebbflow.engines.loss_sum import LossSum
 from ebbflow.engines.process_group import Fault, PeerLost, no_fault
+from ebbflow.engines.replica_ranks import ReplicaSums
 from ebbflow.engines.replica_step import Fetch, LoadedMicroBatch, Loss, Precision, ReplicaStep, micro_batch_seed
 from ebbflow.engines.shards import ShardedStep
 from ebbflow.live import equality
@@ -115,15 +116,17 @@ class LiveEngine(Engine):
         self._norm = norm
         settings: dict[str, Any] = {
             "samples": samples, "seed": seed, "precision": precision, "needs": needs, "parameters": parameters,
+            "sends_in_last": self._sends_in_last, "before_last": self._overlap,
             "after_backward": lambda: fault("backward"),
         }  # fmt: skip
+        shards: dict[str, Any] = {}
         if connection.ranks.size > 1:
             self._sharded = ShardedStep(model, self._fetch_next, loss, ranks=connection.ranks, **settings)
+            found = self._sharded.gradients
+            shards = {"sources": found.parameters, "collect": found.collect_one, "lengths": found.lengths}
         self._replica = self._sharded or ReplicaStep(
-            model, self._fetch_next, loss, sends_in_last=self._sends_in_last, before_last=self._overlap,
-            captured_samples=captured_samples, on_event=on_event, **settings,
-        )  # fmt: skip
-        of_rank = self._sharded.gradients.numbers if self._sharded is not None else 0
+            model, self._fetch_next, loss, captured_samples=captured_samples, on_event=on_event, **settings
+        )
         self._batch_norm = self._replica.batch_norm
         self._make_message = partial(
             StepAllReduce,
@@ -131,11 +134,10 @@ class LiveEngine(Engine):
             meter=self._replica.meter,
             sums=self._batch_norm.sums,
             flags=("leaving", "lighthouse", "seconds", "timed", "weights", "differ"),
-            all_reduce=lambda message: connection.all_reduce(message, of_rank=of_rank),
+            **shards,
         )
-        self._combine = self._make_message(begin=None if self._sharded is not None else self._begin_sum)
-        if self._sharded is None:
-            connection.begin_to_hear = self._begin_to_hear
+        self._combine = self._make_message(begin=self._begin_sum)
+        connection.begin_to_hear = self._begin_to_hear
         self._heard: HeardStep | None = None
         """The open step, if this replica has heard it."""
         self._have_state: frozenset[int] = frozenset()
@@ -273,10 +275,13 @@ class LiveEngine(Engine):
         if self._heard is not None:
             part.copy_(self._heard.message[part.storage_offset() :][: part.numel()])
             return lambda: None
-        wait = self.connection.begin_all_reduce(part)
-        if self._in_last_pass:
-            self._fault("bucket")
-        return wait
+        point = "bucket" if self._in_last_pass else ""
+        return self.connection.sums.begin(part, of_rank=self._of_rank(part), begun=lambda: self._fault(point))
+
+    def _of_rank(self, part: torch.Tensor) -> int:
+        """How many numbers of a part of the message are of this rank alone, if this replica has several."""
+        gradient = self._sharded.gradients.numbers if self._sharded is not None else 0
+        return min(part.numel(), max(0, gradient - int(part.storage_offset())))
 
     def abandon(self) -> None:
         """Give up the open step: the model is what it was before the step."""
@@ -317,13 +322,14 @@ class LiveEngine(Engine):
                 differ=float(self._differ),
             )
             self._earlier = self._share = ()  # what this replica computed is no longer there by itself
-            self._leavers = self._who_leaves(leaving) if self._combine.flags["leaving"] else frozenset()
+            sums = self.connection.sums
+            self._leavers = self._who_leaves(leaving, sums) if self._combine.flags["leaving"] else frozenset()
             self._compare_weights(number)
             assert self._quorum is not None
-            self._have_state = self.connection.confirm(self._quorum.receiving)
+            self._have_state = sums.confirm(self._quorum.receiving)
             self._fault("sum")
         except PeerLost as reason:
-            self._failure = reason
+            self._failure = reason.with_traceback(None)  # which would keep the connections open, and the others waiting
             self._combined = None
             self._combine.renew()
             return Gradients(loss=math.nan, micro_batches=len(own))
@@ -339,13 +345,13 @@ class LiveEngine(Engine):
 
     # Steps that this replica hears ----------------------------------------------------------------------------------
 
-    def _begin_to_hear(self) -> Hear:
+    def _begin_to_hear(self, sums: ReplicaSums) -> Hear:
         """What takes part in steps of which this replica knows nothing, since it does not have the state before them.
 
-        A thread of its own does this, with a message of its own, while the training loop waits for the state or applies
-        what was heard.
+        A thread of its own does this, with a message and sums of its own, while the training loop waits for the state
+        or applies what was heard.
         """
-        overheard = self._make_message(begin=self.connection.begin_all_reduce)
+        overheard = self._make_message(begin=lambda part: sums.begin(part, of_rank=self._of_rank(part)))
         device = self._replica.parameters[0].device
         stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -353,10 +359,10 @@ class LiveEngine(Engine):
             leaving = self._leaving()
             with torch.cuda.stream(stream):  # nothing without a GPU
                 message = overheard.listen(leaving=float(leaving))
-                leavers = self._who_leaves(leaving) if overheard.flags["leaving"] else frozenset()
+                leavers = self._who_leaves(leaving, sums) if overheard.flags["leaving"] else frozenset()
                 if overheard.flags["differ"] > 0:
-                    self._find_different(None)
-            arrived = self.connection.confirm(listening, has_state=caught_up())
+                    self._find_different(None, sums)
+            arrived = sums.confirm(listening, has_state=caught_up())
             self._fault("hear")
             return HeardStep(message=message, leaving=leavers, arrived=arrived)
 
@@ -368,7 +374,7 @@ class LiveEngine(Engine):
         try:
             self._heard = step = listener.next()
         except PeerLost as reason:
-            self._failure = reason
+            self._failure = reason.with_traceback(None)
             return Gradients(loss=math.nan, micro_batches=0)
         if self.connection.rank in step.arrived:
             self.connection.listener = None
@@ -376,6 +382,8 @@ class LiveEngine(Engine):
             gradients = self._combine(StepPart(batch=self._assignment.batch))
         finally:
             self._heard = None
+        if self._sharded is not None:
+            gradients = self._sharded.gradients.complete(gradients, norm=self._norm)
         self._leavers, self._have_state = step.leaving, step.arrived
         self._weights, self._combined, self._arrived = None, None, True
         return self._timed(gradients)
@@ -407,15 +415,15 @@ class LiveEngine(Engine):
             self._differ = said["weights"] != number * len(computing_ranks(self._quorum))
         if asked:
             self._differ = False
-            self._find_different(self._weights)
+            self._find_different(self._weights, self.connection.sums)
 
-    def _find_different(self, weights: int | None) -> None:
+    def _find_different(self, weights: int | None, sums: ReplicaSums) -> None:
         """Find the ranks whose weights differ, by the number of each that has one; raises `PeerLost` if any do."""
         names, rank = self.connection.names, self.connection.rank
         numbers = torch.zeros(len(names), dtype=torch.float64, device=self._replica.parameters[0].device)
         if self.connection.ranks.leads and weights is not None:
             numbers[rank] = weights + 1.0
-        self.connection.all_reduce(numbers)
+        sums.all_reduce(numbers)
         different = equality.different_ranks([int(one) - 1 if one else None for one in numbers.tolist()])
         if not different:
             return
@@ -429,11 +437,11 @@ class LiveEngine(Engine):
             f"on its machine changes weights in another way"
         )
 
-    def _who_leaves(self, leaving: bool) -> frozenset[int]:
+    def _who_leaves(self, leaving: bool, sums: ReplicaSums) -> frozenset[int]:
         """Find the ranks that leave by one more, tiny all-reduce, in the rare step in which a replica leaves."""
         said = torch.zeros(len(self.connection.names), device=self._replica.parameters[0].device)
         said[self.connection.rank] = float(leaving)
-        self.connection.all_reduce(said)
+        sums.all_reduce(said)
         return frozenset(rank for rank, leaves in enumerate(said.tolist()) if leaves)
 
     # Data -----------------------------------------------------------------------------------------------------------
