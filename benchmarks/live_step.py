@@ -47,7 +47,7 @@ class Launches(TorchDispatchMode):
 
     Views and empty tensors are not counted. An operator over a list of tensors counts once, if the tensors at the same
     place of its lists have the same type and lie in memory in the same way: a GPU then has one kernel for all of them.
-    Otherwise it counts once for each tensor. Under `WAITS` it counts what makes the host wait for a GPU: reading numbers.
+    Otherwise it counts once for each tensor. Under `WAITS` it counts how often the host reads numbers.
     """
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ def tell_counts(ddp: Counter[str], live: Counter[str], *, operators: bool) -> No
     """Print what a step launches; with `operators` each of those of which the two differ in number."""
     waits = [f"{found.pop(WAITS, 0):g}" for found in (ddp, live)]
     launched = [sum(found.values()) for found in (ddp, live)]
-    print(f"a step of DDP launches {launched[0]:g} and waits {waits[0]} times, a live one {launched[1]:g} and {waits[1]}")
+    print(f"launches per step: {launched[0]:g} of DDP, {launched[1]:g} live; waits: {waits[0]} and {waits[1]}")
     for name in sorted({*ddp, *live}, key=lambda name: ddp[name] - live[name]) if operators else ():
         if ddp[name] != live[name]:
             print(f"    {name:52}{ddp[name]:10g}{live[name]:10g}{live[name] - ddp[name]:+10g}")
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=64)
     parser.add_argument("--rules", nargs="+", default=["linear", "adascale"])
     parser.add_argument("--compile", action="store_true", help="compile the forward pass of both")
-    parser.add_argument("--operators", action="store_true", help="name the operators that the two launch unequally often")
+    parser.add_argument("--operators", action="store_true", help="name what the two launch unequally often")
     parser.add_argument("--profile", metavar="FILE", help="profile some live steps, too: a table, and a Chrome trace")
     arguments = parser.parse_args()
     print(f"{'rule':10}{'DDP':>10}{'live':>10}{'ratio':>8}{'limit':>8}")

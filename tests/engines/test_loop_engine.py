@@ -52,6 +52,25 @@ def test_running_statistics_move_once_a_step_by_the_mean_over_the_workers() -> N
     assert model[0].num_batches_tracked == 1
 
 
+@pytest.mark.parametrize("kind", ["torch's", "own"])
+def test_layers_count_steps_and_not_micro_batches(kind: str) -> None:
+    class Own(nn.BatchNorm1d):
+        """Counts by itself, as torch's SyncBatchNorm does, which does not work without a count."""
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            assert self.num_batches_tracked is not None
+            return super().forward(input)
+
+    layer = (Own if kind == "own" else nn.BatchNorm1d)(5)
+    model = nn.Sequential(layer, nn.Linear(5, 3))
+    engine = engine_on(model, micro_batch=2)
+    ledger = Ledger(samples=SAMPLES)
+    for number in range(3):
+        _, ledger = step(engine, ledger, number)
+        assert layer.num_batches_tracked == number + 1
+    assert "0.num_batches_tracked" in model.state_dict()
+
+
 def test_without_momentum_running_statistics_are_the_mean_of_all_steps() -> None:
     model = nn.Sequential(nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 3))
     engine = engine_on(model)
