@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import os
 import time
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -30,18 +32,25 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank_watch.INTERVAL_S = arguments.get("watch_every_s", rank_watch.INTERVAL_S)
     equality.CHECK_EVERY = arguments.get("check_every", equality.CHECK_EVERY)
+    if "logs" in arguments:
+        write_output_to(Path(arguments["logs"]) / f"{environment['EBBFLOW_REPLICA']}.{os.environ['RANK']}.txt")
+    device = torch.device(arguments.get("device", "cpu"))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else torch would take the GPU of the number LOCAL_RANK
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == arguments.get("broken_rank"):
         break_backend(arguments["backend_says"])
-    x, y = make_data()
-    model = make_model(batch_norm=arguments.get("batch_norm", False))
+    x, y = (tensor.to(device) for tensor in make_data())
+    model = make_model(batch_norm=arguments.get("batch_norm", False)).to(device)
     inside, data_mesh = arguments.get("inside", "fsdp"), None
     if inside == "fsdp":
+        # On a GPU, a mesh of torch's own choice may be one of NCCL, which refuses ranks that share the GPU.
+        mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
         for layer in model:
             if [*layer.parameters()]:
-                fully_shard(layer)
-        fully_shard(model)
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     elif inside == "ddp":
         model = DistributedDataParallel(model)
     elif inside == "tensor":
@@ -95,6 +104,17 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
                     step.backward(total, count=count)
     if arguments.get("save_weights"):
         torch.save(model.state_dict(), fleet.fleet.folder / f"{environment['EBBFLOW_REPLICA']}.{rank}.pt")
+
+
+def write_output_to(path: Path) -> None:
+    """Let all output of this process go into a file: what it prints, what libraries print, and where it crashes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    faulthandler.enable(file=descriptor)
+    faulthandler.dump_traceback_later(100, file=descriptor)  # where it hangs, before the test gives up
+    logging.basicConfig(level=logging.INFO, stream=open(descriptor, "w", buffering=1, closefd=False))  # noqa: SIM115
 
 
 def change_weights(model: torch.nn.Module) -> None:

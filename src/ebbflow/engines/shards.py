@@ -242,6 +242,9 @@ def whole_state(state: Any, ranks: ReplicaRanks) -> Any:
     def whole(value: Any) -> Any:
         if not is_sharded(value):
             return value
+        mesh = value.device_mesh
+        if all(dist.get_backend(mesh.get_group(dimension)) == "gloo" for dimension in range(mesh.ndim)):
+            value = value.cpu()  # what gloo would do with the memory of a GPU here, it does not check
         full = value.full_tensor()
         return full.cpu() if ranks.leads else None
 
