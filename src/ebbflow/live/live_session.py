@@ -162,8 +162,10 @@ class LiveSession(Session):
         self._rates: list[float] = []
         self._saved_at = time.monotonic()
         self._job = self._describe_job()
-        self._checkpoints = Checkpoints(self.fleet.checkpoint_place, on_event=self._event, ranks=self._ranks)
         device = next(model.parameters()).device
+        self._checkpoints = Checkpoints(
+            self.fleet.checkpoint_place, on_event=self._event, ranks=self._ranks, pinned=device.type == "cuda"
+        )
         self._secret = self._ranks.share(create_secret(self.fleet.folder) if self._ranks.leads else b"")
         self._connection = FleetConnection(
             self.fleet, {**self._job, **self._compared(device)}, self, secret=self._secret,
