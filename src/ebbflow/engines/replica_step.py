@@ -39,6 +39,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 _TYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MASK = (1 << 64) - 1
+_ADDED_AT_ONCE_BYTES = 1 << 28
 
 
 def micro_batch_seed(seed: int, epoch: int, start: int) -> int:
@@ -261,6 +262,50 @@ class LoadedMicroBatch(NamedTuple):
     """Whether it is the last one of this process in the step."""
 
 
+def adds_at_once(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether gradients of micro-batches are better added up all at once than by autograd, tensor by tensor.
+
+    On a GPU this is one kernel instead of one per tensor; but the gradient of a micro-batch then lies in memory beside
+    the sum, which is worth it for small models only.
+    """
+    on_gpu = all(parameter.device.type == "cuda" for parameter in parameters)
+    return on_gpu and sum(parameter.nbytes for parameter in parameters) <= _ADDED_AT_ONCE_BYTES
+
+
+class AddedGradients:
+    """The sum of the gradients of micro-batches, each of which is taken out of `.grad` after its backward pass.
+
+    It is what autograd would have accumulated there, bit for bit.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._sums: dict[int, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take what is in `.grad`, and add it."""
+        sums, more = [], []
+        for index, parameter in enumerate(self._parameters):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            earlier = self._sums.get(index)
+            if earlier is None or earlier.is_sparse or gradient.is_sparse:
+                self._sums[index] = gradient if earlier is None else earlier + gradient
+            else:
+                sums.append(earlier)
+                more.append(gradient)
+        if sums:
+            foreach_add_(sums, more)
+
+    def put_back(self) -> None:
+        """Set `.grad` to the sum, and begin anew."""
+        for index, gradient in self._sums.items():
+            self._parameters[index].grad = gradient
+        self._sums = {}
+
+
 class ReplicaStep:
     """The forward and backward passes of one process over its micro-batches of a step.
 
@@ -326,6 +371,7 @@ class ReplicaStep:
             )  # fmt: skip
         self._generators = generators(model)
         self._reset = ModelReset(model)
+        self._adds_at_once = adds_at_once(self._reset.parameters)
         self._order = lru_cache(maxsize=2)(lambda epoch: Permutation(samples, seed, epoch))  # this one and the next
 
     def measure(self, on: bool) -> None:
@@ -401,10 +447,15 @@ class ReplicaStep:
             raise ConfigError(
                 "no loss was given, so the steps cannot be computed here; pass loss=, or use your own loop"
             )
+        unmeasured = self._captured is None and (self.meter is None or not self.meter.on)
+        adds = unmeasured and len(micro_batches) > 1 and self._adds_at_once
+        added = AddedGradients(self._reset.parameters) if adds else None
         with self.batch_norm.held_counts():
-            self._compute(self.load(micro_batches, epoch=epoch, batch=batch, whole=whole))
+            self._compute(self.load(micro_batches, epoch=epoch, batch=batch, whole=whole), added)
+        if added is not None:
+            added.put_back()
 
-    def _compute(self, micro_batches: Iterable[LoadedMicroBatch]) -> None:
+    def _compute(self, micro_batches: Iterable[LoadedMicroBatch], added: AddedGradients | None) -> None:
         assert self.loss_function is not None
         for micro_batch in micro_batches:
             if self._captured is not None and not self._sends(micro_batch):
@@ -414,7 +465,12 @@ class ReplicaStep:
                 self._sums.put_back()  # what is sent of a gradient is that of all micro-batches
             with self.autocast():
                 loss = self.loss_function(self.model, micro_batch.inputs, micro_batch.targets)
+            if added is not None and self._sends(micro_batch):
+                added.put_back()  # what is sent of a gradient is that of all micro-batches
+                added = None
             self.backward(loss, micro_batch)
+            if added is not None:
+                added.take()
         if self._sums is not None and self.meter is None:
             self._sums.put_back()
 

@@ -159,6 +159,7 @@ class ShardedStep(ReplicaStep):
         if not {"moments", "layers"}.isdisjoint(needs):
             meter = FlatMeter if FlatMeter.can_measure(self.parameters) else FusedMeter  # both without hooks
             self.meter = meter(self.parameters, layers="layers" in needs)
+        self._adds_at_once = False  # what is in .grad may be a part of a bucket that torch uses again
         self._pass: tuple[int, float] = (0, 0.0)  # samples of the replica in the open pass; their part of the step's
         self._counted = False
 
