@@ -36,6 +36,10 @@ LIMIT = 1.05
 STEPS = 20
 COUNTED = 5
 WAITS = "waits"
+CUDA_CALLS = (
+    "cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset", "cudaStreamSync", "cudaDeviceSync",
+    "cudaEventSync",
+)  # fmt: skip
 NO_KERNELS = {
     "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "lift_fresh", "permute",
     "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view",
@@ -84,20 +88,22 @@ def count(what: Callable[[], object]) -> Counter[str]:
     return Counter({name: number / COUNTED for name, number in launches.found.items()})
 
 
-def kernels_on_gpu(what: Callable[[], object]) -> Counter[str]:
-    """How often a step really calls CUDA, by the name of the function."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+def calls_of_cuda(what: Callable[[], object]) -> Counter[str]:
+    """How often a step calls CUDA to launch a kernel, to copy, or to wait; by the name of the function."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiled:
         for _ in range(COUNTED):
             what()
         torch.cuda.synchronize()
-    calls = Counter(event.name for event in profiled.events() if event.name.startswith("cu"))
+    calls = Counter(event.name for event in profiled.events() if event.name.startswith(CUDA_CALLS))
     return Counter({name: number / COUNTED for name, number in calls.items()})
 
 
 def measure(
     rule: str, *, turns: int, micro_batch: int, compiled: bool, profile: str | None, warm_up: int, operators: bool
-) -> tuple[float, float, float]:
-    """Median seconds of a DDP step and of a live step, and the median of their ratios."""
+) -> tuple[float, float, float, float]:
+    """Median seconds of a DDP step and of a live step, the median of their ratios, and that of the ratios of the time
+    for which the training thread had a core: other load on the machine changes it least; waiting is no part of it."""
     from torch.nn.functional import cross_entropy
     from torch.nn.parallel import DistributedDataParallel
 
@@ -172,15 +178,16 @@ def measure(
         steps = iter(fleet)
         next(steps)
 
-        def seconds(what: Callable[[], object]) -> float:
+        def seconds(what: Callable[[], object]) -> tuple[float, float]:
             if on_gpu:
                 torch.cuda.synchronize()
-            began = time.perf_counter()
+            began, began_computing = time.perf_counter(), time.thread_time()
             for _ in range(STEPS):
                 what()
+            computed = time.thread_time() - began_computing
             if on_gpu:
                 torch.cuda.synchronize()
-            return (time.perf_counter() - began) / STEPS
+            return (time.perf_counter() - began) / STEPS, computed / STEPS
 
         def live_step() -> None:
             next(steps)
@@ -191,10 +198,11 @@ def measure(
         for turn in range(turns):
             order = (ddp_step, live_step) if turn % 2 else (live_step, ddp_step)
             found = {what: seconds(what) for what in order}
-            taken.append((found[ddp_step], found[live_step]))
-        tell_counts(count(ddp_step), count(live_step), operators=operators)
+            taken.append(found[ddp_step] + found[live_step])
         if on_gpu:
-            tell_counts(kernels_on_gpu(ddp_step), kernels_on_gpu(live_step), operators=True)
+            tell_counts(calls_of_cuda(ddp_step), calls_of_cuda(live_step), operators=True)
+        else:
+            tell_counts(count(ddp_step), count(live_step), operators=operators)
         if profile is not None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
@@ -203,8 +211,9 @@ def measure(
             profiled.export_chrome_trace(profile)
             print(profiled.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
         stack.callback(steps.close)  # type: ignore[attr-defined]
-    ddp, live = (statistics.median(column) for column in zip(*taken, strict=True))
-    return ddp, live, statistics.median(ours / theirs for theirs, ours in taken)
+    ddp, _, live, _ = (statistics.median(column) for column in zip(*taken, strict=True))
+    ratio = statistics.median(turn[2] / turn[0] for turn in taken)
+    return ddp, live, ratio, statistics.median(turn[3] / turn[1] for turn in taken)
 
 
 def tell_counts(ddp: Counter[str], live: Counter[str], *, operators: bool) -> None:
@@ -226,13 +235,13 @@ def main() -> None:
     parser.add_argument("--operators", action="store_true", help="name what the two launch unequally often")
     parser.add_argument("--profile", metavar="FILE", help="profile some live steps, too: a table, and a Chrome trace")
     arguments = parser.parse_args()
-    print(f"{'rule':10}{'DDP':>10}{'live':>10}{'ratio':>8}{'limit':>8}")
+    print(f"{'rule':10}{'DDP':>10}{'live':>10}{'ratio':>8}{'limit':>8}{'of the thread':>16}")
     for rule in arguments.rules:
-        ddp, live, ratio = measure(
+        ddp, live, ratio, of_thread = measure(
             rule, turns=arguments.turns, micro_batch=arguments.micro_batch, compiled=arguments.compile,
             profile=arguments.profile, warm_up=3, operators=arguments.operators,
         )  # fmt: skip
-        print(f"{rule:10}{ddp * 1e3:8.2f}ms{live * 1e3:8.2f}ms{ratio:8.3f}{LIMIT:8.2f}", flush=True)
+        print(f"{rule:10}{ddp * 1e3:8.2f}ms{live * 1e3:8.2f}ms{ratio:8.3f}{LIMIT:8.2f}{of_thread:16.3f}", flush=True)
 
 
 if __name__ == "__main__":
