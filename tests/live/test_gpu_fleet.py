@@ -77,7 +77,7 @@ def told_on_failure(group: TestFleet, logs: Path) -> Iterator[None]:
 def test_replicas_of_two_ranks_on_one_gpu_train_as_the_unsharded_model(tmp_path: Path, inside: str, late: bool) -> None:
     """Four processes on one GPU; gloo carries everything, inside a replica and between the two."""
     settings = {
-        "all": ["r0"] if late else ["r0", "r1"], "device": "cuda", "inside": inside, "rule": "adascale",
+        "all": ["r0"] if late else ["r0", "r1"], "device": "cuda:0", "inside": inside, "rule": "adascale",
         "max_steps": 20, "micro_batch": 2, "logs": str(tmp_path / "logs"), "check_every": 5,
         **({"hold": 3} if late else {}),
     }  # fmt: skip
