@@ -14,6 +14,7 @@ import torch
 
 from ebbflow.core.storage import COMPLETE
 from ebbflow.errors import StorageUnreachable, UnreadableCheckpoints
+from ebbflow.live import checkpoints as module
 from ebbflow.live.checkpoint_names import CheckpointName
 from ebbflow.live.checkpoints import Checkpoints
 from live import checkpoint_ranks
@@ -47,6 +48,22 @@ def loaded_step(store: Checkpoints) -> int:
 def path_of(folder: Path, step: int) -> Path:
     (found,) = folder.glob(f"step-{step:09d}-*")
     return found
+
+
+def test_where_no_memory_can_be_pinned_checkpoints_are_copied_into_other_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refuses:
+        def stage(self, state: object) -> None:
+            raise RuntimeError("Registering memory failed with cudaError: 2.")
+
+    make = module._stager
+    monkeypatch.setattr(module, "_stager", lambda *, pinned: Refuses() if pinned else make(pinned=False))
+    heard: list[tuple[str, str]] = []
+    store = Checkpoints(tmp_path, on_event=lambda what, text: heard.append((what, text)), pinned=True)
+    save(store, 1, 2)
+    assert loaded_step(store) == 2
+    assert [what for what, _ in heard] == ["memory is not pinned"] and "cudaError: 2" in heard[0][1]
 
 
 def test_the_last_few_checkpoints_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:

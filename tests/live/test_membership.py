@@ -331,6 +331,19 @@ def test_replicas_that_are_all_still_connected_go_on_as_they_are() -> None:
     assert react(membership, quorum("a", "b", group=KEY)) == [ComputeStep(step=1, participants=("a", "b"), rank=0)]
 
 
+def test_only_a_replica_that_trains_alone_knows_its_next_question_before_the_step() -> None:
+    """Replicas that train together must all use one answer, and the time until the next step differs between them."""
+    alone, two, leaving = computing("a"), computing("a", "b"), computing("a")
+    assert alone.next_question is None, "a step is being computed"
+    for membership in (alone, two, leaving):
+        react(membership, committed())
+    assert two.next_question is None
+    known = alone.next_question
+    assert known is not None and [known] == react(alone, requested(step=1, lineage=6))
+    react(leaving, requested(step=1, lineage=6), ToldToLeave(now=0.0), quorum("a", group=known.group), committed())
+    assert leaving.next_question is None, "it leaves in the next step"
+
+
 @pytest.mark.parametrize("following", [quorum("a", "b", "c", group=KEY), quorum("a", "b"), quorum("a", group=KEY)])
 def test_another_quorum_drops_the_connections_and_so_does_a_replica_that_has_lost_them(following: QuorumFormed) -> None:
     membership = computing("a", "b")

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,6 +77,7 @@ from ebbflow.live.state_transfer import StateTransfers, TransferableState
 __all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransportUnusable"]
 
 _CONNECT_TIMEOUT_S = 10.0  # for the handshake, and for connecting
+_ANSWER_HOLDS_S = _CONNECT_TIMEOUT_S  # asked before a step begins: a replica that is new waits for a handshake as long
 _TRANSFER_S = 24 * 3600.0  # for the collectives of a step in which a replica does not have the state
 _COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send heartbeats
 _LEAVE_POLL_S = 0.1
@@ -84,6 +86,14 @@ _HANDSHAKE_POLL_S = 0.02
 _CONNECT_POLL_S = 0.05
 _BY_ALL_RANKS = (Connect, DropConnections, LoadCheckpoint, SendState, ReceiveState)
 """What every rank of a replica does, when rank 0 says so."""
+
+
+class _AskedAhead(NamedTuple):
+    """A question to the lighthouse that was asked before the step began."""
+
+    request: AskLighthouse
+    asked_at: float
+    answer: queue.SimpleQueue[Any]
 
 
 class LeftFleet(Exception):
@@ -139,6 +149,7 @@ class FleetConnection:
         # While something is waited for: reports it, or that time has passed.
         self._pending: Callable[[], MembershipEvent] | None = None
         self._background = BackgroundThreads("ebbflow-membership")
+        self._ahead: _AskedAhead | None = None
         self._abandoned = threading.Event()  # set if what the last thread does is not waited for any longer
         self._told_to_leave = False  # whether that was reported
         self._group: ProcessGroup | None = None
@@ -221,10 +232,12 @@ class FleetConnection:
         leaving: frozenset[int],
         lighthouse_wanted: bool,
         arrived: frozenset[int] = frozenset(),
+        goes_on: bool = False,
     ) -> LeaveFleet | None:
         """Report that the step counts on this replica; the answer says whether it was the last one.
 
-        The state may change from now on: what of it is still to be sent is copied.
+        The state may change from now on: what of it is still to be sent is copied. `goes_on`: whether the next step
+        follows soon, so that the lighthouse can be asked while the optimizer applies this one.
         """
         if self._transfers.keep_unsent():
             self._fault("copy")
@@ -238,6 +251,8 @@ class FleetConnection:
                 arrived=arrived,
             )
         )
+        if goes_on and self.ranks.leads and (question := self.membership.next_question) is not None:
+            self._ahead = _AskedAhead(question, monotonic(), self._begin_to_ask(question))
         return instruction if isinstance(instruction, LeaveFleet) else None
 
     def failed(self, reason: PeerLost) -> None:
@@ -368,6 +383,7 @@ class FleetConnection:
                 self._on_event(instruction.what, instruction.text)
             case Unregister():
                 self._registration.unregister()
+                self._ahead = None
             case DropConnections():
                 self._drop()
             case _:
@@ -384,6 +400,13 @@ class FleetConnection:
 
     def _ask(self, request: AskLighthouse) -> None:
         self._abandoned.set()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.request == request and monotonic() - ahead.asked_at < _ANSWER_HOLDS_S:
+            self._wait_for(ahead.answer, _LEAVE_POLL_S)
+        else:
+            self._wait_for(self._begin_to_ask(request), _LEAVE_POLL_S)
+
+    def _begin_to_ask(self, request: AskLighthouse) -> queue.SimpleQueue[Any]:
         self.publish(CONNECTED_KEY, request.group)
         ask = partial(
             self._questions.ask_for_quorum,
@@ -392,11 +415,14 @@ class FleetConnection:
             name=self.membership.name,
             store=self.membership.store,
         )
-        self._in_background(ask, _LEAVE_POLL_S)
+        return self._background.begin(ask)
 
     def _in_background(self, work: Callable[[], MembershipEvent], poll_s: float) -> None:
         """Begin something that cannot be interrupted in another thread; meanwhile report that time passes."""
-        outcome = self._background.begin(work)
+        self._wait_for(self._background.begin(work), poll_s)
+
+    def _wait_for(self, outcome: queue.SimpleQueue[Any], poll_s: float) -> None:
+        """Wait for what another thread has begun; meanwhile report that time passes."""
 
         def poll() -> MembershipEvent:
             if self._leaving() and not self._told_to_leave:

@@ -252,17 +252,28 @@ class Membership:
         self._attempt += 1
         self.phase = MembershipPhase.ASKING
         self._contact_lost, self._next_contact_check = False, None
-        group = self.group.key if self.group is not None else ""
-        return [
-            AskLighthouse(
-                step=self.state.step,
-                group=group,
-                established=self.state.established,
-                unreachable=self._unreachable,
-                hopeless=self._repeated.hopeless,
-                after_s=after_s,
-            )
-        ]
+        return [self._question(after_s)]
+
+    def _question(self, after_s: float = 0.0) -> AskLighthouse:
+        return AskLighthouse(
+            step=self.state.step,
+            group=self.group.key if self.group is not None else "",
+            established=self.state.established,
+            unreachable=self._unreachable,
+            hopeless=self._repeated.hopeless,
+            after_s=after_s,
+        )
+
+    @property
+    def next_question(self) -> AskLighthouse | None:
+        """What the lighthouse can be asked right after a committed step, since the next step will ask just this.
+
+        None unless this replica trains alone. Replicas that train together must all use one answer, or none of them,
+        and how much time passes before the next step differs between them.
+        """
+        alone = self.phase is MembershipPhase.IDLE and self.group is not None and len(self.group.names) == 1
+        asks = alone and bool(self.name) and self._independent_since is None and not self._told_to_leave
+        return self._question() if asks else None
 
     def _on_links_checked(self, event: LinksChecked) -> list[Instruction]:
         if self.phase is MembershipPhase.PROBING:
