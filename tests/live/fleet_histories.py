@@ -10,7 +10,7 @@ from live.fleet_simulator import Commit, SimulatedFleet, Violation
 
 FAULTS = (
     "start", "kill", "kill two", "pause", "leave", "cut off", "stall", "restart lighthouse", "cut link", "hang",
-    "block", "lose",
+    "block", "block one way", "lose",
 )  # fmt: skip
 
 
@@ -78,6 +78,12 @@ def _cause(fleet: SimulatedFleet, fault: str, random: Random, most: int) -> None
         victim = random.choice(running)
         fleet.cut_off(victim)
         fleet.at(random.uniform(0.2, 5.0), lambda: fleet.reconnect(victim))
+    elif fault == "block one way" and len(running) > 1:
+        first, second = random.sample(running, 2)
+        way = (first.machine, second.machine)
+        fleet.refuses = random.random() < 0.5
+        fleet.one_way.add(way)
+        fleet.at(random.choice((6.0, 60.0)) * random.random(), lambda: fleet.one_way.discard(way))
     elif fault in ("cut link", "block") and len(running) > 1:
         link = frozenset(one.machine for one in random.sample(running, 2))
         cut = fleet.cut_links if fault == "cut link" else fleet.blocked
@@ -115,7 +121,7 @@ def recover(fleet: SimulatedFleet, within_s: float = 100.0) -> None:
     that was lost, any longer; one transfer of the state comes on top of it.
     """
     fleet.run_until(fleet.now + 6.0)
-    while fleet.cut_links or fleet.blocked:
+    while fleet.cut_links or fleet.blocked or fleet.one_way:
         fleet.run_until(fleet.now + 1.0)
     for replica in fleet.running():
         replica.leaving = False  # those that do not know it yet

@@ -10,7 +10,8 @@ a history, with all its delays and faults, exactly.
     hanging   a process computes on and on, and sends heartbeats; its store may not answer
     cut off   a replica does not reach the lighthouse; its peers it does
     cut link  two replicas do not reach each other; both reach the lighthouse
-    blocked   two replicas reach each other's stores, but cannot form a group, as with a firewall between them
+    blocked   two replicas reach each other's stores and no other port, as with a firewall between them
+    one way   the same for new connections of one of the two with the other only; what is connected stays
     losing    single requests of a replica to the lighthouse or to a store are lost, or the answers to them
     stalled   the lighthouse stands still, and then takes everybody for dead
     restarted the lighthouse ends, is away for a while, and begins again with quorum 1
@@ -219,10 +220,14 @@ class SimulatedFleet:
         self.cut_links: set[frozenset[str]] = set()
         self.blocked: set[frozenset[str]] = set()
         """Two machines each, between which nothing passes but what is sent to stores."""
+        self.one_way: set[tuple[str, str]] = set()
+        """Two machines each, of which the first cannot connect with the second except to its store."""
         self.refuses = False
         """Whether a firewall says so at once; else whoever connects waits in vain."""
         self.given_up: dict[str, float] = {}
         """Replicas that ended because it fails again and again with the same ones -> when."""
+        self.said: dict[str, str] = {}
+        """What each machine last said that it waits for."""
         self.commits: list[Commit] = []
         self.parents: dict[int, int] = {}
         self.checkpoint = (0, ROOT, Model(0, 0))
@@ -396,7 +401,8 @@ class SimulatedFleet:
     # Instructions -----------------------------------------------------------------------------------------------------
 
     def _record(self, replica: Replica, instruction: m.RecordEvent) -> None:
-        pass
+        if instruction.what == "waiting":
+            self.said[replica.machine] = instruction.text
 
     def _publish(self, replica: Replica, instruction: m.PublishGroup) -> None:
         replica.published = instruction.group
@@ -529,16 +535,29 @@ class SimulatedFleet:
 
         def ask(names: tuple[str, ...]) -> None:
             silent = tuple(name for name in names if not self._answers(name, replica) or self.loses(replica))
-            checked = partial(self._links_checked, alive, silent)
-            self.answer(replica, checked, HEARTBEAT_TIMEOUT_S + 2 * HEARTBEAT_INTERVAL_S if silent else 0.0, "store")
+            answering = tuple(name for name in names if name not in silent)
+            self.messages["probe"] += 2 * len(answering)
+            tried = partial(probe, silent, answering)
+            dropped = not self.refuses and any(self._ports_blocked(name, replica) for name in answering)
+            self.to(replica, tried, STORE_TIMEOUT_S if dropped else self.delay())
+
+        def probe(silent: tuple[str, ...], names: tuple[str, ...]) -> None:
+            blocked = tuple(name for name in names if self._ports_blocked(name, replica) or self.loses(replica))
+            checked = partial(self._links_checked, alive, silent, blocked)
+            later = HEARTBEAT_TIMEOUT_S + 2 * HEARTBEAT_INTERVAL_S if silent or blocked else 0.0
+            self.answer(replica, checked, later, "store")
 
         self.wait(replica, instruction)
         look()
 
     def _links_checked(
-        self, alive: Callable[[tuple[str, ...]], tuple[str, ...]], silent: tuple[str, ...], now: float
+        self,
+        alive: Callable[[tuple[str, ...]], tuple[str, ...]],
+        silent: tuple[str, ...],
+        blocked: tuple[str, ...],
+        now: float,
     ) -> m.LinksChecked:
-        return m.LinksChecked(now=now, unreachable=alive(silent))
+        return m.LinksChecked(now=now, unreachable=alive(silent), blocked=alive(blocked))
 
     def _replace(self, replica: Replica, model: Model) -> None:
         """A replica takes over another state.
@@ -591,6 +610,12 @@ class SimulatedFleet:
 
     def linked(self, one: Replica, other: Replica) -> bool:
         return not self.cut_links or frozenset((one.machine, other.machine)) not in self.cut_links
+
+    def _ports_blocked(self, name: str, asker: Replica) -> bool:
+        """Whether a replica and another one do not reach each other's ports beside those of the stores, both ways."""
+        one, other = self.replicas[name].machine, asker.machine
+        dead = not self._has_store(name)
+        return dead or frozenset((one, other)) in self.blocked or bool({(one, other), (other, one)} & self.one_way)
 
     def _has_store(self, name: str) -> bool:
         """Whether the store that was registered under a name is there."""
@@ -663,13 +688,14 @@ class SimulatedFleet:
         group.connected[replica.name] = replica
         group.connecting[replica.name] = replica.waits
         self.messages["connect"] += len(names) - 1
-        if len(group.connecting) == len(names) and not group.gone and not self._cut(group):
+        if len(group.connecting) == len(names) and not group.gone and self._can_connect(group):
             for name, wait in group.connecting.items():
                 peer = self.replicas[name]
                 if peer.waits == wait:
                     self.answer(peer, m.GroupConnected, self.delay(), "connect")
         else:
-            refused = self.refuses and any(link <= group.machines for link in self.blocked)
+            refused = self.refuses and not any(link <= group.machines for link in self.cut_links)
+            refused = refused and not self._can_connect(group)
             self.answer(replica, _TIMED_OUT, self.delay() if refused else CONNECT_TIMEOUT_S, "timeout")
 
     def _close(self, replica: Replica) -> None:
@@ -778,6 +804,12 @@ class SimulatedFleet:
     def _cut(self, group: SimulatedGroup) -> bool:
         return any(link <= group.machines for link in self.cut_links | self.blocked)
 
+    def _can_connect(self, group: SimulatedGroup) -> bool:
+        """Of two members of a group, gloo lets the same one begin every time; here it is the last one by name."""
+        return not self._cut(group) and not any(
+            first > second and {first, second} <= group.machines for first, second in self.one_way
+        )
+
     def _add_up(self, group: SimulatedGroup) -> None:
         if group.gone or len(group.arrived) < len(group.names):
             return
@@ -874,21 +906,21 @@ def answers_computed_once() -> Iterator[None]:
     For fleets of thousands: what takes each of them milliseconds would take all of them, in this one process, minutes.
     """
 
-    def shared(function: Callable[[Any], Any], values: Callable[[Any], tuple[object, ...]]) -> Callable[[Any], Any]:
+    def shared(function: Callable[..., Any], values: Callable[[Any], tuple[object, ...]]) -> Callable[..., Any]:
         last: tuple[object, ...] = ()
         answer = None
 
-        def ask(argument: Any) -> Any:
+        def ask(argument: Any, *settings: Any) -> Any:  # which are the same for all of a fleet
             nonlocal last, answer
             given = values(argument)
             if len(given) != len(last) or any(one is not other for one, other in zip(given, last, strict=True)):
-                last, answer = given, function(argument)
+                last, answer = given, function(argument, *settings)
             return answer
 
         return ask
 
     def of_quorum(quorum: m.QuorumFormed) -> tuple[object, ...]:
-        return quorum.replicas, quorum.established, quorum.steps, quorum.unreachable
+        return quorum.replicas, quorum.established, quorum.steps, quorum.unreachable, quorum.blocked
 
     shared_functions = {
         "agree": shared(protocol.agree, lambda handshakes: (handshakes,)),

@@ -229,6 +229,7 @@ class SimulatedLighthouse:
             established=tuple(one.established for _, one, _ in requests),
             steps=tuple(one.step for _, one, _ in requests),
             unreachable=tuple(one.unreachable for _, one, _ in requests),
+            blocked=tuple(one.blocked for _, one, _ in requests),
             hopeless=tuple(one.hopeless for _, one, _ in requests),
         )
         for rank, (name, (_, _, wait)) in enumerate(zip(replicas, requests, strict=True)):

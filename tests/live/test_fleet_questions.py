@@ -36,7 +36,7 @@ class Fleet(FleetQuestions):
         return dict.fromkeys(names)
 
     def unreachable(self, *names: str, after_s: float = 0.0) -> tuple[str, ...]:
-        checked = self.check_links(CheckLinks(names=names, after_s=after_s))
+        checked = self.check_links(CheckLinks(names=names, after_s=after_s), back="")
         assert isinstance(checked, LinksChecked)
         return checked.unreachable
 

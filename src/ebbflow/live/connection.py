@@ -4,6 +4,7 @@ No decision is made here. `Membership` (membership.py) says what is to be done; 
 training loop, with these parts:
 
     registration      heartbeats to the lighthouse, by torchft's manager server, and the store that others read
+    link_probe        a port at which replicas try whether they reach each other
     fleet_questions   questions to the lighthouse and to the stores of others; background: threads that wait for answers
     rendezvous        handshakes, and connecting the process group
     peer_watch        whether this replica waits for its peers in vain, or they for it
@@ -289,7 +290,7 @@ class FleetConnection:
     def close(self) -> None:
         """Close everything; the lighthouse forgets this replica when its heartbeat times out."""
         self._hang_watch.close()
-        self._registration.unregister()
+        self._registration.close()
         self._drop()
         self._background.close()
 
@@ -370,7 +371,9 @@ class FleetConnection:
                     sleep(instruction.after_s)
                 self._ask(instruction)
             case CheckLinks():
-                self._in_background(partial(self._questions.check_links, instruction), _LEAVE_POLL_S)
+                self._in_background(
+                    partial(self._questions.check_links, instruction, back=self._registration.probe), _LEAVE_POLL_S
+                )
             case CheckHeartbeats():
                 return self._questions.check_heartbeats(instruction.besides)
             case PublishGroup():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from time import monotonic, sleep
@@ -13,6 +13,7 @@ from ebbflow.core.key_store import NotAuthenticated, StoreLost
 from ebbflow.engines.process_group import open_store
 from ebbflow.live import torchft_api
 from ebbflow.live.agreement import without_heartbeat
+from ebbflow.live.link_probe import is_reached
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckLinks,
@@ -24,6 +25,7 @@ from ebbflow.live.membership_events import (
     QuorumFormed,
 )
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S, fetch_heartbeat_ages, fetch_quorum_and_ages
+from ebbflow.live.registration import PROBE_KEY
 
 __all__ = ["CONNECTED_KEY", "GROUP_KEY", "FleetQuestions"]
 
@@ -59,6 +61,7 @@ class FleetQuestions:
                     "established": str(request.established),
                     "step": str(request.step),
                     "unreachable": " ".join(request.unreachable),
+                    "blocked": " ".join(request.blocked),
                     "hopeless": str(request.hopeless),
                 },
                 timeout=_QUORUM_TIMEOUT,
@@ -78,6 +81,7 @@ class FleetQuestions:
             established=tuple(one.get("established") == str(True) for one in said),
             steps=tuple(int(step) if (step := str(one.get("step"))).isdecimal() else 0 for one in said),
             unreachable=tuple(tuple(str(one.get("unreachable", "")).split()) for one in said),
+            blocked=tuple(tuple(str(one.get("blocked", "")).split()) for one in said),
             hopeless=tuple(one.get("hopeless") == str(True) for one in said),
         )
 
@@ -94,6 +98,14 @@ class FleetQuestions:
         return self.heartbeat_ages().get(name, math.inf) <= self.heartbeat_timeout_s
 
     # The stores of other replicas -------------------------------------------------------------------------------------
+
+    def blocked(self, probes: Mapping[str, bytes | None], back: str) -> list[str]:
+        """Those of some replicas, by the addresses of their probes, with which connections fail, there or back."""
+        tried = [name for name, probe in probes.items() if probe]
+        with ThreadPoolExecutor(max(1, len(tried))) as pool:
+            addresses = [(probes[name] or b"").decode("latin-1") for name in tried]
+            reached = pool.map(lambda address: is_reached(address, self._secret, back=back), addresses)
+            return [name for name, there in zip(tried, reached, strict=True) if not there]
 
     def read_stores(self, names: Sequence[str], key: str) -> dict[str, bytes | None]:
         """Read a key from the stores of replicas, all at once: None if one does not answer, nothing if it has none."""
@@ -120,8 +132,11 @@ class FleetQuestions:
         groups = {name: _published(text) for name, text in self.read_stores(asked, GROUP_KEY).items()}
         return HeartbeatsReceived(now=monotonic(), ages=ages, groups=groups)
 
-    def check_links(self, instruction: CheckLinks) -> MembershipEvent:
-        """Which of some replicas send heartbeats and cannot be reached; asked as long as the instruction says."""
+    def check_links(self, instruction: CheckLinks, *, back: str) -> MembershipEvent:
+        """Which of some replicas send heartbeats and cannot be reached, tried when the instruction says.
+
+        `back`: the address of this replica's own probe, at which they must reach it.
+        """
 
         def alive(names: Sequence[str]) -> list[str]:
             return [name for name in names if self.sends_heartbeats(name)]
@@ -130,11 +145,12 @@ class FleetQuestions:
         while names and monotonic() < until:
             sleep(min(instruction.after_s, _WAIT_FOR_LINK_S))
             names = alive(instruction.names)
-        said = self.read_stores(names, GROUP_KEY)
+        said = self.read_stores(names, PROBE_KEY)
         silent = [name for name in names if said[name] is None]
-        if silent:  # one that has just died is no longer there when its heartbeat has timed out
+        blocked = self.blocked(said, back)
+        if silent or blocked:  # one that has just died is no longer there when its heartbeat has timed out
             sleep(self.heartbeat_timeout_s + 2 * HEARTBEAT_INTERVAL_S)
-        return LinksChecked(now=monotonic(), unreachable=tuple(alive(silent)))
+        return LinksChecked(now=monotonic(), unreachable=tuple(alive(silent)), blocked=tuple(alive(blocked)))
 
 
 def _published(text: bytes | None) -> PublishedGroup | None:

@@ -38,6 +38,7 @@ from ebbflow.live.agreement import (
     describe_difference,
     extend_lineage,
     group_key,
+    links_of,
     meeting_key,
     out_of_reach,
     without_heartbeat,
@@ -117,6 +118,12 @@ def _explain_wait(here: Sequence[str], min_replicas: int) -> str:
     )
 
 
+def _explain_blocked(names: Sequence[str]) -> str:
+    return (
+        f"connections with {', '.join(names)} fail on other ports than that of its store, as those of the gradients are"
+    )
+
+
 class MembershipPhase(Enum):
     """What this replica is doing."""
 
@@ -193,6 +200,7 @@ class Membership:
         self._failures = 0  # of steps and of groups, since the last committed step
         self._suspects: tuple[str, ...] = ()  # peers that are to be tried before the lighthouse is asked
         self._unreachable: tuple[str, ...] = ()  # those of them that did not answer
+        self._blocked: tuple[str, ...] = ()  # those of them that are reached at their stores only
         self._met_others = False  # has exchanged handshakes, so that its secret is that of the fleet
         self._foreign = 0  # attempts that failed because another replica has another secret
         self._reported = ""
@@ -259,6 +267,7 @@ class Membership:
                 group=group,
                 established=self.state.established,
                 unreachable=self._unreachable,
+                blocked=self._blocked,
                 hopeless=self._repeated.hopeless,
                 after_s=after_s,
             )
@@ -266,31 +275,33 @@ class Membership:
 
     def _on_links_checked(self, event: LinksChecked) -> list[Instruction]:
         if self.phase is MembershipPhase.PROBING:
-            self._unreachable = event.unreachable
+            self._unreachable, self._blocked = event.unreachable, event.blocked
             if event.unreachable:
                 self._repeated.forget()
             return self._begin(self._repeated.pause_s or _OBJECTION_PAUSE_S)
-        if event.unreachable:
-            return [CheckLinks(names=event.unreachable, after_s=_LEFT_OUT_S)]
+        if names := event.unreachable + event.blocked:
+            return [CheckLinks(names=names, after_s=_LEFT_OUT_S)]
         return self._register()
 
     def _leave_out(self, names: Collection[str], quorum: QuorumFormed) -> list[Instruction]:
         """Go on without replicas that others do not reach; if this is one of them, wait until it reaches those."""
-        said = dict(zip(quorum.replicas, quorum.unreachable, strict=True))
         if self.name not in names:
             reason = f"{', '.join(sorted(names))}: left out, since not every other replica can be reached from there"
             return self._fail(reason, _OBJECTION_PAUSE_S)
-        peers = said[self.name] or tuple(sorted(name for name in said if self.name in said[name]))
-        reason = (
-            f"left out of the fleet while {', '.join(peers)} cannot be reached from here, although both sides reach "
-            f"the lighthouse; tried again every {_LEFT_OUT_S:g} s"
-        )
+        cut = links_of(self.name, quorum.replicas, quorum.unreachable)
+        blocked = links_of(self.name, quorum.replicas, quorum.blocked)
+        reasons = []
+        if cut:
+            reasons.append(f"{', '.join(cut)} cannot be reached from here, although both sides reach the lighthouse")
+        if blocked:
+            reasons.append(f"{_explain_blocked(blocked)}: look for a firewall between the two")
         dropped = self._drop()
         self.name = self.store = ""
-        self._failures, self._unreachable = 0, ()
+        self._failures, self._unreachable, self._blocked = 0, (), ()
         self.phase = MembershipPhase.LEFT_OUT
         return [
-            RecordEvent("waiting", reason), *dropped, Unregister(), CheckLinks(names=peers, after_s=_LEFT_OUT_S),
+            RecordEvent("waiting", f"left out of the fleet while {'; '.join(reasons)}. Tried again every {_LEFT_OUT_S:g} s"),
+            *dropped, Unregister(), CheckLinks(names=cut + blocked, after_s=_LEFT_OUT_S),
         ]  # fmt: skip
 
     def _on_registered(self, event: Registered) -> list[Instruction]:
@@ -356,7 +367,7 @@ class Membership:
         group = self.group
         if group is not None and event.replicas == group.names and set(event.groups) == {group.key}:
             return self._compute()
-        if names := out_of_reach(event):
+        if names := out_of_reach(event, self.min_replicas):
             self._repeated.forget()
             return self._leave_out(names, event)
         if self._repeated.ends_with(event.replicas, event.hopeless):
@@ -536,7 +547,7 @@ class Membership:
         self.objections.committed(group.names)
         self._failures = 0
         self._repeated.forget()
-        self._suspects = self._unreachable = ()
+        self._suspects = self._unreachable = self._blocked = ()
         self.state = ReplicaState(
             step=self.state.step + 1,
             lineage=extend_lineage(self.state.lineage, event.assignment, group.key),
@@ -613,7 +624,8 @@ class Membership:
         dropped = self._drop()
         self.name = self.store = ""
         self.phase = MembershipPhase.REFUSED
-        return [*dropped, Unregister(), GiveUp(self._repeated.reason)]
+        found = f"; {_explain_blocked(self._blocked)}" if self._blocked else ""
+        return [*dropped, Unregister(), GiveUp(self._repeated.reason + found)]
 
     def _fail_with_peers(self, reason: str, pause_s: float = 0.0) -> list[Instruction]:
         """Give the group up because of its peers. When that happens again, one of them may be out of reach."""

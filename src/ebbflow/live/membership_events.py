@@ -193,6 +193,8 @@ class QuorumFormed(MembershipEvent):
     """By rank: how many steps it has committed."""
     unreachable: tuple[tuple[str, ...], ...] = ()
     """By rank: the replicas that it does not reach, although they send heartbeats."""
+    blocked: tuple[tuple[str, ...], ...] = ()
+    """By rank: the replicas whose stores it reaches, but not their other ports (`LinksChecked`)."""
     hopeless: tuple[bool, ...] = ()
     """By rank: whether it is certain that it fails for ever with the replicas with which it failed last."""
 
@@ -213,6 +215,9 @@ class LinksChecked(MembershipEvent):
 
     unreachable: tuple[str, ...]
     """Those whose store does not answer, and that still send heartbeats a heartbeat timeout later."""
+    blocked: tuple[str, ...] = ()
+    """Those whose store answers, while a connection fails, there or back, to a port like those of the backend: as with a
+    firewall that knows the ports of the stores only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,6 +355,8 @@ class AskLighthouse(Instruction):
     established: bool = False
     unreachable: tuple[str, ...] = ()
     """Replicas that this one does not reach, although they send heartbeats."""
+    blocked: tuple[str, ...] = ()
+    """Replicas whose stores it reaches, but not their other ports."""
     hopeless: bool = False
     """Whether it is certain that it fails for ever with the replicas with which it failed last."""
     after_s: float = 0.0
@@ -358,7 +365,7 @@ class AskLighthouse(Instruction):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckLinks(Instruction):
-    """Try to reach the stores of these replicas; meanwhile report `Tick` and `ToldToLeave` -> `LinksChecked`."""
+    """Try to reach the stores and other ports of these replicas; meanwhile report `Tick` and `ToldToLeave` -> `LinksChecked`."""
 
     names: tuple[str, ...]
     after_s: float = 0.0

@@ -12,10 +12,14 @@ from typing import Any
 
 from ebbflow.core.key_store import KeyStore
 from ebbflow.live import torchft_api
+from ebbflow.live.link_probe import LinkProbe
 from ebbflow.live.membership_events import LighthouseUnreachable, MembershipEvent, Registered, ToldToLeave
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S, ReplicaConfig, format_address, parse_address
 
-__all__ = ["Registration"]
+__all__ = ["PROBE_KEY", "Registration"]
+
+PROBE_KEY = "ebbflow/probe"
+"""Key, in the store of a replica, of the address of its `LinkProbe`."""
 
 _PROBE_TIMEOUT_S = 2.0  # for finding out whether anybody listens at the address of the lighthouse
 _PROBE_AGAIN_S = 0.1
@@ -34,6 +38,7 @@ class Registration:
         self.store: KeyStore | None = None
         """What others can read of this replica."""
         self._server: Any = None  # torchft's, which sends the heartbeats
+        self._probe: LinkProbe | None = None
 
     def _new_name(self) -> str:
         return f"{self._config.replica}:{uuid.uuid4().hex[:12]}"
@@ -43,6 +48,11 @@ class Registration:
         """Whether heartbeats were begun, and not ended by `unregister`."""
         return self._server is not None
 
+    @property
+    def probe(self) -> str:
+        """HOST:PORT at which others try whether they reach this replica; it stays while the replica is left out."""
+        return format_address(self._config.bind, self._probe.port) if self._probe is not None else ""
+
     def register(self, timeout_s: float) -> MembershipEvent:
         """Open a store and begin to send heartbeats, in their name the address of the store; what came of it."""
         timeout = timedelta(seconds=timeout_s)
@@ -50,6 +60,9 @@ class Registration:
             return self._unreachable(f"nobody answers at {self._config.lighthouse} ({problem})")
         self._close_store()
         self.store = KeyStore(self._config.bind, self._secret)
+        if self._probe is None:
+            self._probe = LinkProbe(self._config.bind, self._secret)
+        self.publish(PROBE_KEY, self.probe)
         address = format_address(self._config.bind, self.store.port)
         name = f"{self.name}@{address}"  # others find the store of a replica by its heartbeat
         try:
@@ -75,8 +88,15 @@ class Registration:
             with contextlib.suppress(RuntimeError):
                 server.shutdown()
 
+    def close(self) -> None:
+        """Close everything, for good."""
+        self.unregister()
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
     def unregister(self) -> None:
-        """Close everything; the lighthouse forgets this replica when its heartbeat times out."""
+        """Close the store and end the heartbeats; the lighthouse forgets this replica when its heartbeat times out."""
         self.stop_heartbeats()
         self._server = self.client = None
         self._close_store()
