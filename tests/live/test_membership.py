@@ -734,6 +734,76 @@ def test_the_replica_that_is_left_out_stops_its_heartbeats_until_it_reaches_its_
     assert asks(membership, Registered(now=10, name="a2", store="store-a"), step=0)
 
 
+@pytest.mark.parametrize(
+    ("blocked", "steps", "out"),
+    [
+        (("d", "", "", "a"), (4, 4, 4, 4), "d"),
+        (("d", "", "", "a"), (4, 4, 4, 5), "a"),  # nobody else has the step of d
+        (("b c d", "a", "a", "a"), (4, 4, 4, 4), "a"),  # the one that the most report
+        (("b", "a", "d", "c"), (4, 4, 4, 4), ""),  # two of four would be left
+        (("b c d", "a c d", "a b d", "a b c"), (4, 4, 4, 4), ""),  # none reaches another: that is no single link
+        (("e", "", "", ""), (4, 4, 4, 4), ""),  # the quorum lacks it anyway
+    ],
+)
+def test_one_side_of_blocked_ports_is_left_out_if_more_than_half_of_the_replicas_stay(
+    blocked: tuple[str, ...], steps: tuple[int, ...], out: str
+) -> None:
+    formed = with_links(quorum("a", "b", "c", "d"), "", "", "", "", steps=steps)
+    said = dataclasses.replace(formed, blocked=tuple(tuple(names.split()) for names in blocked))
+    assert out_of_reach(said) == {*out.split()}
+    assert out_of_reach(said, min_replicas=4) == set(), "nobody could train without it"
+
+
+def test_of_two_replicas_with_blocked_ports_between_them_none_is_left_out_to_train_alone() -> None:
+    formed = dataclasses.replace(quorum("a", "b"), blocked=(("b",), ("a",)))
+    assert out_of_reach(formed) == set()
+    assert out_of_reach(dataclasses.replace(formed, unreachable=((), ("a",)))) == {"b"}, "unlike those of a cut link"
+
+
+def test_a_cut_link_counts_even_if_blocked_ports_cannot_be_avoided() -> None:
+    formed = with_links(quorum("a", "b", "c"), "", "c", "b")
+    assert out_of_reach(dataclasses.replace(formed, blocked=(("b", "c"), ("a",), ("a",)))) == {"c"}
+
+
+def test_a_replica_that_is_left_out_because_of_blocked_ports_names_its_peer_and_waits_until_they_are_open() -> None:
+    membership = asking()
+    formed = dataclasses.replace(quorum("0", "a", "b"), blocked=(("a",), ("0",), ()))
+    told, unregister, check = react(membership, formed)
+    assert isinstance(told, RecordEvent) and "connections with 0 fail" in told.text and "firewall" in told.text
+    assert unregister == Unregister() and check == CheckLinks(names=("0",), after_s=5.0)
+    assert react(membership, LinksChecked(now=5, unreachable=(), blocked=("0",))) == [check]
+    assert react(membership, LinksChecked(now=10, unreachable=())) == [Register()]
+
+
+def test_blocked_ports_are_reported_and_named_when_two_replicas_give_up_because_of_them() -> None:
+    membership = idle()
+    for number in range(5):
+        ask(membership)
+        fail(membership, number, "a", "b", backend=True)
+    (asked,) = react(membership, requested(), LinksChecked(now=0, unreachable=(), blocked=("b",)))
+    assert isinstance(asked, AskLighthouse) and asked.blocked == ("b",) and asked.hopeless, "it still counts"
+    ended = react(membership, dataclasses.replace(quorum("a", "b", number=100), hopeless=(True, False)))
+    assert isinstance(ended[-1], GiveUp) and ended[-1].reason.startswith("duplicate GPU; connections with b fail")
+
+
+@pytest.mark.parametrize("others", ["", "b"])
+def test_one_that_comes_back_after_the_others_have_finished_looks_for_their_last_checkpoint(others: str) -> None:
+    """Else it would repeat the steps that they have committed meanwhile, alone, and write other final weights."""
+    membership = computing("a", "b", "c")
+    react(membership, committed(), requested(step=1))
+    react(membership, dataclasses.replace(quorum("0", "a", "b", number=2), unreachable=((), ("0",), ())))
+    react(membership, LinksChecked(now=10, unreachable=()), Registered(now=10, name="a", store="store-a"))
+    for now in (10.5, 11.0, 11.5):
+        membership.objections.watch.answered(now, about_quorum=False, ages={})
+    met = [(1, membership.state.lineage, True)] * (1 + len(others))
+    connected = react(
+        membership, *accepted("a", *others, number=3, now=12), handshakes(*met, now=12), GroupConnected(now=12)
+    )
+    assert (connected == [LoadCheckpoint()]) == (not others)
+    if not others:
+        assert isinstance(react(membership, NoNewerCheckpoint(now=12))[-1], ComputeStep)
+
+
 def test_the_others_ask_for_a_quorum_without_the_one_that_is_left_out() -> None:
     lost, asked = react(asking(), with_links(quorum("a", "b", "c"), "", "c", "b"))
     assert isinstance(lost, RecordEvent) and lost.what == "lost" and "c: left out" in lost.text

@@ -201,6 +201,7 @@ class Membership:
         self._suspects: tuple[str, ...] = ()  # peers that are to be tried before the lighthouse is asked
         self._unreachable: tuple[str, ...] = ()  # those of them that did not answer
         self._blocked: tuple[str, ...] = ()  # those of them that are reached at their stores only
+        self._was_away = False  # has stopped its heartbeats since its last committed step, so that others went on
         self._met_others = False  # has exchanged handshakes, so that its secret is that of the fleet
         self._foreign = 0  # attempts that failed because another replica has another secret
         self._reported = ""
@@ -239,6 +240,7 @@ class Membership:
         # others do not come, it just leaves.
         self._wait_for_others_until = event.now + (self.connect_timeout_s if self.group is not None else 0.0)
         if not event.registered:
+            self._was_away = True
             self.name = self.store = ""
             return [Unregister(), *self._fail("the others went on without this replica, which kept them waiting")]
         if self.group is not None and (self._independent_since is not None or self.listening):
@@ -298,6 +300,7 @@ class Membership:
         dropped = self._drop()
         self.name = self.store = ""
         self._failures, self._unreachable, self._blocked = 0, (), ()
+        self._was_away = True
         self.phase = MembershipPhase.LEFT_OUT
         return [
             RecordEvent("waiting", f"left out of the fleet while {'; '.join(reasons)}. Tried again every {_LEFT_OUT_S:g} s"),
@@ -482,7 +485,9 @@ class Membership:
             self.phase = MembershipPhase.IDLE
             return [RecordEvent("members", " ".join(self.group.names))]
         assert self._agreement is not None
-        if not self._agreement.established:
+        # Those who went on without this replica may have finished meanwhile, and left nothing but a checkpoint.
+        left_alone = self._was_away and len(self.group.names) == 1
+        if left_alone or not self._agreement.established:
             self.phase = MembershipPhase.LOADING
             return [LoadCheckpoint()]
         return self._heal()
@@ -546,6 +551,7 @@ class Membership:
         self.phase = MembershipPhase.IDLE
         self.objections.committed(group.names)
         self._failures = 0
+        self._was_away = False
         self._repeated.forget()
         self._suspects = self._unreachable = self._blocked = ()
         self.state = ReplicaState(
