@@ -117,8 +117,8 @@ def check_lineages(fleet: SimulatedFleet) -> None:
 def recover(fleet: SimulatedFleet, within_s: float = 100.0) -> None:
     """No more faults: the replicas that are left, or enough new ones, commit a step together within bounded time.
 
-    The time counts from when all that was cut, paused or away has come back, and nobody hangs, or waits for an answer
-    that was lost, any longer; one transfer of the state comes on top of it.
+    The time counts from when all that was cut, paused or away has come back, and nobody hangs any longer; one transfer
+    of the state comes on top of it.
     """
     fleet.run_until(fleet.now + 6.0)
     while fleet.cut_links or fleet.blocked or fleet.one_way:
@@ -126,8 +126,7 @@ def recover(fleet: SimulatedFleet, within_s: float = 100.0) -> None:
     for replica in fleet.running():
         replica.leaving = False  # those that do not know it yet
         replica.to_lose = 0
-    busy_until = [max(replica.hangs_until, replica.waits_in_vain_until) for replica in fleet.running()]
-    hanging_s = max((until - fleet.now for until in busy_until), default=0.0)
+    hanging_s = max((replica.hangs_until - fleet.now for replica in fleet.running()), default=0.0)
     within_s += max(0.0, hanging_s) + fleet.transfer_s[1]
     deadline, seen = fleet.now + within_s, len(fleet.commits)
 

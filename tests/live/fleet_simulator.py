@@ -50,6 +50,8 @@ TICK_S = {m.AskLighthouse: 1.0, m.SendHandshake: 0.4, m.Connect: 0.4}
 """How often time is reported while these are waited for; more rarely than in reality, which saves events."""
 SOON_S = 0.5
 """For which a replica waits for the state before it hears the steps of the others."""
+SILENTLY = 0.4
+"""How many of the messages that are lost between a replica and the lighthouse are so because of a dead connection."""
 JUST_BEFORE_S = 2.0
 """For how long before a step a replica may have been taken for dead, so that it was left out of it."""
 ROOT = initial_lineage("the same weights for all")
@@ -134,8 +136,8 @@ class Replica:
     """Whether it has stopped its heartbeats since it kept the others waiting."""
     to_lose: int = 0
     """How many of its next requests, or of the answers to them, are lost."""
-    waits_in_vain_until: float = 0.0
-    """When it notices that the answer of the lighthouse for which it waits is lost."""
+    disconnected: bool = False
+    """Whether nothing comes any more over its connection to the lighthouse, although nobody has told it so."""
     committed: list[Commit] = field(default_factory=list)
     heard: deque[SummedStep] = field(default_factory=deque)
     """Steps of the others that it has heard while the state was on its way."""
@@ -299,6 +301,9 @@ class SimulatedFleet:
         replica.to_lose -= lost
         return lost
 
+    def loses_silently(self) -> bool:
+        return self.random.random() < SILENTLY
+
     # Replicas ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> Replica:
@@ -432,7 +437,12 @@ class SimulatedFleet:
     def _ask(self, replica: Replica, instruction: m.AskLighthouse) -> None:
         self.wait(replica, instruction)
         self.messages["request"] += 1
+        replica.disconnected = replica.disconnected and not instruction.reconnect
+        if replica.disconnected:
+            self.lighthouse.answer_is_lost(replica, instruction.after_s)
+            return
         if self.loses(replica):
+            replica.disconnected = self.loses_silently()
             self.lighthouse.answer_is_lost(replica, instruction.after_s)
             return
         request = partial(self.lighthouse.request, replica, instruction, replica.waits)
@@ -492,7 +502,7 @@ class SimulatedFleet:
         if self.lighthouse.away or replica.cut_off or self.loses(replica):
             self.report(replica, m.LighthouseUnreachable(now=self.now, reason="nobody answers"))
             return
-        replica.registered = True
+        replica.registered, replica.disconnected = True, False
         replica.unresponsive = self.now
         replica.registrations += 1
         if replica.registrations > 1:
@@ -514,7 +524,8 @@ class SimulatedFleet:
                 self.messages["store"] += 1
                 answers = self._answers(name, replica) and not self.loses(replica)
                 groups[name] = self.replicas[name].published if answers else None
-        return m.HeartbeatsReceived(now=self.now, ages=ages, groups=groups)
+        connected = not (instruction.connection and replica.disconnected)
+        return m.HeartbeatsReceived(now=self.now, ages=ages, groups=groups, connected=connected)
 
     def _check_links(self, replica: Replica, instruction: m.CheckLinks) -> None:
         """A dead process refuses at once; a paused one and a cut link do not answer."""

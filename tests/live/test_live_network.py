@@ -181,10 +181,11 @@ def store_ports(folder: Path) -> dict[str, str]:
     ("pair", "how", "opened"),
     [
         (("r1", "r2"), "rejected", True),
-        pytest.param(("r0", "r1"), "dropped", True, marks=pytest.mark.long),  # the store where all meet is that of r0
-        pytest.param(("r1", "r2"), "dropped", False, marks=pytest.mark.long),
+        (("r0", "r1"), "dropped", True),  # the store where all meet is that of r0
+        (("r1", "r2"), "dropped", False),
     ],
 )
+@pytest.mark.long
 def test_a_firewall_between_two_of_three_replicas_leaves_one_of_them_out_until_it_is_opened(
     network: None, tmp_path: Path, pair: tuple[str, str], how: str, opened: bool
 ) -> None:
@@ -198,7 +199,7 @@ def test_a_firewall_between_two_of_three_replicas_leaves_one_of_them_out_until_i
             pytest.skip(f"ports cannot be blocked here: {error.stderr.decode().strip()}")
         before = fleet.status("r0")["step"]
         (out,) = eventually(
-            lambda: [name for name in pair if "left out" in fleet.status(name).get("reason", "")],
+            lambda: [name for name in pair if "left out of the fleet" in fleet.status(name).get("reason", "")],
             "a word of the one that is left out",
         )
         (reached,) = {*pair} - {out}

@@ -293,8 +293,8 @@ def test_a_wait_of_ten_seconds_is_explained_once() -> None:
     membership.handle(Started(now=0.0))
     membership.handle(Registered(now=0.0, name="r0:a", store="s"))
     membership.handle(StepRequested(now=1.0, step=0, lineage=0))
-    assert membership.handle(Tick(now=8.0)) == []
-    assert membership.handle(Tick(now=11.0)) == [CheckHeartbeats()]
+    assert membership.handle(Tick(now=9.5)) == []
+    assert membership.handle(Tick(now=11.0)) == [CheckHeartbeats(connection=True)]
     (told,) = membership.handle(HeartbeatsReceived(now=11.0, ages={"r0:a": 0.1, "r1:b": 9.0}))
     assert told == RecordEvent("waiting", "1 of at least 2 replicas (--min-replicas) are here: r0")
     membership.handle(Tick(now=99.0))
@@ -453,11 +453,25 @@ def test_a_lighthouse_that_did_not_answer_for_a_while_is_asked_again() -> None:
     """The request may have been lost with the lighthouse; its connection may break only minutes later."""
     membership = asking()
     assert react(membership, Tick(now=1.0)) == []
-    assert react(membership, Tick(now=5.9)) == []
-    assert react(membership, Tick(now=6.0)) == [CheckHeartbeats()]
-    assert react(membership, HeartbeatsReceived(now=6.0, ages={})) == []
-    assert react(membership, Tick(now=11.0))[-1] == CheckHeartbeats()
-    assert react(membership, alive("a", now=11.0)) == [AskLighthouse(step=0)]
+    assert react(membership, Tick(now=2.9)) == []
+    assert react(membership, Tick(now=3.0)) == [CheckHeartbeats(connection=True)]
+    assert react(membership, HeartbeatsReceived(now=3.0, ages={})) == []
+    assert react(membership, Tick(now=7.9)) == []
+    assert react(membership, Tick(now=8.0))[-1] == CheckHeartbeats(connection=True)
+    assert react(membership, alive("a", now=8.0)) == [AskLighthouse(step=0)]
+
+
+def test_a_replica_whose_connection_to_the_lighthouse_is_dead_leaves_its_group_and_asks_over_another_one() -> None:
+    """The others may have the answer that it lacks, and wait in a sum for its part."""
+    membership = computing("a", "b")
+    react(membership, committed(), requested(step=1, now=0.0), Tick(now=0.1))
+    assert react(membership, Tick(now=2.2)) == [CheckHeartbeats(connection=True)]
+    answer = dataclasses.replace(alive("a", "b", now=4.2), connected=False)
+    lost, dropped, asked = react(membership, answer)
+    assert isinstance(lost, RecordEvent) and "not over the connection" in lost.text and dropped == DropConnections()
+    assert asked == AskLighthouse(step=1, established=True, reconnect=True)
+    away = LighthouseUnreachable(now=5.0, reason="refused")
+    assert react(membership, away)[-1] == AskLighthouse(step=1, established=True, after_s=0.2), "once is enough"
 
 
 def test_of_two_states_that_are_equally_far_that_of_more_replicas_counts() -> None:
@@ -1108,7 +1122,7 @@ def test_a_replica_with_a_group_that_is_told_to_leave_waits_for_one_more_step() 
     membership = computing("a", "b")
     react(membership, committed(), requested(step=1, now=100.0))
     assert react(membership, ToldToLeave(now=100.1)) == []
-    assert react(membership, Tick(now=104.9)) == []
+    assert react(membership, Tick(now=102.0)) == []
     assert react(membership, Tick(now=110.0)) == [LeaveFleet(save_state=True)], "nobody else may have the state"
 
 

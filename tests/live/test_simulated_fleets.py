@@ -327,6 +327,30 @@ def test_messages_that_are_lost_cost_no_replica_and_no_step() -> None:
         assert len(fleet.commits[-1].group) == 3
 
 
+@pytest.mark.parametrize("what", ["request", "answer"])
+def test_a_message_that_is_lost_silently_between_a_replica_and_the_lighthouse_costs_a_few_seconds(what: str) -> None:
+    """It looks at its connection after 2 s and a tick of 1 s, and the steps take one second. In reality it also waits
+    for 2 s for an answer over that connection."""
+    for seed in range(20):
+        fleet = trained(3, seed=seed)
+        one = fleet.running()[seed % 3]
+        asks_next = what == "answer"
+
+        def is_there(fleet: SimulatedFleet = fleet, one: Replica = one, asks_next: bool = asks_next) -> bool:
+            return (type(one.waiting_for) is AskLighthouse) == asks_next
+
+        assert fleet.run_until(fleet.now + 5.0, stop=is_there)
+        one.to_lose = 1
+        with mock.patch.object(fleet, "loses_silently", return_value=True), mock.patch.object(
+            fleet, "loses", lambda replica: bool(replica.to_lose) and not setattr(replica, "to_lose", 0)
+        ):
+            assert fleet.run_until(fleet.now + 5.0, stop=lambda one=one: one.disconnected)  # type: ignore[misc]
+        lost_at, before = fleet.now, len(fleet.commits)
+        fleet.run_until(lost_at + 20.0, stop=lambda fleet=fleet, before=before: len(fleet.commits) >= before + 6)  # type: ignore[misc]
+        assert fleet.now - lost_at < 7.0 and len(fleet.commits[-1].group) == 3, "two steps of all three"
+        assert lines_of(fleet) == 0
+
+
 @pytest.mark.parametrize(("replicas", "pair"), [(2, (0, 1)), (3, (0, 1)), (3, (1, 2)), (4, (0, 3))])
 def test_a_cut_link_costs_one_replica_and_no_more_than_forty_seconds(replicas: int, pair: tuple[int, int]) -> None:
     """A sum that waits for 14 s, a group that cannot connect for 10 s, an attempt at a store, a heartbeat timeout."""

@@ -375,7 +375,10 @@ class FleetConnection:
                     partial(self._questions.check_links, instruction, back=self._registration.probe), _LEAVE_POLL_S
                 )
             case CheckHeartbeats():
-                return self._questions.check_heartbeats(instruction.besides)
+                if not instruction.connection:
+                    return self._questions.check_heartbeats(instruction.besides)
+                connected = partial(self._registration.is_connected, self.membership.name)
+                return self._questions.check_heartbeats(instruction.besides, connected=connected)
             case PublishGroup():
                 self.publish(GROUP_KEY, instruction.group.encode())
             case SendHandshake():
@@ -412,7 +415,7 @@ class FleetConnection:
         ask = partial(
             self._questions.ask_for_quorum,
             request,
-            client=self._registration.client,
+            client=partial(self._registration.connection, again=request.reconnect, timeout_s=_CONNECT_TIMEOUT_S),
             name=self.membership.name,
             store=self.membership.store,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from time import monotonic, sleep
@@ -48,11 +48,13 @@ class FleetQuestions:
 
     # The lighthouse ---------------------------------------------------------------------------------------------------
 
-    def ask_for_quorum(self, request: AskLighthouse, *, client: Any, name: str, store: str) -> MembershipEvent:
+    def ask_for_quorum(
+        self, request: AskLighthouse, *, client: Callable[[], Any], name: str, store: str
+    ) -> MembershipEvent:
         """Wait until the lighthouse has formed a quorum with this replica, by its name and the address of its store."""
         try:
             quorum = torchft_api.request_quorum(
-                client,
+                client(),
                 name=name,
                 store=store,
                 step=request.step,
@@ -124,13 +126,19 @@ class FleetQuestions:
 
     # Both -------------------------------------------------------------------------------------------------------------
 
-    def check_heartbeats(self, besides: Sequence[str]) -> MembershipEvent:
-        """Who sends heartbeats, and in which groups those are, if `besides` names any, that are not among these."""
+    def check_heartbeats(
+        self, besides: Sequence[str] = (), *, connected: Callable[[], bool] = lambda: True
+    ) -> MembershipEvent:
+        """Who sends heartbeats, and in which groups those are, if `besides` names any, that are not among these.
+
+        `connected`: whether the lighthouse answers over another connection; not asked if it does not answer at all.
+        """
         ages = self.heartbeat_ages()
         dead = without_heartbeat(ages, ages, self.heartbeat_timeout_s)
         asked = sorted(ages.keys() - {*dead, *besides}) if besides else []
         groups = {name: _published(text) for name, text in self.read_stores(asked, GROUP_KEY).items()}
-        return HeartbeatsReceived(now=monotonic(), ages=ages, groups=groups)
+        there = connected() if ages else True
+        return HeartbeatsReceived(now=monotonic(), ages=ages, groups=groups, connected=there)
 
     def check_links(self, instruction: CheckLinks, *, back: str) -> MembershipEvent:
         """Which of some replicas send heartbeats and cannot be reached, tried when the instruction says.

@@ -101,7 +101,8 @@ _TOO_FEW_PAUSE_S = 1.0  # before the lighthouse is asked for a larger one
 _MAX_FOREIGN = 3  # attempts with another secret, before a replica that never met one with its own gives up
 _MAX_FAILURES = 2  # in a row, before a replica looks for peers that it does not reach
 _LEFT_OUT_S = 5.0  # between two attempts of a replica that was left out to reach its peers
-_CONTACT_EVERY_S = 5.0  # while a replica waits for a quorum: does the lighthouse still answer?
+_FIRST_CONTACT_S = 2.0  # after which a replica that waits for a quorum looks whether the lighthouse still answers
+_CONTACT_EVERY_S = 5.0  # between two such looks
 _EXPLAIN_AFTER_S = 10.0  # for which a replica waits for the others without a word
 
 
@@ -192,6 +193,7 @@ class Membership:
         """What this replica knows that speaks against a quorum."""
         self._contact_lost = False  # the lighthouse did not answer while a quorum was waited for
         self._next_contact_check: float | None = None
+        self._reconnect = False  # the connection to the lighthouse is dead, although nothing has failed
         self._explains = False
         self._wait_for_others_until = 0.0
         self._handshake_deadline = 0.0
@@ -263,6 +265,7 @@ class Membership:
         self.phase = MembershipPhase.ASKING
         self._contact_lost, self._next_contact_check = False, None
         group = self.group.key if self.group is not None else ""
+        reconnect, self._reconnect = self._reconnect, False
         return [
             AskLighthouse(
                 step=self.state.step,
@@ -271,6 +274,7 @@ class Membership:
                 unreachable=self._unreachable,
                 blocked=self._blocked,
                 hopeless=self._repeated.hopeless,
+                reconnect=reconnect,
                 after_s=after_s,
             )
         ]
@@ -353,10 +357,10 @@ class Membership:
         if self.phase is MembershipPhase.ASKING:
             self._explains = self._explanation_due(event.now)
             if self._next_contact_check is None:
-                self._next_contact_check = event.now + _CONTACT_EVERY_S
+                self._next_contact_check = event.now + _FIRST_CONTACT_S
             if self._explains or event.now >= self._next_contact_check:
                 self._next_contact_check = event.now + _CONTACT_EVERY_S
-                return [CheckHeartbeats()]
+                return [CheckHeartbeats(connection=True)]
         if self.phase in (MembershipPhase.HANDSHAKE, MembershipPhase.CONNECTING):
             if event.now > self._next_heartbeat_check:
                 self._next_heartbeat_check = event.now + self.heartbeat_timeout_s / 2
@@ -399,6 +403,11 @@ class Membership:
         else:
             self.objections.watch.lost()
         if self.phase is MembershipPhase.ASKING:
+            if not event.connected:
+                # Those who have the answer may compute already, and wait for this replica: without its connections
+                # they ask again, too.
+                self._reconnect = True
+                return self._fail("the lighthouse answers, but not over the connection on which it was asked")
             if self._contact_lost and event.ages:  # it is back, perhaps as another one that knows of no request
                 self._contact_lost = False
                 return self._begin()

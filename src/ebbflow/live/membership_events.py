@@ -207,6 +207,9 @@ class HeartbeatsReceived(MembershipEvent):
     """Seconds since the last heartbeat of each replica; empty if the lighthouse did not answer."""
     groups: Mapping[str, PublishedGroup | None] = field(default_factory=dict)
     """What each living replica that was asked for it has published; None if it did not answer."""
+    connected: bool = True
+    """Whether the lighthouse also answered over the connection over which this replica waits for a quorum, if that was
+    tried. If it did not, the request or the answer to it is lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -359,6 +362,8 @@ class AskLighthouse(Instruction):
     """Replicas whose stores it reaches, but not their other ports."""
     hopeless: bool = False
     """Whether it is certain that it fails for ever with the replicas with which it failed last."""
+    reconnect: bool = False
+    """Whether to ask over a new connection. The lighthouse counts a replica that asks twice once."""
     after_s: float = 0.0
     """How long to wait before."""
 
@@ -378,6 +383,8 @@ class CheckHeartbeats(Instruction):
 
     besides: tuple[str, ...] = ()
     """If not empty: ask all living replicas except these for their quorum group, too."""
+    connection: bool = False
+    """Whether to try the connection over which a quorum is waited for, too, if the lighthouse answers otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

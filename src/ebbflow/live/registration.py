@@ -23,6 +23,7 @@ PROBE_KEY = "ebbflow/probe"
 
 _PROBE_TIMEOUT_S = 2.0  # for finding out whether anybody listens at the address of the lighthouse
 _PROBE_AGAIN_S = 0.1
+_ANSWER_TIMEOUT_S = 2.0  # for an answer of the lighthouse over a connection, if it answers over another one
 
 
 class Registration:
@@ -33,8 +34,7 @@ class Registration:
         self._config, self._secret, self._leaving = config, secret, leaving
         self.name = self._new_name()
         """Of this replica, without the address of its store; another one after each time that it was unregistered."""
-        self.client: Any = None
-        """torchft's, for questions to the lighthouse; None while this replica is not registered."""
+        self._client: Any = None  # torchft's, for questions to the lighthouse; None while it is not registered
         self.store: KeyStore | None = None
         """What others can read of this replica."""
         self._server: Any = None  # torchft's, which sends the heartbeats
@@ -66,7 +66,7 @@ class Registration:
         address = format_address(self._config.bind, self.store.port)
         name = f"{self.name}@{address}"  # others find the store of a replica by its heartbeat
         try:
-            self.client = torchft_api.lighthouse_client(self._config.lighthouse, connect_timeout=timeout)
+            self.connection(again=True, timeout_s=timeout_s)
             self._server = torchft_api.manager_server(
                 name,
                 lighthouse=self._config.lighthouse,
@@ -76,6 +76,17 @@ class Registration:
         except (RuntimeError, TimeoutError) as error:
             return self._unreachable(f"no lighthouse at {self._config.lighthouse}: {error}")
         return Registered(now=monotonic(), name=name, store=address)
+
+    def connection(self, *, again: bool, timeout_s: float) -> Any:
+        """The connection to the lighthouse for the requests of this replica; `again`: another one than before."""
+        if again:
+            timeout = timedelta(seconds=timeout_s)
+            self._client = torchft_api.lighthouse_client(self._config.lighthouse, connect_timeout=timeout)
+        return self._client
+
+    def is_connected(self, name: str) -> bool:
+        """Whether the lighthouse answers over that connection, to this replica by the name that it registered."""
+        return torchft_api.answers(self._client, name=name, timeout=timedelta(seconds=_ANSWER_TIMEOUT_S))
 
     def publish(self, key: str, text: str) -> None:
         """Put a text into the store of this replica, if it has one, where others can read it over the network."""
@@ -98,7 +109,7 @@ class Registration:
     def unregister(self) -> None:
         """Close the store and end the heartbeats; the lighthouse forgets this replica when its heartbeat times out."""
         self.stop_heartbeats()
-        self._server = self.client = None
+        self._server = self._client = None
         self._close_store()
         self.name = self._new_name()
 
