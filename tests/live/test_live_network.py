@@ -1,4 +1,4 @@
-"""Replicas in network namespaces, with a link that is cut or blocked, and restored: never do two lineages both go on."""
+"""Replicas in network namespaces, whose links are cut or blocked, and restored: never do two lineages both go on."""
 
 from __future__ import annotations
 

@@ -341,8 +341,11 @@ def test_a_message_that_is_lost_silently_between_a_replica_and_the_lighthouse_co
 
         assert fleet.run_until(fleet.now + 5.0, stop=is_there)
         one.to_lose = 1
-        with mock.patch.object(fleet, "loses_silently", return_value=True), mock.patch.object(
-            fleet, "loses", lambda replica: bool(replica.to_lose) and not setattr(replica, "to_lose", 0)
+        with (
+            mock.patch.object(fleet, "loses_silently", return_value=True),
+            mock.patch.object(
+                fleet, "loses", lambda replica: bool(replica.to_lose) and not setattr(replica, "to_lose", 0)
+            ),
         ):
             assert fleet.run_until(fleet.now + 5.0, stop=lambda one=one: one.disconnected)  # type: ignore[misc]
         lost_at, before = fleet.now, len(fleet.commits)

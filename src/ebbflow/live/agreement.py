@@ -169,9 +169,9 @@ def out_of_reach(quorum: QuorumFormed, min_replicas: int = 1) -> frozenset[str]:
     up; of equals, the one with more such links, then the one that has noticed it, which sees when the link is restored,
     then the last one by name.
 
-    Ports that are blocked between two replicas whose stores answer count like a cut link if more than half of the quorum
-    stays, and no fewer than `min_replicas`. Else something is wrong that concerns everybody, or nobody could train
-    without those that are left out: then all stay, fail together, and end with what the backend says.
+    Ports that are blocked between two replicas whose stores answer count like a cut link if more than half of the
+    quorum stays, and no fewer than `min_replicas`. Else something is wrong that concerns everybody, or nobody could
+    train without those that are left out: then all stay, fail together, and end with what the backend says.
 
     >>> said = {"established": (True,) * 3, "steps": (7,) * 3, "unreachable": (("c",), (), ("a",))}
     >>> out_of_reach(QuorumFormed(now=0, quorum_id=1, replicas=tuple("abc"), rank=0, store="", groups=(), **said))

@@ -31,6 +31,7 @@ def is_reached(address: str, secret: bytes, *, back: str = "") -> bool:
     """Whether the `LinkProbe` at an address is reached from here, and the one at `back`, if given, from there."""
     try:
         with open_store(address, secret, timeout_s=_TIMEOUT_S) as probe:
-            return probe.ask("probe", wait_s=_ANSWER_S if back else 0.0, padding=_PADDING, back=back) == _PADDING
+            answer = probe.ask("probe", wait_s=_ANSWER_S if back else 0.0, padding=_PADDING, back=back)
+            return bool(answer == _PADDING)
     except StoreLost:
         return False

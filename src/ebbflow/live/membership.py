@@ -306,10 +306,9 @@ class Membership:
         self._failures, self._unreachable, self._blocked = 0, (), ()
         self._was_away = True
         self.phase = MembershipPhase.LEFT_OUT
-        return [
-            RecordEvent("waiting", f"left out of the fleet while {'; '.join(reasons)}. Tried again every {_LEFT_OUT_S:g} s"),
-            *dropped, Unregister(), CheckLinks(names=cut + blocked, after_s=_LEFT_OUT_S),
-        ]  # fmt: skip
+        told = f"left out of the fleet while {'; '.join(reasons)}. Tried again every {_LEFT_OUT_S:g} s"
+        check = CheckLinks(names=cut + blocked, after_s=_LEFT_OUT_S)
+        return [RecordEvent("waiting", told), *dropped, Unregister(), check]
 
     def _on_registered(self, event: Registered) -> list[Instruction]:
         self.name, self.store = event.name, event.store

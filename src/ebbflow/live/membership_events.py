@@ -219,8 +219,8 @@ class LinksChecked(MembershipEvent):
     unreachable: tuple[str, ...]
     """Those whose store does not answer, and that still send heartbeats a heartbeat timeout later."""
     blocked: tuple[str, ...] = ()
-    """Those whose store answers, while a connection fails, there or back, to a port like those of the backend: as with a
-    firewall that knows the ports of the stores only."""
+    """Those whose store answers, while a connection fails, there or back, to a port like those of the backend: as with
+    a firewall that knows the ports of the stores only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,7 +370,10 @@ class AskLighthouse(Instruction):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckLinks(Instruction):
-    """Try to reach the stores and other ports of these replicas; meanwhile report `Tick` and `ToldToLeave` -> `LinksChecked`."""
+    """Try to reach the stores and other ports of these replicas -> `LinksChecked`.
+
+    Meanwhile report `Tick` and `ToldToLeave`.
+    """
 
     names: tuple[str, ...]
     after_s: float = 0.0
