@@ -89,7 +89,9 @@ def _cause(fleet: SimulatedFleet, fault: str, random: Random, most: int) -> None
         cut = fleet.cut_links if fault == "cut link" else fleet.blocked
         fleet.refuses = random.random() < 0.5
         cut.add(link)
-        fleet.at(random.choice((6.0, 60.0)) * random.random(), lambda: cut.discard(link))
+        # What is blocked is noticed after a minute, and given up after two more.
+        longest = 60.0 if fault == "cut link" else 120.0
+        fleet.at(random.choice((6.0, longest)) * random.random(), lambda: cut.discard(link))
 
 
 def check_lineages(fleet: SimulatedFleet) -> None:
