@@ -89,8 +89,8 @@ def _cause(fleet: SimulatedFleet, fault: str, random: Random, most: int) -> None
         cut = fleet.cut_links if fault == "cut link" else fleet.blocked
         fleet.refuses = random.random() < 0.5
         cut.add(link)
-        # What is blocked is noticed after a minute, and given up after two more.
-        longest = 60.0 if fault == "cut link" else 120.0
+        # A group that is connected notices blocked ports after 75 s; after 120 s two replicas give up because of them.
+        longest = 60.0 if fault == "cut link" else 90.0
         fleet.at(random.choice((6.0, longest)) * random.random(), lambda: cut.discard(link))
 
 

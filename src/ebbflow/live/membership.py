@@ -16,9 +16,9 @@ applies them when it has the state. As long as somebody listens, the group goes 
 group fails or a replica leaves it, the listeners begin anew: they never have a part of a state.
 
 If anything fails on the way, the connections are dropped and the lighthouse is asked again. After two failures in a
-row, replicas find out whom they do not reach and tell each other through the lighthouse; one side of a cut link then
-stops its heartbeats until it reaches the other again, and the rest go on (`out_of_reach`). If they reach each other and
-it fails all the same, they end with what the backend said (`repeated_failures.py`). If all replicas of the next
+row, replicas find out whom they do not reach, at all or except at its store, and tell each other through the lighthouse;
+one side of a cut link then stops its heartbeats until it reaches the other again, and the rest go on (`out_of_reach`).
+If it fails all the same, they end with what the backend said (`repeated_failures.py`). If all replicas of the next
 quorum are still connected in the same quorum group, it stays. A replica that leaves says so in its last step, and the
 others form the next quorum group among themselves at once: the lighthouse would wait until the leaver's heartbeat times
 out.
