@@ -138,6 +138,8 @@ class Replica:
     """How many of its next requests, or of the answers to them, are lost."""
     disconnected: bool = False
     """Whether nothing comes any more over its connection to the lighthouse, although nobody has told it so."""
+    told: dict[str, int] = field(default_factory=dict)
+    """Replicas that lack an answer of the lighthouse, as they have said -> to which request."""
     committed: list[Commit] = field(default_factory=list)
     heard: deque[SummedStep] = field(default_factory=deque)
     """Steps of the others that it has heard while the state was on its way."""
@@ -525,7 +527,8 @@ class SimulatedFleet:
                 answers = self._answers(name, replica) and not self.loses(replica)
                 groups[name] = self.replicas[name].published if answers else None
         connected = not (instruction.connection and replica.disconnected)
-        return m.HeartbeatsReceived(now=self.now, ages=ages, groups=groups, connected=connected)
+        quorum = frozenset(self.lighthouse.previous) if instruction.connection else frozenset[str]()
+        return m.HeartbeatsReceived(now=self.now, ages=ages, groups=groups, quorum=quorum, connected=connected)
 
     def _check_links(self, replica: Replica, instruction: m.CheckLinks) -> None:
         """A dead process refuses at once; a paused one and a cut link do not answer."""
@@ -628,6 +631,21 @@ class SimulatedFleet:
         dead = not self._has_store(name)
         return dead or frozenset((one, other)) in self.blocked or bool({(one, other), (other, one)} & self.one_way)
 
+    def _tell(self, replica: Replica, instruction: m.TellPeers) -> None:
+        for name in instruction.names:
+            if self._answers(name, replica) and not self.loses(replica):
+                self.messages["store"] += 2
+                self.at(self.delay(), partial(self._is_told, self.replicas[name], replica.name, instruction.attempt))
+
+    def _is_told(self, replica: Replica, by: str, attempt: int) -> None:
+        replica.told[by] = attempt
+        waits_for = replica.waiting_for
+        if isinstance(waits_for, m.SendHandshake) and by in waits_for.names:
+            self.to(replica, partial(self._reports_asking, replica, by), 0.02)
+
+    def _reports_asking(self, replica: Replica, name: str) -> None:
+        self.report(replica, m.PeerAsksAgain(now=self.now, name=name, attempt=replica.told[name]))
+
     def _has_store(self, name: str) -> bool:
         """Whether the store that was registered under a name is there."""
         owner = self.replicas[name]
@@ -641,6 +659,8 @@ class SimulatedFleet:
 
     def _meet(self, replica: Replica, instruction: m.SendHandshake) -> None:
         self.wait(replica, instruction)
+        for name in replica.told.keys() & instruction.names:
+            self.to(replica, partial(self._reports_asking, replica, name), 0.02)
         address = instruction.rendezvous.partition("/")[0]
         owner = self.replicas[address]
         if not self._has_store(address):
@@ -661,7 +681,7 @@ class SimulatedFleet:
                     self.answer(replica, _STORE_OUT_OF_REACH, self.delay(), "store")
                     return
                 meeting.waiting[instruction.rank] = (replica, wait)
-                self._confirm(meeting, instruction.size)
+                self._confirm(meeting, len(instruction.names))
 
         self.messages["store"] += 4  # two writes and two reads, each with an answer
         self.at(self.delay(), write)
@@ -959,6 +979,7 @@ _EXECUTE: dict[type[m.Instruction], Callable[[SimulatedFleet, Replica, Any], m.M
     m.AskLighthouse: SimulatedFleet._ask,
     m.CheckHeartbeats: SimulatedFleet._heartbeats,
     m.CheckLinks: SimulatedFleet._check_links,
+    m.TellPeers: SimulatedFleet._tell,
     m.SendHandshake: SimulatedFleet._meet,
     m.Connect: SimulatedFleet._connect,
     m.LoadCheckpoint: SimulatedFleet._load,

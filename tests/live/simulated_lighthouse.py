@@ -232,6 +232,7 @@ class SimulatedLighthouse:
             unreachable=tuple(one.unreachable for _, one, _ in requests),
             blocked=tuple(one.blocked for _, one, _ in requests),
             hopeless=tuple(one.hopeless for _, one, _ in requests),
+            attempts=tuple(one.attempt for _, one, _ in requests),
         )
         for rank, (name, (_, _, wait)) in enumerate(zip(replicas, requests, strict=True)):
             replica = self.fleet.replicas[name]

@@ -12,10 +12,13 @@ import pytest
 
 pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
 
+from ebbflow.core.key_store import KeyStore
 from ebbflow.live import fleet_questions
 from ebbflow.live.fleet_questions import FleetQuestions
 from ebbflow.live.link_probe import LinkProbe, is_reached
 from ebbflow.live.membership_events import CheckLinks, LinksChecked
+from ebbflow.live.protocol import ReplicaConfig
+from ebbflow.live.registration import Registration, asked_again_key
 
 TIMEOUT_S = 0.8
 
@@ -98,3 +101,21 @@ def test_a_replica_whose_store_answers_and_whose_other_ports_do_not_is_told_from
     fleet.died = {"b": fleet.now - 0.1}
     checked = fleet.check_links(CheckLinks(names=("b", "c")), back="")
     assert isinstance(checked, LinksChecked) and checked.blocked == (), "one that has just been killed"
+
+
+@pytest.mark.process
+def test_a_replica_tells_others_in_their_stores_to_which_request_it_lacks_the_answer() -> None:
+    variables = {"EBBFLOW_LIGHTHOUSE": "127.0.0.1:1", "EBBFLOW_REPLICA": "r1", "EBBFLOW_FOLDER": "runs/a"}
+    config = ReplicaConfig.from_environment(variables)
+    registration = Registration(config, b"secret", leaving=lambda: False)
+    assert registration.asked_again(["a"]) == {}, "it has no store yet"
+    registration.store = KeyStore("127.0.0.1", b"secret")
+    try:
+        store = f"r1:5f3a@127.0.0.1:{registration.store.port}"
+        questions = FleetQuestions("", b"secret", heartbeat_timeout_s=TIMEOUT_S)
+        questions.tell([store], asked_again_key("a"), "7")
+        questions.tell([store], asked_again_key("b"), "what is this")
+        assert registration.asked_again(["a", "b", "c"]) == {"a": 7}
+    finally:
+        registration.close()
+    questions.tell([store], asked_again_key("a"), "8")  # a store that has ended is no error

@@ -36,6 +36,7 @@ from ebbflow.live.membership_events import (
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
+    PeerAsksAgain,
     PublishedGroup,
     PublishGroup,
     QuorumFormed,
@@ -53,6 +54,7 @@ from ebbflow.live.membership_events import (
     StepCommitted,
     StepFailed,
     StepRequested,
+    TellPeers,
     Tick,
     ToldToLeave,
     Unregister,
@@ -316,7 +318,7 @@ def test_a_quorum_leads_to_a_handshake_with_the_own_job_and_state() -> None:
     own = Handshake(name="a", store="store-a", state=ReplicaState(step=3, lineage=7), job=JOBS[0], attempt=1)
     published, sent = react(membership, requested(step=3, lineage=7), *accepted("a", "b", number=4))
     assert published == PublishGroup(group("a", "b", step=3))
-    assert isinstance(sent, SendHandshake) and (sent.rank, sent.size, sent.handshake) == (0, 2, own)
+    assert isinstance(sent, SendHandshake) and (sent.rank, sent.names, sent.handshake) == (0, ("a", "b"), own)
     assert sent.rendezvous.startswith("10.0.0.1:1/ebbflow/4-")
 
 
@@ -466,12 +468,32 @@ def test_a_replica_whose_connection_to_the_lighthouse_is_dead_leaves_its_group_a
     membership = computing("a", "b")
     react(membership, committed(), requested(step=1, now=0.0), Tick(now=0.1))
     assert react(membership, Tick(now=2.2)) == [CheckHeartbeats(connection=True)]
-    answer = dataclasses.replace(alive("a", "b", now=4.2), connected=False)
-    lost, dropped, asked = react(membership, answer)
+    answer = dataclasses.replace(alive("a", "b", now=4.2), connected=False, quorum=frozenset("ab"))
+    told, lost, dropped, asked = react(membership, answer)
+    assert told == TellPeers(names=("b",), attempt=2), "they may also wait for its handshake"
     assert isinstance(lost, RecordEvent) and "not over the connection" in lost.text and dropped == DropConnections()
     assert asked == AskLighthouse(step=1, established=True, reconnect=True)
     away = LighthouseUnreachable(now=5.0, reason="refused")
     assert react(membership, away)[-1] == AskLighthouse(step=1, established=True, after_s=0.2), "once is enough"
+
+
+def test_nobody_is_told_of_a_lost_request_that_led_to_no_quorum() -> None:
+    membership = asking()
+    react(membership, Tick(now=0.1), Tick(now=2.2))
+    answer = dataclasses.replace(alive("a", "b", now=4.2), connected=False, quorum=frozenset("bc"))
+    lost, asked = react(membership, answer)
+    assert isinstance(lost, RecordEvent) and asked == AskLighthouse(step=0, reconnect=True)
+
+
+@pytest.mark.parametrize(("attempt", "comes"), [(6, True), (7, False), (8, False)])
+def test_a_handshake_that_will_not_come_is_not_waited_for(attempt: int, comes: bool) -> None:
+    """The quorum was formed of the seventh request of b, which says to which of its requests it lacks the answer."""
+    membership = asking()
+    formed = dataclasses.replace(quorum("a", "b"), attempts=(1, 7))
+    assert isinstance(react(membership, formed, alive("a", "b"))[-1], SendHandshake)
+    following = react(membership, PeerAsksAgain(now=3.0, name="b", attempt=attempt))
+    assert (following == []) == comes
+    assert comes or isinstance(following[-1], AskLighthouse)
 
 
 def test_of_two_states_that_are_equally_far_that_of_more_replicas_counts() -> None:

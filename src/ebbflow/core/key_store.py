@@ -204,6 +204,11 @@ class KeyStore:
         """Set a value."""
         self._do_set({key: _text(value)})
 
+    def peek(self, key: str) -> bytes | None:
+        """The value of a key, if it is there."""
+        value = self._values.get(key)
+        return None if value is None else value.encode("latin-1")
+
     def complete(self, keys: Sequence[str], value: bytes) -> None:
         """Give the keys that are missing a value."""
         with self._changed:

@@ -49,6 +49,7 @@ from ebbflow.live.membership_events import (
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
+    PeerAsksAgain,
     PublishGroup,
     ReceiveState,
     RecordEvent,
@@ -63,6 +64,7 @@ from ebbflow.live.membership_events import (
     StepCommitted,
     StepFailed,
     StepRequested,
+    TellPeers,
     Tick,
     ToldToLeave,
     Unregister,
@@ -70,7 +72,7 @@ from ebbflow.live.membership_events import (
 )
 from ebbflow.live.peer_watch import HangWatch, PeerWatch
 from ebbflow.live.protocol import ReplicaConfig
-from ebbflow.live.registration import Registration
+from ebbflow.live.registration import Registration, asked_again_key
 from ebbflow.live.rendezvous import RefusedConnections, connect_group, connection_failed, exchange_handshakes
 from ebbflow.live.state_transfer import StateTransfers, TransferableState
 
@@ -379,6 +381,9 @@ class FleetConnection:
                     return self._questions.check_heartbeats(instruction.besides)
                 connected = partial(self._registration.is_connected, self.membership.name)
                 return self._questions.check_heartbeats(instruction.besides, connected=connected)
+            case TellPeers():
+                tell = partial(self._questions.tell, instruction.names, asked_again_key(self.membership.name))
+                self._background.begin(partial(tell, str(instruction.attempt)))
             case PublishGroup():
                 self.publish(GROUP_KEY, instruction.group.encode())
             case SendHandshake():
@@ -449,11 +454,18 @@ class FleetConnection:
         )
         self._in_background(exchange, _HANDSHAKE_POLL_S)
         waiting = self._pending
+        told: dict[str, int] = {}
 
         def poll() -> MembershipEvent:
             assert waiting is not None
             event = waiting()
-            failure = refused.failure(event.now) if isinstance(event, Tick) else None
+            if not isinstance(event, Tick):
+                return event
+            for name, attempt in self._registration.asked_again(instruction.names).items():
+                if told.get(name) != attempt:
+                    told[name] = attempt
+                    return PeerAsksAgain(now=event.now, name=name, attempt=attempt)
+            failure = refused.failure(event.now)
             if failure is None:
                 return event
             self._pending = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,7 @@ class FleetQuestions:
                     "unreachable": " ".join(request.unreachable),
                     "blocked": " ".join(request.blocked),
                     "hopeless": str(request.hopeless),
+                    "attempt": str(request.attempt),
                 },
                 timeout=_QUORUM_TIMEOUT,
             )
@@ -81,10 +83,11 @@ class FleetQuestions:
             store=quorum.participants[0].store_address,
             groups=tuple(str(one.get("group")) for one in said),
             established=tuple(one.get("established") == str(True) for one in said),
-            steps=tuple(int(step) if (step := str(one.get("step"))).isdecimal() else 0 for one in said),
+            steps=tuple(_number(one.get("step")) for one in said),
             unreachable=tuple(tuple(str(one.get("unreachable", "")).split()) for one in said),
             blocked=tuple(tuple(str(one.get("blocked", "")).split()) for one in said),
             hopeless=tuple(one.get("hopeless") == str(True) for one in said),
+            attempts=tuple(_number(one.get("attempt")) for one in said),
         )
 
     def heartbeat_ages(self) -> dict[str, float]:
@@ -114,6 +117,16 @@ class FleetQuestions:
         with ThreadPoolExecutor(max(1, len(names))) as pool:
             return dict(zip(names, pool.map(lambda name: self._read_store(name, key), names), strict=True))
 
+    def tell(self, names: Sequence[str], key: str, text: str) -> None:
+        """Write a key into the stores of replicas, all at once; those that do not answer do not learn it."""
+        with ThreadPoolExecutor(max(1, len(names))) as pool:
+            list(pool.map(lambda name: self._write_store(name, key, text.encode()), names))
+
+    def _write_store(self, name: str, key: str, value: bytes) -> None:
+        address = name.rpartition("@")[2]
+        with contextlib.suppress(StoreLost), open_store(address, self._secret, timeout_s=_STORE_TIMEOUT_S) as store:
+            store.set({key: value})
+
     def _read_store(self, name: str, key: str) -> bytes | None:
         try:
             with open_store(name.rpartition("@")[2], self._secret, timeout_s=_STORE_TIMEOUT_S) as store:
@@ -133,12 +146,12 @@ class FleetQuestions:
 
         `connected`: whether the lighthouse answers over another connection; not asked if it does not answer at all.
         """
-        ages = self.heartbeat_ages()
+        quorum, ages = self.quorum_and_ages()
         dead = without_heartbeat(ages, ages, self.heartbeat_timeout_s)
         asked = sorted(ages.keys() - {*dead, *besides}) if besides else []
         groups = {name: _published(text) for name, text in self.read_stores(asked, GROUP_KEY).items()}
         there = connected() if ages else True
-        return HeartbeatsReceived(now=monotonic(), ages=ages, groups=groups, connected=there)
+        return HeartbeatsReceived(now=monotonic(), ages=ages, groups=groups, quorum=quorum, connected=there)
 
     def check_links(self, instruction: CheckLinks, *, back: str) -> MembershipEvent:
         """Which of some replicas send heartbeats and cannot be reached, tried when the instruction says.
@@ -159,6 +172,11 @@ class FleetQuestions:
         if silent or blocked:  # one that has just died is no longer there when its heartbeat has timed out
             sleep(self.heartbeat_timeout_s + 2 * HEARTBEAT_INTERVAL_S)
         return LinksChecked(now=monotonic(), unreachable=tuple(alive(silent)), blocked=tuple(alive(blocked)))
+
+
+def _number(said: object) -> int:
+    """A number that a replica has said to the lighthouse, which takes anything from anybody."""
+    return int(text) if (text := str(said)).isdecimal() else 0
 
 
 def _published(text: bytes | None) -> PublishedGroup | None:

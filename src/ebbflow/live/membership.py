@@ -16,12 +16,12 @@ applies them when it has the state. As long as somebody listens, the group goes 
 group fails or a replica leaves it, the listeners begin anew: they never have a part of a state.
 
 If anything fails on the way, the connections are dropped and the lighthouse is asked again. After two failures in a
-row, replicas find out whom they do not reach, at all or except at its store, and tell each other through the lighthouse;
-one side of a cut link then stops its heartbeats until it reaches the other again, and the rest go on (`out_of_reach`).
-If it fails all the same, they end with what the backend said (`repeated_failures.py`). If all replicas of the next
-quorum are still connected in the same quorum group, it stays. A replica that leaves says so in its last step, and the
-others form the next quorum group among themselves at once: the lighthouse would wait until the leaver's heartbeat times
-out.
+row, replicas find out whom they do not reach, at all or except at its store, and tell each other through the
+lighthouse; one side of a cut link then stops its heartbeats until it reaches the other again, and the rest go on
+(`out_of_reach`). If it fails all the same, they end with what the backend said (`repeated_failures.py`). If all
+replicas of the next quorum are still connected in the same quorum group, it stays. A replica that leaves says so in its
+last step, and the others form the next quorum group among themselves at once: the lighthouse would wait until the
+leaver's heartbeat times out.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ from ebbflow.live.membership_events import (
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
+    PeerAsksAgain,
     PublishedGroup,
     PublishGroup,
     QuorumFormed,
@@ -84,6 +85,7 @@ from ebbflow.live.membership_events import (
     StepCommitted,
     StepFailed,
     StepRequested,
+    TellPeers,
     Tick,
     ToldToLeave,
     Unregister,
@@ -186,6 +188,7 @@ class Membership:
         self._step_requested = False
         self._told_to_leave = False
         self._attempt = 0  # requests for a quorum
+        self._attempts: Mapping[str, int] = {}  # of the replicas of the quorum, of which it was formed
         self.listening: frozenset[int] = frozenset()
         """Ranks of the group that do not have its state yet."""
         self._independent_since: float | None = None  # the group goes on without asking the lighthouse
@@ -274,6 +277,7 @@ class Membership:
                 unreachable=self._unreachable,
                 blocked=self._blocked,
                 hopeless=self._repeated.hopeless,
+                attempt=self._attempt,
                 reconnect=reconnect,
                 after_s=after_s,
             )
@@ -381,6 +385,7 @@ class Membership:
         if len(event.replicas) < self.min_replicas:
             reason = f"{len(event.replicas)} replicas are here, and {self.min_replicas} are needed"
             return self._fail(reason, _TOO_FEW_PAUSE_S)
+        self._attempts = dict(zip(event.replicas, event.attempts, strict=False))
         self._forming = QuorumGroup(
             key="",
             rendezvous=f"{event.store}/ebbflow/{event.quorum_id}-{meeting_key(event.replicas)}",
@@ -406,7 +411,9 @@ class Membership:
                 # Those who have the answer may compute already, and wait for this replica: without its connections
                 # they ask again, too.
                 self._reconnect = True
-                return self._fail("the lighthouse answers, but not over the connection on which it was asked")
+                peers = tuple(sorted(event.quorum - {self.name})) if self.name in event.quorum else ()
+                told = [TellPeers(names=peers, attempt=self._attempt)] if peers else []
+                return [*told, *self._fail("the lighthouse answers, but not over the connection on which it was asked")]
             if self._contact_lost and event.ages:  # it is back, perhaps as another one that knows of no request
                 self._contact_lost = False
                 return self._begin()
@@ -440,8 +447,8 @@ class Membership:
             self._publish(self._forming),  # before this replica can commit anything in it
             SendHandshake(
                 rendezvous=self._forming.rendezvous,
+                names=self._forming.names,
                 rank=self._forming.rank,
-                size=len(self._forming.names),
                 handshake=own,
             ),
         ]
@@ -623,6 +630,11 @@ class Membership:
         difference = "its secret (EBBFLOW_SECRET, or the file secret in the folder of the job) is not that of the fleet"
         return [Unregister(), Refuse(difference)]
 
+    def _on_peer_asks_again(self, event: PeerAsksAgain) -> list[Instruction]:
+        if event.attempt < self._attempts.get(event.name, 0):
+            return []  # it lacked the answer to an earlier one
+        return self._fail(f"{event.name} does not have the answer of the lighthouse, and asks again")
+
     def _on_failure(self, event: ConnectionFailed | StepFailed) -> list[Instruction]:
         # Handshakes that fail are not counted: whoever knows no secret could let them fail, and must not end the fleet.
         group = self.group or self._forming
@@ -691,6 +703,7 @@ _HANDLERS: Mapping[type[MembershipEvent], _Handler] = {
     ),
     HandshakesReceived: (Membership._on_handshakes_received, {MembershipPhase.HANDSHAKE}),
     HandshakeFailed: (Membership._on_handshake_failed, {MembershipPhase.HANDSHAKE}),
+    PeerAsksAgain: (Membership._on_peer_asks_again, {MembershipPhase.HANDSHAKE}),
     GroupConnected: (Membership._on_group_connected, {MembershipPhase.CONNECTING}),
     ConnectionFailed: (Membership._on_failure, {MembershipPhase.CONNECTING, MembershipPhase.HEALING}),
     CheckpointLoaded: (Membership._on_checkpoint_loaded, {MembershipPhase.LOADING}),

@@ -18,10 +18,11 @@ __all__ = [
     "AskLighthouse", "CheckHeartbeats", "CheckLinks", "CheckpointLoaded", "ComputeStep", "Connect", "ConnectionFailed",
     "DropConnections", "GiveUp", "GroupConnected", "Handshake", "HandshakeFailed", "HandshakesReceived",
     "HeartbeatsReceived", "Instruction", "KeptPart", "LeaveFleet", "LighthouseUnreachable", "LighthouseWanted",
-    "LinksChecked", "LoadCheckpoint", "MembershipEvent", "NoNewerCheckpoint", "PublishGroup", "PublishedGroup",
+    "LinksChecked", "LoadCheckpoint", "MembershipEvent", "NoNewerCheckpoint", "PeerAsksAgain", "PublishGroup",
+    "PublishedGroup",
     "QuorumFormed", "ReceiveState", "RecordEvent", "Refuse", "Register", "Registered", "ReplicaState", "SendHandshake",
-    "SendState", "Started", "StateReceived", "StateSent", "StepCommitted", "StepFailed", "StepRequested", "Tick",
-    "ToldToLeave", "Unregister", "WeightsDiffer",
+    "SendState", "Started", "StateReceived", "StateSent", "StepCommitted", "StepFailed", "StepRequested", "TellPeers",
+    "Tick", "ToldToLeave", "Unregister", "WeightsDiffer",
 ]  # fmt: skip
 
 
@@ -197,6 +198,8 @@ class QuorumFormed(MembershipEvent):
     """By rank: the replicas whose stores it reaches, but not their other ports (`LinksChecked`)."""
     hopeless: tuple[bool, ...] = ()
     """By rank: whether it is certain that it fails for ever with the replicas with which it failed last."""
+    attempts: tuple[int, ...] = ()
+    """By rank: the number of the request with which it takes part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,6 +210,8 @@ class HeartbeatsReceived(MembershipEvent):
     """Seconds since the last heartbeat of each replica; empty if the lighthouse did not answer."""
     groups: Mapping[str, PublishedGroup | None] = field(default_factory=dict)
     """What each living replica that was asked for it has published; None if it did not answer."""
+    quorum: frozenset[str] = frozenset()
+    """The replicas of the last quorum, as far as the lighthouse was asked for it."""
     connected: bool = True
     """Whether the lighthouse also answered over the connection over which this replica waits for a quorum, if that was
     tried. If it did not, the request or the answer to it is lost."""
@@ -238,6 +243,15 @@ class HandshakeFailed(MembershipEvent):
     reason: str
     foreign: bool = False
     """Whether this replica and another one do not have the same secret."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerAsksAgain(MembershipEvent):
+    """A replica of the quorum says that it does not have the answer of the lighthouse to one of its requests."""
+
+    name: str
+    attempt: int
+    """The number of this request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,6 +376,8 @@ class AskLighthouse(Instruction):
     """Replicas whose stores it reaches, but not their other ports."""
     hopeless: bool = False
     """Whether it is certain that it fails for ever with the replicas with which it failed last."""
+    attempt: int = field(default=0, compare=False)
+    """The number of this request. Two that differ in nothing else ask for the same."""
     reconnect: bool = False
     """Whether to ask over a new connection. The lighthouse counts a replica that asks twice once."""
     after_s: float = 0.0
@@ -387,18 +403,29 @@ class CheckHeartbeats(Instruction):
     besides: tuple[str, ...] = ()
     """If not empty: ask all living replicas except these for their quorum group, too."""
     connection: bool = False
-    """Whether to try the connection over which a quorum is waited for, too, if the lighthouse answers otherwise."""
+    """Whether to ask for the last quorum, too, and, if there is an answer, to try the connection over which the next
+    one is waited for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TellPeers(Instruction):
+    """Tell these replicas, as far as they can be reached, that this one lacks the answer to one of its requests: they
+    need not wait for its handshake (`PeerAsksAgain`)."""
+
+    names: tuple[str, ...]
+    attempt: int
+    """The number of this request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendHandshake(Instruction):
-    """Exchange handshakes; meanwhile report `Tick` -> `HandshakesReceived`, `HandshakeFailed`."""
+    """Exchange handshakes; meanwhile report `Tick` and `PeerAsksAgain` -> `HandshakesReceived`, `HandshakeFailed`."""
 
     rendezvous: str
     """HOST:PORT/PREFIX of the store and of the keys in it."""
+    names: tuple[str, ...]
+    """Of the quorum, by rank."""
     rank: int
-    size: int
-    """Replicas in the quorum."""
     handshake: Handshake
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -16,7 +16,7 @@ from ebbflow.live.link_probe import LinkProbe
 from ebbflow.live.membership_events import LighthouseUnreachable, MembershipEvent, Registered, ToldToLeave
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S, ReplicaConfig, format_address, parse_address
 
-__all__ = ["PROBE_KEY", "Registration"]
+__all__ = ["PROBE_KEY", "Registration", "asked_again_key"]
 
 PROBE_KEY = "ebbflow/probe"
 """Key, in the store of a replica, of the address of its `LinkProbe`."""
@@ -24,6 +24,11 @@ PROBE_KEY = "ebbflow/probe"
 _PROBE_TIMEOUT_S = 2.0  # for finding out whether anybody listens at the address of the lighthouse
 _PROBE_AGAIN_S = 0.1
 _ANSWER_TIMEOUT_S = 2.0  # for an answer of the lighthouse over a connection, if it answers over another one
+
+
+def asked_again_key(name: str) -> str:
+    """Key, in the stores of others, of the last request to which a replica lacks the answer of the lighthouse."""
+    return f"ebbflow/asked-again/{name}"
 
 
 class Registration:
@@ -87,6 +92,11 @@ class Registration:
     def is_connected(self, name: str) -> bool:
         """Whether the lighthouse answers over that connection, to this replica by the name that it registered."""
         return torchft_api.answers(self._client, name=name, timeout=timedelta(seconds=_ANSWER_TIMEOUT_S))
+
+    def asked_again(self, names: Iterable[str]) -> dict[str, int]:
+        """Those of some replicas that have said that they lack an answer of the lighthouse -> to which request."""
+        said = {name: self.store.peek(asked_again_key(name)) for name in names} if self.store is not None else {}
+        return {name: int(number) for name, number in said.items() if number is not None and number.isdigit()}
 
     def publish(self, key: str, text: str) -> None:
         """Put a text into the store of this replica, if it has one, where others can read it over the network."""

@@ -17,8 +17,8 @@ _MAX_FAILING_S = 120.0  # from the first failure on, after which one side of a c
 class RepeatedFailures:
     """Failures of steps and of groups with the same replicas, without a committed step between.
 
-    A peer that was lost is missing in the next quorum, and one behind a cut link or a firewall is left out of it, if most
-    of the others reach each other. Whatever fails again and again with the same replicas while all of them send
+    A peer that was lost is missing in the next quorum, and one behind a cut link or a firewall is left out of it, if
+    most of the others reach each other. Whatever fails again and again with the same replicas while all of them send
     heartbeats and answer, such as NCCL with two of them on one GPU, or gloo with a firewall between any two, would fail
     for ever. What gloo says of it can sound like a lost
     connection, so that its words do not decide, but only how soon it is certain.
