@@ -26,7 +26,7 @@ import torch
 from ebbflow.data.ledger import Assignment
 from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, ProcessGroup, no_fault
 from ebbflow.engines.replica_ranks import ReplicaRanks, all_reduce_of_ranks
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, StorageUnreachable, UnreadableCheckpoints
 from ebbflow.live import torchft_api
 from ebbflow.live.background import BackgroundThreads
 from ebbflow.live.fleet_questions import CONNECTED_KEY, GROUP_KEY, FleetQuestions
@@ -500,7 +500,14 @@ class FleetConnection:
         return None
 
     def _load_checkpoint(self) -> MembershipEvent:
-        loaded = self.state.refresh()
+        try:
+            loaded = self.state.refresh()
+        except (StorageUnreachable, UnreadableCheckpoints) as error:
+            # One that has trained has a state to go on with. Ranks of a replica must all have the same.
+            if not self.membership.state.established or self.ranks.size > 1:
+                raise
+            self._on_event("no checkpoint", f"{error}; this replica goes on with its own state")
+            loaded = None
         if loaded is None:
             return NoNewerCheckpoint(now=monotonic())
         step, lineage = loaded
