@@ -45,7 +45,8 @@ CONNECT_TIMEOUT_S = 10.0
 COLLECTIVE_TIMEOUT_S = 60.0
 STORE_TIMEOUT_S = 2.0
 NOTICE_CUT_S = 14.0
-"""After which a replica that waits for its peers knows that it does not reach one: it looks twice, for 5 s and 2 s."""
+"""After which a replica that waits for its peers knows that it does not reach one, or that one is not in its group any
+longer: it looks twice, for 5 s and 2 s."""
 TICK_S = {m.AskLighthouse: 1.0, m.SendHandshake: 0.4, m.Connect: 0.4}
 """How often time is reported while these are waited for; more rarely than in reality, which saves events."""
 SOON_S = 0.5
@@ -126,6 +127,8 @@ class Replica:
     backlog: list[tuple[int, Callable[..., Any], bool]] = field(default_factory=list)
     """What happened while it was paused."""
     group: SimulatedGroup | None = None
+    in_group: SimulatedGroup | None = None
+    """In which it is, as its store says: from when it connects until it asks for a quorum without one."""
     published: m.PublishedGroup = m.PublishedGroup()
     leaving: bool = False
     hangs_until: float = 0.0
@@ -439,6 +442,7 @@ class SimulatedFleet:
     def _ask(self, replica: Replica, instruction: m.AskLighthouse) -> None:
         self.wait(replica, instruction)
         self.messages["request"] += 1
+        replica.in_group = replica.in_group if instruction.group else None
         replica.disconnected = replica.disconnected and not instruction.reconnect
         if replica.disconnected:
             self.lighthouse.answer_is_lost(replica, instruction.after_s)
@@ -715,7 +719,7 @@ class SimulatedFleet:
             )
         if replica.group is not None:
             replica.group.connected.pop(replica.name, None)
-        replica.group = group
+        replica.group = replica.in_group = group
         group.connected[replica.name] = replica
         group.connecting[replica.name] = replica.waits
         self.messages["connect"] += len(names) - 1
@@ -766,11 +770,16 @@ class SimulatedFleet:
             stopped += gone_on_without(replica.name, sorted(group.members - {replica.name}), self.lighthouse.previous)
         self.messages["page"] += 1
         waited = self.now - began
-        cut = any(replica.machine in link and link <= group.machines for link in self.cut_links)
-        if stopped or (cut and waited > NOTICE_CUT_S) or waited > COLLECTIVE_TIMEOUT_S:
+        if stopped or (waited > NOTICE_CUT_S and self._in_vain(replica, group)) or waited > COLLECTIVE_TIMEOUT_S:
             self._fail(replica, f"no heartbeat of {sorted(stopped)}", 0.0)
         else:
             self.to(replica, partial(self._look, replica, group, began), 0.5)
+
+    def _in_vain(self, replica: Replica, group: SimulatedGroup) -> bool:
+        """Whether a replica waits for a peer that it does not reach, or whose store says that it is in no group, or in
+        another one: as when it has connected, and the peer has not."""
+        cut = any(replica.machine in link and link <= group.machines for link in self.cut_links)
+        return cut or any(self.replicas[name].in_group is not group for name in group.names)
 
     def _receive(self, replica: Replica) -> None:
         """If the state is on its way to a replica, it arrives after a while."""

@@ -477,3 +477,20 @@ def test_replicas_go_on_when_a_firewall_that_kept_them_apart_for_two_minutes_is_
     assert training(fleet) == names and not fleet.given_up
     check_lineages(fleet)
     assert len({commit.state for commit in fleet.commits}) == max(one.state.step for one in fleet.running())
+
+
+def test_a_replica_that_has_connected_notices_that_its_peer_has_not() -> None:
+    """Seed 15,013,904: a firewall was opened between the attempts of the two. The peer's store says that it asks again,
+    which is seen after 14 s at most; the simulator had let the first one wait for the sum during 60 s."""
+    for opened in range(60):
+        fleet = trained(2)
+        names = frozenset(one.machine for one in fleet.running())
+        fleet.blocked.add(names)
+        fleet.refuses = True
+        fleet.run_until(100.0 + opened / 20)
+        fleet.blocked.clear()
+        before = len(fleet.commits)
+        assert fleet.run_until(
+            fleet.now + 25.0, stop=lambda fleet=fleet, before=before: len(fleet.commits) > before + 3
+        )  # type: ignore[misc]
+        assert training(fleet) == names and not fleet.given_up
