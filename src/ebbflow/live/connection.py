@@ -4,6 +4,7 @@ No decision is made here. `Membership` (membership.py) says what is to be done; 
 training loop, with these parts:
 
     registration      heartbeats to the lighthouse, by torchft's manager server, and the store that others read
+    link_probe        a port at which replicas try whether they reach each other
     fleet_questions   questions to the lighthouse and to the stores of others; background: threads that wait for answers
     rendezvous        handshakes, and connecting the process group
     peer_watch        whether this replica waits for its peers in vain, or they for it
@@ -26,7 +27,7 @@ import torch
 from ebbflow.data.ledger import Assignment
 from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, ProcessGroup, no_fault
 from ebbflow.engines.replica_ranks import ReplicaRanks, ReplicaSums
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, StorageUnreachable, UnreadableCheckpoints
 from ebbflow.live import torchft_api
 from ebbflow.live.background import BackgroundThreads
 from ebbflow.live.fleet_questions import CONNECTED_KEY, GROUP_KEY, FleetQuestions
@@ -49,6 +50,7 @@ from ebbflow.live.membership_events import (
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
+    PeerAsksAgain,
     PublishGroup,
     ReceiveState,
     RecordEvent,
@@ -63,6 +65,7 @@ from ebbflow.live.membership_events import (
     StepCommitted,
     StepFailed,
     StepRequested,
+    TellPeers,
     Tick,
     ToldToLeave,
     Unregister,
@@ -70,7 +73,7 @@ from ebbflow.live.membership_events import (
 )
 from ebbflow.live.peer_watch import HangWatch, PeerWatch
 from ebbflow.live.protocol import ReplicaConfig
-from ebbflow.live.registration import Registration
+from ebbflow.live.registration import Registration, asked_again_key
 from ebbflow.live.rendezvous import RefusedConnections, connect_group, connection_failed, exchange_handshakes
 from ebbflow.live.state_transfer import StateTransfers, TransferableState
 
@@ -283,7 +286,7 @@ class FleetConnection:
     def close(self) -> None:
         """Close everything; the lighthouse forgets this replica when its heartbeat times out."""
         self._hang_watch.close()
-        self._registration.unregister()
+        self._registration.close()
         self._drop()
         self._background.close()
 
@@ -364,9 +367,17 @@ class FleetConnection:
                     sleep(instruction.after_s)
                 self._ask(instruction)
             case CheckLinks():
-                self._in_background(partial(self._questions.check_links, instruction), _LEAVE_POLL_S)
+                self._in_background(
+                    partial(self._questions.check_links, instruction, back=self._registration.probe), _LEAVE_POLL_S
+                )
             case CheckHeartbeats():
-                return self._questions.check_heartbeats(instruction.besides)
+                if not instruction.connection:
+                    return self._questions.check_heartbeats(instruction.besides)
+                connected = partial(self._registration.is_connected, self.membership.name)
+                return self._questions.check_heartbeats(instruction.besides, connected=connected)
+            case TellPeers():
+                tell = partial(self._questions.tell, instruction.names, asked_again_key(self.membership.name))
+                self._background.begin(partial(tell, str(instruction.attempt)))
             case PublishGroup():
                 self.publish(GROUP_KEY, instruction.group.encode())
             case SendHandshake():
@@ -411,7 +422,7 @@ class FleetConnection:
         ask = partial(
             self._questions.ask_for_quorum,
             request,
-            client=self._registration.client,
+            client=partial(self._registration.connection, again=request.reconnect, timeout_s=_CONNECT_TIMEOUT_S),
             name=self.membership.name,
             store=self.membership.store,
         )
@@ -448,11 +459,18 @@ class FleetConnection:
         )
         self._in_background(exchange, _HANDSHAKE_POLL_S)
         waiting = self._pending
+        told: dict[str, int] = {}
 
         def poll() -> MembershipEvent:
             assert waiting is not None
             event = waiting()
-            failure = refused.failure(event.now) if isinstance(event, Tick) else None
+            if not isinstance(event, Tick):
+                return event
+            for name, attempt in self._registration.asked_again(instruction.names).items():
+                if told.get(name) != attempt:
+                    told[name] = attempt
+                    return PeerAsksAgain(now=event.now, name=name, attempt=attempt)
+            failure = refused.failure(event.now)
             if failure is None:
                 return event
             self._pending = None
@@ -488,7 +506,14 @@ class FleetConnection:
         return None
 
     def _load_checkpoint(self) -> MembershipEvent:
-        loaded = self.state.refresh()
+        try:
+            loaded = self.state.refresh()
+        except (StorageUnreachable, UnreadableCheckpoints) as error:
+            # One that has trained has a state to go on with. Ranks of a replica must all have the same.
+            if not self.membership.state.established or self.ranks.size > 1:
+                raise
+            self._on_event("no checkpoint", f"{error}; this replica goes on with its own state")
+            loaded = None
         if loaded is None:
             return NoNewerCheckpoint(now=monotonic())
         step, lineage = loaded
