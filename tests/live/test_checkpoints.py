@@ -8,6 +8,7 @@ import resource
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -218,3 +219,24 @@ def test_a_full_disk_of_one_rank_costs_all_ranks_this_checkpoint_and_no_more(tmp
     store, _ = checkpoints(tmp_path / "job")
     found = store.newest()
     assert found is not None and found[1]["model"]["w"].tolist() == [3.0] * 100_000
+
+
+@pytest.mark.parametrize(("established", "ranks", "goes_on"), [(True, 1, True), (False, 1, False), (True, 2, False)])
+def test_one_that_has_trained_goes_on_with_its_own_state_if_the_checkpoints_cannot_be_read(
+    established: bool, ranks: int, goes_on: bool
+) -> None:
+    """As one that was left out, and comes back alone. Of several ranks, some might have read what others have not."""
+    pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
+    from ebbflow.live.connection import FleetConnection
+    from ebbflow.live.membership_events import NoNewerCheckpoint
+
+    told: list[str] = []
+    connection: Any = mock.Mock(_on_event=lambda what, text: told.append(text))
+    connection.state.refresh.side_effect = StorageUnreachable("the bucket does not answer")
+    connection.membership.state.established, connection.ranks.size = established, ranks
+    if not goes_on:
+        with pytest.raises(StorageUnreachable):
+            FleetConnection._load_checkpoint(connection)
+        return
+    assert isinstance(FleetConnection._load_checkpoint(connection), NoNewerCheckpoint)
+    assert told == ["the bucket does not answer; this replica goes on with its own state"]

@@ -181,11 +181,10 @@ def store_ports(folder: Path) -> dict[str, str]:
     ("pair", "how", "opened"),
     [
         (("r1", "r2"), "rejected", True),
-        (("r0", "r1"), "dropped", True),  # the store where all meet is that of r0
-        (("r1", "r2"), "dropped", False),
+        pytest.param(("r0", "r1"), "dropped", True, marks=pytest.mark.long),  # the store where all meet is that of r0
+        pytest.param(("r1", "r2"), "dropped", False, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.long
 def test_a_firewall_between_two_of_three_replicas_leaves_one_of_them_out_until_it_is_opened(
     network: None, tmp_path: Path, pair: tuple[str, str], how: str, opened: bool
 ) -> None:

@@ -122,9 +122,8 @@ def _explain_wait(here: Sequence[str], min_replicas: int) -> str:
 
 
 def _explain_blocked(names: Sequence[str]) -> str:
-    return (
-        f"connections with {', '.join(names)} fail on other ports than that of its store, as those of the gradients are"
-    )
+    """Say what is wrong with replicas that are reached at their stores only."""
+    return f"connections with {', '.join(names)} fail, except to the stores, while gradients need any port that is free"
 
 
 class MembershipPhase(Enum):
@@ -322,7 +321,7 @@ class Membership:
         self._was_away = True
         self.phase = MembershipPhase.LEFT_OUT
         told = f"left out of the fleet while {'; '.join(reasons)}. Tried again every {_LEFT_OUT_S:g} s"
-        check = CheckLinks(names=cut + blocked, after_s=_LEFT_OUT_S)
+        check = CheckLinks(names=tuple(dict.fromkeys(cut + blocked)), after_s=_LEFT_OUT_S)
         return [RecordEvent("waiting", told), *dropped, Unregister(), check]
 
     def _on_registered(self, event: Registered) -> list[Instruction]:
