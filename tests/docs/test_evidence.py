@@ -239,6 +239,20 @@ def tables(page: str) -> dict[str, list[dict[str, str]]]:
     return found
 
 
+@pytest.mark.parametrize(("archive", "column"), [("cut-off", "accuracy there"), ("cut-off-again", "in the second try")])
+def test_the_page_says_how_far_the_runs_of_holt_and_sievert_came(archive: str, column: str, tmp_path: Path) -> None:
+    with tarfile.open(EVIDENCE / "holt" / f"{archive}.tar.xz") as packed:
+        packed.extractall(tmp_path, filter="data")
+    page = tables((EVIDENCE / "holt.md").read_text())["largest batch"]
+    beginnings = {"128": "128", "640": "640", "3.2k": "3,200", "16k": "16,000", "5.1k (*2)": "5,120"}
+    arms = load_results(tmp_path).arms
+    assert len(arms) == len(beginnings) == len(page)
+    for arm in arms:
+        (row,) = [row for row in page if row[""].startswith(beginnings[arm.trace])]
+        assert f"{100 * arm.values[-3:].mean():.1f}" == row[column]
+        assert f"{arm.epochs[-1]:.0f}" in row["trained until epoch"].split(" and ")
+
+
 @pytest.mark.parametrize("folder", STUDIES)
 def test_every_result_of_the_report_stands_in_its_place_on_the_page(
     folder: str, evidence: Callable[[str], Results]

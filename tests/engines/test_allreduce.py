@@ -69,6 +69,36 @@ def test_without_a_meter_gradients_are_combined_and_nothing_is_measured() -> Non
     assert unused.grad is None, "a zero would let weight decay and momentum move it"
 
 
+def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
+    """Otherwise a GPU would copy and update the tensors one by one."""
+    image = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    turned = nn.Parameter(torch.randn(5, 2).t())
+    parameters = [image.weight, image.bias, turned]
+    (image(torch.randn(2, 3, 8, 8)).square().mean() + turned.square().sum()).backward()
+    expected = [parameter.grad.clone() for parameter in parameters]  # type: ignore[union-attr]
+    rows: list[torch.Tensor] = []
+    AllReduce(parameters, all_reduce=lambda buffer: rows.append(buffer.clone()))(samples=4, batch=8)
+    AllReduce(parameters, all_reduce=lambda buffer: buffer.add_(rows[0]))(samples=4, batch=8)
+    for parameter, whole in zip(parameters, expected, strict=True):
+        assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
+        torch.testing.assert_close(parameter.grad, whole * 3 / 4)  # the half of a half, and a half
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_norm_of_the_mean_gradient_is_found_in_a_step_that_is_not_measured(on: bool) -> None:
+    w = nn.Parameter(torch.zeros(2))
+    meter = FlatMeter([w])
+    meter.on = on
+    combine = AllReduce([w], meter=meter, fields={"numbers": 2, "more": 3}, told=2, norm=True)
+    combine["numbers"].copy_(torch.tensor([5.0, 7.0]))
+    (w * torch.tensor([3.0, 4.0])).sum().backward()
+    meter.close_micro_batch(4)
+    measured = combine(samples=4, batch=4)
+    assert combine.told == [5.0, 7.0]
+    assert (measured.norm if measured is not None else combine.norm) == pytest.approx(5.0)
+    assert (combine.norm is None) is on
+
+
 def test_a_gradient_that_only_another_rank_has_arrives() -> None:
     w, theirs, unused = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     rows: list[torch.Tensor] = []

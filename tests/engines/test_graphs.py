@@ -118,6 +118,32 @@ def test_other_threads_may_use_the_device_during_a_capture(monkeypatch: pytest.M
     assert MODES == ["thread_local"]
 
 
+def test_cudnn_tries_its_algorithms_once_before_a_capture_and_the_capture_uses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The flag is off in the first pass, on in the second, which is the last before the capture, and on in that."""
+    engine, _ = with_graphs(images, monkeypatch, plan=BatchPlan.constant(4, 24))
+    captured = engine._captured
+    assert captured is not None
+    compute, flags = captured._compute, []
+
+    def noting(*arguments: Any) -> Any:
+        flags.append(torch.backends.cudnn.benchmark)
+        return compute(*arguments)
+
+    captured._compute = noting
+    train(engine, steps=3)
+    assert flags == [False, True, True, False], "two passes, the capture, and the replay, which chooses nothing"
+    assert not torch.backends.cudnn.benchmark
+
+    engine, _ = with_graphs(images, monkeypatch, plan=BatchPlan.constant(2, 40), fused_batch=16)
+    assert engine._captured is not None
+    engine._captured._compute, compute = noting, engine._captured._compute
+    flags.clear()
+    train(engine, steps=3)
+    assert flags and not any(flags), "what is too large to be captured is computed as before"
+
+
 def test_only_so_many_graphs_are_kept_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbflow.engines.captured._MOST_GRAPHS", 2)
     engine, other = with_graphs(images, monkeypatch, fused_batch=24)

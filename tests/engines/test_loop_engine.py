@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from ebbflow.data.ledger import Ledger
+from ebbflow.data.ledger import Ledger, MicroBatch
+from ebbflow.engines import replica_step
 from ebbflow.engines.base import Faults
 from ebbflow.engines.emulated import LoopEngine, Ranks
 from ebbflow.engines.replica_step import micro_batch_seed
@@ -52,6 +53,25 @@ def test_running_statistics_move_once_a_step_by_the_mean_over_the_workers() -> N
     assert model[0].num_batches_tracked == 1
 
 
+@pytest.mark.parametrize("kind", ["torch's", "own"])
+def test_layers_count_steps_and_not_micro_batches(kind: str) -> None:
+    class Own(nn.BatchNorm1d):
+        """Counts by itself, as torch's SyncBatchNorm does, which does not work without a count."""
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            assert self.num_batches_tracked is not None
+            return super().forward(input)
+
+    layer = (Own if kind == "own" else nn.BatchNorm1d)(5)
+    model = nn.Sequential(layer, nn.Linear(5, 3))
+    engine = engine_on(model, micro_batch=2)
+    ledger = Ledger(samples=SAMPLES)
+    for number in range(3):
+        _, ledger = step(engine, ledger, number)
+        assert layer.num_batches_tracked == number + 1
+    assert "0.num_batches_tracked" in model.state_dict()
+
+
 def test_without_momentum_running_statistics_are_the_mean_of_all_steps() -> None:
     model = nn.Sequential(nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 3))
     engine = engine_on(model)
@@ -94,6 +114,57 @@ def test_pieces_smaller_than_a_workers_share_give_the_same_gradient() -> None:
     for model, micro_batch in ((whole, None), (parts, 3)):
         step(engine_on(model, workers=2, local=8, micro_batch=micro_batch), Ledger(samples=SAMPLES))
     torch.testing.assert_close(whole[0].weight.grad, parts[0].weight.grad)
+
+
+@pytest.mark.parametrize("rule_needs", [set(), {"moments"}])
+def test_gradients_that_are_added_up_at_once_are_those_of_autograd(
+    monkeypatch: pytest.MonkeyPatch, rule_needs: set[str]
+) -> None:
+    """As on a GPU, in steps that are not measured; one parameter has a gradient in some micro-batches only."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
+            self.rows = nn.Embedding(4, 3, sparse=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.first(x) + self.rows(torch.tensor([1, 2, len(x) % 4])).mean(0)
+            return out + self.second(x) if x[0, 0] > 0 else out
+
+    found: list[dict[str, torch.Tensor]] = []
+    for at_once in (False, True):
+        monkeypatch.setattr(replica_step, "adds_at_once", lambda parameters, answer=at_once: answer)
+        torch.manual_seed(0)
+        model = Sometimes()
+        engine = engine_on(model, micro_batch=2, needs=rule_needs)
+        engine.measure(False)
+        seen: list[bool] = []
+        model.first.weight.register_hook(lambda g, m=model, s=seen: s.append(m.first.weight.grad is None))
+        step(engine, Ledger(samples=SAMPLES))
+        assert any(seen[1:]) is at_once
+        found.append({name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and "second.weight" in found[0]
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+
+
+def test_the_sum_of_all_micro_batches_is_in_the_gradients_that_are_sent_during_the_last_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_step, "adds_at_once", lambda parameters: True)
+    weight = nn.Parameter(torch.zeros(1))
+    model = nn.Module()
+    model.weight = weight
+    sent: list[float] = []
+    weight.register_post_accumulate_grad_hook(lambda p: sent.append(p.grad.item()))  # type: ignore[union-attr]
+    replica = replica_step.ReplicaStep(
+        model, lambda i: (torch.ones(len(i)), torch.ones(len(i))), lambda m, x, y: (m.weight * x).mean(),
+        samples=6, seed=0, sends_in_last=lambda: True,
+    )  # fmt: skip
+    replica.begin()
+    replica.compute([MicroBatch(worker=0, start=i, stop=i + 2) for i in (0, 2, 4)], epoch=0, batch=6)
+    assert sent == pytest.approx([1 / 3, 1 / 3, 1.0]) and weight.grad is not None and weight.grad.item() == sent[-1]
 
 
 def test_dropout_does_not_depend_on_what_happened_before() -> None:

@@ -144,6 +144,32 @@ def test_a_peer_that_has_stopped_is_not_waited_for(what: str) -> None:
     in_group(wait, lambda group: finished.wait(), stopped=lambda: ["r1"], timeout_s=2.0)
 
 
+def test_gloo_is_not_waited_for_longer_than_connecting_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits five times as long for a peer that does not connect with it; the stand-in waits until it may end."""
+    over, ended = threading.Event(), threading.Event()
+
+    def waits(*arguments: Any, **options: Any) -> object:
+        over.wait(60)
+        ended.set()
+        return object()
+
+    monkeypatch.setattr(process_group, "gloo_group", waits)
+    monkeypatch.setattr(process_group, "_CONNECT_SLACK_S", 0.0)
+    store = KeyStore("127.0.0.1", SECRET)
+    try:
+        group = ProcessGroup(
+            f"127.0.0.1:{store.port}/g", 0, 2, host="127.0.0.1", secret=SECRET, connect_s=0.5, timeout_s=20
+        )
+        with pytest.raises(PeerLost, match=r"could not connect within 0\.5 s"):
+            group.connect()
+        assert not ended.is_set()
+        group.close()
+    finally:
+        over.set()
+        store.close()
+    assert ended.wait(60), "the thread ends with what it waited for"
+
+
 def test_a_store_listens_on_one_address_and_ends_with_its_owner() -> None:
     store = KeyStore("127.0.0.1", SECRET)
     port = store.port

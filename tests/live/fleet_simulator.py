@@ -10,7 +10,8 @@ a history, with all its delays and faults, exactly.
     hanging   a process computes on and on, and sends heartbeats; its store may not answer
     cut off   a replica does not reach the lighthouse; its peers it does
     cut link  two replicas do not reach each other; both reach the lighthouse
-    blocked   two replicas reach each other's stores, but cannot form a group, as with a firewall between them
+    blocked   two replicas reach each other's stores and no other port, as with a firewall between them
+    one way   the same for new connections of one of the two with the other only; what is connected stays
     losing    single requests of a replica to the lighthouse or to a store are lost, or the answers to them
     stalled   the lighthouse stands still, and then takes everybody for dead
     restarted the lighthouse ends, is away for a while, and begins again with quorum 1
@@ -44,11 +45,14 @@ CONNECT_TIMEOUT_S = 10.0
 COLLECTIVE_TIMEOUT_S = 60.0
 STORE_TIMEOUT_S = 2.0
 NOTICE_CUT_S = 14.0
-"""After which a replica that waits for its peers knows that it does not reach one: it looks twice, for 5 s and 2 s."""
+"""After which a replica that waits for its peers knows that it does not reach one, or that one is not in its group any
+longer: it looks twice, for 5 s and 2 s."""
 TICK_S = {m.AskLighthouse: 1.0, m.SendHandshake: 0.4, m.Connect: 0.4}
 """How often time is reported while these are waited for; more rarely than in reality, which saves events."""
 SOON_S = 0.5
 """For which a replica waits for the state before it hears the steps of the others."""
+SILENTLY = 0.4
+"""How many of the messages that are lost between a replica and the lighthouse are so because of a dead connection."""
 JUST_BEFORE_S = 2.0
 """For how long before a step a replica may have been taken for dead, so that it was left out of it."""
 ROOT = initial_lineage("the same weights for all")
@@ -123,6 +127,8 @@ class Replica:
     backlog: list[tuple[int, Callable[..., Any], bool]] = field(default_factory=list)
     """What happened while it was paused."""
     group: SimulatedGroup | None = None
+    in_group: SimulatedGroup | None = None
+    """In which it is, as its store says: from when it connects until it asks for a quorum without one."""
     published: m.PublishedGroup = m.PublishedGroup()
     leaving: bool = False
     hangs_until: float = 0.0
@@ -133,8 +139,10 @@ class Replica:
     """Whether it has stopped its heartbeats since it kept the others waiting."""
     to_lose: int = 0
     """How many of its next requests, or of the answers to them, are lost."""
-    waits_in_vain_until: float = 0.0
-    """When it notices that the answer of the lighthouse for which it waits is lost."""
+    disconnected: bool = False
+    """Whether nothing comes any more over its connection to the lighthouse, although nobody has told it so."""
+    told: dict[str, int] = field(default_factory=dict)
+    """Replicas that lack an answer of the lighthouse, as they have said -> to which request."""
     committed: list[Commit] = field(default_factory=list)
     heard: deque[SummedStep] = field(default_factory=deque)
     """Steps of the others that it has heard while the state was on its way."""
@@ -219,10 +227,14 @@ class SimulatedFleet:
         self.cut_links: set[frozenset[str]] = set()
         self.blocked: set[frozenset[str]] = set()
         """Two machines each, between which nothing passes but what is sent to stores."""
+        self.one_way: set[tuple[str, str]] = set()
+        """Two machines each, of which the first cannot connect with the second except to its store."""
         self.refuses = False
         """Whether a firewall says so at once; else whoever connects waits in vain."""
         self.given_up: dict[str, float] = {}
         """Replicas that ended because it fails again and again with the same ones -> when."""
+        self.said: dict[str, str] = {}
+        """What each machine last said that it waits for."""
         self.commits: list[Commit] = []
         self.parents: dict[int, int] = {}
         self.checkpoint = (0, ROOT, Model(0, 0))
@@ -293,6 +305,9 @@ class SimulatedFleet:
         lost = replica.to_lose > 0 and self.random.random() < 0.5
         replica.to_lose -= lost
         return lost
+
+    def loses_silently(self) -> bool:
+        return self.random.random() < SILENTLY
 
     # Replicas ---------------------------------------------------------------------------------------------------------
 
@@ -396,7 +411,8 @@ class SimulatedFleet:
     # Instructions -----------------------------------------------------------------------------------------------------
 
     def _record(self, replica: Replica, instruction: m.RecordEvent) -> None:
-        pass
+        if instruction.what == "waiting":
+            self.said[replica.machine] = instruction.text
 
     def _publish(self, replica: Replica, instruction: m.PublishGroup) -> None:
         replica.published = instruction.group
@@ -426,7 +442,13 @@ class SimulatedFleet:
     def _ask(self, replica: Replica, instruction: m.AskLighthouse) -> None:
         self.wait(replica, instruction)
         self.messages["request"] += 1
+        replica.in_group = replica.in_group if instruction.group else None
+        replica.disconnected = replica.disconnected and not instruction.reconnect
+        if replica.disconnected:
+            self.lighthouse.answer_is_lost(replica, instruction.after_s)
+            return
         if self.loses(replica):
+            replica.disconnected = self.loses_silently()
             self.lighthouse.answer_is_lost(replica, instruction.after_s)
             return
         request = partial(self.lighthouse.request, replica, instruction, replica.waits)
@@ -486,7 +508,7 @@ class SimulatedFleet:
         if self.lighthouse.away or replica.cut_off or self.loses(replica):
             self.report(replica, m.LighthouseUnreachable(now=self.now, reason="nobody answers"))
             return
-        replica.registered = True
+        replica.registered, replica.disconnected = True, False
         replica.unresponsive = self.now
         replica.registrations += 1
         if replica.registrations > 1:
@@ -508,7 +530,9 @@ class SimulatedFleet:
                 self.messages["store"] += 1
                 answers = self._answers(name, replica) and not self.loses(replica)
                 groups[name] = self.replicas[name].published if answers else None
-        return m.HeartbeatsReceived(now=self.now, ages=ages, groups=groups)
+        connected = not (instruction.connection and replica.disconnected)
+        quorum = frozenset(self.lighthouse.previous) if instruction.connection else frozenset[str]()
+        return m.HeartbeatsReceived(now=self.now, ages=ages, groups=groups, quorum=quorum, connected=connected)
 
     def _check_links(self, replica: Replica, instruction: m.CheckLinks) -> None:
         """A dead process refuses at once; a paused one and a cut link do not answer."""
@@ -529,16 +553,29 @@ class SimulatedFleet:
 
         def ask(names: tuple[str, ...]) -> None:
             silent = tuple(name for name in names if not self._answers(name, replica) or self.loses(replica))
-            checked = partial(self._links_checked, alive, silent)
-            self.answer(replica, checked, HEARTBEAT_TIMEOUT_S + 2 * HEARTBEAT_INTERVAL_S if silent else 0.0, "store")
+            answering = tuple(name for name in names if name not in silent)
+            self.messages["probe"] += 2 * len(answering)
+            tried = partial(probe, silent, answering)
+            dropped = not self.refuses and any(self._ports_blocked(name, replica) for name in answering)
+            self.to(replica, tried, STORE_TIMEOUT_S if dropped else self.delay())
+
+        def probe(silent: tuple[str, ...], names: tuple[str, ...]) -> None:
+            blocked = tuple(name for name in names if self._ports_blocked(name, replica) or self.loses(replica))
+            checked = partial(self._links_checked, alive, silent, blocked)
+            later = HEARTBEAT_TIMEOUT_S + 2 * HEARTBEAT_INTERVAL_S if silent or blocked else 0.0
+            self.answer(replica, checked, later, "store")
 
         self.wait(replica, instruction)
         look()
 
     def _links_checked(
-        self, alive: Callable[[tuple[str, ...]], tuple[str, ...]], silent: tuple[str, ...], now: float
+        self,
+        alive: Callable[[tuple[str, ...]], tuple[str, ...]],
+        silent: tuple[str, ...],
+        blocked: tuple[str, ...],
+        now: float,
     ) -> m.LinksChecked:
-        return m.LinksChecked(now=now, unreachable=alive(silent))
+        return m.LinksChecked(now=now, unreachable=alive(silent), blocked=alive(blocked))
 
     def _replace(self, replica: Replica, model: Model) -> None:
         """A replica takes over another state.
@@ -592,6 +629,27 @@ class SimulatedFleet:
     def linked(self, one: Replica, other: Replica) -> bool:
         return not self.cut_links or frozenset((one.machine, other.machine)) not in self.cut_links
 
+    def _ports_blocked(self, name: str, asker: Replica) -> bool:
+        """Whether a replica and another one do not reach each other's ports beside those of the stores, both ways."""
+        one, other = self.replicas[name].machine, asker.machine
+        dead = not self._has_store(name)
+        return dead or frozenset((one, other)) in self.blocked or bool({(one, other), (other, one)} & self.one_way)
+
+    def _tell(self, replica: Replica, instruction: m.TellPeers) -> None:
+        for name in instruction.names:
+            if self._answers(name, replica) and not self.loses(replica):
+                self.messages["store"] += 2
+                self.at(self.delay(), partial(self._is_told, self.replicas[name], replica.name, instruction.attempt))
+
+    def _is_told(self, replica: Replica, by: str, attempt: int) -> None:
+        replica.told[by] = attempt
+        waits_for = replica.waiting_for
+        if isinstance(waits_for, m.SendHandshake) and by in waits_for.names:
+            self.to(replica, partial(self._reports_asking, replica, by), 0.02)
+
+    def _reports_asking(self, replica: Replica, name: str) -> None:
+        self.report(replica, m.PeerAsksAgain(now=self.now, name=name, attempt=replica.told[name]))
+
     def _has_store(self, name: str) -> bool:
         """Whether the store that was registered under a name is there."""
         owner = self.replicas[name]
@@ -605,6 +663,8 @@ class SimulatedFleet:
 
     def _meet(self, replica: Replica, instruction: m.SendHandshake) -> None:
         self.wait(replica, instruction)
+        for name in replica.told.keys() & instruction.names:
+            self.to(replica, partial(self._reports_asking, replica, name), 0.02)
         address = instruction.rendezvous.partition("/")[0]
         owner = self.replicas[address]
         if not self._has_store(address):
@@ -625,7 +685,7 @@ class SimulatedFleet:
                     self.answer(replica, _STORE_OUT_OF_REACH, self.delay(), "store")
                     return
                 meeting.waiting[instruction.rank] = (replica, wait)
-                self._confirm(meeting, instruction.size)
+                self._confirm(meeting, len(instruction.names))
 
         self.messages["store"] += 4  # two writes and two reads, each with an answer
         self.at(self.delay(), write)
@@ -659,17 +719,18 @@ class SimulatedFleet:
             )
         if replica.group is not None:
             replica.group.connected.pop(replica.name, None)
-        replica.group = group
+        replica.group = replica.in_group = group
         group.connected[replica.name] = replica
         group.connecting[replica.name] = replica.waits
         self.messages["connect"] += len(names) - 1
-        if len(group.connecting) == len(names) and not group.gone and not self._cut(group):
+        if len(group.connecting) == len(names) and not group.gone and self._can_connect(group):
             for name, wait in group.connecting.items():
                 peer = self.replicas[name]
                 if peer.waits == wait:
                     self.answer(peer, m.GroupConnected, self.delay(), "connect")
         else:
-            refused = self.refuses and any(link <= group.machines for link in self.blocked)
+            refused = self.refuses and not any(link <= group.machines for link in self.cut_links)
+            refused = refused and not self._can_connect(group)
             self.answer(replica, _TIMED_OUT, self.delay() if refused else CONNECT_TIMEOUT_S, "timeout")
 
     def _close(self, replica: Replica) -> None:
@@ -709,11 +770,16 @@ class SimulatedFleet:
             stopped += gone_on_without(replica.name, sorted(group.members - {replica.name}), self.lighthouse.previous)
         self.messages["page"] += 1
         waited = self.now - began
-        cut = any(replica.machine in link and link <= group.machines for link in self.cut_links)
-        if stopped or (cut and waited > NOTICE_CUT_S) or waited > COLLECTIVE_TIMEOUT_S:
+        if stopped or (waited > NOTICE_CUT_S and self._in_vain(replica, group)) or waited > COLLECTIVE_TIMEOUT_S:
             self._fail(replica, f"no heartbeat of {sorted(stopped)}", 0.0)
         else:
             self.to(replica, partial(self._look, replica, group, began), 0.5)
+
+    def _in_vain(self, replica: Replica, group: SimulatedGroup) -> bool:
+        """Whether a replica waits for a peer that it does not reach, or whose store says that it is in no group, or in
+        another one: as when it has connected, and the peer has not."""
+        cut = any(replica.machine in link and link <= group.machines for link in self.cut_links)
+        return cut or any(self.replicas[name].in_group is not group for name in group.names)
 
     def _receive(self, replica: Replica) -> None:
         """If the state is on its way to a replica, it arrives after a while."""
@@ -777,6 +843,12 @@ class SimulatedFleet:
 
     def _cut(self, group: SimulatedGroup) -> bool:
         return any(link <= group.machines for link in self.cut_links | self.blocked)
+
+    def _can_connect(self, group: SimulatedGroup) -> bool:
+        """Of two members of a group, gloo lets the same one begin every time; here it is the last one by name."""
+        return not self._cut(group) and not any(
+            first > second and {first, second} <= group.machines for first, second in self.one_way
+        )
 
     def _add_up(self, group: SimulatedGroup) -> None:
         if group.gone or len(group.arrived) < len(group.names):
@@ -874,21 +946,21 @@ def answers_computed_once() -> Iterator[None]:
     For fleets of thousands: what takes each of them milliseconds would take all of them, in this one process, minutes.
     """
 
-    def shared(function: Callable[[Any], Any], values: Callable[[Any], tuple[object, ...]]) -> Callable[[Any], Any]:
+    def shared(function: Callable[..., Any], values: Callable[[Any], tuple[object, ...]]) -> Callable[..., Any]:
         last: tuple[object, ...] = ()
         answer = None
 
-        def ask(argument: Any) -> Any:
+        def ask(argument: Any, *settings: Any) -> Any:  # which are the same for all of a fleet
             nonlocal last, answer
             given = values(argument)
             if len(given) != len(last) or any(one is not other for one, other in zip(given, last, strict=True)):
-                last, answer = given, function(argument)
+                last, answer = given, function(argument, *settings)
             return answer
 
         return ask
 
     def of_quorum(quorum: m.QuorumFormed) -> tuple[object, ...]:
-        return quorum.replicas, quorum.established, quorum.steps, quorum.unreachable
+        return quorum.replicas, quorum.established, quorum.steps, quorum.unreachable, quorum.blocked
 
     shared_functions = {
         "agree": shared(protocol.agree, lambda handshakes: (handshakes,)),
@@ -916,6 +988,7 @@ _EXECUTE: dict[type[m.Instruction], Callable[[SimulatedFleet, Replica, Any], m.M
     m.AskLighthouse: SimulatedFleet._ask,
     m.CheckHeartbeats: SimulatedFleet._heartbeats,
     m.CheckLinks: SimulatedFleet._check_links,
+    m.TellPeers: SimulatedFleet._tell,
     m.SendHandshake: SimulatedFleet._meet,
     m.Connect: SimulatedFleet._connect,
     m.LoadCheckpoint: SimulatedFleet._load,

@@ -137,7 +137,10 @@ class TestFleet:
         """Wait until replicas have committed this number of steps, the last one with this number of participants."""
 
         def there(name: str) -> bool:
+            own = [process for key, process in self.processes.items() if key.partition(".")[0] == name]
+            alive = any(process.is_alive() for process in own)  # looked at before the status, which is the last word
             status = self.status(name)
+            assert alive or status, f"{name} has ended without a word: {[process.exitcode for process in own]}"
             enough = members is None or status.get("members") == members
             return status.get("state") == "training" and status.get("step", 0) >= step and enough
 

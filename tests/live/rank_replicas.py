@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import os
 import time
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -37,6 +39,11 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     connection.SOON_S = arguments.get("soon_s", 60.0)  # as in `replicas.tiny`
     state_transfer._DESCRIBED = 64
     allreduce.BUCKET_BYTES = arguments.get("bucket_bytes", allreduce.BUCKET_BYTES)
+    if "logs" in arguments:
+        write_output_to(Path(arguments["logs"]) / f"{environment['EBBFLOW_REPLICA']}.{os.environ['RANK']}.txt")
+    device = torch.device(arguments.get("device", "cpu"))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else torch would take the GPU of the number LOCAL_RANK
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     listening._MOST_STEPS = arguments.get("most_heard", {}).get(rank, listening._MOST_STEPS)
@@ -47,15 +54,18 @@ def sharded(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     note_states(folder / f"{own}.{rank}.states")
     if arguments.get("receive_later"):
         receive_later(folder, f"{own}.{rank}")
-    x, y = make_data()
+    x, y = (tensor.to(device) for tensor in make_data())
     model = make_model(batch_norm=arguments.get("batch_norm", False))
     change_model(model, arguments)
+    model = model.to(device)
     inside, data_mesh = arguments.get("inside", "fsdp"), None
     if inside == "fsdp":
+        # On a GPU, a mesh of torch's own choice may be one of NCCL, which refuses ranks that share the GPU.
+        mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
         for layer in dict.fromkeys(model):
             if [*layer.parameters()]:
-                fully_shard(layer)
-        fully_shard(model)
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     elif inside == "ddp":
         model = DistributedDataParallel(model)
     elif inside == "tensor":
@@ -155,6 +165,17 @@ def note_states(file: Path) -> None:
         return unpack(session, state)
 
     LiveSession.unpack = noted  # type: ignore[method-assign]
+
+
+def write_output_to(path: Path) -> None:
+    """Let all output of this process go into a file: what it prints, what libraries print, and where it crashes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    faulthandler.enable(file=descriptor)
+    faulthandler.dump_traceback_later(100, file=descriptor)  # where it hangs, before the test gives up
+    logging.basicConfig(level=logging.INFO, stream=open(descriptor, "w", buffering=1, closefd=False))  # noqa: SIM115
 
 
 def change_weights(model: torch.nn.Module) -> None:

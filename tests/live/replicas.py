@@ -158,6 +158,8 @@ def change(model: Any, x: torch.Tensor, what: str) -> None:
         x[-1] += 1.0
     elif what == "python":
         platform.python_version_tuple = lambda: ("2", "7", "18")
+    elif what == "memory":
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()
 
 
 def break_backend(said: str) -> None:

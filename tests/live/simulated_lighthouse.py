@@ -151,8 +151,9 @@ class SimulatedLighthouse:
         asked, self.asked, self._buried_asked = self.asked, {}, 0
         for name, (_, _, wait) in asked.items():
             replica = self.fleet.replicas[name]
-            if replica.waits == wait:  # one that is cut off learns it from the keep-alive of its connection
-                self._refuse(replica, after_s=KEEP_ALIVE_S if replica.cut_off else 0.0)
+            if replica.waits == wait:  # one that is cut off is not told so
+                replica.disconnected = replica.cut_off
+                self.answer_is_lost(replica)
         self.silent.clear()
         self._buried.clear()
         for replica in self.fleet.running():
@@ -168,15 +169,15 @@ class SimulatedLighthouse:
     # Quorums ----------------------------------------------------------------------------------------------------------
 
     def _refuse(self, replica: Replica, after_s: float = 0.0) -> None:
-        refused = partial(m.LighthouseUnreachable, reason="refused")
+        def refused(now: float) -> m.LighthouseUnreachable:
+            replica.disconnected = False  # torchft's client connects again when a connection has broken
+            return m.LighthouseUnreachable(now=now, reason="refused")
+
         self.fleet.answer(replica, refused, after_s + self.fleet.delay(), "answer")
 
     def answer_is_lost(self, replica: Replica, after_s: float = 0.0) -> None:
         """A connection broke: a replica learns it at once, or, if nobody tells it, from the keep-alive."""
-        if self.fleet.random.random() < 0.2:
-            after_s += KEEP_ALIVE_S
-            replica.waits_in_vain_until = self.fleet.now + after_s
-        self._refuse(replica, after_s)
+        self._refuse(replica, after_s + (KEEP_ALIVE_S if replica.disconnected else 0.0))
 
     def request(self, replica: Replica, request: m.AskLighthouse, wait: int) -> None:
         """A request for a quorum arrives."""
@@ -229,11 +230,14 @@ class SimulatedLighthouse:
             established=tuple(one.established for _, one, _ in requests),
             steps=tuple(one.step for _, one, _ in requests),
             unreachable=tuple(one.unreachable for _, one, _ in requests),
+            blocked=tuple(one.blocked for _, one, _ in requests),
             hopeless=tuple(one.hopeless for _, one, _ in requests),
+            attempts=tuple(one.attempt for _, one, _ in requests),
         )
         for rank, (name, (_, _, wait)) in enumerate(zip(replicas, requests, strict=True)):
             replica = self.fleet.replicas[name]
             if replica.waits == wait and self.fleet.loses(replica):
+                replica.disconnected = self.fleet.loses_silently()
                 self.answer_is_lost(replica)
             elif replica.waits == wait:
                 self.fleet.answer(replica, partial(formed, rank=rank), self.fleet.delay(), "answer")

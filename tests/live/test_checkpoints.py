@@ -8,12 +8,14 @@ import resource
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from ebbflow.core.storage import COMPLETE
 from ebbflow.errors import StorageUnreachable, UnreadableCheckpoints
+from ebbflow.live import checkpoints as module
 from ebbflow.live.checkpoint_names import CheckpointName
 from ebbflow.live.checkpoints import Checkpoints
 from live import checkpoint_ranks
@@ -47,6 +49,22 @@ def loaded_step(store: Checkpoints) -> int:
 def path_of(folder: Path, step: int) -> Path:
     (found,) = folder.glob(f"step-{step:09d}-*")
     return found
+
+
+def test_where_no_memory_can_be_pinned_checkpoints_are_copied_into_other_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refuses:
+        def stage(self, state: object) -> None:
+            raise RuntimeError("Registering memory failed with cudaError: 2.")
+
+    make = module._stager
+    monkeypatch.setattr(module, "_stager", lambda *, pinned: Refuses() if pinned else make(pinned=False))
+    heard: list[tuple[str, str]] = []
+    store = Checkpoints(tmp_path, on_event=lambda what, text: heard.append((what, text)), pinned=True)
+    save(store, 1, 2)
+    assert loaded_step(store) == 2
+    assert [what for what, _ in heard] == ["memory is not pinned"] and "cudaError: 2" in heard[0][1]
 
 
 def test_the_last_few_checkpoints_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
@@ -201,3 +219,24 @@ def test_a_full_disk_of_one_rank_costs_all_ranks_this_checkpoint_and_no_more(tmp
     store, _ = checkpoints(tmp_path / "job")
     found = store.newest()
     assert found is not None and found[1]["model"]["w"].tolist() == [3.0] * 100_000
+
+
+@pytest.mark.parametrize(("established", "ranks", "goes_on"), [(True, 1, True), (False, 1, False), (True, 2, False)])
+def test_one_that_has_trained_goes_on_with_its_own_state_if_the_checkpoints_cannot_be_read(
+    established: bool, ranks: int, goes_on: bool
+) -> None:
+    """As one that was left out, and comes back alone. Of several ranks, some might have read what others have not."""
+    pytest.importorskip("torchft", reason="the live engine needs torchft: pip install 'ebbflow[live]'")
+    from ebbflow.live.connection import FleetConnection
+    from ebbflow.live.membership_events import NoNewerCheckpoint
+
+    told: list[str] = []
+    connection: Any = mock.Mock(_on_event=lambda what, text: told.append(text))
+    connection.state.refresh.side_effect = StorageUnreachable("the bucket does not answer")
+    connection.membership.state.established, connection.ranks.size = established, ranks
+    if not goes_on:
+        with pytest.raises(StorageUnreachable):
+            FleetConnection._load_checkpoint(connection)
+        return
+    assert isinstance(FleetConnection._load_checkpoint(connection), NoNewerCheckpoint)
+    assert told == ["the bucket does not answer; this replica goes on with its own state"]

@@ -266,7 +266,7 @@ def test_most_replicas_are_right_and_of_two_the_first() -> None:
 
 
 @pytest.mark.process
-def test_replicas_that_differ_in_rate_momentum_activation_data_or_python_are_refused(
+def test_replicas_that_differ_in_rate_momentum_activation_data_python_or_memory_are_refused(
     fleet: Any, tmp_path: Path
 ) -> None:
     group = fleet(all=["r0", "r1"], hold=3)
@@ -278,6 +278,7 @@ def test_replicas_that_differ_in_rate_momentum_activation_data_or_python_are_ref
         "activation": ({"change": "activation"}, "structure of the model is"),
         "data": ({"change": "data"}, "data is"),
         "python": ({"change": "python"}, "python is '2.7' here"),
+        "memory": ({"change": "memory"}, "memory formats is"),
     }
     for name, (settings, _) in odd.items():
         group.start(name, **settings)

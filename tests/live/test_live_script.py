@@ -27,6 +27,7 @@ from contract.suite import BackAndForth, make_data, make_model
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.live import connection, membership
 from ebbflow.live.accounting import read_fleet, read_fleet_run
+from ebbflow.live.fleet_questions import FleetQuestions
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.report.results import load_results
 from ebbflow.workloads.prefetch import Request, SampleReader
@@ -117,6 +118,37 @@ def test_a_lone_replica_asks_the_lighthouse_in_threads_that_stay_until_it_is_clo
     for thread in seen[-1]:
         thread.join(60)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("holds_s", [60.0, 0.0])
+def test_a_lone_replica_asks_for_the_next_step_while_the_optimizer_applies_this_one(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds_s: float
+) -> None:
+    """But not at the end of an epoch; and after a long pause it asks again, since the answer may be out of date."""
+    done: list[str] = []
+    ask = FleetQuestions.ask_for_quorum
+
+    def asked(self: FleetQuestions, request: Any, **settings: Any) -> Any:
+        done.append(f"asked for {request.step}")
+        return ask(self, request, **settings)
+
+    def applied(*_: Any) -> None:
+        if "applied" not in done:
+            eventually(lambda: "asked for 1" in done, "a question for the next step")
+        done.append("applied")
+
+    monkeypatch.setattr(FleetQuestions, "ask_for_quorum", asked)
+    monkeypatch.setattr(connection, "_ANSWER_HOLDS_S", holds_s)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(applied)
+    _, fleet = script(model=model, optimizer=optimizer, local_batch=49, loss=lambda m, x, y: loss_fn(m(x), y))
+    with fleet:
+        fleet.run()
+    account, _ = read_fleet(tmp_path)
+    assert account.exactly_once and len(account.steps) == 2
+    again = [] if holds_s else ["asked for 1"]
+    assert done[done.index("asked for 1") :] == ["asked for 1", "applied", *again, "applied", "asked for 2"]
 
 
 def test_half_precision_by_autocast_in_the_script(script: Any, tmp_path: Path) -> None:

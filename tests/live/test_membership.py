@@ -36,6 +36,7 @@ from ebbflow.live.membership_events import (
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
+    PeerAsksAgain,
     PublishedGroup,
     PublishGroup,
     QuorumFormed,
@@ -53,6 +54,7 @@ from ebbflow.live.membership_events import (
     StepCommitted,
     StepFailed,
     StepRequested,
+    TellPeers,
     Tick,
     ToldToLeave,
     Unregister,
@@ -293,8 +295,8 @@ def test_a_wait_of_ten_seconds_is_explained_once() -> None:
     membership.handle(Started(now=0.0))
     membership.handle(Registered(now=0.0, name="r0:a", store="s"))
     membership.handle(StepRequested(now=1.0, step=0, lineage=0))
-    assert membership.handle(Tick(now=8.0)) == []
-    assert membership.handle(Tick(now=11.0)) == [CheckHeartbeats()]
+    assert membership.handle(Tick(now=9.5)) == []
+    assert membership.handle(Tick(now=11.0)) == [CheckHeartbeats(connection=True)]
     (told,) = membership.handle(HeartbeatsReceived(now=11.0, ages={"r0:a": 0.1, "r1:b": 9.0}))
     assert told == RecordEvent("waiting", "1 of at least 2 replicas (--min-replicas) are here: r0")
     membership.handle(Tick(now=99.0))
@@ -316,7 +318,7 @@ def test_a_quorum_leads_to_a_handshake_with_the_own_job_and_state() -> None:
     own = Handshake(name="a", store="store-a", state=ReplicaState(step=3, lineage=7), job=JOBS[0], attempt=1)
     published, sent = react(membership, requested(step=3, lineage=7), *accepted("a", "b", number=4))
     assert published == PublishGroup(group("a", "b", step=3))
-    assert isinstance(sent, SendHandshake) and (sent.rank, sent.size, sent.handshake) == (0, 2, own)
+    assert isinstance(sent, SendHandshake) and (sent.rank, sent.names, sent.handshake) == (0, ("a", "b"), own)
     assert sent.rendezvous.startswith("10.0.0.1:1/ebbflow/4-")
 
 
@@ -329,6 +331,19 @@ def test_replicas_that_are_all_still_connected_go_on_as_they_are() -> None:
     asked = react(membership, committed(), requested(step=1, lineage=6))
     assert asked == [AskLighthouse(step=1, group=KEY, established=True)]
     assert react(membership, quorum("a", "b", group=KEY)) == [ComputeStep(step=1, participants=("a", "b"), rank=0)]
+
+
+def test_only_a_replica_that_trains_alone_knows_its_next_question_before_the_step() -> None:
+    """Replicas that train together must all use one answer, and the time until the next step differs between them."""
+    alone, two, leaving = computing("a"), computing("a", "b"), computing("a")
+    assert alone.next_question is None, "a step is being computed"
+    for membership in (alone, two, leaving):
+        react(membership, committed())
+    assert two.next_question is None
+    known = alone.next_question
+    assert known is not None and [known] == react(alone, requested(step=1, lineage=6))
+    react(leaving, requested(step=1, lineage=6), ToldToLeave(now=0.0), quorum("a", group=known.group), committed())
+    assert leaving.next_question is None, "it leaves in the next step"
 
 
 @pytest.mark.parametrize("following", [quorum("a", "b", "c", group=KEY), quorum("a", "b"), quorum("a", group=KEY)])
@@ -453,11 +468,45 @@ def test_a_lighthouse_that_did_not_answer_for_a_while_is_asked_again() -> None:
     """The request may have been lost with the lighthouse; its connection may break only minutes later."""
     membership = asking()
     assert react(membership, Tick(now=1.0)) == []
-    assert react(membership, Tick(now=5.9)) == []
-    assert react(membership, Tick(now=6.0)) == [CheckHeartbeats()]
-    assert react(membership, HeartbeatsReceived(now=6.0, ages={})) == []
-    assert react(membership, Tick(now=11.0))[-1] == CheckHeartbeats()
-    assert react(membership, alive("a", now=11.0)) == [AskLighthouse(step=0)]
+    assert react(membership, Tick(now=2.9)) == []
+    assert react(membership, Tick(now=3.0)) == [CheckHeartbeats(connection=True)]
+    assert react(membership, HeartbeatsReceived(now=3.0, ages={})) == []
+    assert react(membership, Tick(now=7.9)) == []
+    assert react(membership, Tick(now=8.0))[-1] == CheckHeartbeats(connection=True)
+    assert react(membership, alive("a", now=8.0)) == [AskLighthouse(step=0)]
+
+
+def test_a_replica_whose_connection_to_the_lighthouse_is_dead_leaves_its_group_and_asks_over_another_one() -> None:
+    """The others may have the answer that it lacks, and wait in a sum for its part."""
+    membership = computing("a", "b")
+    react(membership, committed(), requested(step=1, now=0.0), Tick(now=0.1))
+    assert react(membership, Tick(now=2.2)) == [CheckHeartbeats(connection=True)]
+    answer = dataclasses.replace(alive("a", "b", now=4.2), connected=False, quorum=frozenset("ab"))
+    told, lost, dropped, asked = react(membership, answer)
+    assert told == TellPeers(names=("b",), attempt=2), "they may also wait for its handshake"
+    assert isinstance(lost, RecordEvent) and "not over the connection" in lost.text and dropped == DropConnections()
+    assert asked == AskLighthouse(step=1, established=True, reconnect=True)
+    away = LighthouseUnreachable(now=5.0, reason="refused")
+    assert react(membership, away)[-1] == AskLighthouse(step=1, established=True, after_s=0.2), "once is enough"
+
+
+def test_nobody_is_told_of_a_lost_request_that_led_to_no_quorum() -> None:
+    membership = asking()
+    react(membership, Tick(now=0.1), Tick(now=2.2))
+    answer = dataclasses.replace(alive("a", "b", now=4.2), connected=False, quorum=frozenset("bc"))
+    lost, asked = react(membership, answer)
+    assert isinstance(lost, RecordEvent) and asked == AskLighthouse(step=0, reconnect=True)
+
+
+@pytest.mark.parametrize(("attempt", "comes"), [(6, True), (7, False), (8, False)])
+def test_a_handshake_that_will_not_come_is_not_waited_for(attempt: int, comes: bool) -> None:
+    """The quorum was formed of the seventh request of b, which says to which of its requests it lacks the answer."""
+    membership = asking()
+    formed = dataclasses.replace(quorum("a", "b"), attempts=(1, 7))
+    assert isinstance(react(membership, formed, alive("a", "b"))[-1], SendHandshake)
+    following = react(membership, PeerAsksAgain(now=3.0, name="b", attempt=attempt))
+    assert (following == []) == comes
+    assert comes or isinstance(following[-1], AskLighthouse)
 
 
 def test_of_two_states_that_are_equally_far_that_of_more_replicas_counts() -> None:
@@ -732,6 +781,76 @@ def test_the_replica_that_is_left_out_stops_its_heartbeats_until_it_reaches_its_
     assert react(membership, LinksChecked(now=5, unreachable=("0",))) == [check]
     assert react(membership, LinksChecked(now=10, unreachable=())) == [Register()]
     assert asks(membership, Registered(now=10, name="a2", store="store-a"), step=0)
+
+
+@pytest.mark.parametrize(
+    ("blocked", "steps", "out"),
+    [
+        (("d", "", "", "a"), (4, 4, 4, 4), "d"),
+        (("d", "", "", "a"), (4, 4, 4, 5), "a"),  # nobody else has the step of d
+        (("b c d", "a", "a", "a"), (4, 4, 4, 4), "a"),  # the one that the most report
+        (("b", "a", "d", "c"), (4, 4, 4, 4), ""),  # two of four would be left
+        (("b c d", "a c d", "a b d", "a b c"), (4, 4, 4, 4), ""),  # none reaches another: that is no single link
+        (("e", "", "", ""), (4, 4, 4, 4), ""),  # the quorum lacks it anyway
+    ],
+)
+def test_one_side_of_blocked_ports_is_left_out_if_more_than_half_of_the_replicas_stay(
+    blocked: tuple[str, ...], steps: tuple[int, ...], out: str
+) -> None:
+    formed = with_links(quorum("a", "b", "c", "d"), "", "", "", "", steps=steps)
+    said = dataclasses.replace(formed, blocked=tuple(tuple(names.split()) for names in blocked))
+    assert out_of_reach(said) == {*out.split()}
+    assert out_of_reach(said, min_replicas=4) == set(), "nobody could train without it"
+
+
+def test_of_two_replicas_with_blocked_ports_between_them_none_is_left_out_to_train_alone() -> None:
+    formed = dataclasses.replace(quorum("a", "b"), blocked=(("b",), ("a",)))
+    assert out_of_reach(formed) == set()
+    assert out_of_reach(dataclasses.replace(formed, unreachable=((), ("a",)))) == {"b"}, "unlike those of a cut link"
+
+
+def test_a_cut_link_counts_even_if_blocked_ports_cannot_be_avoided() -> None:
+    formed = with_links(quorum("a", "b", "c"), "", "c", "b")
+    assert out_of_reach(dataclasses.replace(formed, blocked=(("b", "c"), ("a",), ("a",)))) == {"c"}
+
+
+def test_a_replica_that_is_left_out_because_of_blocked_ports_names_its_peer_and_waits_until_they_are_open() -> None:
+    membership = asking()
+    formed = dataclasses.replace(quorum("0", "a", "b"), blocked=(("a",), ("0",), ()))
+    told, unregister, check = react(membership, formed)
+    assert isinstance(told, RecordEvent) and "connections with 0 fail" in told.text and "firewall" in told.text
+    assert unregister == Unregister() and check == CheckLinks(names=("0",), after_s=5.0)
+    assert react(membership, LinksChecked(now=5, unreachable=(), blocked=("0",))) == [check]
+    assert react(membership, LinksChecked(now=10, unreachable=())) == [Register()]
+
+
+def test_blocked_ports_are_reported_and_named_when_two_replicas_give_up_because_of_them() -> None:
+    membership = idle()
+    for number in range(5):
+        ask(membership)
+        fail(membership, number, "a", "b", backend=True)
+    (asked,) = react(membership, requested(), LinksChecked(now=0, unreachable=(), blocked=("b",)))
+    assert isinstance(asked, AskLighthouse) and asked.blocked == ("b",) and asked.hopeless, "it still counts"
+    ended = react(membership, dataclasses.replace(quorum("a", "b", number=100), hopeless=(True, False)))
+    assert isinstance(ended[-1], GiveUp) and ended[-1].reason.startswith("duplicate GPU; connections with b fail")
+
+
+@pytest.mark.parametrize("others", ["", "b"])
+def test_one_that_comes_back_after_the_others_have_finished_looks_for_their_last_checkpoint(others: str) -> None:
+    """Else it would repeat the steps that they have committed meanwhile, alone, and write other final weights."""
+    membership = computing("a", "b", "c")
+    react(membership, committed(), requested(step=1))
+    react(membership, dataclasses.replace(quorum("0", "a", "b", number=2), unreachable=((), ("0",), ())))
+    react(membership, LinksChecked(now=10, unreachable=()), Registered(now=10, name="a", store="store-a"))
+    for now in (10.5, 11.0, 11.5):
+        membership.objections.watch.answered(now, about_quorum=False, ages={})
+    met = [(1, membership.state.lineage, True)] * (1 + len(others))
+    connected = react(
+        membership, *accepted("a", *others, number=3, now=12), handshakes(*met, now=12), GroupConnected(now=12)
+    )
+    assert (connected == [LoadCheckpoint()]) == (not others)
+    if not others:
+        assert isinstance(react(membership, NoNewerCheckpoint(now=12))[-1], ComputeStep)
 
 
 def test_the_others_ask_for_a_quorum_without_the_one_that_is_left_out() -> None:
@@ -1038,7 +1157,7 @@ def test_a_replica_with_a_group_that_is_told_to_leave_waits_for_one_more_step() 
     membership = computing("a", "b")
     react(membership, committed(), requested(step=1, now=100.0))
     assert react(membership, ToldToLeave(now=100.1)) == []
-    assert react(membership, Tick(now=104.9)) == []
+    assert react(membership, Tick(now=102.0)) == []
     assert react(membership, Tick(now=110.0)) == [LeaveFleet(save_state=True)], "nobody else may have the state"
 
 

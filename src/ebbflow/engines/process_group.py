@@ -39,6 +39,7 @@ Fault = Callable[[str], None]
 NcclFactory = Callable[["TorchStore", int, int, timedelta], Any]
 """(store, rank, size, timeout) -> an NCCL group whose collectives can be aborted."""
 
+_CONNECT_SLACK_S = 1.0  # after which gloo itself should have said why it could not connect
 _POLL = timedelta(seconds=0.5)  # how often it is asked who has stopped
 CHUNK_BYTES = 1 << 20
 """Most bytes in one message to a peer. A sum that uses the same connection waits for the message before it: 8 ms on a
@@ -197,7 +198,7 @@ class ProcessGroup:
         try:
             store = TorchStore(self.rendezvous, self._secret, timeout_s=self._connect_timeout.total_seconds())
             self._stores = [store]
-            self._gloo = gloo_group(store, self.rank, self.size, host=self.host, timeout=self._connect_timeout)
+            self._gloo = self._connect_gloo(store)
         except RuntimeError as error:
             raise _lost(error, "the processes could not connect: ") from None
         if self._by_nccl:
@@ -209,6 +210,30 @@ class ProcessGroup:
                 raise PeerLost(f"the processes could not connect: {error}") from None
             except RuntimeError as error:
                 raise BackendFailed(f"NCCL could not connect: {_words(error)}") from None
+
+    def _connect_gloo(self, store: TorchStore) -> Any:
+        """Gloo waits five times as long as it is told for a peer that is to connect with it: so a thread waits for it.
+
+        A group that is connected after all is dropped then.
+        """
+        outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def connect() -> None:
+            try:
+                outcome.put(gloo_group(store, self.rank, self.size, host=self.host, timeout=self._connect_timeout))
+            except Exception as error:
+                outcome.put(error)
+
+        threading.Thread(target=connect, daemon=True, name="ebbflow-connect").start()
+        seconds = self._connect_timeout.total_seconds()
+        try:
+            connected = outcome.get(timeout=seconds + _CONNECT_SLACK_S)
+        except queue.Empty:
+            reason = f"the processes could not connect within {seconds:g} s: not all of them reach each other"
+            raise PeerLost(reason) from None
+        if isinstance(connected, Exception):
+            raise connected
+        return connected
 
     def barrier(self) -> None:
         """Wait until all processes have called this."""

@@ -23,7 +23,7 @@ from ebbflow.engines.captured import CapturedPasses, Count
 from ebbflow.engines.loss_sum import LossSum, mean_over_samples
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import FusedMeter, Meter, meter_for
-from ebbflow.torch_api import BatchNorm, foreach_add_, foreach_copy_, foreach_lerp_, foreach_zero_
+from ebbflow.torch_api import BatchNorm, foreach_add_, foreach_copy_, foreach_lerp_
 
 __all__ = [
     "Fetch", "LoadedMicroBatch", "LocalBatchNorm", "Loss", "ModelReset", "Precision", "ReplicaStep", "autocast",
@@ -39,6 +39,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 _TYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MASK = (1 << 64) - 1
+_ADDED_AT_ONCE_BYTES = 1 << 28
 
 
 def micro_batch_seed(seed: int, epoch: int, start: int) -> int:
@@ -120,27 +121,54 @@ class LocalBatchNorm:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.layers = [m for m in model.modules() if isinstance(m, BatchNorm) and m.running_mean is not None]
-        self._sums = [torch.zeros_like(tensor) for layer in self.layers for tensor in _running(layer)]
-        self._before = [torch.zeros_like(tensor) for tensor in self._sums]
-        self._counts = [torch.zeros_like(_count(layer)) for layer in self.layers]
+        running = self._running(self.layers)
+        self._flat, self._sums = _vectors_and_views(running)
+        self._before = [torch.zeros_like(tensor) for tensor in running]
+        self._counts = [torch.zeros_like(count) for count in self._counted(self.layers)]
+        self._held = False  # the layers do not count their micro-batches
+        self._counts_kept = False  # they do, and the counts of before the step are kept
         self._began = False
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        """Mean and variance of each layer, summed over the micro-batches so far; the same tensors in every step."""
-        return self._sums
+        """Mean and variance of all layers, summed over the micro-batches so far: a vector of each type of numbers, the
+        same tensors in every step."""
+        return self._flat
 
     def begin(self) -> None:
         """Remember the buffers of before the step. Does not synchronise."""
-        self._began = True
+        self._began, self._counts_kept = True, False
         if self.layers:
-            foreach_copy_(self._before, [tensor for layer in self.layers for tensor in _running(layer)])
-            foreach_copy_(self._counts, [_count(layer) for layer in self.layers])
-            foreach_zero_(self._sums)
+            foreach_copy_(self._before, self._running(self.layers))
+            for vector in self._flat:
+                vector.zero_()
+
+    @contextmanager
+    def held_counts(self) -> Iterator[None]:
+        """A context in which the layers do not count their micro-batches, for passes in which nobody looks.
+
+        `commit` sets the counts in any case. It saves an operator per layer and micro-batch.
+        """
+        if any(type(layer) not in _COUNT_IF_THEY_CAN for layer in self.layers):
+            yield
+            return
+        held = [(buffers, buffers[_COUNT]) for buffers in map(_buffers, self.layers)]
+        for buffers, _ in held:
+            buffers[_COUNT] = None
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            for buffers, count in held:
+                buffers[_COUNT] = count
 
     @contextmanager
     def micro_batch(self, weight: float) -> Iterator[None]:
         """Run the forward pass of one micro-batch inside; `weight` is its part of the step's samples."""
+        if self.layers and not self._held and not self._counts_kept:
+            foreach_copy_(self._counts, self._counted(self.layers))
+            self._counts_kept = True
         momenta = [layer.momentum for layer in self.layers]
         for layer in self.layers:
             vars(layer)["momentum"] = 1.0  # as layer.momentum = 1.0, without what a module does to set an attribute
@@ -151,43 +179,75 @@ class LocalBatchNorm:
                 vars(layer)["momentum"] = momentum
         trained = [number for number, layer in enumerate(self.layers) if layer.training]
         if trained:
-            own = [tensor for number in trained for tensor in _running(self.layers[number])]
-            foreach_add_([tensor for number in trained for tensor in self._pair(number)], own, alpha=weight)
-
-    def _pair(self, number: int, of: Sequence[torch.Tensor] | None = None) -> Sequence[torch.Tensor]:
-        """Mean and variance of a layer among the sums, or among other tensors in their order."""
-        return (self._sums if of is None else of)[2 * number : 2 * number + 2]
+            own = self._running(self.layers[number] for number in trained)
+            foreach_add_([tensor for number in trained for tensor in _pair(self._sums, number)], own, alpha=weight)
 
     def commit(self) -> None:
         """Blend the mean over the micro-batches into the running statistics, as one update."""
         by_weight: dict[float, list[int]] = {}
         for number, layer in enumerate(self.layers):
             if layer.training:
-                # A layer without a momentum averages over all steps, and only then the number of them is read.
-                momentum = layer.momentum if layer.momentum is not None else 1.0 / (int(self._counts[number]) + 1)
+                momentum = layer.momentum
+                if momentum is None:  # it averages over all steps, and only then the number of them is read
+                    before = self._counts[number] if self._counts_kept else self._counted([layer])[0]
+                    momentum = 1.0 / (int(before) + 1)
                 by_weight.setdefault(momentum, []).append(number)
         for weight, numbers in by_weight.items():
-            old = [tensor for number in numbers for tensor in self._pair(number, self._before)]
-            foreach_lerp_(old, [tensor for number in numbers for tensor in self._pair(number)], weight)
-            foreach_copy_([tensor for number in numbers for tensor in _running(self.layers[number])], old)
-            counts = [self._counts[number] for number in numbers]
-            foreach_add_(counts, 1)
-            foreach_copy_([_count(self.layers[number]) for number in numbers], counts)
+            layers = [self.layers[number] for number in numbers]
+            old = [tensor for number in numbers for tensor in _pair(self._before, number)]
+            foreach_lerp_(old, [tensor for number in numbers for tensor in _pair(self._sums, number)], weight)
+            foreach_copy_(self._running(layers), old)
+            if self._counts_kept:
+                foreach_copy_(self._counted(layers), [self._counts[number] for number in numbers])
+            foreach_add_(self._counted(layers), 1)
 
     def rollback(self) -> None:
         """Put back the buffers of before the step; without a step there is nothing to put back."""
         if self._began and self.layers:
-            foreach_copy_([tensor for layer in self.layers for tensor in _running(layer)], self._before)
-            foreach_copy_([_count(layer) for layer in self.layers], self._counts)
+            foreach_copy_(self._running(self.layers), self._before)
+            if self._counts_kept:
+                foreach_copy_(self._counted(self.layers), self._counts)
+
+    # From the dictionary of a module, since its own way to look for an attribute takes several times as long.
+
+    @staticmethod
+    def _running(layers: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+        """Mean and variance of each of the layers."""
+        return [buffers[name] for buffers in map(_buffers, layers) for name in ("running_mean", "running_var")]
+
+    @staticmethod
+    def _counted(layers: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+        """The number of micro-batches of each of the layers."""
+        return [buffers[_COUNT] for buffers in map(_buffers, layers)]
 
 
-def _running(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return layer.running_mean, layer.running_var
+_COUNT = "num_batches_tracked"
+_COUNT_IF_THEY_CAN = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+"""Layers that are known to do without a count; SyncBatchNorm, and a layer of the user's own, may not."""
 
 
-def _count(layer: Any) -> torch.Tensor:
-    count: torch.Tensor = layer.num_batches_tracked
-    return count
+def _buffers(layer: torch.nn.Module) -> dict[str, Any]:
+    buffers: dict[str, Any] = vars(layer)["_buffers"]
+    return buffers
+
+
+def _pair(tensors: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:
+    """Mean and variance of a layer, among those of all layers."""
+    return tensors[2 * number : 2 * number + 2]
+
+
+def _vectors_and_views(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Zeros in one vector for each type and device, and views of these in the order and shapes of the tensors."""
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        alike.setdefault((tensor.dtype, tensor.device), []).append(index)
+    vectors, views = [], dict[int, torch.Tensor]()
+    for (dtype, device), indices in alike.items():
+        sizes = [tensors[index].numel() for index in indices]
+        vectors.append(torch.zeros(sum(sizes), dtype=dtype, device=device))
+        parts = vectors[-1].split(sizes)  # type: ignore[no-untyped-call]
+        views |= {index: part.view_as(tensors[index]) for index, part in zip(indices, parts, strict=True)}
+    return vectors, [views[index] for index in range(len(tensors))]
 
 
 class LoadedMicroBatch(NamedTuple):
@@ -200,6 +260,50 @@ class LoadedMicroBatch(NamedTuple):
     """What its loss is multiplied with before the backward pass."""
     last: bool = False
     """Whether it is the last one of this process in the step."""
+
+
+def adds_at_once(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether gradients of micro-batches are better added up all at once than by autograd, tensor by tensor.
+
+    On a GPU this is one kernel instead of one per tensor; but the gradient of a micro-batch then lies in memory beside
+    the sum, which is worth it for small models only.
+    """
+    on_gpu = all(parameter.device.type == "cuda" for parameter in parameters)
+    return on_gpu and sum(parameter.nbytes for parameter in parameters) <= _ADDED_AT_ONCE_BYTES
+
+
+class AddedGradients:
+    """The sum of the gradients of micro-batches, each of which is taken out of `.grad` after its backward pass.
+
+    It is what autograd would have accumulated there, bit for bit.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._sums: dict[int, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take what is in `.grad`, and add it."""
+        sums, more = [], []
+        for index, parameter in enumerate(self._parameters):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            earlier = self._sums.get(index)
+            if earlier is None or earlier.is_sparse or gradient.is_sparse:
+                self._sums[index] = gradient if earlier is None else earlier + gradient
+            else:
+                sums.append(earlier)
+                more.append(gradient)
+        if sums:
+            foreach_add_(sums, more)
+
+    def put_back(self) -> None:
+        """Set `.grad` to the sum, and begin anew."""
+        for index, gradient in self._sums.items():
+            self._parameters[index].grad = gradient
+        self._sums = {}
 
 
 class ReplicaStep:
@@ -267,6 +371,7 @@ class ReplicaStep:
             )  # fmt: skip
         self._generators = generators(model)
         self._reset = ModelReset(model)
+        self._adds_at_once = adds_at_once(self._reset.parameters)
         self._order = lru_cache(maxsize=2)(lambda epoch: Permutation(samples, seed, epoch))  # this one and the next
 
     def measure(self, on: bool) -> None:
@@ -342,7 +447,17 @@ class ReplicaStep:
             raise ConfigError(
                 "no loss was given, so the steps cannot be computed here; pass loss=, or use your own loop"
             )
-        for micro_batch in self.load(micro_batches, epoch=epoch, batch=batch, whole=whole):
+        unmeasured = self._captured is None and (self.meter is None or not self.meter.on)
+        adds = unmeasured and len(micro_batches) > 1 and self._adds_at_once
+        added = AddedGradients(self._reset.parameters) if adds else None
+        with self.batch_norm.held_counts():
+            self._compute(self.load(micro_batches, epoch=epoch, batch=batch, whole=whole), added)
+        if added is not None:
+            added.put_back()
+
+    def _compute(self, micro_batches: Iterable[LoadedMicroBatch], added: AddedGradients | None) -> None:
+        assert self.loss_function is not None
+        for micro_batch in micro_batches:
             if self._captured is not None and not self._sends(micro_batch):
                 self._replay(micro_batch)
                 continue
@@ -350,7 +465,12 @@ class ReplicaStep:
                 self._sums.put_back()  # what is sent of a gradient is that of all micro-batches
             with self.autocast():
                 loss = self.loss_function(self.model, micro_batch.inputs, micro_batch.targets)
+            if added is not None and self._sends(micro_batch):
+                added.put_back()  # what is sent of a gradient is that of all micro-batches
+                added = None
             self.backward(loss, micro_batch)
+            if added is not None:
+                added.take()
         if self._sums is not None and self.meter is None:
             self._sums.put_back()
 

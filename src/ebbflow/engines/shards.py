@@ -181,6 +181,7 @@ class ShardedStep(ReplicaStep):
         if not {"moments", "layers"}.isdisjoint(needs):
             meter = FlatMeter if FlatMeter.can_measure(self.parameters) else FusedMeter  # both without hooks
             self.meter = meter(self.parameters, layers="layers" in needs)
+        self._adds_at_once = False  # what is in .grad may be a part of a bucket that torch uses again
         self._pass: tuple[int, float] = (0, 0.0)  # samples of the replica in the open pass; their part of the step's
         self._counted = False
 
@@ -270,6 +271,9 @@ def whole_state(state: Any, ranks: ReplicaRanks) -> Any:
     def whole(value: Any) -> Any:
         if not is_sharded(value):
             return value
+        mesh = value.device_mesh
+        if all(dist.get_backend(mesh.get_group(dimension)) == "gloo" for dimension in range(mesh.ndim)):
+            value = value.cpu()  # what gloo would do with the memory of a GPU here, it does not check
         full = value.full_tensor()
         return full.cpu() if ranks.leads else None
 

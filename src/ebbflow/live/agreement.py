@@ -17,7 +17,8 @@ from ebbflow.live.membership_events import Handshake, QuorumFormed
 
 __all__ = [
     "UNKNOWN", "Agreement", "agree", "describe_difference", "extend_lineage", "fork_lineage", "gone_on_without",
-    "group_key", "initial_lineage", "keeps_others_waiting", "meeting_key", "out_of_reach", "without_heartbeat",
+    "group_key", "initial_lineage", "keeps_others_waiting", "links_of", "meeting_key", "out_of_reach",
+    "without_heartbeat",
 ]  # fmt: skip
 
 UNKNOWN = "unknown"
@@ -161,18 +162,48 @@ def keeps_others_waiting(computing_s: float, step_s: float, patience_s: float) -
     return computing_s > patience_s + 2 * step_s
 
 
-def out_of_reach(quorum: QuorumFormed) -> frozenset[str]:
+def out_of_reach(quorum: QuorumFormed, min_replicas: int = 1) -> frozenset[str]:
     """Name the replicas of a quorum without which all others reach each other, by what all have said in it.
 
     Of two that do not reach each other, the one that has come less far is left out, so that no committed step is given
     up; of equals, the one with more such links, then the one that has noticed it, which sees when the link is restored,
     then the last one by name.
 
+    Ports that are blocked between two replicas whose stores answer count like a cut link if more than half of the
+    quorum stays, and no fewer than `min_replicas`. Else something is wrong that concerns everybody, or nobody could
+    train without those that are left out: then all stay, fail together, and end with what the backend says.
+
     >>> said = {"established": (True,) * 3, "steps": (7,) * 3, "unreachable": (("c",), (), ("a",))}
     >>> out_of_reach(QuorumFormed(now=0, quorum_id=1, replicas=tuple("abc"), rank=0, store="", groups=(), **said))
     frozenset({'c'})
     """
-    reports = {(one, other) for one, names in zip(quorum.replicas, quorum.unreachable, strict=False) for other in names}
+    cut = _reports(quorum.replicas, quorum.unreachable)
+    blocked = _reports(quorum.replicas, quorum.blocked)
+    if blocked:
+        out = _left_out(quorum, cut | blocked)
+        stay = len(quorum.replicas) - len(out)
+        if 2 * stay > len(quorum.replicas) and stay >= min_replicas:
+            return out
+    return _left_out(quorum, cut)
+
+
+def links_of(name: str, replicas: Sequence[str], said: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Name those that a replica does not reach, or that do not reach it, by what each of a quorum has said.
+
+    >>> links_of("b", "abc", ("b", "", ""))
+    ('a',)
+    """
+    links = [set(pair) for pair in _reports(replicas, said) if name in pair]
+    return tuple(sorted(set[str]().union(*links) - {name}))
+
+
+def _reports(replicas: Sequence[str], said: Sequence[Sequence[str]]) -> set[tuple[str, str]]:
+    """Who has said of whom that it does not reach it."""
+    return {(one, other) for one, names in zip(replicas, said, strict=False) for other in names}
+
+
+def _left_out(quorum: QuorumFormed, reports: Collection[tuple[str, str]]) -> frozenset[str]:
+    """Name replicas of a quorum such that none of the reports is about two of the others."""
     progress = dict(zip(quorum.replicas, zip(quorum.established, quorum.steps, strict=False), strict=False))
     out: set[str] = set()
     while cut := [(one, other) for one, other in reports if {one, other} <= progress.keys() - out]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ebbflow.core.storage import COMPLETE, Storage
@@ -20,6 +21,15 @@ from ebbflow.live.checkpoint_names import CheckpointName, list_checkpoints, outd
 from ebbflow.run.sharded_checkpoint import MakeTensor, load_state, save_state, whole_tensor
 
 __all__ = ["Checkpoints"]
+
+
+def _stager(*, pinned: bool) -> DefaultStager:
+    """What copies a state; it keeps the memory of the last copy for the next one."""
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
+        )
+    )
 
 
 class Checkpoints:
@@ -36,9 +46,12 @@ class Checkpoints:
         keep: int = 3,
         on_event: Callable[[str, str], None],
         ranks: ReplicaRanks | None = None,
+        pinned: bool = False,
     ) -> None:
         """`place`: a folder, or a URL such as s3://bucket/job. `keep`: how many are kept. `on_event(what, text)`:
         called for damaged checkpoints and failures, from any thread. `ranks`: those that have the state together.
+        `pinned`: whether the state is copied into pinned memory, for one that is on a GPU; if no memory can be pinned,
+        it is copied into any other.
         """
         self.storage = Storage(place)
         self.keep = keep
@@ -49,8 +62,8 @@ class Checkpoints:
         self._writing: threading.Thread | None = None
         self._skipped = False
         """Whether a checkpoint was skipped since the one under way was begun."""
-        # It keeps the memory of the last copy for the next one.
-        self._stager = DefaultStager(StagingOptions(*[False] * 4))
+        self._pinned = pinned
+        self._stager = _stager(pinned=pinned)
 
     def newest(
         self, *, beyond: int = -1, make: MakeTensor = whole_tensor
@@ -108,7 +121,7 @@ class Checkpoints:
         self.wait()
         staged, problem = None, ""
         try:
-            staged = self._stager.stage(dict(state))
+            staged = self._copied(state)
         except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
             problem = f"the state cannot be copied: {error}; training goes on"
         # A rank that wrote alone would wait for the others for ever.
@@ -118,6 +131,20 @@ class Checkpoints:
         self._skipped = False
         self._writing = threading.Thread(target=self._write, args=(name, staged), name="ebbflow-checkpoint")
         self._writing.start()
+
+    def _copied(self, state: Mapping[str, Any]) -> Any:
+        """The state in the memory of the host."""
+        try:
+            return self._stager.stage(dict(state))
+        except RuntimeError as error:
+            if not self._pinned:
+                raise
+            self.on_event("memory is not pinned", f"checkpoints are copied into other memory: {error}")
+        self._pinned, self._stager = False, _stager(pinned=False)
+        if torch.cuda.is_available():  # it reports its last error once more, to whatever is launched next
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+        return self._stager.stage(dict(state))
 
     def _is_writing(self) -> bool:
         return self._writing is not None and self._writing.is_alive()

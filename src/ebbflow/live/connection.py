@@ -4,6 +4,7 @@ No decision is made here. `Membership` (membership.py) says what is to be done; 
 training loop, with these parts:
 
     registration      heartbeats to the lighthouse, by torchft's manager server, and the store that others read
+    link_probe        a port at which replicas try whether they reach each other
     fleet_questions   questions to the lighthouse and to the stores of others; background: threads that wait for answers
     rendezvous        handshakes, and connecting the process group
     peer_watch        whether this replica waits for its peers in vain, or they for it
@@ -19,13 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
+from typing import Any, NamedTuple
 
 import torch
 
 from ebbflow.data.ledger import Assignment
 from ebbflow.engines.process_group import BackendFailed, Fault, PeerLost, ProcessGroup, no_fault
 from ebbflow.engines.replica_ranks import ReplicaRanks, ReplicaSums
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, StorageUnreachable, UnreadableCheckpoints
 from ebbflow.live import torchft_api
 from ebbflow.live.background import BackgroundThreads
 from ebbflow.live.fleet_questions import CONNECTED_KEY, GROUP_KEY, FleetQuestions
@@ -48,6 +50,7 @@ from ebbflow.live.membership_events import (
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
+    PeerAsksAgain,
     PublishGroup,
     ReceiveState,
     RecordEvent,
@@ -62,6 +65,7 @@ from ebbflow.live.membership_events import (
     StepCommitted,
     StepFailed,
     StepRequested,
+    TellPeers,
     Tick,
     ToldToLeave,
     Unregister,
@@ -69,13 +73,14 @@ from ebbflow.live.membership_events import (
 )
 from ebbflow.live.peer_watch import HangWatch, PeerWatch
 from ebbflow.live.protocol import ReplicaConfig
-from ebbflow.live.registration import Registration
+from ebbflow.live.registration import Registration, asked_again_key
 from ebbflow.live.rendezvous import RefusedConnections, connect_group, connection_failed, exchange_handshakes
 from ebbflow.live.state_transfer import StateTransfers, TransferableState
 
 __all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransportUnusable"]
 
 _CONNECT_TIMEOUT_S = 10.0  # for the handshake, and for connecting
+_ANSWER_HOLDS_S = _CONNECT_TIMEOUT_S  # asked before a step begins: a replica that is new waits for a handshake as long
 _TRANSFER_S = 24 * 3600.0  # for the collectives of a step in which a replica does not have the state
 _COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send heartbeats
 _LEAVE_POLL_S = 0.1
@@ -84,6 +89,14 @@ _HANDSHAKE_POLL_S = 0.02
 _CONNECT_POLL_S = 0.05
 _BY_ALL_RANKS = (Connect, DropConnections, LoadCheckpoint, SendState, ReceiveState)
 """What every rank of a replica does, when rank 0 says so."""
+
+
+class _AskedAhead(NamedTuple):
+    """A question to the lighthouse that was asked before the step began."""
+
+    request: AskLighthouse
+    asked_at: float
+    answer: queue.SimpleQueue[Any]
 
 
 class LeftFleet(Exception):
@@ -139,6 +152,7 @@ class FleetConnection:
         # While something is waited for: reports it, or that time has passed.
         self._pending: Callable[[], MembershipEvent] | None = None
         self._background = BackgroundThreads("ebbflow-membership")
+        self._ahead: _AskedAhead | None = None
         self._abandoned = threading.Event()  # set if what the last thread does is not waited for any longer
         self._told_to_leave = False  # whether that was reported
         self._group: ProcessGroup | None = None
@@ -221,10 +235,12 @@ class FleetConnection:
         leaving: frozenset[int],
         lighthouse_wanted: bool,
         arrived: frozenset[int] = frozenset(),
+        goes_on: bool = False,
     ) -> LeaveFleet | None:
         """Report that the step counts on this replica; the answer says whether it was the last one.
 
-        The state may change from now on: what of it is still to be sent is copied.
+        The state may change from now on: what of it is still to be sent is copied. `goes_on`: whether the next step
+        follows soon, so that the lighthouse can be asked while the optimizer applies this one.
         """
         if self._transfers.keep_unsent():
             self._fault("copy")
@@ -238,6 +254,8 @@ class FleetConnection:
                 arrived=arrived,
             )
         )
+        if goes_on and self.ranks.leads and (question := self.membership.next_question) is not None:
+            self._ahead = _AskedAhead(question, monotonic(), self._begin_to_ask(question))
         return instruction if isinstance(instruction, LeaveFleet) else None
 
     def failed(self, reason: PeerLost) -> None:
@@ -268,7 +286,7 @@ class FleetConnection:
     def close(self) -> None:
         """Close everything; the lighthouse forgets this replica when its heartbeat times out."""
         self._hang_watch.close()
-        self._registration.unregister()
+        self._registration.close()
         self._drop()
         self._background.close()
 
@@ -349,9 +367,17 @@ class FleetConnection:
                     sleep(instruction.after_s)
                 self._ask(instruction)
             case CheckLinks():
-                self._in_background(partial(self._questions.check_links, instruction), _LEAVE_POLL_S)
+                self._in_background(
+                    partial(self._questions.check_links, instruction, back=self._registration.probe), _LEAVE_POLL_S
+                )
             case CheckHeartbeats():
-                return self._questions.check_heartbeats(instruction.besides)
+                if not instruction.connection:
+                    return self._questions.check_heartbeats(instruction.besides)
+                connected = partial(self._registration.is_connected, self.membership.name)
+                return self._questions.check_heartbeats(instruction.besides, connected=connected)
+            case TellPeers():
+                tell = partial(self._questions.tell, instruction.names, asked_again_key(self.membership.name))
+                self._background.begin(partial(tell, str(instruction.attempt)))
             case PublishGroup():
                 self.publish(GROUP_KEY, instruction.group.encode())
             case SendHandshake():
@@ -368,6 +394,7 @@ class FleetConnection:
                 self._on_event(instruction.what, instruction.text)
             case Unregister():
                 self._registration.unregister()
+                self._ahead = None
             case DropConnections():
                 self._drop()
             case _:
@@ -384,19 +411,29 @@ class FleetConnection:
 
     def _ask(self, request: AskLighthouse) -> None:
         self._abandoned.set()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.request == request and monotonic() - ahead.asked_at < _ANSWER_HOLDS_S:
+            self._wait_for(ahead.answer, _LEAVE_POLL_S)
+        else:
+            self._wait_for(self._begin_to_ask(request), _LEAVE_POLL_S)
+
+    def _begin_to_ask(self, request: AskLighthouse) -> queue.SimpleQueue[Any]:
         self.publish(CONNECTED_KEY, request.group)
         ask = partial(
             self._questions.ask_for_quorum,
             request,
-            client=self._registration.client,
+            client=partial(self._registration.connection, again=request.reconnect, timeout_s=_CONNECT_TIMEOUT_S),
             name=self.membership.name,
             store=self.membership.store,
         )
-        self._in_background(ask, _LEAVE_POLL_S)
+        return self._background.begin(ask)
 
     def _in_background(self, work: Callable[[], MembershipEvent], poll_s: float) -> None:
         """Begin something that cannot be interrupted in another thread; meanwhile report that time passes."""
-        outcome = self._background.begin(work)
+        self._wait_for(self._background.begin(work), poll_s)
+
+    def _wait_for(self, outcome: queue.SimpleQueue[Any], poll_s: float) -> None:
+        """Wait for what another thread has begun; meanwhile report that time passes."""
 
         def poll() -> MembershipEvent:
             if self._leaving() and not self._told_to_leave:
@@ -422,11 +459,18 @@ class FleetConnection:
         )
         self._in_background(exchange, _HANDSHAKE_POLL_S)
         waiting = self._pending
+        told: dict[str, int] = {}
 
         def poll() -> MembershipEvent:
             assert waiting is not None
             event = waiting()
-            failure = refused.failure(event.now) if isinstance(event, Tick) else None
+            if not isinstance(event, Tick):
+                return event
+            for name, attempt in self._registration.asked_again(instruction.names).items():
+                if told.get(name) != attempt:
+                    told[name] = attempt
+                    return PeerAsksAgain(now=event.now, name=name, attempt=attempt)
+            failure = refused.failure(event.now)
             if failure is None:
                 return event
             self._pending = None
@@ -462,7 +506,14 @@ class FleetConnection:
         return None
 
     def _load_checkpoint(self) -> MembershipEvent:
-        loaded = self.state.refresh()
+        try:
+            loaded = self.state.refresh()
+        except (StorageUnreachable, UnreadableCheckpoints) as error:
+            # One that has trained has a state to go on with. Ranks of a replica must all have the same.
+            if not self.membership.state.established or self.ranks.size > 1:
+                raise
+            self._on_event("no checkpoint", f"{error}; this replica goes on with its own state")
+            loaded = None
         if loaded is None:
             return NoNewerCheckpoint(now=monotonic())
         step, lineage = loaded

@@ -21,7 +21,7 @@ from ebbflow.live.agreement import UNKNOWN
 from ebbflow.live.model_code import describe_class, describe_functions, describe_settings
 from ebbflow.workloads.sources import Source
 
-__all__ = ["CHECK_EVERY", "different_ranks", "sample_digest", "structure_digest", "weights_number"]
+__all__ = ["CHECK_EVERY", "different_ranks", "memory_formats", "sample_digest", "structure_digest", "weights_number"]
 
 CHECK_EVERY = 100
 """Steps from one comparison of the weights to the next."""
@@ -59,6 +59,24 @@ def structure_digest(model: torch.nn.Module) -> str:
             if key in module._non_persistent_buffers_set:
                 _add_content(digest, buffer)
     return digest.hexdigest()[:12]
+
+
+def memory_formats(parameters: Iterable[torch.Tensor]) -> str:
+    """Say in which order the numbers of parameters lie in memory, in few words: their gradients are added up as they
+    lie.
+
+    >>> image_filters = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    >>> memory_formats([image_filters, torch.zeros(2)])
+    'torch.channels_last: 1'
+    """
+    kinds = Counter(_memory_format(parameter) for parameter in parameters if not parameter.is_contiguous())
+    return ", ".join(f"{kind}: {count}" for kind, count in sorted(kinds.items())) or "contiguous"
+
+
+def _memory_format(parameter: torch.Tensor) -> str:
+    if parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
+        return str(torch.channels_last)
+    return f"strides {tuple(parameter.stride())} of the shape {tuple(parameter.shape)}"
 
 
 def sample_digest(source: Source) -> str:

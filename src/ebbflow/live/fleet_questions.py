@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from time import monotonic, sleep
@@ -13,6 +14,7 @@ from ebbflow.core.key_store import NotAuthenticated, StoreLost
 from ebbflow.engines.process_group import open_store
 from ebbflow.live import torchft_api
 from ebbflow.live.agreement import without_heartbeat
+from ebbflow.live.link_probe import is_reached
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckLinks,
@@ -24,6 +26,7 @@ from ebbflow.live.membership_events import (
     QuorumFormed,
 )
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S, fetch_heartbeat_ages, fetch_quorum_and_ages
+from ebbflow.live.registration import PROBE_KEY
 
 __all__ = ["CONNECTED_KEY", "GROUP_KEY", "FleetQuestions"]
 
@@ -46,11 +49,13 @@ class FleetQuestions:
 
     # The lighthouse ---------------------------------------------------------------------------------------------------
 
-    def ask_for_quorum(self, request: AskLighthouse, *, client: Any, name: str, store: str) -> MembershipEvent:
+    def ask_for_quorum(
+        self, request: AskLighthouse, *, client: Callable[[], Any], name: str, store: str
+    ) -> MembershipEvent:
         """Wait until the lighthouse has formed a quorum with this replica, by its name and the address of its store."""
         try:
             quorum = torchft_api.request_quorum(
-                client,
+                client(),
                 name=name,
                 store=store,
                 step=request.step,
@@ -59,7 +64,9 @@ class FleetQuestions:
                     "established": str(request.established),
                     "step": str(request.step),
                     "unreachable": " ".join(request.unreachable),
+                    "blocked": " ".join(request.blocked),
                     "hopeless": str(request.hopeless),
+                    "attempt": str(request.attempt),
                 },
                 timeout=_QUORUM_TIMEOUT,
             )
@@ -76,9 +83,11 @@ class FleetQuestions:
             store=quorum.participants[0].store_address,
             groups=tuple(str(one.get("group")) for one in said),
             established=tuple(one.get("established") == str(True) for one in said),
-            steps=tuple(int(step) if (step := str(one.get("step"))).isdecimal() else 0 for one in said),
+            steps=tuple(_number(one.get("step")) for one in said),
             unreachable=tuple(tuple(str(one.get("unreachable", "")).split()) for one in said),
+            blocked=tuple(tuple(str(one.get("blocked", "")).split()) for one in said),
             hopeless=tuple(one.get("hopeless") == str(True) for one in said),
+            attempts=tuple(_number(one.get("attempt")) for one in said),
         )
 
     def heartbeat_ages(self) -> dict[str, float]:
@@ -95,10 +104,28 @@ class FleetQuestions:
 
     # The stores of other replicas -------------------------------------------------------------------------------------
 
+    def blocked(self, probes: Mapping[str, bytes | None], back: str) -> list[str]:
+        """Those of some replicas, by the addresses of their probes, with which connections fail, there or back."""
+        tried = [name for name, probe in probes.items() if probe]
+        with ThreadPoolExecutor(max(1, len(tried))) as pool:
+            addresses = [(probes[name] or b"").decode("latin-1") for name in tried]
+            reached = pool.map(lambda address: is_reached(address, self._secret, back=back), addresses)
+            return [name for name, there in zip(tried, reached, strict=True) if not there]
+
     def read_stores(self, names: Sequence[str], key: str) -> dict[str, bytes | None]:
         """Read a key from the stores of replicas, all at once: None if one does not answer, nothing if it has none."""
         with ThreadPoolExecutor(max(1, len(names))) as pool:
             return dict(zip(names, pool.map(lambda name: self._read_store(name, key), names), strict=True))
+
+    def tell(self, names: Sequence[str], key: str, text: str) -> None:
+        """Write a key into the stores of replicas, all at once; those that do not answer do not learn it."""
+        with ThreadPoolExecutor(max(1, len(names))) as pool:
+            list(pool.map(lambda name: self._write_store(name, key, text.encode()), names))
+
+    def _write_store(self, name: str, key: str, value: bytes) -> None:
+        address = name.rpartition("@")[2]
+        with contextlib.suppress(StoreLost), open_store(address, self._secret, timeout_s=_STORE_TIMEOUT_S) as store:
+            store.set({key: value})
 
     def _read_store(self, name: str, key: str) -> bytes | None:
         try:
@@ -112,16 +139,25 @@ class FleetQuestions:
 
     # Both -------------------------------------------------------------------------------------------------------------
 
-    def check_heartbeats(self, besides: Sequence[str]) -> MembershipEvent:
-        """Who sends heartbeats, and in which groups those are, if `besides` names any, that are not among these."""
-        ages = self.heartbeat_ages()
+    def check_heartbeats(
+        self, besides: Sequence[str] = (), *, connected: Callable[[], bool] = lambda: True
+    ) -> MembershipEvent:
+        """Who sends heartbeats, and in which groups those are, if `besides` names any, that are not among these.
+
+        `connected`: whether the lighthouse answers over another connection; not asked if it does not answer at all.
+        """
+        quorum, ages = self.quorum_and_ages()
         dead = without_heartbeat(ages, ages, self.heartbeat_timeout_s)
         asked = sorted(ages.keys() - {*dead, *besides}) if besides else []
         groups = {name: _published(text) for name, text in self.read_stores(asked, GROUP_KEY).items()}
-        return HeartbeatsReceived(now=monotonic(), ages=ages, groups=groups)
+        there = connected() if ages else True
+        return HeartbeatsReceived(now=monotonic(), ages=ages, groups=groups, quorum=quorum, connected=there)
 
-    def check_links(self, instruction: CheckLinks) -> MembershipEvent:
-        """Which of some replicas send heartbeats and cannot be reached; asked as long as the instruction says."""
+    def check_links(self, instruction: CheckLinks, *, back: str) -> MembershipEvent:
+        """Which of some replicas send heartbeats and cannot be reached, tried when the instruction says.
+
+        `back`: the address of this replica's own probe, at which they must reach it.
+        """
 
         def alive(names: Sequence[str]) -> list[str]:
             return [name for name in names if self.sends_heartbeats(name)]
@@ -130,11 +166,17 @@ class FleetQuestions:
         while names and monotonic() < until:
             sleep(min(instruction.after_s, _WAIT_FOR_LINK_S))
             names = alive(instruction.names)
-        said = self.read_stores(names, GROUP_KEY)
+        said = self.read_stores(names, PROBE_KEY)
         silent = [name for name in names if said[name] is None]
-        if silent:  # one that has just died is no longer there when its heartbeat has timed out
+        blocked = self.blocked(said, back)
+        if silent or blocked:  # one that has just died is no longer there when its heartbeat has timed out
             sleep(self.heartbeat_timeout_s + 2 * HEARTBEAT_INTERVAL_S)
-        return LinksChecked(now=monotonic(), unreachable=tuple(alive(silent)))
+        return LinksChecked(now=monotonic(), unreachable=tuple(alive(silent)), blocked=tuple(alive(blocked)))
+
+
+def _number(said: object) -> int:
+    """A number that a replica has said to the lighthouse, which takes anything from anybody."""
+    return int(text) if (text := str(said)).isdecimal() else 0
 
 
 def _published(text: bytes | None) -> PublishedGroup | None:

@@ -134,6 +134,7 @@ class LiveEngine(Engine):
             meter=self._replica.meter,
             sums=self._batch_norm.sums,
             flags=("leaving", "lighthouse", "seconds", "timed", "weights", "differ"),
+            norm=norm and self._sharded is None,
             **shards,
         )
         self._combine = self._make_message(begin=self._begin_sum)
@@ -222,8 +223,9 @@ class LiveEngine(Engine):
         self._batch_norm.commit()
         wanted = self._combine.flags["lighthouse"] > 0
         last = self.connection.committed(
-            self._assignment, leaving=self._leavers, lighthouse_wanted=wanted, arrived=self._have_state
-        )
+            self._assignment, leaving=self._leavers, lighthouse_wanted=wanted, arrived=self._have_state,
+            goes_on=self._assignment.stop + self._assignment.dropped < self._samples,  # else a validation may follow
+        )  # fmt: skip
         self.parent = self.lineage if self.fork is None else self.fork
         self.lineage, self.fork = self.connection.membership.state.lineage, None
         self._fault("commit")

@@ -46,7 +46,7 @@ from ebbflow.errors import (
 from ebbflow.live.agreement import describe_difference, initial_lineage
 from ebbflow.live.checkpoints import Checkpoints
 from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished, TransportUnusable
-from ebbflow.live.equality import sample_digest, structure_digest
+from ebbflow.live.equality import memory_formats, sample_digest, structure_digest
 from ebbflow.live.faults import ScriptedFaults
 from ebbflow.live.live_engine import LiveEngine, StepSizes, by_policy
 from ebbflow.live.protocol import FINAL_WEIGHTS, STATUS_KEY, ReplicaConfig, create_secret
@@ -162,8 +162,10 @@ class LiveSession(Session):
         self._rates: list[float] = []
         self._saved_at = time.monotonic()
         self._job = self._describe_job()
-        self._checkpoints = Checkpoints(self.fleet.checkpoint_place, on_event=self._event, ranks=self._ranks)
         device = next(model.parameters()).device
+        self._checkpoints = Checkpoints(
+            self.fleet.checkpoint_place, on_event=self._event, ranks=self._ranks, pinned=device.type == "cuda"
+        )
         self._secret = self._ranks.share(create_secret(self.fleet.folder) if self._ranks.leads else b"")
         self._connection = FleetConnection(
             self.fleet, {**self._job, **self._compared(device)}, self, secret=self._secret,
@@ -217,6 +219,7 @@ class LiveSession(Session):
         return {
             "python": ".".join(platform.python_version_tuple()[:2]),  # by which the code of a model is compiled
             "structure of the model": structure_digest(self.model),
+            "memory formats": memory_formats(self._optimizer.layers),
             "data": sample_digest(self.task.train),
             "transport": auto if self.fleet.transport == "auto" else self.fleet.transport,
         }
@@ -237,7 +240,7 @@ class LiveSession(Session):
             needs=parts.needs,
             parameters=parts.parameters,
             precision=self.config.precision,
-            norm=self._optimizer.clip is not None or self._optimizer.on_nonfinite != "ignore",
+            norm=self._optimizer.needs_norm,
             leaving=self._leaving,
             fault=self._fault,
             captured_samples=self._captured_samples(),

@@ -16,12 +16,12 @@ applies them when it has the state. As long as somebody listens, the group goes 
 group fails or a replica leaves it, the listeners begin anew: they never have a part of a state.
 
 If anything fails on the way, the connections are dropped and the lighthouse is asked again. After two failures in a
-row, replicas find out whom they do not reach and tell each other through the lighthouse; one side of a cut link then
-stops its heartbeats until it reaches the other again, and the rest go on (`out_of_reach`). If they reach each other and
-it fails all the same, they end with what the backend said (`repeated_failures.py`). If all replicas of the next
-quorum are still connected in the same quorum group, it stays. A replica that leaves says so in its last step, and the
-others form the next quorum group among themselves at once: the lighthouse would wait until the leaver's heartbeat times
-out.
+row, replicas find out whom they do not reach, at all or except at its store, and tell each other through the
+lighthouse; one side of a cut link then stops its heartbeats until it reaches the other again, and the rest go on
+(`out_of_reach`). If it fails all the same, they end with what the backend said (`repeated_failures.py`). If all
+replicas of the next quorum are still connected in the same quorum group, it stays. A replica that leaves says so in its
+last step, and the others form the next quorum group among themselves at once: the lighthouse would wait until the
+leaver's heartbeat times out.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from ebbflow.live.agreement import (
     describe_difference,
     extend_lineage,
     group_key,
+    links_of,
     meeting_key,
     out_of_reach,
     without_heartbeat,
@@ -66,6 +67,7 @@ from ebbflow.live.membership_events import (
     LoadCheckpoint,
     MembershipEvent,
     NoNewerCheckpoint,
+    PeerAsksAgain,
     PublishedGroup,
     PublishGroup,
     QuorumFormed,
@@ -83,6 +85,7 @@ from ebbflow.live.membership_events import (
     StepCommitted,
     StepFailed,
     StepRequested,
+    TellPeers,
     Tick,
     ToldToLeave,
     Unregister,
@@ -100,7 +103,8 @@ _TOO_FEW_PAUSE_S = 1.0  # before the lighthouse is asked for a larger one
 _MAX_FOREIGN = 3  # attempts with another secret, before a replica that never met one with its own gives up
 _MAX_FAILURES = 2  # in a row, before a replica looks for peers that it does not reach
 _LEFT_OUT_S = 5.0  # between two attempts of a replica that was left out to reach its peers
-_CONTACT_EVERY_S = 5.0  # while a replica waits for a quorum: does the lighthouse still answer?
+_FIRST_CONTACT_S = 2.0  # after which a replica that waits for a quorum looks whether the lighthouse still answers
+_CONTACT_EVERY_S = 5.0  # between two such looks
 _EXPLAIN_AFTER_S = 10.0  # for which a replica waits for the others without a word
 
 
@@ -115,6 +119,11 @@ def _explain_wait(here: Sequence[str], min_replicas: int) -> str:
         f"the lighthouse forms no quorum of the replicas that are here ({names}); it waits for more (--min-replicas of "
         f"the lighthouse), or for one of them that is late"
     )
+
+
+def _explain_blocked(names: Sequence[str]) -> str:
+    """Say what is wrong with replicas that are reached at their stores only."""
+    return f"connections with {', '.join(names)} fail, except to the stores, while gradients need any port that is free"
 
 
 class MembershipPhase(Enum):
@@ -178,6 +187,7 @@ class Membership:
         self._step_requested = False
         self._told_to_leave = False
         self._attempt = 0  # requests for a quorum
+        self._attempts: Mapping[str, int] = {}  # of the replicas of the quorum, of which it was formed
         self.listening: frozenset[int] = frozenset()
         """Ranks of the group that do not have its state yet."""
         self._independent_since: float | None = None  # the group goes on without asking the lighthouse
@@ -185,6 +195,7 @@ class Membership:
         """What this replica knows that speaks against a quorum."""
         self._contact_lost = False  # the lighthouse did not answer while a quorum was waited for
         self._next_contact_check: float | None = None
+        self._reconnect = False  # the connection to the lighthouse is dead, although nothing has failed
         self._explains = False
         self._wait_for_others_until = 0.0
         self._handshake_deadline = 0.0
@@ -193,6 +204,8 @@ class Membership:
         self._failures = 0  # of steps and of groups, since the last committed step
         self._suspects: tuple[str, ...] = ()  # peers that are to be tried before the lighthouse is asked
         self._unreachable: tuple[str, ...] = ()  # those of them that did not answer
+        self._blocked: tuple[str, ...] = ()  # those of them that are reached at their stores only
+        self._was_away = False  # has stopped its heartbeats since its last committed step, so that others went on
         self._met_others = False  # has exchanged handshakes, so that its secret is that of the fleet
         self._foreign = 0  # attempts that failed because another replica has another secret
         self._reported = ""
@@ -231,6 +244,7 @@ class Membership:
         # others do not come, it just leaves.
         self._wait_for_others_until = event.now + (self.connect_timeout_s if self.group is not None else 0.0)
         if not event.registered:
+            self._was_away = True
             self.name = self.store = ""
             return [Unregister(), *self._fail("the others went on without this replica, which kept them waiting")]
         if self.group is not None and (self._independent_since is not None or self.listening):
@@ -252,46 +266,63 @@ class Membership:
         self._attempt += 1
         self.phase = MembershipPhase.ASKING
         self._contact_lost, self._next_contact_check = False, None
-        group = self.group.key if self.group is not None else ""
-        return [
-            AskLighthouse(
-                step=self.state.step,
-                group=group,
-                established=self.state.established,
-                unreachable=self._unreachable,
-                hopeless=self._repeated.hopeless,
-                after_s=after_s,
-            )
-        ]
+        reconnect, self._reconnect = self._reconnect, False
+        return [self._question(self._attempt, reconnect=reconnect, after_s=after_s)]
+
+    def _question(self, attempt: int, *, reconnect: bool = False, after_s: float = 0.0) -> AskLighthouse:
+        return AskLighthouse(
+            step=self.state.step,
+            group=self.group.key if self.group is not None else "",
+            established=self.state.established,
+            unreachable=self._unreachable,
+            blocked=self._blocked,
+            hopeless=self._repeated.hopeless,
+            attempt=attempt,
+            reconnect=reconnect,
+            after_s=after_s,
+        )
+
+    @property
+    def next_question(self) -> AskLighthouse | None:
+        """What the lighthouse can be asked right after a committed step, since the next step will ask just this.
+
+        None unless this replica trains alone. Replicas that train together must all use one answer, or none of them,
+        and how much time passes before the next step differs between them.
+        """
+        alone = self.phase is MembershipPhase.IDLE and self.group is not None and len(self.group.names) == 1
+        asks = alone and bool(self.name) and self._independent_since is None and not self._told_to_leave
+        return self._question(self._attempt + 1) if asks and not self._reconnect else None
 
     def _on_links_checked(self, event: LinksChecked) -> list[Instruction]:
         if self.phase is MembershipPhase.PROBING:
-            self._unreachable = event.unreachable
+            self._unreachable, self._blocked = event.unreachable, event.blocked
             if event.unreachable:
                 self._repeated.forget()
             return self._begin(self._repeated.pause_s or _OBJECTION_PAUSE_S)
-        if event.unreachable:
-            return [CheckLinks(names=event.unreachable, after_s=_LEFT_OUT_S)]
+        if names := event.unreachable + event.blocked:
+            return [CheckLinks(names=names, after_s=_LEFT_OUT_S)]
         return self._register()
 
     def _leave_out(self, names: Collection[str], quorum: QuorumFormed) -> list[Instruction]:
         """Go on without replicas that others do not reach; if this is one of them, wait until it reaches those."""
-        said = dict(zip(quorum.replicas, quorum.unreachable, strict=True))
         if self.name not in names:
             reason = f"{', '.join(sorted(names))}: left out, since not every other replica can be reached from there"
             return self._fail(reason, _OBJECTION_PAUSE_S)
-        peers = said[self.name] or tuple(sorted(name for name in said if self.name in said[name]))
-        reason = (
-            f"left out of the fleet while {', '.join(peers)} cannot be reached from here, although both sides reach "
-            f"the lighthouse; tried again every {_LEFT_OUT_S:g} s"
-        )
+        cut = links_of(self.name, quorum.replicas, quorum.unreachable)
+        blocked = links_of(self.name, quorum.replicas, quorum.blocked)
+        reasons = []
+        if cut:
+            reasons.append(f"{', '.join(cut)} cannot be reached from here, although both sides reach the lighthouse")
+        if blocked:
+            reasons.append(f"{_explain_blocked(blocked)}: look for a firewall between the two")
         dropped = self._drop()
         self.name = self.store = ""
-        self._failures, self._unreachable = 0, ()
+        self._failures, self._unreachable, self._blocked = 0, (), ()
+        self._was_away = True
         self.phase = MembershipPhase.LEFT_OUT
-        return [
-            RecordEvent("waiting", reason), *dropped, Unregister(), CheckLinks(names=peers, after_s=_LEFT_OUT_S),
-        ]  # fmt: skip
+        told = f"left out of the fleet while {'; '.join(reasons)}. Tried again every {_LEFT_OUT_S:g} s"
+        check = CheckLinks(names=tuple(dict.fromkeys(cut + blocked)), after_s=_LEFT_OUT_S)
+        return [RecordEvent("waiting", told), *dropped, Unregister(), check]
 
     def _on_registered(self, event: Registered) -> list[Instruction]:
         self.name, self.store = event.name, event.store
@@ -339,10 +370,10 @@ class Membership:
         if self.phase is MembershipPhase.ASKING:
             self._explains = self._explanation_due(event.now)
             if self._next_contact_check is None:
-                self._next_contact_check = event.now + _CONTACT_EVERY_S
+                self._next_contact_check = event.now + _FIRST_CONTACT_S
             if self._explains or event.now >= self._next_contact_check:
                 self._next_contact_check = event.now + _CONTACT_EVERY_S
-                return [CheckHeartbeats()]
+                return [CheckHeartbeats(connection=True)]
         if self.phase in (MembershipPhase.HANDSHAKE, MembershipPhase.CONNECTING):
             if event.now > self._next_heartbeat_check:
                 self._next_heartbeat_check = event.now + self.heartbeat_timeout_s / 2
@@ -356,7 +387,7 @@ class Membership:
         group = self.group
         if group is not None and event.replicas == group.names and set(event.groups) == {group.key}:
             return self._compute()
-        if names := out_of_reach(event):
+        if names := out_of_reach(event, self.min_replicas):
             self._repeated.forget()
             return self._leave_out(names, event)
         if self._repeated.ends_with(event.replicas, event.hopeless):
@@ -364,6 +395,7 @@ class Membership:
         if len(event.replicas) < self.min_replicas:
             reason = f"{len(event.replicas)} replicas are here, and {self.min_replicas} are needed"
             return self._fail(reason, _TOO_FEW_PAUSE_S)
+        self._attempts = dict(zip(event.replicas, event.attempts, strict=False))
         self._forming = QuorumGroup(
             key="",
             rendezvous=f"{event.store}/ebbflow/{event.quorum_id}-{meeting_key(event.replicas)}",
@@ -385,6 +417,13 @@ class Membership:
         else:
             self.objections.watch.lost()
         if self.phase is MembershipPhase.ASKING:
+            if not event.connected:
+                # Those who have the answer may compute already, and wait for this replica: without its connections
+                # they ask again, too.
+                self._reconnect = True
+                peers = tuple(sorted(event.quorum - {self.name})) if self.name in event.quorum else ()
+                told = [TellPeers(names=peers, attempt=self._attempt)] if peers else []
+                return [*told, *self._fail("the lighthouse answers, but not over the connection on which it was asked")]
             if self._contact_lost and event.ages:  # it is back, perhaps as another one that knows of no request
                 self._contact_lost = False
                 return self._begin()
@@ -418,8 +457,8 @@ class Membership:
             self._publish(self._forming),  # before this replica can commit anything in it
             SendHandshake(
                 rendezvous=self._forming.rendezvous,
+                names=self._forming.names,
                 rank=self._forming.rank,
-                size=len(self._forming.names),
                 handshake=own,
             ),
         ]
@@ -471,7 +510,9 @@ class Membership:
             self.phase = MembershipPhase.IDLE
             return [RecordEvent("members", " ".join(self.group.names))]
         assert self._agreement is not None
-        if not self._agreement.established:
+        # Those who went on without this replica may have finished meanwhile, and left nothing but a checkpoint.
+        left_alone = self._was_away and len(self.group.names) == 1
+        if left_alone or not self._agreement.established:
             self.phase = MembershipPhase.LOADING
             return [LoadCheckpoint()]
         return self._heal()
@@ -535,8 +576,9 @@ class Membership:
         self.phase = MembershipPhase.IDLE
         self.objections.committed(group.names)
         self._failures = 0
+        self._was_away = False
         self._repeated.forget()
-        self._suspects = self._unreachable = ()
+        self._suspects = self._unreachable = self._blocked = ()
         self.state = ReplicaState(
             step=self.state.step + 1,
             lineage=extend_lineage(self.state.lineage, event.assignment, group.key),
@@ -598,6 +640,11 @@ class Membership:
         difference = "its secret (EBBFLOW_SECRET, or the file secret in the folder of the job) is not that of the fleet"
         return [Unregister(), Refuse(difference)]
 
+    def _on_peer_asks_again(self, event: PeerAsksAgain) -> list[Instruction]:
+        if event.attempt < self._attempts.get(event.name, 0):
+            return []  # it lacked the answer to an earlier one
+        return self._fail(f"{event.name} does not have the answer of the lighthouse, and asks again")
+
     def _on_failure(self, event: ConnectionFailed | StepFailed) -> list[Instruction]:
         # Handshakes that fail are not counted: whoever knows no secret could let them fail, and must not end the fleet.
         group = self.group or self._forming
@@ -613,7 +660,8 @@ class Membership:
         dropped = self._drop()
         self.name = self.store = ""
         self.phase = MembershipPhase.REFUSED
-        return [*dropped, Unregister(), GiveUp(self._repeated.reason)]
+        found = f"; {_explain_blocked(self._blocked)}" if self._blocked else ""
+        return [*dropped, Unregister(), GiveUp(self._repeated.reason + found)]
 
     def _fail_with_peers(self, reason: str, pause_s: float = 0.0) -> list[Instruction]:
         """Give the group up because of its peers. When that happens again, one of them may be out of reach."""
@@ -665,6 +713,7 @@ _HANDLERS: Mapping[type[MembershipEvent], _Handler] = {
     ),
     HandshakesReceived: (Membership._on_handshakes_received, {MembershipPhase.HANDSHAKE}),
     HandshakeFailed: (Membership._on_handshake_failed, {MembershipPhase.HANDSHAKE}),
+    PeerAsksAgain: (Membership._on_peer_asks_again, {MembershipPhase.HANDSHAKE}),
     GroupConnected: (Membership._on_group_connected, {MembershipPhase.CONNECTING}),
     ConnectionFailed: (Membership._on_failure, {MembershipPhase.CONNECTING, MembershipPhase.HEALING}),
     CheckpointLoaded: (Membership._on_checkpoint_loaded, {MembershipPhase.LOADING}),

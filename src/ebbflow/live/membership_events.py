@@ -18,10 +18,11 @@ __all__ = [
     "AskLighthouse", "CheckHeartbeats", "CheckLinks", "CheckpointLoaded", "ComputeStep", "Connect", "ConnectionFailed",
     "DropConnections", "GiveUp", "GroupConnected", "Handshake", "HandshakeFailed", "HandshakesReceived",
     "HeartbeatsReceived", "Instruction", "KeptPart", "LeaveFleet", "LighthouseUnreachable", "LighthouseWanted",
-    "LinksChecked", "LoadCheckpoint", "MembershipEvent", "NoNewerCheckpoint", "PublishGroup", "PublishedGroup",
+    "LinksChecked", "LoadCheckpoint", "MembershipEvent", "NoNewerCheckpoint", "PeerAsksAgain", "PublishGroup",
+    "PublishedGroup",
     "QuorumFormed", "ReceiveState", "RecordEvent", "Refuse", "Register", "Registered", "ReplicaState", "SendHandshake",
-    "SendState", "Started", "StateReceived", "StateSent", "StepCommitted", "StepFailed", "StepRequested", "Tick",
-    "ToldToLeave", "Unregister", "WeightsDiffer",
+    "SendState", "Started", "StateReceived", "StateSent", "StepCommitted", "StepFailed", "StepRequested", "TellPeers",
+    "Tick", "ToldToLeave", "Unregister", "WeightsDiffer",
 ]  # fmt: skip
 
 
@@ -193,8 +194,12 @@ class QuorumFormed(MembershipEvent):
     """By rank: how many steps it has committed."""
     unreachable: tuple[tuple[str, ...], ...] = ()
     """By rank: the replicas that it does not reach, although they send heartbeats."""
+    blocked: tuple[tuple[str, ...], ...] = ()
+    """By rank: the replicas whose stores it reaches, but not their other ports (`LinksChecked`)."""
     hopeless: tuple[bool, ...] = ()
     """By rank: whether it is certain that it fails for ever with the replicas with which it failed last."""
+    attempts: tuple[int, ...] = ()
+    """By rank: the number of the request with which it takes part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,6 +210,11 @@ class HeartbeatsReceived(MembershipEvent):
     """Seconds since the last heartbeat of each replica; empty if the lighthouse did not answer."""
     groups: Mapping[str, PublishedGroup | None] = field(default_factory=dict)
     """What each living replica that was asked for it has published; None if it did not answer."""
+    quorum: frozenset[str] = frozenset()
+    """The replicas of the last quorum, as far as the lighthouse was asked for it."""
+    connected: bool = True
+    """Whether the lighthouse also answered over the connection over which this replica waits for a quorum, if that was
+    tried. If it did not, the request or the answer to it is lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,6 +223,9 @@ class LinksChecked(MembershipEvent):
 
     unreachable: tuple[str, ...]
     """Those whose store does not answer, and that still send heartbeats a heartbeat timeout later."""
+    blocked: tuple[str, ...] = ()
+    """Those whose store answers, while a connection fails, there or back, to a port like those of the backend: as with
+    a firewall that knows the ports of the stores only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,6 +243,15 @@ class HandshakeFailed(MembershipEvent):
     reason: str
     foreign: bool = False
     """Whether this replica and another one do not have the same secret."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerAsksAgain(MembershipEvent):
+    """A replica of the quorum says that it does not have the answer of the lighthouse to one of its requests."""
+
+    name: str
+    attempt: int
+    """The number of this request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,15 +372,24 @@ class AskLighthouse(Instruction):
     established: bool = False
     unreachable: tuple[str, ...] = ()
     """Replicas that this one does not reach, although they send heartbeats."""
+    blocked: tuple[str, ...] = ()
+    """Replicas whose stores it reaches, but not their other ports."""
     hopeless: bool = False
     """Whether it is certain that it fails for ever with the replicas with which it failed last."""
+    attempt: int = field(default=0, compare=False)
+    """The number of this request. Two that differ in nothing else ask for the same."""
+    reconnect: bool = False
+    """Whether to ask over a new connection. The lighthouse counts a replica that asks twice once."""
     after_s: float = 0.0
     """How long to wait before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckLinks(Instruction):
-    """Try to reach the stores of these replicas; meanwhile report `Tick` and `ToldToLeave` -> `LinksChecked`."""
+    """Try to reach the stores and other ports of these replicas -> `LinksChecked`.
+
+    Meanwhile report `Tick` and `ToldToLeave`.
+    """
 
     names: tuple[str, ...]
     after_s: float = 0.0
@@ -371,17 +402,30 @@ class CheckHeartbeats(Instruction):
 
     besides: tuple[str, ...] = ()
     """If not empty: ask all living replicas except these for their quorum group, too."""
+    connection: bool = False
+    """Whether to ask for the last quorum, too, and, if there is an answer, to try the connection over which the next
+    one is waited for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TellPeers(Instruction):
+    """Tell these replicas, as far as they can be reached, that this one lacks the answer to one of its requests: they
+    need not wait for its handshake (`PeerAsksAgain`)."""
+
+    names: tuple[str, ...]
+    attempt: int
+    """The number of this request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendHandshake(Instruction):
-    """Exchange handshakes; meanwhile report `Tick` -> `HandshakesReceived`, `HandshakeFailed`."""
+    """Exchange handshakes; meanwhile report `Tick` and `PeerAsksAgain` -> `HandshakesReceived`, `HandshakeFailed`."""
 
     rendezvous: str
     """HOST:PORT/PREFIX of the store and of the keys in it."""
+    names: tuple[str, ...]
+    """Of the quorum, by rank."""
     rank: int
-    size: int
-    """Replicas in the quorum."""
     handshake: Handshake
 
 

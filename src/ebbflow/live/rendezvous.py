@@ -41,7 +41,7 @@ def exchange_handshakes(
 
     `abandoned` is set when nobody waits for the outcome any longer.
     """
-    own, ranks = instruction.rank, range(instruction.size)
+    own, ranks = instruction.rank, range(len(instruction.names))
     deadline = monotonic() + timeout_s
     try:
         with open_store(instruction.rendezvous, secret, timeout_s=timeout_s) as store:
@@ -87,7 +87,7 @@ class RefusedConnections:
             return None
         if store is not None:  # the others need not wait for what will not come
             prefix = self._instruction.rendezvous.partition("/")[2]
-            store.complete([f"{prefix}/handshake/{rank}" for rank in range(self._instruction.size)], _REFUSED)
+            store.complete([f"{prefix}/handshake/{rank}" for rank in range(len(self._instruction.names))], _REFUSED)
         reason = "a replica that came to this one's store does not know the secret of this one"
         return HandshakeFailed(now=now, reason=f"the handshake failed: {reason}", foreign=True)
 

@@ -11,15 +11,16 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
 _MAX_BACKEND_FAILURES = 5  # which say that they have nothing to do with a connection
 _MAX_FAILURES = 10  # of any kind, if they last for as long as this:
-_MAX_FAILING_S = 120.0  # three times as long as it takes until one side of a cut link is left out
+_MAX_FAILING_S = 120.0  # from the first failure on, after which one side of a cut link is left out within 40 s
 
 
 class RepeatedFailures:
     """Failures of steps and of groups with the same replicas, without a committed step between.
 
-    A peer that was lost is missing in the next quorum, and one behind a cut link is left out of it. Whatever fails
-    again and again with the same replicas while all of them send heartbeats and answer, such as NCCL with two of them
-    on one GPU, or gloo with a firewall between them, would fail for ever. What gloo says of it can sound like a lost
+    A peer that was lost is missing in the next quorum, and one behind a cut link or a firewall is left out of it, if
+    most of the others reach each other. Whatever fails again and again with the same replicas while all of them send
+    heartbeats and answer, such as NCCL with two of them on one GPU, or gloo with a firewall between any two, would fail
+    for ever. What gloo says of it can sound like a lost
     connection, so that its words do not decide, but only how soon it is certain.
     """
 

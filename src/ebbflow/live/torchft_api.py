@@ -18,8 +18,8 @@ from ebbflow.core.extras import require
 from ebbflow.errors import BrokenExtra, MissingExtra
 
 __all__ = [
-    "SUPPORTED_VERSION", "USED_MEMBERS", "lighthouse_client", "manager_server", "missing_members", "nccl_group",
-    "request_quorum", "require_torchft", "start_lighthouse",
+    "SUPPORTED_VERSION", "USED_MEMBERS", "answers", "lighthouse_client", "manager_server", "missing_members",
+    "nccl_group", "request_quorum", "require_torchft", "start_lighthouse",
 ]  # fmt: skip
 
 SUPPORTED_VERSION = "0.2.0"
@@ -28,8 +28,8 @@ SUPPORTED_VERSION = "0.2.0"
 _NOBODY = "replica.invalid"  # a name that never has an address (RFC 2606)
 
 USED_MEMBERS = (
-    "LighthouseClient.quorum", "LighthouseServer.address", "LighthouseServer.shutdown", "ManagerServer.shutdown",
-    "Quorum.participants", "Quorum.quorum_id", "QuorumMember.data", "QuorumMember.replica_id",
+    "LighthouseClient.heartbeat", "LighthouseClient.quorum", "LighthouseServer.address", "LighthouseServer.shutdown",
+    "ManagerServer.shutdown", "Quorum.participants", "Quorum.quorum_id", "QuorumMember.data", "QuorumMember.replica_id",
     "QuorumMember.store_address",
 )  # fmt: skip
 """What this package uses of torchft's compiled part, public or not; it is looked for when that is loaded."""
@@ -125,6 +125,18 @@ def request_quorum(
     effect.
     """
     return client.quorum(replica_id=name, timeout=timeout, store_address=store, step=step, data=dict(data))
+
+
+def answers(client: Any, *, name: str, timeout: timedelta) -> bool:
+    """Whether the lighthouse answers over the connection of a client, by one more heartbeat of a replica.
+
+    A connection whose other end has vanished breaks only when torchft's keep-alive notices it, after 80 s.
+    """
+    try:
+        client.heartbeat(name, timeout=timeout)
+    except (RuntimeError, TimeoutError):
+        return False
+    return True
 
 
 def nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

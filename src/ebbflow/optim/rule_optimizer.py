@@ -210,6 +210,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         """The slopes along the latest step, if the rule wants to know them and the mean gradient is in `.grad`."""
         return self._slopes.measure() if self.follows_slopes else None
 
+    @property
+    def needs_norm(self) -> bool:
+        """Whether every step needs the norm of the gradient, to clip it or to see whether it is finite."""
+        return self.clip is not None or self.on_nonfinite != "ignore"
+
     def update(
         self,
         context: StepContext,
@@ -226,7 +231,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         clipped = 1.0
         if self.follows_slopes:
             context = replace(context, slopes=slopes or self._slopes.measure())
-        if self.clip is not None or self.on_nonfinite != "ignore":
+        if self.needs_norm:
             if norm is None:
                 norm = gradient_norm(self._applier.parameters) if measurement is None else measurement.norm
             if not math.isfinite(norm) and self.on_nonfinite != "ignore":

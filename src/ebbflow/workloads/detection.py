@@ -45,8 +45,9 @@ class Detector(nn.Module):
     def forward(self, images: Tensor, targets: Sequence[Target] | None = None) -> Any:
         """Return the loss as a LossSum, or without targets the detections: boxes, scores and labels per image."""
         features = [*self.ssd.backbone(images).values()]
-        # Boxes and losses are computed in full precision: 16 bits cannot tell neighbouring pixels apart.
-        outputs = {name: output.float() for name, output in self.ssd.head(features).items()}
+        # Boxes and losses are computed in at least 32 bits: 16 cannot tell neighbouring pixels apart.
+        heads: dict[str, Tensor] = self.ssd.head(features)
+        outputs = {name: output.to(torch.promote_types(output.dtype, torch.float32)) for name, output in heads.items()}
         anchors = self._anchors(images, features)
         size = tuple(images.shape[-2:])
         if targets is None:

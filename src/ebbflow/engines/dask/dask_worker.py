@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import math
 import threading
 import traceback
 from collections.abc import Callable
@@ -37,7 +36,6 @@ from ebbflow.engines.dask.distributed_api import (
 )
 from ebbflow.engines.process_group import PeerLost, ProcessGroup
 from ebbflow.engines.replica_step import Fetch, Loss, Precision, ReplicaStep
-from ebbflow.moments.meters import squared_norms
 from ebbflow.torch_api import foreach_copy_
 
 __all__ = [
@@ -182,6 +180,7 @@ class DaskReplica:
             meter=self._step.meter,
             sums=self.batch_norm.sums,
             all_reduce=lambda buffer: self._all_reduce(buffer),
+            norm=blueprint.optimizer is not None and blueprint.optimizer.needs_norm,
         )
         self._state: FlatState | None = None
         self._applied = -1
@@ -206,13 +205,9 @@ class DaskReplica:
         self.apply(apply)
         self._all_reduce = self.group.all_reduce
         self._compute(task)
-        gradients = self._combine(self._part(task))
-        optimizer = self.blueprint.optimizer
-        if gradients.measurement is None and (optimizer.clip is not None or optimizer.on_nonfinite != "ignore"):
-            # The driver decides alike on clipping and skipping, and has no gradient to look at.
-            tensors = [parameter.grad for parameter in optimizer.layers if parameter.grad is not None]
-            gradients = replace(gradients, norm=math.sqrt(float(squared_norms(tensors).sum())))
-        gradients = replace(gradients, slopes=optimizer.slopes())  # which the driver's rule follows, too
+        # The driver decides alike on clipping and skipping and has no gradient to look at: it is told the norm, and the
+        # slopes that its rule follows, too.
+        gradients = replace(self._combine(self._part(task)), slopes=self.blueprint.optimizer.slopes())
         self._open = (task.attempt, gradients)
         return gradients
 
