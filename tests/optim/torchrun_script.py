@@ -6,6 +6,7 @@ Every case is trained up to a number of updates, from where the launch before it
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import re
@@ -290,5 +291,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     main(Path(sys.argv[1]), int(sys.argv[2]))
-    # A DistributedDataParallel that outlives its group can deadlock with gloo (torch 2.13), so the group ends here.
+    # A DistributedDataParallel that outlives its group can deadlock with gloo, or abort with "terminate called" (torch
+    # 2.13): those that only refer to each other are freed first, and the group ends here.
+    gc.collect()
     dist.destroy_process_group()
