@@ -266,7 +266,7 @@ def test_most_replicas_are_right_and_of_two_the_first() -> None:
 
 
 @pytest.mark.process
-def test_replicas_that_differ_in_rate_momentum_activation_data_python_or_memory_are_refused(
+def test_replicas_that_differ_in_rate_momentum_activation_data_python_memory_or_least_number_are_refused(
     fleet: Any, tmp_path: Path
 ) -> None:
     group = fleet(all=["r0", "r1"], hold=3)
@@ -279,6 +279,7 @@ def test_replicas_that_differ_in_rate_momentum_activation_data_python_or_memory_
         "data": ({"change": "data"}, "data is"),
         "python": ({"change": "python"}, "python is '2.7' here"),
         "memory": ({"change": "memory"}, "memory formats is"),
+        "alone": ({"environment": {"EBBFLOW_MIN_REPLICAS": "2"}}, "min_replicas is '2' here and '1' in the fleet"),
     }
     for name, (settings, _) in odd.items():
         group.start(name, **settings)

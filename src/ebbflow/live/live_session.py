@@ -222,6 +222,8 @@ class LiveSession(Session):
             "memory formats": memory_formats(self._optimizer.layers),
             "data": sample_digest(self.task.train),
             "transport": auto if self.fleet.transport == "auto" else self.fleet.transport,
+            # Two groups must never train at the same time because one of them is content with fewer replicas.
+            "min_replicas": str(self.fleet.min_replicas),
         }
 
     def _make_engine(self, parts: EngineParts) -> Engine:
