@@ -63,6 +63,19 @@ def test_the_smaller_last_step_of_an_epoch_is_left_out_of_whole_steps(tmp_path: 
     assert np.all(batch == 64)
 
 
+def test_the_step_before_a_smaller_last_one_is_drawn_to_the_end_of_its_epoch(
+    tmp_path: Path, make_record: MakeRecord
+) -> None:
+    path = make_record(tmp_path / "record.jsonl", last=(0.9,), trace="static")
+    (arm,) = load_results(path).arms
+    ends, batch = arm.over_epochs("batch")
+    assert ends.size == batch.size == 9 * 22
+    # Otherwise a rate that falls at epoch 1 would be drawn from 22 * 64/1437 = 0.98 on, and with two steps per epoch
+    # from the middle of the epoch on.
+    assert ends[20:23] == pytest.approx([21 * 64 / 1437, 1, 1 + 64 / 1437])
+    assert ends[-1] == pytest.approx(9)
+
+
 def test_a_step_that_is_smaller_because_workers_left_is_a_whole_step(tmp_path: Path, make_record: MakeRecord) -> None:
     path = make_record(tmp_path / "record.jsonl", last=(0.9,), trace="gpu")
     (arm,) = load_results(path).arms

@@ -72,7 +72,9 @@ def test_figures_of_statistics_come_in_the_order_of_their_list(drawn: dict[str, 
 def test_a_statistic_called_progress_does_not_become_the_horizontal_axis(drawn: dict[str, Drawing]) -> None:
     x, y = drawn["stat-progress-digits-mlp"].figure.axes[0].lines[0].get_data()
     assert np.max(np.asarray(x)) == pytest.approx(9, abs=0.2)  # epochs
-    np.testing.assert_allclose(np.asarray(y), 100 * np.asarray(x))
+    # At the end of an epoch the value is that of the step before the smaller last one, of 192 of 1,437 samples at most.
+    np.testing.assert_allclose(np.asarray(y), 100 * np.asarray(x), atol=100 * 192 / 1437)
+    assert np.isclose(np.asarray(y), 100 * np.asarray(x)).mean() > 0.9
 
 
 def test_the_batch_is_drawn_beside_the_noise_scale(drawn: dict[str, Drawing]) -> None:

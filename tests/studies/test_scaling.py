@@ -93,6 +93,14 @@ def test_runs_of_different_lengths_must_shrink_by_the_same_part() -> None:
         scaled(two, 0.12)
 
 
+def test_a_scale_at_which_two_widths_become_one_is_refused() -> None:
+    # 64 and 32 times the root of 1/50 are 9.1 and 4.5: both are 8, the least width.
+    two = study(workloads=["digits-mlp", "digits-mlp(width=32)"], override=[])
+    with pytest.raises(ConfigError, match=r"two workloads .* digits-mlp\(width=32\) becomes digits-mlp\(width=8\)"):
+        scaled(two, 0.02)
+    assert scaled(two, 0.02, same_models=True).workloads == two.workloads
+
+
 @pytest.mark.parametrize("factor", [0, -1, 1.5, float("nan"), float("inf")])
 def test_a_scale_that_is_no_fraction_is_refused(factor: float) -> None:
     with pytest.raises(ConfigError, match="expected a fraction of the study"):

@@ -169,9 +169,10 @@ def test_weights_of_a_resnet_are_loaded_and_wrong_files_are_named(tmp_path):
     torch.testing.assert_close(model.ssd.backbone.stages[1].state_dict(), resnet.layer4.state_dict(), rtol=0, atol=0)
     with pytest.raises(DataError, match=r"resnet18.pth: 'layer1.2.conv1.weight' is missing, not known, or of another"):
         ssd512(classes=4, network="resnet34", backbone=str(path))
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(DataError, match=r"resnet18.pth: not a readable state dict"):
-        ssd512(classes=4, network="resnet18", backbone=str(path))
+    for damaged in (path.read_bytes()[:1000], b"junk", b""):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"resnet18.pth: not a readable state dict"):
+            ssd512(classes=4, network="resnet18", backbone=str(path))
     torch.save([1], path)
     with pytest.raises(DataError, match=r"resnet18.pth: holds a list; expected a state dict"):
         ssd512(classes=4, network="resnet18", backbone=str(path))

@@ -157,6 +157,15 @@ class ArmResult:
         tails = _smaller_last_steps(self.columns)
         return tuple(self.columns[name][~tails] for name in names)
 
+    def over_epochs(self, name: str) -> tuple[Array, Array]:
+        """A column of the whole steps by the epochs at their ends; one before a smaller last step ends with the epoch.
+
+        So what changes with an epoch is drawn at its beginning, also where an epoch has few steps.
+        """
+        tails, ends = _smaller_last_steps(self.columns), self.columns["position"].copy()
+        ends[:-1] = np.where(tails[1:], ends[1:], ends[:-1])
+        return ends[~tails], self.columns[name][~tails]
+
     @classmethod
     def from_run(cls, run: Run, *, id: str = "") -> ArmResult:
         """The arm of a record."""

@@ -182,7 +182,7 @@ def over_epochs(axis: Axes, arms: Sequence[ArmResult], style: RuleStyle, column:
         if not mine:
             continue
         longest = max(mine, key=lambda arm: arm.steps)
-        x, y = envelope(*longest.whole_steps("position", column))
+        x, y = envelope(*longest.over_epochs(column))
         axis.plot(x, y, drawstyle="steps-pre", **{**style.line(rule), "linewidth": 1.2})  # x is the end of the step
         drawn.append(y)
     return drawn
@@ -193,7 +193,7 @@ def _batch_behind(axis: Axes, arms: Sequence[ArmResult], column: str) -> list[Ar
     mine = [arm for arm in arms if column in arm.columns]
     if not mine:
         return []
-    x, y = envelope(*max(mine, key=lambda arm: arm.steps).whole_steps("position", "batch"))
+    x, y = envelope(*max(mine, key=lambda arm: arm.steps).over_epochs("batch"))
     axis.plot(x, y, drawstyle="steps-pre", color=MUTED, linewidth=0.8, alpha=0.8, zorder=1)
     return [y]
 

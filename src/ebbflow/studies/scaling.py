@@ -107,7 +107,8 @@ def scaled(study: Study, factor: float, *, same_models: bool = False) -> Study:
     """The study with its epochs multiplied by `factor`; 1 gives the study itself.
 
     With `same_models`, models keep their width. All runs shrink by the same ratio. It is a ConfigError if rounding
-    would give runs of different lengths different ratios, or if a batch plan is a file, whose steps cannot be scaled.
+    would give runs of different lengths different ratios or two workloads the same width, or if a batch plan is a file,
+    whose steps cannot be scaled.
     """
     if not (math.isfinite(factor) and 0 < factor <= 1):
         raise ConfigError(f"the scale is {factor:g}; expected a fraction of the study, above 0 and at most 1")
@@ -148,6 +149,12 @@ def scaled(study: Study, factor: float, *, same_models: bool = False) -> Study:
             name: name if same_models else _narrower(name, factor, workloads.WORKLOADS) for name in study.workloads
         },
     }
+    if len(set(names["workload"].values())) < len(study.workloads):
+        # They would be trained as one, whose table then had the published values of either.
+        equal = ", ".join(f"{old} becomes {new}" for old, new in names["workload"].items())
+        raise ConfigError(
+            f"scaled by {factor:g}, two workloads of the study are the same ({equal}); give a larger scale"
+        )
 
     def renamed(entry: Mapping[str, Any]) -> dict[str, Any]:
         result = dict(entry)

@@ -47,6 +47,7 @@ _ROUNDING = 1.0  # pixels by which a box may leave its image
 _MOST_HEADERS = 200  # images with bad boxes whose headers are read, before the boxes are taken to be what is wrong
 _MOST_ID = 10**15 - 1  # pycocotools keeps ids as floats, which have all whole numbers up to 2**53
 _MOST_PIXELS = 1_000_000  # no image format has more in a row
+_LEAST_SIDE = 1e-6  # of the image's side; in 32 bits a thinner box has none, of which the loss takes the logarithm
 _MOST_BAD = 0.01  # part of a file's boxes that may be bad; more of them mean another format, such as x1, y1, x2, y2
 
 
@@ -169,7 +170,7 @@ def read_coco(data: Path, split: str) -> CocoSplit:
 def _read_json(path: Path) -> dict[str, list[dict[str, Any]]]:
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         found = sorted(file.name for file in path.parent.glob("instances_*.json"))
         raise DataError(
             f"{path}: there is no such file; expected COCO's layout, annotations/{path.name} and the folder "
@@ -213,10 +214,17 @@ def _categories(path: Path, entries: Sequence[dict[str, Any]]) -> dict[int, str]
 
 def _images(path: Path, entries: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     seen: set[int] = set()
+    by_file: dict[str, int] = {}
     for number, entry in enumerate(entries):
-        where, _ = _identity(path, "image", entry, number, seen)
-        if not (isinstance(entry.get("file_name"), str) and entry["file_name"]):
-            raise DataError(f"{where}: file_name is {_shown(entry.get('file_name'))}; expected the name of its file")
+        where, identity = _identity(path, "image", entry, number, seen)
+        file = entry.get("file_name")
+        if not (isinstance(file, str) and file):
+            raise DataError(f"{where}: file_name is {_shown(file)}; expected the name of its file")
+        if by_file.setdefault(file, identity) != identity:  # its samples would not be used once per epoch, but twice
+            raise DataError(
+                f"{where}: file_name is {_shown(file)}, as of image {by_file[file]}; expected each file once, so move "
+                f"all its boxes to one of the two images"
+            )
         for side in ("width", "height"):
             if type(entry.get(side)) is not int or not 1 <= entry[side] <= _MOST_PIXELS:
                 raise DataError(
@@ -236,14 +244,22 @@ def _check_files(folder: Path, path: Path, images: Sequence[dict[str, Any]]) -> 
         raise DataError(
             f"{folder}: cannot be read ({error.strerror or error}); expected the folder of the images of {path.name}"
         ) from None
-    missing = [i for i in images if i["file_name"] not in names and not (folder / i["file_name"]).is_file()]
+    missing = [i for i in images if i["file_name"] not in names and not _is_file(folder / i["file_name"])]
     if missing:
         raise DataError(
             f"{folder}: {len(missing)} of the {len(images)} images of {path.name} are not there; the first is "
-            f"{missing[0]['file_name']} (image {missing[0]['id']}); get the missing images, or remove their entries"
+            f"{_shown(missing[0]['file_name'])} (image {missing[0]['id']}); get the missing images, or remove their "
+            f"entries"
         )
     others = names - {image["file_name"] for image in images}
     return sum(name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".") for name in others)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for a file
+        return False
 
 
 def _is_number(value: object) -> bool:
@@ -253,8 +269,10 @@ def _is_number(value: object) -> bool:
         return False
 
 
-_shown = reprlib.repr
-"""A value of the file in a message, shortened: it may be anything."""
+_SHORTENED = reprlib.Repr()
+_SHORTENED.maxstring = 255  # the name of a file as a whole
+_shown = _SHORTENED.repr
+"""A value of the annotations in a message, shortened: it may be anything."""
 
 
 def _clip(
@@ -264,7 +282,7 @@ def _clip(
     limits = np.concatenate([sizes[:, ::-1], sizes[:, ::-1]], axis=1)
     clipped = np.clip(boxes, 0, limits)
     moved = np.abs(clipped - boxes).max(axis=1)
-    empty = (clipped[:, 2:] <= clipped[:, :2]).any(axis=1)
+    empty = (clipped[:, 2:] - clipped[:, :2] <= _LEAST_SIDE * limits[:, 2:]).any(axis=1)
     bad = (moved > _ROUNDING) | empty
     counts = {"boxes clipped to the image": int((~bad & (moved > 0)).sum()), "bad boxes": int(bad.sum())}
     return clipped, bad, {name: count for name, count in counts.items() if count}
