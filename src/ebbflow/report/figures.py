@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.report.intervals import CONFIDENCE
 from ebbflow.report.plotting import (
     BAND,
     INK,
-    MARKERS,
     MUTED,
     Drawing,
     RuleStyle,
@@ -38,6 +36,7 @@ from ebbflow.report.plotting import (
     time_unit,
 )
 from ebbflow.report.results import ArmResult, Results
+from ebbflow.report.score_figures import scores, scores_by_batch, time_by_updates
 from ebbflow.report.step_figures import layer_figures, over_epochs, statistic_figures
 from ebbflow.report.summary import Summary, outcome
 
@@ -64,9 +63,11 @@ def all_figures(results: Results, summary: Summary) -> Iterator[Drawing]:
         targets = summary.targets_of(workload)
         makers: list[Callable[[WorkloadArms], Drawing | None]] = [
             partial(_validation, targets=targets),
-            partial(_scores, summary=summary),
+            partial(scores, summary=summary),
+            partial(scores_by_batch, summary=summary),
         ]
         makers += [partial(_over, by=by, targets=targets) for by in _axes_of(of, fitted=workload in summary.fitted)]
+        makers.append(partial(time_by_updates, summary=summary))
         for make in (*makers, _training, _loss, _schedules, _batch, _rate, _multiplier):
             with drawing_style():
                 drawing = make(of)
@@ -329,43 +330,6 @@ def _training(of: WorkloadArms) -> Drawing | None:
     return of.drawing("training", f"Training {metric}", caption, figure)
 
 
-def _scores(of: WorkloadArms, *, summary: Summary) -> Drawing | None:
-    """The scores that the table has, with their intervals; nothing to show if every rule has one run."""
-    cells = [cell for cell in summary.cells_of(of.workload) if cell.trace in of.traces]
-    if not any(cell.margin is not None for cell in cells):
-        return None
-    numbers, rules = summary.number_format(of.workload), summary.rules_of(of.workload)
-    figure, axes = panels(of.traces, height=0.3 * len(rules) + 0.9)
-    for axis, trace in zip(axes, of.traces, strict=True):
-        row = [cell for cell in cells if cell.trace == trace and cell.values]
-        for cell in row:
-            y, scores = rules.index(cell.rule), np.array(cell.values) * numbers.factor
-            look = {key: value for key, value in of.style.line(cell.rule).items() if key in ("color", "gid")}
-            axis.plot(scores, np.full(len(scores), y), "|", markersize=9, alpha=0.7, **look)
-            axis.plot(scores.mean(), y, marker=_marker(of.style, cell.rule), markersize=6, **look)
-            if cell.margin is not None:  # the seeds decide what the axis shows: two give a very wide interval
-                reach = cell.margin * numbers.factor
-                axis.hlines(y, scores.mean() - reach, scores.mean() + reach, linewidth=1.4, **look)
-        if row:
-            seen = np.concatenate([np.array(cell.values) * numbers.factor for cell in row])
-            pad = max(0.3 * float(np.ptp(seen)), 1e-3 * abs(float(seen.mean())), 1e-9)
-            low, high = float(seen.min()) - pad, float(seen.max()) + pad
-            axis.set_xlim(max(low, 0.0), min(high, 100.5)) if numbers.unit else axis.set_xlim(low, high)
-        axis.set_yticks(range(len(rules)), rules)
-        axis.set_ylim(len(rules) - 0.4, -0.6)
-        axis.grid(visible=False, axis="y")
-    outer_labels(axes, numbers.heading(cells[0].metric), "")
-    caption = (
-        f"The score of each seed (stroke), their mean (point) and its {CONFIDENCE} interval (line), which may be wider "
-        f"than the panel; one run: no interval."
-    )
-    return of.drawing("scores", "Scores and intervals", caption, figure)
-
-
-def _marker(style: RuleStyle, rule: str) -> str:
-    return MARKERS[style.rules.index(rule) % len(MARKERS)]
-
-
 def _loss(of: WorkloadArms) -> Drawing | None:
     if not any(np.isfinite(arm.columns["loss"]).any() for arm in of.arms):
         return None
@@ -471,7 +435,7 @@ def _multiplier(of: WorkloadArms) -> Drawing | None:
                 look = {
                     **of.style.line(rule),
                     "linestyle": "",
-                    "marker": _marker(of.style, rule),
+                    "marker": of.style.marker(rule),
                     "markersize": 4.5,
                     "alpha": 0.75,
                 }

@@ -60,7 +60,7 @@ Array = npt.NDArray[np.float64]
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d3f", "#7a7a7a")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (6, 1.6, 1.4, 1.6)), (0, (1.4, 1.4)))
 MARKERS = "osD^vPX"
-"""The shape of a point is that of the rule's position, so that points on each other can be told apart."""
+"""Shapes of points, so that points on each other can be told apart."""
 _DASH = 4.0
 """Length of a dash of lines that lie on each other, in widths of a line."""
 _NEAR = 0.006
@@ -114,7 +114,7 @@ class Drawing:
     stem: str
     """Name of the files, and anchor on the page."""
     kind: str
-    """validation, loss, batch, rate, trace, multiplier, or the name of a statistic."""
+    """validation, scores, loss, batch, rate, trace, multiplier, ..., or the name of a statistic."""
     title: str
     caption: str
     figure: Figure
@@ -135,6 +135,10 @@ class RuleStyle:
         # The pattern is shifted by one each time the colours start again, so that pairs do not repeat soon.
         dash = _DASHES[(i + i // len(PALETTE)) % len(_DASHES)]
         return {"color": PALETTE[i % len(PALETTE)], "linestyle": dash, "label": rule, "gid": f"{self.kind}-{i}"}
+
+    def marker(self, rule: str) -> str:
+        """The shape of a rule's points."""
+        return MARKERS[self.rules.index(rule) % len(MARKERS)]
 
     def fill(self, rule: str) -> dict[str, Any]:
         """Keyword arguments for a band."""

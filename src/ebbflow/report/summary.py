@@ -256,6 +256,10 @@ class Summary:
         """How the values of this workload are written."""
         return NumberFormat.for_cells(self.cells_of(workload))
 
+    def baseline(self, workload: str) -> Cell | None:
+        """The cell whose runs are at the reference batch; None if the study has none."""
+        return self.cell(workload, *self.baselines[workload]) if workload in self.baselines else None
+
     def targets_of(self, workload: str) -> list[float]:
         """The scores that were asked for."""
         return [to.target for to in self.cells_of(workload)[0].targets]
