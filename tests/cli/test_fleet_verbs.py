@@ -209,6 +209,7 @@ def test_every_verb_helps(verb: str, ebbflow: Ebbflow) -> None:
         (["lighthouse", "--bind", "192.0.2.1:0"], ["cannot listen on 192.0.2.1:0", "choose another"]),
         (["status", "127.0.0.1:1"], ["no lighthouse answers at 127.0.0.1:1", "is the fleet running"]),
         (["status", "."], ["fleet.json: no such file", "ebbflow launch"]),
+        (["status", "runs/mistyped"], ["runs/mistyped: no such folder", "HOST:PORT"]),
         (["replay", "nothing.csv", FAKE], ["nothing.csv"]),
         (["replay", "0s:1 9s", "--signal", "hup", FAKE], ["signal is 'hup'; expected kill, term or mixed"]),
         (["replay", "0s:1 9s", "--speed", "0", FAKE], ["speed is 0"]),

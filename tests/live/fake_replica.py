@@ -7,6 +7,7 @@ import     need a package that is not there, and end with a warning that is neve
 usage      refuse its options
 crash      exit with code 3 before the first step
 again      exit with code 75, at the third start finish
+ending     finish after --steps, and end only when it is told to leave
 first      r0 finishes after --steps, the others do not
 nested     start a child of its own, then train
 never      exit with 0 and write no status
@@ -110,7 +111,11 @@ def main(mode: str, steps: int) -> int:
             write_status(own, "left", step + 1)
             return 0
     save_final_state(own.parents[1], steps)
+    if mode == "ending":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     write_status(own, "finished", steps)
+    if mode == "ending":
+        signal.pause()
     return 0
 
 

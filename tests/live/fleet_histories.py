@@ -32,6 +32,7 @@ def random_history(
         step_s=random.choice(((0.1, 0.3), (0.2, 1.0), (0.2, 3.0))),
         transfer_s=random.choice(((0.01, 0.3), (0.1, longest_transfer_s))),
         checkpoint_every=random.choice((0, 3)),
+        between_steps_s=12.0,  # longer than the answer to a question that was asked ahead is used
     )
     for _ in range(size):
         fleet.at(random.uniform(0, 0.5), fleet.start)

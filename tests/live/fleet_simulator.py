@@ -44,6 +44,8 @@ from live.simulated_lighthouse import HEARTBEAT_TIMEOUT_S, Heartbeats, Simulated
 CONNECT_TIMEOUT_S = 10.0
 COLLECTIVE_TIMEOUT_S = 60.0
 STORE_TIMEOUT_S = 2.0
+ANSWER_HOLDS_S = CONNECT_TIMEOUT_S
+"""For which the answer to a question that was asked ahead is used."""
 NOTICE_CUT_S = 14.0
 """After which a replica that waits for its peers knows that it does not reach one, or that one is not in its group any
 longer: it looks twice, for 5 s and 2 s."""
@@ -97,6 +99,19 @@ class SummedStep:
 
 
 @dataclass(eq=False, slots=True)
+class AskedAhead:
+    """A question to the lighthouse that a replica which trains alone asks as soon as a step is committed."""
+
+    request: m.AskLighthouse
+    number: int
+    """Below 0, in the place of the number of a wait."""
+    asked: float
+    answer: m.MembershipEvent | None = None
+    wait: int | None = None
+    """Of the next step, which waits for the answer."""
+
+
+@dataclass(eq=False, slots=True)
 class Replica:
     """One process of a replica."""
 
@@ -146,6 +161,16 @@ class Replica:
     committed: list[Commit] = field(default_factory=list)
     heard: deque[SummedStep] = field(default_factory=deque)
     """Steps of the others that it has heard while the state was on its way."""
+    ahead: AskedAhead | None = None
+    habits: Random = field(init=False)
+    """How long it takes between two steps, if it asks ahead."""
+
+    def __post_init__(self) -> None:
+        self.habits = Random(self.machine)
+
+    def wants(self, wait: int) -> bool:
+        """Whether it wants the answer of the lighthouse to the request with the number of this wait."""
+        return wait == (self.waits if wait >= 0 else self.ahead.number if self.ahead is not None else None)
 
     @property
     def state(self) -> m.ReplicaState:
@@ -210,8 +235,10 @@ class SimulatedFleet:
         latency_s: float = 0.002,
         checkpoint_every: int = 0,
         transfer_s: tuple[float, float] = (0.01, 0.3),
+        between_steps_s: float = 0.0,
     ) -> None:
         """`step_s`: shortest and longest time that a replica computes. `transfer_s`: that the state travels.
+        `between_steps_s`: longest time that a replica which trains alone does something else after a step.
         `latency_s`: mean of most messages; one in fifty takes up to 0.3 s, so that they overtake each other."""
         self.random = random
         self.min_replicas = min_replicas
@@ -219,6 +246,7 @@ class SimulatedFleet:
         self.latency_s = latency_s
         self.checkpoint_every = checkpoint_every
         self.transfer_s = transfer_s
+        self.between_steps_s = between_steps_s
         self.now = 0.0
         self.messages: dict[str, int] = defaultdict(int)
         self.replicas: dict[str, Replica] = {}
@@ -247,6 +275,7 @@ class SimulatedFleet:
         self._events: list[_Scheduled] = []
         self._sequence = count()
         self._names = count()
+        self._questions = count()
 
     # Time -------------------------------------------------------------------------------------------------------------
 
@@ -267,6 +296,38 @@ class SimulatedFleet:
         """Complete what a replica waits for with an event, which is made of the time, unless it waits no longer."""
         self.messages[kind] += 1
         heappush(self._events, (self.now + delay_s, next(self._sequence), replica, replica.waits, event, True))
+
+    def answer_request(
+        self, replica: Replica, event: Callable[..., m.MembershipEvent], delay_s: float, wait: int
+    ) -> None:
+        """Answer a request to the lighthouse, for which the replica waits, or will."""
+        if wait >= 0:
+            self.answer(replica, event, delay_s, "answer")
+            return
+        self.messages["answer"] += 1
+        self.at(delay_s, partial(self._answered_ahead, replica, event, wait))
+
+    def _answered_ahead(self, replica: Replica, event: Callable[..., m.MembershipEvent], number: int) -> None:
+        ahead = replica.ahead
+        if replica.dead or ahead is None or ahead.number != number:
+            return
+        if replica.paused:  # so is the thread that waits for the answer
+            self.at(0.05, partial(self._answered_ahead, replica, event, number))
+            return
+        ahead.answer = event(now=self.now)
+        self._use_ahead(replica, ahead)
+
+    def _use_ahead(self, replica: Replica, ahead: AskedAhead) -> None:
+        """Hand over the answer to a question that was asked ahead, if it is there and waited for."""
+        if ahead.answer is None or ahead.wait != replica.waits:
+            return
+        answer, replica.ahead = ahead.answer, None
+        self.to(replica, partial(self._report_answer, replica, answer), 0.0)
+
+    def _report_answer(self, replica: Replica, answer: m.MembershipEvent) -> None:
+        replica.waits += 1
+        replica.waiting_for = None
+        self.report(replica, answer)
 
     def run_until(self, time: float, *, stop: Callable[[], bool] | None = None) -> bool:
         """Let time pass; whether `stop` said so before."""
@@ -370,7 +431,7 @@ class SimulatedFleet:
     def report(self, replica: Replica, event: m.MembershipEvent) -> None:
         """What `FleetConnection._run` does: hand over an event, and execute what follows."""
         if type(event) is m.QuorumFormed:
-            replica.asked = self.now
+            replica.asked = event.now
         self.follow(replica, replica.membership.handle(event))
 
     def follow(self, replica: Replica, instructions: list[m.Instruction]) -> None:
@@ -385,6 +446,9 @@ class SimulatedFleet:
             replica.waits += 1  # nothing is waited for: the training loop goes on
             replica.waiting_for = None
             begins = 0.0 if replica.committed else self.random.uniform(0, 0.5)
+            if (question := membership.next_question) is not None and replica.habits.random() < 0.9:
+                self._ask_ahead(replica, question)
+                begins = replica.habits.uniform(0.0, replica.habits.choice((0.0, 0.1, 1.0)) * self.between_steps_s)
             self.to(replica, partial(self.request_step, replica), begins)
 
     def request_step(self, replica: Replica) -> None:
@@ -419,6 +483,7 @@ class SimulatedFleet:
 
     def _unregister(self, replica: Replica, instruction: m.Unregister) -> None:
         replica.registered = False
+        replica.ahead = None
         self.lighthouse.silence(replica)
         self.lighthouse.hear(replica, 0.0)
         self._close_store(replica)
@@ -441,17 +506,30 @@ class SimulatedFleet:
 
     def _ask(self, replica: Replica, instruction: m.AskLighthouse) -> None:
         self.wait(replica, instruction)
+        ahead = replica.ahead
+        if ahead is not None and ahead.request == instruction and self.now - ahead.asked < ANSWER_HOLDS_S:
+            ahead.wait = replica.waits
+            self._use_ahead(replica, ahead)
+            return
+        replica.ahead = None
+        self._request(replica, instruction, replica.waits)
+
+    def _ask_ahead(self, replica: Replica, question: m.AskLighthouse) -> None:
+        replica.ahead = AskedAhead(question, -1 - next(self._questions), self.now)
+        self._request(replica, question, replica.ahead.number)
+
+    def _request(self, replica: Replica, instruction: m.AskLighthouse, wait: int) -> None:
         self.messages["request"] += 1
         replica.in_group = replica.in_group if instruction.group else None
         replica.disconnected = replica.disconnected and not instruction.reconnect
         if replica.disconnected:
-            self.lighthouse.answer_is_lost(replica, instruction.after_s)
+            self.lighthouse.answer_is_lost(replica, wait, instruction.after_s)
             return
         if self.loses(replica):
             replica.disconnected = self.loses_silently()
-            self.lighthouse.answer_is_lost(replica, instruction.after_s)
+            self.lighthouse.answer_is_lost(replica, wait, instruction.after_s)
             return
-        request = partial(self.lighthouse.request, replica, instruction, replica.waits)
+        request = partial(self.lighthouse.request, replica, instruction, wait)
         self.at(instruction.after_s + self.delay(), request)
 
     def _load(self, replica: Replica, instruction: m.LoadCheckpoint) -> m.MembershipEvent:

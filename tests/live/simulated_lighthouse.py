@@ -151,9 +151,9 @@ class SimulatedLighthouse:
         asked, self.asked, self._buried_asked = self.asked, {}, 0
         for name, (_, _, wait) in asked.items():
             replica = self.fleet.replicas[name]
-            if replica.waits == wait:  # one that is cut off is not told so
+            if replica.wants(wait):  # one that is cut off is not told so
                 replica.disconnected = replica.cut_off
-                self.answer_is_lost(replica)
+                self.answer_is_lost(replica, wait)
         self.silent.clear()
         self._buried.clear()
         for replica in self.fleet.running():
@@ -168,23 +168,23 @@ class SimulatedLighthouse:
 
     # Quorums ----------------------------------------------------------------------------------------------------------
 
-    def _refuse(self, replica: Replica, after_s: float = 0.0) -> None:
+    def _refuse(self, replica: Replica, wait: int, after_s: float = 0.0) -> None:
         def refused(now: float) -> m.LighthouseUnreachable:
             replica.disconnected = False  # torchft's client connects again when a connection has broken
             return m.LighthouseUnreachable(now=now, reason="refused")
 
-        self.fleet.answer(replica, refused, after_s + self.fleet.delay(), "answer")
+        self.fleet.answer_request(replica, refused, after_s + self.fleet.delay(), wait)
 
-    def answer_is_lost(self, replica: Replica, after_s: float = 0.0) -> None:
+    def answer_is_lost(self, replica: Replica, wait: int, after_s: float = 0.0) -> None:
         """A connection broke: a replica learns it at once, or, if nobody tells it, from the keep-alive."""
-        self._refuse(replica, after_s + (KEEP_ALIVE_S if replica.disconnected else 0.0))
+        self._refuse(replica, wait, after_s + (KEEP_ALIVE_S if replica.disconnected else 0.0))
 
     def request(self, replica: Replica, request: m.AskLighthouse, wait: int) -> None:
         """A request for a quorum arrives."""
-        if replica.dead or replica.waits != wait:
+        if replica.dead or not replica.wants(wait):
             return
         if self.away:
-            self._refuse(replica)
+            self._refuse(replica, wait)
         elif replica.cut_off or self.stalled_since is not None:  # it is repeated by TCP
             self.fleet.at(0.2, partial(self.request, replica, request, wait))
         else:
@@ -236,11 +236,11 @@ class SimulatedLighthouse:
         )
         for rank, (name, (_, _, wait)) in enumerate(zip(replicas, requests, strict=True)):
             replica = self.fleet.replicas[name]
-            if replica.waits == wait and self.fleet.loses(replica):
+            if replica.wants(wait) and self.fleet.loses(replica):
                 replica.disconnected = self.fleet.loses_silently()
-                self.answer_is_lost(replica)
-            elif replica.waits == wait:
-                self.fleet.answer(replica, partial(formed, rank=rank), self.fleet.delay(), "answer")
+                self.answer_is_lost(replica, wait)
+            elif replica.wants(wait):
+                self.fleet.answer_request(replica, partial(formed, rank=rank), self.fleet.delay(), wait)
 
     def _is_complete(self, here: int, late: set[str]) -> bool:
         """Whether a quorum can be formed of the living replicas that have asked, of which there are `here`."""

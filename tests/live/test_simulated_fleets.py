@@ -242,6 +242,16 @@ def test_with_a_majority_a_step_that_was_decided_before_a_pause_may_be_applied_a
     assert len({commit.group for commit in fleet.commits}) >= 3, "all three train together at the end"
 
 
+def test_a_newcomer_meets_a_replica_that_has_asked_ahead_and_does_something_else() -> None:
+    """The lighthouse names both at once; the trainer reads that within the time in which it uses the answer."""
+    fleet = trained(1)
+    fleet.between_steps_s = 9.0
+    fleet.run_until(fleet.now + 20.0)
+    fleet.start()
+    assert fleet.run_until(fleet.now + 40.0, stop=lambda: len(fleet.commits[-1].group) == 2)
+    assert lines_of(fleet) == 0
+
+
 def test_two_kills_shortly_after_one_another_start_no_second_lineage() -> None:
     for gap_s in (0.05, 0.3, 0.6, 0.75):
         fleet = trained(3, join_timeout_s=1.0)

@@ -238,6 +238,18 @@ def test_a_replica_that_is_told_to_leave_leaves_by_itself_and_stays_away(fake_jo
     assert status.state == "left"
 
 
+def test_a_replica_that_is_told_to_leave_when_it_has_just_finished_has_finished(fake_job: MakeJob) -> None:
+    seen = Seen()
+    with Supervisor(fake_job("ending", 3)) as fleet:
+        fleet.request("r0")
+        r0 = fleet.replicas["r0"]
+        poll_until(fleet, seen, lambda: r0.status is not None and r0.status.state == "finished")
+        seen.extend(fleet.stop("r0"))
+        poll_until(fleet, seen, lambda: not fleet.active)
+        assert supervising.judge_fleet(fleet, stopped=True) == (Ending.FINISHED, "")
+    assert seen.of("r0") == ["started", "told to leave", "finished"]
+
+
 def test_a_clock_that_was_set_back_does_not_turn_left_into_finished(fake_job: MakeJob) -> None:
     """The job finished once before, with fewer epochs, and its status is still there, from the future as it seems."""
     job = fake_job("past")
@@ -321,6 +333,26 @@ def test_a_lighthouse_whose_port_is_taken_at_a_restart_does_not_end_the_fleet(
         assert training(fleet, "r0") and seen.of("r0") == ["started"]
     down = next(event.text for event in seen if event.what == "lighthouse down")
     assert "cannot listen on" in down and "the next try is in 1 s" in down
+
+
+def test_a_lighthouse_that_is_killed_again_and_again_is_down_because_of_the_signal(tmp_path: Path) -> None:
+    """Its log says nothing but that it listens."""
+    pytest.importorskip("torchft", reason="the lighthouse is torchft's: pip install 'ebbflow[live]'")
+    lighthouse = LighthouseProcess(tmp_path / "lighthouse", LighthouseOptions())
+    told: list[tuple[str, str]] = []
+
+    def happened() -> bool:
+        event = lighthouse.restart_if_dead()
+        told.extend(filter(None, [event]))
+        return event is not None
+
+    try:
+        for _ in range(2):
+            lighthouse._child.kill()
+            until(happened)
+    finally:
+        lighthouse.close()
+    assert told == [("lighthouse restarted", ""), ("lighthouse down", "killed by SIGKILL; the next try is in 1 s")]
 
 
 def test_a_replica_that_does_not_leave_in_time_is_killed(fake_job: MakeJob) -> None:

@@ -60,6 +60,8 @@ def status(
     if Path(fleet).is_dir():
         folder = Path(fleet)
         address = read_lighthouse_address(folder)
+    elif "/" in fleet.removeprefix("http://").rstrip("/"):
+        raise ConfigError(f"{fleet}: no such folder; expected the folder of a job, or HOST:PORT of its lighthouse")
     else:
         address = format_address(*parse_address(fleet, default_port=DEFAULT_PORT))
     folder = folder or find_folder(address, Path("runs"))

@@ -153,6 +153,7 @@ class FleetConnection:
         self._pending: Callable[[], MembershipEvent] | None = None
         self._background = BackgroundThreads("ebbflow-membership")
         self._ahead: _AskedAhead | None = None
+        self._refused_before = 0  # connections to the store, when the lighthouse was last asked
         self._abandoned = threading.Event()  # set if what the last thread does is not waited for any longer
         self._told_to_leave = False  # whether that was reported
         self._group: ProcessGroup | None = None
@@ -419,6 +420,7 @@ class FleetConnection:
 
     def _begin_to_ask(self, request: AskLighthouse) -> queue.SimpleQueue[Any]:
         self.publish(CONNECTED_KEY, request.group)
+        self._refused_before = self._registration.refused
         ask = partial(
             self._questions.ask_for_quorum,
             request,
@@ -453,7 +455,7 @@ class FleetConnection:
     def _exchange_handshakes(self, instruction: SendHandshake) -> None:
         self._abandoned.set()
         abandoned = self._abandoned = threading.Event()
-        refused = RefusedConnections(instruction, self._registration)
+        refused = RefusedConnections(instruction, self._registration, self._refused_before)
         exchange = partial(
             exchange_handshakes, instruction, self._secret, timeout_s=_CONNECT_TIMEOUT_S, abandoned=abandoned
         )

@@ -22,12 +22,12 @@ from typing import IO, Any, Literal
 
 from ebbflow.core.files import write_whole
 from ebbflow.errors import ConfigError, OutputError
-from ebbflow.live.protocol import HEARTBEAT_TIMEOUT_MS, LOOPBACK, format_address, parse_address
+from ebbflow.live.protocol import EXIT_RESTART, HEARTBEAT_TIMEOUT_MS, LOOPBACK, format_address, parse_address
 from ebbflow.live.torchft_api import start_lighthouse
 
 __all__ = [
-    "ChildProcess", "LighthouseOptions", "LighthouseProcess", "ReplicaProcesses", "hold_port", "listen",
-    "rank_environment", "serve_lighthouse",
+    "ChildProcess", "LighthouseOptions", "LighthouseProcess", "ReplicaProcesses", "describe_exit", "hold_port",
+    "listen", "rank_environment", "serve_lighthouse",
 ]  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
@@ -148,6 +148,22 @@ class ChildProcess:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # the group has the number of its first process
+
+
+def describe_exit(code: int) -> str:
+    """Describe an exit code for people.
+
+    >>> describe_exit(-9), describe_exit(75), describe_exit(1)
+    ('killed by SIGKILL', 'asked to be started again', 'exit code 1')
+    """
+    if code == EXIT_RESTART:
+        return "asked to be started again"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
 
 
 # The ranks of a replica -----------------------------------------------------------------------------------------------
@@ -357,7 +373,8 @@ class LighthouseProcess:
         This neither waits nor fails: replicas go on for a while without a lighthouse, and a port that somebody else has
         taken may become free again.
         """
-        if self._child.exit_code() is None:
+        code = self._child.exit_code()
+        if code is None:
             problem = self._child.log_problem
             if self._restarted and (problem or any(line.startswith(_LISTENS) for line in self._child.log_tail())):
                 self._restarted = False
@@ -369,8 +386,10 @@ class LighthouseProcess:
             pause = min(_LONGEST_PAUSE_S, 2.0 ** (self._failures - 2)) if self._failures > 1 else 0.0
             self._restart_at = now + pause
             if pause:
-                said = next((line for line in reversed(self._child.log_tail()) if line.strip()), "no reason is known")
-                return "lighthouse down", f"{said}; the next try is in {pause:g} s"
+                said = (line for line in self._child.log_tail() if line.strip())
+                words = [line for line in said if not line.startswith(("--- ", _LISTENS))]
+                reason = words[-1] if words else describe_exit(code)
+                return "lighthouse down", f"{reason}; the next try is in {pause:g} s"
         if now < self._restart_at:
             return None
         self._restart_at = None

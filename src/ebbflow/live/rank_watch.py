@@ -7,6 +7,7 @@ cannot compute, for which the lighthouse and so the whole fleet would wait.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -70,33 +71,35 @@ class RankWatch:
             self._store.close()
 
     def _say(self) -> None:
-        """On the other ranks: count up."""
-        try:
-            with KeyStoreClient(*self._address, self._secret, timeout_s=_CONNECT_S) as store:
+        """On the other ranks: count up, again and again if rank 0 does not answer.
+
+        Either it has ended, which the collectives will say, or it was stopped for a while.
+        """
+        while not self._ended.wait(INTERVAL_S):
+            with (
+                contextlib.suppress(StoreLost),
+                KeyStoreClient(*self._address, self._secret, timeout_s=_CONNECT_S) as store,
+            ):
                 while not self._ended.wait(INTERVAL_S):
                     store.add(str(self._ranks.rank), 1)
                 store.add(f"{self._ranks.rank} left", 1)
-        except StoreLost:  # rank 0 has ended, and the collectives will say so
-            return
 
     def _look(self) -> None:
         """On rank 0: see who counts."""
+        assert self._store is not None
         others = [str(rank) for rank in range(1, self._ranks.size)]
-        counts, missed = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
-        try:
-            with KeyStoreClient(*self._address, self._secret, timeout_s=_CONNECT_S) as store:
-                while not self._ended.wait(INTERVAL_S):
-                    for rank in others:
-                        count = store.add(rank, 0)
-                        missed[rank] = 0 if count != counts[rank] else missed[rank] + 1
-                        counts[rank] = count
-                    silent = [r for r in others if missed[r] > MOST_MISSED and not store.add(f"{r} left", 0)]
-                    if silent:
-                        seconds = MOST_MISSED * INTERVAL_S
-                        self._give_up(
-                            f"rank {', '.join(silent)} of this replica has given no sign of life for {seconds:g} s; "
-                            f"the replica ends"
-                        )
-                        return
-        except StoreLost:  # closed
-            return
+        missed = dict.fromkeys(others, 0)
+        counts: dict[str, bytes | None] = dict.fromkeys(others)
+        while not self._ended.wait(INTERVAL_S):
+            for rank in others:
+                count = self._store.peek(rank)
+                missed[rank] = 0 if count != counts[rank] else missed[rank] + 1
+                counts[rank] = count
+            silent = [r for r in others if missed[r] > MOST_MISSED and self._store.peek(f"{r} left") is None]
+            if silent:
+                seconds = MOST_MISSED * INTERVAL_S
+                self._give_up(
+                    f"rank {', '.join(silent)} of this replica has given no sign of life for {seconds:g} s; the "
+                    f"replica ends"
+                )
+                return

@@ -98,6 +98,11 @@ class Registration:
         said = {name: self.store.peek(asked_again_key(name)) for name in names} if self.store is not None else {}
         return {name: int(number) for name, number in said.items() if number is not None and number.isdigit()}
 
+    @property
+    def refused(self) -> int:
+        """How many connections the store of this replica has refused, since their other side has another secret."""
+        return self.store.refused if self.store is not None else 0
+
     def publish(self, key: str, text: str) -> None:
         """Put a text into the store of this replica, if it has one, where others can read it over the network."""
         if self.store is not None:

@@ -67,21 +67,21 @@ def exchange_handshakes(
 class RefusedConnections:
     """Whether this replica's store refuses a connection during a handshake; made before the handshake begins.
 
-    If it does, then a replica of the quorum probably has another secret, and its handshake will not come.
+    If it does, then a replica of the quorum probably has another secret, and its handshake will not come. Such a
+    replica may know of the quorum before this one, and may have come already.
     """
 
-    def __init__(self, instruction: SendHandshake, registration: Registration) -> None:
-        self._instruction, self._registration = instruction, registration
-        self._before = 0
+    def __init__(self, instruction: SendHandshake, registration: Registration, before: int) -> None:
+        """`before`: how many connections the store had refused when this replica asked for the quorum."""
+        self._instruction, self._registration, self._before = instruction, registration, before
         if (store := registration.store) is not None:
-            self._before = store.refused
             store.forget(_REFUSED)  # a quorum may have the number of an earlier one
         self._first_at: float | None = None
 
     def failure(self, now: float) -> HandshakeFailed | None:
         """The end of the handshake, a while after the store has refused a connection. The others learn of it, too."""
         store = self._registration.store
-        if self._first_at is None and store is not None and store.refused > self._before:
+        if self._first_at is None and self._registration.refused > self._before:
             self._first_at = now
         if self._first_at is None or now - self._first_at < _AFTER_REFUSAL_S:
             return None

@@ -23,7 +23,7 @@ from ebbflow.core.storage import Storage
 from ebbflow.core.units import plural
 from ebbflow.errors import ConfigError, InputError, OutputError, StorageUnreachable
 from ebbflow.live.checkpoint_names import list_checkpoints
-from ebbflow.live.processes import LighthouseProcess, ReplicaProcesses
+from ebbflow.live.processes import LighthouseProcess, ReplicaProcesses, describe_exit
 from ebbflow.live.protocol import (
     EXIT_RESTART,
     FINAL_WEIGHTS,
@@ -35,7 +35,7 @@ from ebbflow.live.protocol import (
 
 __all__ = [
     "Act", "FleetEvent", "Job", "ProcessEnd", "RestartPolicy", "SupervisedReplica", "Supervisor", "Verdict",
-    "describe_exit", "judge_fleet", "supervise",
+    "judge_fleet", "supervise",
 ]  # fmt: skip
 
 _POLL_EVERY_S = 0.05
@@ -193,22 +193,6 @@ class RestartPolicy:
         if failures < 2:
             return "restart", 0.0
         return "restart", min(self.longest_pause_s, self.first_pause_s * 2.0 ** (failures - 2))
-
-
-def describe_exit(code: int) -> str:
-    """Describe an exit code for people.
-
-    >>> describe_exit(-9), describe_exit(75), describe_exit(1)
-    ('killed by SIGKILL', 'asked to be started again', 'exit code 1')
-    """
-    if code == EXIT_RESTART:
-        return "asked to be started again"
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
 
 
 # The supervisor -------------------------------------------------------------------------------------------------------
@@ -428,7 +412,7 @@ class Supervisor:
         now = time.time()
         if not replica.requested or replica.kill_at is not None:  # it was stopped
             # If it was requested again meanwhile, it is pending now, and this very poll starts it.
-            if code == 0 and state == "finished":
+            if state == "finished":  # whatever its exit code: it may have been told to leave when it had just finished
                 replica.outcome = "finished"
                 return FleetEvent(time=now, replica=replica.name, what="finished")
             return FleetEvent(time=now, replica=replica.name, what="left", text=describe_exit(code) if code else "")
