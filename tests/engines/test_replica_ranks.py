@@ -72,6 +72,35 @@ def test_ranks_that_differ_are_named_with_the_difference(monkeypatch: pytest.Mon
         ranks.check_same({"seed": "1", "rule": "linear"})
 
 
+@pytest.mark.parametrize(
+    ("ended", "other_rank", "again"),
+    [(True, 3, True), (True, 4, False), (True, None, False), (False, 3, False)],
+    ids=["same messages", "another message there", "still runs there", "still runs here"],
+)
+def test_connections_of_a_thread_are_used_again_if_it_ended_after_the_same_messages_on_all_ranks(
+    ended: bool, other_rank: int | None, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every time that a replica of several ranks listens would leave connections behind until its end."""
+    ranks, before = ReplicaRanks(), ReplicaRanks()
+    before._messages = 3
+    monkeypatch.setattr(ranks, "gather", lambda own: [own, other_rank])
+    monkeypatch.setattr(ranks, "another_group", lambda: None)  # of a single process: `ranks` itself
+    assert ranks.in_thread(before, ended=ended) is (before if again else ranks)
+    assert ranks.in_thread() is ranks
+
+
+def test_every_message_of_the_ranks_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    for name in ("broadcast", "all_gather_object", "all_reduce"):
+        monkeypatch.setattr(dist, name, lambda *given, name=name, **named: calls.append(name))
+    ranks = ReplicaRanks()
+    ranks._group = object()  # type: ignore[assignment]
+    ranks.share("x" * 100_000)
+    ranks.gather(1)
+    ranks.all_agree(True)
+    assert ranks._messages == len(calls) == 4
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("least", [1, 2])
 def test_every_sample_of_a_micro_batch_counts_on_exactly_one_rank(ranks: int, least: int) -> None:

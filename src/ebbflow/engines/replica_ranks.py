@@ -67,6 +67,7 @@ class ReplicaRanks:
         """Whether a gradient is that of the whole replica when the hooks of its parameter are called."""
         self._group = group
         self._groups: list[dist.ProcessGroup] = [] if group is None else [group]
+        self._messages = 0
         self.counts = self.gather(data_rank).index(data_rank) == self.rank
         """Whether this rank is the first of those with the same samples, so that it counts their loss."""
 
@@ -96,6 +97,7 @@ class ReplicaRanks:
         return shared
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
+        self._messages += 1
         with _peers():
             dist.broadcast(tensor, src=0, group=self._group)
 
@@ -104,6 +106,7 @@ class ReplicaRanks:
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
+        self._messages += 1
         with _peers():
             dist.all_gather_object(values, value, group=self._group)
         return values
@@ -112,6 +115,7 @@ class ReplicaRanks:
         """Replace a small tensor by its sum over the ranks, with the same bits on each."""
         if self._group is not None and tensor.numel():
             host = tensor.cpu()  # the group is gloo's, whatever device computes; on a CPU this is the tensor itself
+            self._messages += 1
             with _peers():
                 dist.all_reduce(host, group=self._group)
             tensor.copy_(host)
@@ -122,8 +126,15 @@ class ReplicaRanks:
         self.add_up(votes)
         return votes.item() == self.size
 
-    def in_thread(self) -> ReplicaRanks:
-        """The same ranks over connections of their own, for another thread on each; all ranks call this."""
+    def in_thread(self, before: ReplicaRanks | None = None, *, ended: bool = False) -> ReplicaRanks:
+        """The same ranks over connections of their own, for another thread on each; all ranks call this.
+
+        Connections are kept until the replica ends. So those of the thread `before` are used again, if that has `ended`
+        on all ranks, and after the same messages: then no rank still waits there for one that will not come.
+        """
+        said = self.gather(before._messages if before is not None and ended else None)
+        if before is not None and said[0] is not None and len({*said}) == 1:
+            return before
         group = self.another_group()
         if group is None:
             return self

@@ -165,6 +165,8 @@ class FleetConnection:
         without it they wait."""
         self.listener: Listener | None = None
         """Hears the steps of the others, which are to be applied to the state that this replica receives."""
+        self._heard_before: tuple[ReplicaRanks, threading.Event] | None = None
+        """The connections inside of the replica of the last thread that heard, and whether it has ended."""
 
     # What the training loop calls -------------------------------------------------------------------------------------
 
@@ -558,14 +560,17 @@ class FleetConnection:
         self, begin_to_hear: Callable[[ReplicaSums], Hear], group: ProcessGroup, incoming: IncomingState
     ) -> Listener:
         """Begin to hear the steps of the others, on all ranks of this replica."""
-        ranks = self.ranks.in_thread()
-        return Listener(
+        before, ended = self._heard_before or (None, threading.Event())
+        ranks = self.ranks.in_thread(before, ended=ended.is_set())
+        listener = Listener(
             begin_to_hear(ReplicaSums(ranks, group)),
             self.ranks.share(self.membership.listening),  # which rank 0 knows
             incoming,
             rank=group.rank,
             all_agree=ranks.all_agree,
         )
+        self._heard_before = (ranks, listener.ended)
+        return listener
 
     def _wait_for_state(self, incoming: IncomingState, listener: Listener) -> None:
         """Raises `PeerLost` if the group breaks meanwhile, and `LeftFleet` when this replica has told the others so."""

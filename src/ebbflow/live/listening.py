@@ -112,12 +112,14 @@ class Listener:
         ranks of this replica, which call it together, whether a flag is set on each of them."""
         self.leaves = False
         """Whether this replica has told the others that it leaves."""
+        self.ended = threading.Event()
+        """Set when the thread has sent its last message."""
         self._all_agree = all_agree
         self._hear, self._listening, self._incoming, self._rank = hear, listening, incoming, rank
         self._steps: deque[HeardStep] = deque()
         self._further: int | None = None  # steps that may still be heard, since the first one was applied
         self._waits = False  # the training loop, which has applied everything, for the next step
-        self._closed = self._ended = False
+        self._closed = False
         self._error: Exception | None = None
         self._changed = threading.Condition()
         threading.Thread(target=self._run, daemon=True, name="ebbflow-hear").start()
@@ -143,7 +145,7 @@ class Listener:
             self._error = error
         finally:
             with self._changed:
-                self._ended = True
+                self.ended.set()
                 self._changed.notify_all()
 
     def _has_room(self) -> bool:
@@ -163,7 +165,7 @@ class Listener:
     def failure(self) -> Exception | None:
         """Why no further step is heard; None if one is."""
         with self._changed:
-            return (self._error or PeerLost("there is no further step to hear")) if self._ended else None
+            return (self._error or PeerLost("there is no further step to hear")) if self.ended.is_set() else None
 
     def next(self) -> HeardStep:
         """Wait for the next step, when all before it are applied. Raises `PeerLost` if there is none."""
@@ -172,7 +174,7 @@ class Listener:
             if self._further is None:
                 self._further = 2 * len(self._steps) + 2
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._steps or self._ended)
+            self._changed.wait_for(lambda: self._steps or self.ended.is_set())
             self._waits = False
             if self._steps:
                 return self._steps.popleft()
