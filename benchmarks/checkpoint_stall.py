@@ -60,8 +60,7 @@ def main() -> int:
         optimizer.step()
 
     def state() -> dict[str, object]:
-        # Not an OrderedDict, which a copy rebuilds from its class: async_save of torch 2.11 failed at a class on a GPU.
-        return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     step()
     tensors = [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]

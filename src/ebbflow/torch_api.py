@@ -1,7 +1,7 @@
 """Members of torch that are not public: the one module that uses them.
 
 A torch that lacks one of them is refused when this module is imported, and not in the middle of a run; only those of
-the compiler, which take long to import, are looked for when a model is compiled.
+the compiler and of checkpoints, which take long to import, are looked for when they are first used.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ else:
     Store = getattr(torch.distributed, "Store", object)  # a torch without torch.distributed has none
 
 __all__ = [
-    "MINIMUM_VERSION", "USED_MEMBERS", "BatchNorm", "NormBase", "Store", "check_input_dimensions", "compiler_error",
-    "foreach_add_", "foreach_copy_", "foreach_lerp_", "foreach_mul_", "foreach_norm", "foreach_zero_", "gloo_group",
-    "is_sum_over", "mark_dynamic", "missing_members", "prefix_store",
+    "MINIMUM_VERSION", "USED_MEMBERS", "BatchNorm", "HostCopies", "NormBase", "Store", "check_input_dimensions",
+    "compiler_error", "foreach_add_", "foreach_copy_", "foreach_lerp_", "foreach_mul_", "foreach_norm",
+    "foreach_zero_", "gloo_group", "is_sum_over", "mark_dynamic", "missing_members", "prefix_store",
 ]  # fmt: skip
 
 MINIMUM_VERSION = "2.11"
@@ -38,6 +38,7 @@ USED_MEMBERS = (
     "distributed.ProcessGroupGloo.create_device", "distributed.ProcessGroupGloo.recv",
     "distributed.ProcessGroupGloo.send", "distributed.Store.check", "distributed.Store.get",
     "distributed.Store.set", "distributed.Store.wait", "distributed.Work.is_completed", "distributed.Work.wait",
+    "distributed.checkpoint._state_dict_stager.StateDictStager.stage",
     "nn.BatchNorm2d._check_input_dim", "nn.modules.batchnorm._BatchNorm", "nn.modules.batchnorm._NormBase",
 )  # fmt: skip
 """What is used of torch, below `torch.`, that is not public or not documented."""
@@ -65,8 +66,9 @@ def _require(names: tuple[str, ...]) -> None:
 
 
 _COMPILER = tuple(name for name in USED_MEMBERS if name.startswith("_dynamo"))
-_DISTRIBUTED = tuple(name for name in USED_MEMBERS if name.startswith("distributed"))
-_require(tuple(name for name in USED_MEMBERS if name not in _COMPILER + _DISTRIBUTED))
+_CHECKPOINT = tuple(name for name in USED_MEMBERS if name.startswith("distributed.checkpoint"))
+_DISTRIBUTED = tuple(name for name in USED_MEMBERS if name.startswith("distributed") and name not in _CHECKPOINT)
+_require(tuple(name for name in USED_MEMBERS if name not in _COMPILER + _CHECKPOINT + _DISTRIBUTED))
 
 # Many tensors at once -------------------------------------------------------------------------------------------------
 
@@ -125,6 +127,31 @@ def gloo_group(store: Store, rank: int, size: int, *, host: str, timeout: timede
     options._timeout = timeout
     options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
     return gloo(store, rank, size, options)
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+class HostCopies:
+    """Copies states into the memory of the host, and keeps the memory of the last copy for the next one.
+
+    The public class for this, `DefaultStager`, empties its tables after each state in torch 2.11, and ends in a
+    KeyError at the next one.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        from torch.distributed.checkpoint import _state_dict_stager as staging
+
+        _require(_CHECKPOINT)
+        self._pinned = pinned
+        self._stager: Any = staging.StateDictStager(pin_memory=pinned, share_memory=False)
+
+    def copied(self, state: dict[str, Any]) -> Any:
+        """The state with all tensors in the memory of the host; it is complete when this returns."""
+        copied = self._stager.stage(state, non_blocking=self._pinned)
+        if self._pinned:
+            torch.accelerator.synchronize()
+        return copied
 
 
 # Losses ---------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import re
 import tomllib
+from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -97,6 +98,8 @@ def requirement(library: str) -> str:
 
 
 def test_the_installed_torch_is_supported_and_has_all_that_is_used() -> None:
+    import torch.distributed.checkpoint._state_dict_stager  # torch imports it when it is asked for
+
     assert requirement("torch") == f">={torch_api.MINIMUM_VERSION}"
     assert not torch_api.missing_members(), f"torch {torch.__version__}: adapt ebbflow.torch_api"
     assert "_foreach_nothing" in torch_api.missing_members(("_foreach_nothing", "_foreach_add_"))
@@ -131,3 +134,22 @@ def import_again(name: str) -> None:
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_states_are_copied_again_and_again_into_the_same_memory() -> None:
+    """`DefaultStager` of torch 2.11 fails at the second state that has an OrderedDict, or a class."""
+    weights = torch.arange(6.0)
+    state = {"model": OrderedDict(w=weights, half=weights[:3]), "class": OrderedDict, "plain": [1, "two", (3.0, None)]}
+    copies = torch_api.HostCopies(pinned=False)
+    first = copies.copied(state)
+    pointer = first["model"]["w"].data_ptr()
+    assert pointer != weights.data_ptr()
+    weights.neg_()
+    second = copies.copied(state)
+    assert second["model"]["w"].tolist() == [-0.0, -1, -2, -3, -4, -5] and second["model"]["half"].tolist() == [
+        0,
+        -1,
+        -2,
+    ]
+    assert second["model"]["w"].data_ptr() == pointer
+    assert type(second["model"]) is OrderedDict and second["class"] is OrderedDict and second["plain"] == state["plain"]

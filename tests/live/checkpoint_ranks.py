@@ -61,13 +61,13 @@ def save_while_it_hangs(rank: int, ranks: int, rendezvous: str, folder: str, ans
 def save_without_memory(rank: int, ranks: int, rendezvous: str, folder: str, answers: Any) -> None:
     """Save three times; the second time, rank 1 has no memory for the copy."""
     with joined(rank, ranks, rendezvous, folder) as (store, heard):
-        stage = store._stager.stage
+        copied = store._copies.copied
 
-        def fail(copied: Any) -> Any:
+        def fail(state: Any) -> Any:
             raise MemoryError("no memory for 3 GB")
 
         for step in (1, 2, 3):
-            store._stager.stage = fail if (rank, step) == (1, 2) else stage  # type: ignore[method-assign]
+            store._copies.copied = fail if (rank, step) == (1, 2) else copied  # type: ignore[method-assign]
             store.save(state(step, ranks), step=step, lineage=step)
             store.wait()
     answers.put((rank, heard))

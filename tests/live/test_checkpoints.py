@@ -55,11 +55,11 @@ def test_where_no_memory_can_be_pinned_checkpoints_are_copied_into_other_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Refuses:
-        def stage(self, state: object) -> None:
+        def copied(self, state: object) -> None:
             raise RuntimeError("Registering memory failed with cudaError: 2.")
 
-    make = module._stager
-    monkeypatch.setattr(module, "_stager", lambda *, pinned: Refuses() if pinned else make(pinned=False))
+    make = module.HostCopies
+    monkeypatch.setattr(module, "HostCopies", lambda *, pinned: Refuses() if pinned else make(pinned=False))
     heard: list[tuple[str, str]] = []
     store = Checkpoints(tmp_path, on_event=lambda what, text: heard.append((what, text)), pinned=True)
     save(store, 1, 2)

@@ -12,24 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ebbflow.core.storage import COMPLETE, Storage
 from ebbflow.engines.replica_ranks import ReplicaRanks
 from ebbflow.errors import CheckpointError, StorageUnreachable, UnreadableCheckpoints
 from ebbflow.live.checkpoint_names import CheckpointName, list_checkpoints, outdated_checkpoints
 from ebbflow.run.sharded_checkpoint import MakeTensor, load_state, save_state, whole_tensor
+from ebbflow.torch_api import HostCopies
 
 __all__ = ["Checkpoints"]
-
-
-def _stager(*, pinned: bool) -> DefaultStager:
-    """What copies a state; it keeps the memory of the last copy for the next one."""
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
-        )
-    )
 
 
 class Checkpoints:
@@ -63,7 +54,7 @@ class Checkpoints:
         self._skipped = False
         """Whether a checkpoint was skipped since the one under way was begun."""
         self._pinned = pinned
-        self._stager = _stager(pinned=pinned)
+        self._copies = HostCopies(pinned=pinned)
 
     def newest(
         self, *, beyond: int = -1, make: MakeTensor = whole_tensor
@@ -135,16 +126,16 @@ class Checkpoints:
     def _copied(self, state: Mapping[str, Any]) -> Any:
         """The state in the memory of the host."""
         try:
-            return self._stager.stage(dict(state))
+            return self._copies.copied(dict(state))
         except RuntimeError as error:
             if not self._pinned:
                 raise
             self.on_event("memory is not pinned", f"checkpoints are copied into other memory: {error}")
-        self._pinned, self._stager = False, _stager(pinned=False)
+        self._pinned, self._copies = False, HostCopies(pinned=False)
         if torch.cuda.is_available():  # it reports its last error once more, to whatever is launched next
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
-        return self._stager.stage(dict(state))
+        return self._copies.copied(dict(state))
 
     def _is_writing(self) -> bool:
         return self._writing is not None and self._writing.is_alive()
