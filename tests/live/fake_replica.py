@@ -2,6 +2,7 @@
 
 train      write a status, count steps, leave on SIGTERM, finish after --steps
 stubborn   the same, but ignore SIGTERM
+full       the same as train, but cannot save the state when it leaves
 past       the same as train, with a clock that was set back by an hour
 import     need a package that is not there, and end with a warning that is never the same
 usage      refuse its options
@@ -108,7 +109,7 @@ def main(mode: str, steps: int) -> int:
         write_status(own, "training", step)
         time.sleep(0.02)
         if leaving:
-            write_status(own, "left", step + 1)
+            write_status(own, "left", step + 1, reason="step 7 could not be saved" if mode == "full" else "")
             return 0
     save_final_state(own.parents[1], steps)
     if mode == "ending":

@@ -637,7 +637,7 @@ def test_an_incompatible_replica_is_refused_and_the_fleet_goes_on(fleet: Any, tm
     (tmp_path / "replicas" / "r2" / "record.jsonl").rename(tmp_path / "incompatible.jsonl")
     check(tmp_path, "r0", "r1")
     (text,) = [read_record(tmp_path / "incompatible.jsonl").end.text]
-    assert "another job" in text and "seed is '8' here and '7' in the fleet" in text
+    assert "refuses this replica" in text and "seed is '8' here and '7' in the fleet" in text
 
 
 def test_replicas_that_begin_with_other_weights_take_those_of_one(fleet: Any, tmp_path: Path) -> None:

@@ -24,10 +24,11 @@ pytest.importorskip("torchft", reason="the live engine needs torchft: pip instal
 
 import ebbflow.live
 from contract.suite import BackAndForth, make_data, make_model
-from ebbflow.errors import CheckpointError, ConfigError, Diverged
-from ebbflow.live import connection, membership
+from ebbflow.errors import CheckpointError, ConfigError, Diverged, StorageUnreachable
+from ebbflow.live import checkpoints, connection, membership
 from ebbflow.live.accounting import read_fleet, read_fleet_run
 from ebbflow.live.fleet_questions import FleetQuestions
+from ebbflow.live.protocol import read_statuses
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.report.results import load_results
 from ebbflow.workloads.prefetch import Request, SampleReader
@@ -173,6 +174,24 @@ def test_a_replica_leaves_when_notice_says_that_its_machine_is_taken_away(script
     assert fleet.left and not fleet.finished
     with script(model=model)[1] as again:
         assert 0 < again.flow.step == fleet.flow.step, "the state was kept for whoever comes next"
+
+
+def test_a_replica_that_leaves_says_that_its_state_could_not_be_saved(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise StorageUnreachable("no space left on device")
+
+    monkeypatch.setattr(checkpoints, "save_state", full)
+    model, fleet = script(notice=lambda: fleet.flow.step >= 3)
+    with fleet:
+        for step in fleet:
+            for x, y in step:
+                step.backward(loss_fn(model(x), y))
+    (status,) = read_statuses(tmp_path).values()
+    assert (status.state, status.step) == ("left", fleet.flow.step)
+    said = f"the state of step {fleet.flow.step} could not be saved; an older checkpoint is what is left"
+    assert status.reason == said
 
 
 def test_what_else_belongs_to_the_state_is_kept_with_it(script: Any) -> None:

@@ -507,6 +507,28 @@ def test_a_job_is_judged_by_its_files_and_not_by_the_exit_code_of_the_script(
     assert fleet.replicas["r0"].incarnations == starts
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("mode", "line"),
+    [
+        ("train", "not finished; the same command continues"),
+        ("full", "not finished; the same command continues; step 7 could not be saved"),
+    ],
+)
+def test_a_fleet_that_is_stopped_says_what_was_not_saved(fake_job: MakeJob, mode: str, line: str) -> None:
+    fleet = Supervisor(fake_job(mode))
+    for name in ("r0", "r1"):
+        fleet.request(name)
+    with fleet, StopSignal() as stop:
+
+        def stop_when_all_train() -> None:
+            if all(one.status is not None and one.status.state == "training" for one in fleet.replicas.values()):
+                stop.request()
+
+        found = supervise(fleet, stop=stop, grace_s=20, on_event=lambda event: None, on_poll=stop_when_all_train)
+    assert found == (Ending.STOPPED, line)
+
+
 class _NoLighthouse:
     """One that runs on this machine and never dies."""
 

@@ -190,9 +190,8 @@ class FleetConnection:
         )
         if isinstance(instruction, Refuse):
             raise ConfigError(
-                f"the fleet at {self.config.lighthouse} refuses this replica, which is of another job: "
-                f"{instruction.difference}. Start it with the same script, settings and version, or give the job a "
-                f"lighthouse of its own"
+                f"the fleet at {self.config.lighthouse} refuses this replica: {instruction.difference}. Start it with "
+                f"the same script, settings, version and secret as the others, or give its job a lighthouse of its own"
             )
         if not isinstance(instruction, ComputeStep):
             raise LeftFleet

@@ -454,10 +454,13 @@ class LiveSession(Session):
             self._status.update("waiting", reason=text)
 
     def _leave_fleet(self, *, save: bool) -> None:
+        problem = None
         if save:
             self._save_now()
-        self._event("left", "told to leave")
-        self._status.update("left", step=self.flow.step)
+            if not self._ranks.share(self._ranks.leads and self._state_saved()):
+                problem = f"the state of step {self.flow.step} could not be saved; an older checkpoint is what is left"
+        self._event("left", problem or "told to leave")
+        self._status.update("left", step=self.flow.step, reason=problem)
 
     def _finish(self) -> None:
         """Form one more quorum group, so that a replica that missed the last sum receives the final state; then end.
@@ -479,7 +482,7 @@ class LiveSession(Session):
         self.loop.end("finished")
         self._status.update("finished", reason=None, **position)
 
-    def _final_state_saved(self) -> bool:
+    def _state_saved(self) -> bool:
         """Whether somebody has saved the state of this step; the weights are written before the checkpoint."""
         return self._checkpoints.has(self.flow.step, self.engine.lineage)
 
@@ -496,7 +499,7 @@ class LiveSession(Session):
             while not seen and alive and not self._leaving():
                 time.sleep(_LOOK_AGAIN_S)
                 alive = self._connection.sends_heartbeats(group.names[first])
-                seen = self._final_state_saved()
+                seen = self._state_saved()
         return self._ranks.share(seen)
 
     def _save_final_state(self) -> str:
@@ -509,7 +512,7 @@ class LiveSession(Session):
             return problem
         self._fault("save")
         self._save_now()
-        if not self._ranks.share(self._ranks.leads and self._final_state_saved()):
+        if not self._ranks.share(self._ranks.leads and self._state_saved()):
             return f"the final state, of step {self.flow.step}, could not be saved; free some space and run it again"
         return ""
 

@@ -524,7 +524,9 @@ def judge_fleet(fleet: Supervisor, *, stopped: bool) -> tuple[Ending, str]:
         missing = fleet.unsaved(max((replica.status.step or 0 for replica in finished if replica.status), default=0))
         return (Ending.INCOMPLETE, missing) if missing else (Ending.FINISHED, "")
     if stopped:
-        return Ending.STOPPED, Ending.STOPPED.line
+        statuses = [replica.status for replica in fleet.replicas.values() if replica.status]
+        unsaved = dict.fromkeys(status.reason for status in statuses if status.state == "left" and status.reason)
+        return Ending.STOPPED, "; ".join([Ending.STOPPED.line, *unsaved])
     for outcome, ending in _ENDINGS.items():
         if replicas := by_outcome.get(outcome):
             return ending, f"{replicas[0].name}: {replicas[0].reason or ending.line}"
