@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,24 @@ def test_files_of_both_kinds_with_paths_relative_to_the_file(tmp_path: Path, suf
         ({"paper": 1}, "expected ..paper.. tables"),
         ({"paper": [{"rule": "constant", "table": 1}]}, "paper: unknown key 'table'"),
         ({"paper": [{"rule": "sqrt", "source": "x", "values": {}}]}, "paper: rule is 'sqrt'"),
-        ({"paper": [{"rule": "constant", "what": "hours"}]}, "paper: what is 'hours'; Known: metric, steps"),
+        (
+            {"paper": [{"rule": "constant", "what": "epochs"}]},
+            "study.toml: paper: what is 'epochs'; did you mean 'epochs to",
+        ),
+        (
+            {"paper": [{"rule": "constant", "what": "hours to 1"}]},
+            "paper: what is 'hours to 1'; 'hours' to a target is",
+        ),
         ({"paper": [{"rule": "constant", "values": {}}]}, "needs source"),
         ({"paper": [{"rule": "constant", "source": "x", "values": {"spto": 1}}]}, "'spto' = 1; .*did you mean 'spot'"),
-        ({"paper": [{"rule": "constant", "source": "x", "values": {"spot": "1"}}]}, "'spot' = '1'; expected a trace"),
+        (
+            {"paper": [{"rule": "constant", "source": "x", "values": {"spot": "1"}}]},
+            "'spot' = '1'; expected a finite number$",
+        ),
+        (
+            {"paper": [{"rule": "constant", "source": "x", "what": "epochs to 0.9", "values": {"spot": "N/A"}}]},
+            "^study.toml: paper: 'spot' = 'N/A'; expected a finite number, or .never. for a target",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_study_is_named(changes: dict[str, Any], message: str) -> None:
@@ -181,6 +196,24 @@ def test_published_values_are_cells_of_the_grid() -> None:
     with pytest.raises(ConfigError, match="paper: workload is None"):
         parse(paper=rows, workloads=["digits-mlp", "digits-cnn"])
     assert "paper" not in parse().as_dict()
+
+
+def test_published_targets_and_other_scores_are_kept_and_written_again() -> None:
+    row = {"source": "Somebody 2022", "rule": "constant"}
+    study = parse(
+        paper=[
+            {**row, "what": "seconds to 0.950", "values": {"static": 579, "spot": "never"}},
+            {**row, "what": "pixel_accuracy", "values": {"static": 0.7899}},
+        ]
+    )
+    found = [(value.what, value.trace, value.value) for value in study.paper]
+    assert found == [
+        ("seconds to 0.95", "static", 579.0),
+        ("seconds to 0.95", "spot", "never"),
+        ("pixel_accuracy", "static", 0.7899),
+    ]
+    assert written_again(study).paper == study.paper
+    assert json.loads(json.dumps(study.as_dict()))["paper"][1]["value"] == "never"
 
 
 def test_settings_are_given_as_texts_and_overrides_still_win() -> None:
