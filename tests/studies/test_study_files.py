@@ -19,7 +19,7 @@ from ebbflow.studies.grid import (
     with_plugins,
     with_settings,
 )
-from ebbflow.studies.scaling import with_stand_in
+from ebbflow.studies.scaling import scaled, with_stand_in
 
 MINIMAL: dict[str, Any] = {
     "workloads": ["digits-mlp"],
@@ -262,6 +262,15 @@ def test_the_text_of_a_study_gives_the_same_runs_and_published_values(name: str)
         assert again.arms() == one.arms()
         assert set(again.paper) == set(one.paper)
     assert written_again(study).stand_ins == study.stand_ins
+
+
+def test_the_text_of_a_scaled_study_keeps_the_published_targets() -> None:
+    small = scaled(load_study("lena-table1"), 0.1)
+    again = written_again(small)
+    assert again.paper == small.paper
+    never = {(value.rule, value.what) for value in again.paper if value.value == "never"}
+    # Linear scaling and AdaScale at 16,384 samples: epochs, updates and seconds of each.
+    assert len(never) == 6 and ("linear+warmup(0.55ep, start=0)", "epochs to 0.95") in never
 
 
 def test_the_text_of_a_study_keeps_odd_names_and_values() -> None:
