@@ -39,6 +39,26 @@ def test_a_recipe_runs_to_its_report_on_data_that_stands_in_for_the_papers(ebbfl
     assert len(list(Path("out").glob("arms/*/record.jsonl"))) == 4
 
 
+@pytest.mark.process
+def test_the_report_at_the_end_of_a_study_has_the_published_targets(ebbflow: Ebbflow) -> None:
+    paper = '[[paper]]\nsource = "A 2022, Table 1"\nrule = "linear"\n'
+    Path("tiny.toml").write_text(
+        'workloads = "digits-mlp"\nrules = "linear"\n[settings]\nepochs = 1\n[traces]\nstatic = "constant(workers=4)"\n'
+        f'{paper}what = "epochs to 0.01"\nvalues = {{ static = 102 }}\n'
+        f'{paper}what = "seconds to 0.01"\nvalues = {{ static = "never" }}\n'
+    )
+    answer = ebbflow("study", "tiny.toml", "--out", "out", "--jobs", 1, width=80)
+    assert answer.code == 0, answer.err
+    # The only validation is after one epoch, and one image in a hundred is recognised by then.
+    own, theirs = (line.split() for line in answer.text.splitlines() if line.split()[:1] in (["linear"], ["paper"]))
+    assert own[:5] == ["linear", "1", "of", "1", "1"]
+    assert theirs == ["paper", "102", "never"]
+    (cell,) = ebbflow("report", "out", "--target", 0.01, "--json").json["cells"]
+    assert cell["targets"][0]["published"] == {"epochs": 102.0, "time_s": "never"}
+    (cell,) = ebbflow("report", "out", "--target", 0.02, "--json").json["cells"]
+    assert cell["targets"][0]["published"] == {}
+
+
 def test_the_command_lists_and_shows_recipes(ebbflow: Ebbflow) -> None:
     listed = ebbflow("study", "--list", "--json").json
     assert [entry["name"] for entry in listed] == recipe_names()

@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ebbflow.record import Header
+from ebbflow.record import End, Header, RecordWriter, ValidationRow
 from ebbflow.report import report_page
 from ebbflow.report.conclusions import takeaways
 from ebbflow.report.export import (
+    NOTHING,
     caption,
     cell_text,
     csv_text,
@@ -416,6 +418,79 @@ def test_a_scaled_study_says_that_published_values_cannot_be_compared() -> None:
 def test_a_study_on_other_data_says_that_published_values_cannot_be_compared() -> None:
     text = caption(summarise([arm(0.97)], {**PAPER, "stand_in": "digits"}), "w")
     assert "The data here is digits, which stands in for the paper's: not comparable with it." in text
+
+
+def scored(value: float, accuracies: list[float], **more: Any) -> ArmResult:
+    return arm(value, metric="miou", scores={"pixel_accuracy": np.array(accuracies)}, **more)
+
+
+def test_another_published_score_stands_beside_ours() -> None:
+    cell_of = {"workload": "w", "trace": "gpu", "rule": "linear"}
+    paper = [
+        {**cell_of, "value": 0.3948, "source": "L 2019, metric", "what": "metric"},
+        {**cell_of, "value": 0.7899, "source": "L 2019, pixel_accuracy", "what": "pixel_accuracy"},
+    ]
+    # Of six validations the last two count: (0.70 + 0.74) / 2 = 0.72 and (0.76 + 0.80) / 2 = 0.78; their mean is 0.75.
+    arms = [scored(0.4, [0.1] * 4 + [0.70, 0.74]), scored(0.4, [0.1] * 4 + [0.76, 0.80], seed=1), arm(0.3, rule="sqrt")]
+    found = summarise(arms, {"paper": paper})
+    cell = found.cell("w", "gpu", "linear")
+    assert cell is not None
+    assert cell.scores == {"pixel_accuracy": pytest.approx(0.75)}
+    text = "paper 0.3948; pixel_accuracy 0.75, paper 0.7899"
+    assert published_text(cell, found.number_format("w")) == text
+    assert f"({text})" in markdown(found)
+    assert r"(paper 0.3948; pixel\_accuracy 0.75, paper 0.7899)" in latex(found)
+    assert "Published: L 2019, metric; L 2019, pixel_accuracy." in caption(found, "w")
+    body = {cell["rule"]: cell for cell in json.loads(json_text(found))["cells"]}
+    assert body["linear"]["scores"] == {"pixel_accuracy": pytest.approx(0.75)}
+    assert body["linear"]["published_scores"] == {"pixel_accuracy": 0.7899}
+    assert body["sqrt"]["published_scores"] == {}
+    lines = {line["rule"]: line for line in csv.DictReader(io.StringIO(csv_text(found)))}
+    assert lines["linear"]["published_pixel_accuracy"] == "0.7899"
+    assert float(lines["linear"]["score_pixel_accuracy"]) == pytest.approx(0.75)
+    assert (lines["sqrt"]["score_pixel_accuracy"], lines["sqrt"]["published_pixel_accuracy"]) == ("", "")
+    assert [name for name in lines["linear"] if name in ("values", "targets", "simulated_s", "scores")] == []
+    assert "│ pixel_accuracy 0.75 │" in (shown := _shown(found)), shown
+
+
+def test_a_published_score_that_no_run_has_stands_beside_a_dash() -> None:
+    entry = {
+        "workload": "w",
+        "trace": "gpu",
+        "rule": "linear",
+        "value": 0.7899,
+        "source": "L",
+        "what": "pixel_accuracy",
+    }
+    found = summarise([arm(0.4)], {"paper": [entry]})
+    assert published_text(found.cells[0], found.number_format("w")) == f"pixel_accuracy {NOTHING}, paper 0.7899"
+    # A run whose score is no number makes no mean of the others.
+    found = summarise([scored(0.4, [0.7] * 3), scored(0.4, [0.7, 0.7, math.nan], seed=1)], {"paper": [entry]})
+    assert found.cells[0].scores == {"pixel_accuracy": None}
+    json_text(found)
+    # The metric itself may be called by its name.
+    found = summarise([arm(0.4, metric="pixel_accuracy")], {"paper": [entry]})
+    assert (found.cells[0].published, found.cells[0].published_scores) == (0.7899, {})
+
+
+def test_other_scores_are_read_from_the_validations(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    with RecordWriter(path) as record:
+        record.write(Header(config={"metric": "miou", "workload": "w"}))
+        for epoch, (miou, pixels) in enumerate([(0.1, 0.5), (0.2, None)]):
+            metrics = {"miou": miou, "pixel_accuracy": pixels}
+            record.write(ValidationRow(step=epoch, epoch=epoch + 1.0, samples=8, time_s=0, wall_s=0, metrics=metrics))
+        record.write(End(status="finished", steps=2, samples=16, wall_s=0))
+    (found,) = load_results(path).arms
+    assert list(found.values) == [0.1, 0.2]
+    np.testing.assert_array_equal(found.scores["pixel_accuracy"], [0.5, math.nan])
+    assert list(found.scores) == ["pixel_accuracy"]
+
+
+def _shown(summary: Summary) -> str:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal(summary, width=80))
+    return console.export_text()
 
 
 # Time and cost --------------------------------------------------------------------------------------------------------

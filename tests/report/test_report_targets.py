@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +21,20 @@ from ebbflow.errors import ConfigError
 from ebbflow.record import End, Header, LayersRow, RecordWriter, StepRow, ValidationRow
 from ebbflow.report.clocks import make_clocks, read_clocks, simulated_seconds
 from ebbflow.report.conclusions import takeaways
-from ebbflow.report.export import csv_text, effort_table, latex, markdown, target_caption, target_table, terminal
+from ebbflow.report.export import (
+    caption,
+    csv_text,
+    effort_table,
+    json_text,
+    latex,
+    markdown,
+    target_caption,
+    target_table,
+    terminal,
+)
 from ebbflow.report.figures import all_figures
 from ebbflow.report.plotting import Drawing
+from ebbflow.report.report_page import render_page
 from ebbflow.report.results import ArmResult, Results, load_results
 from ebbflow.report.step_figures import ends_by_epoch, warmup_ends
 from ebbflow.report.summary import Summary, summarise
@@ -245,6 +258,149 @@ def test_a_target_reached_at_a_validation_gives_the_numbers_of_that_validation(
     else:
         assert json_cell["target_reached"] == 0
         assert json_cell["target_epochs"] is json_cell["target_updates"] is json_cell["target_wall_s"] is None
+
+
+# ---- what was published ----
+
+
+def published(
+    rule: str, what: str, value: float | str, *, trace: str = "batch 40", workload: str = "w"
+) -> dict[str, Any]:
+    """An entry of study.json; the source says what it is about."""
+    return {
+        "workload": workload,
+        "trace": trace,
+        "rule": rule,
+        "value": value,
+        "source": f"A 2022, {what}",
+        "what": what,
+    }
+
+
+PAPER = {
+    "paper": [
+        published("linear", "metric", 0.8125),
+        published("linear", "epochs to 0.8", 3),
+        published("linear", "updates to 0.8", 4580),
+        published("linear", "seconds to 0.8", 1737.5),
+        published("sqrt", "epochs to 0.8", "never"),
+        published("sqrt", "updates to 0.95", 12),
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def beside(results: Results) -> Summary:
+    return summarise(results.arms, PAPER)
+
+
+def test_a_report_takes_the_published_targets_and_shows_the_paper_s_values_beside_ours(beside: Summary) -> None:
+    assert beside.targets_of("w") == [0.8, 0.95]
+    linear, sqrt = cells(beside, "linear"), cells(beside, "sqrt")
+    assert linear["epochs"] == ("2.5", "± 0.707", "(paper 3)")
+    assert linear["updates"] == ("8", "± 2", "(4x)", "(paper 4,580)")
+    assert linear["time"] == ("15.0 s", "± 4.2 s", "(4x)", "(paper 1,737.5 s)")
+    assert linear["wall-clock"] == ("9.2 s", "± 2.5 s")
+    assert (sqrt["epochs"], sqrt["updates"]) == (("2", "(paper never)"), ("6",))
+    assert cells(beside, "constant")["epochs"] == ("2.5", "± 0.707")
+    # 0.95, which no run reaches, and about which the paper has one number.
+    assert cells(beside, "linear", 1)["epochs"] == (NOTHING,)
+    assert cells(beside, "sqrt", 1)["updates"] == (NOTHING, "(paper 12)")
+    assert cells(beside, "sqrt", 1)["epochs"] == (NOTHING,)
+
+
+def test_each_table_names_the_sources_of_its_own_values(beside: Summary) -> None:
+    assert target_caption(beside, "w", 0).endswith(
+        " Published: A 2022, epochs to 0.8; A 2022, updates to 0.8; A 2022, seconds to 0.8."
+    )
+    assert target_caption(beside, "w", 1).endswith(" Published: A 2022, updates to 0.95.")
+    assert caption(beside, "w").endswith(" Published: A 2022, metric.")
+
+
+def test_the_targets_that_are_asked_for_replace_the_published_ones(results: Results) -> None:
+    other = summarise(results.arms, PAPER, targets=["0.7"])
+    assert other.targets_of("w") == [0.7]
+    assert cells(other, "linear")["epochs"] == ("2", "± 0")
+    assert "Published" not in target_caption(other, "w", 0)
+    assert cells(summarise(results.arms, PAPER, targets=["0.80"]), "linear")["epochs"][-1] == "(paper 3)"
+    # 0.8 times our baseline is not the paper's 0.8.
+    assert "paper" not in str(target_table(summarise(results.arms, PAPER, targets=["0.8x"]), "w", 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"scale": 0.1}, "scaled to 0.1 of its epochs: not comparable"),
+     ({"stand_in": "digits"}, "The data here is digits, which stands in for the paper's: not comparable")],
+)  # fmt: skip
+def test_a_study_that_is_not_comparable_has_the_published_targets_only_if_asked(
+    results: Results, change: dict[str, Any], words: str
+) -> None:
+    assert summarise(results.arms, PAPER | change).targets_of("w") == []
+    asked = summarise(results.arms, PAPER | change, targets=["0.8"])
+    assert cells(asked, "linear")["epochs"][-1] == "(paper 3)"
+    assert words in target_caption(asked, "w", 0)
+
+
+def test_published_targets_are_those_of_their_workload(results: Results) -> None:
+    one = results.arms[0]
+    one_and_two = np.array([1.0, 2.0])
+    other = ArmResult(
+        id="", workload="v", trace="t", rule="r", seed=0, status="finished", metric="loss", higher_is_better=False,
+        header=one.header, values=np.array([3.0, 2.0]), updates=np.array([5.0, 10.0]), epochs=one_and_two,
+        times=one_and_two, walls=one_and_two, counts=one_and_two,
+    )  # fmt: skip
+    # A target that is asked for cannot be both an accuracy and a loss; published ones need not.
+    paper = [*PAPER["paper"], published("r", "updates to 2.5", 7, trace="t", workload="v")]
+    found = summarise([*results.arms, other], {"paper": paper})
+    assert (found.targets_of("w"), found.targets_of("v")) == ([0.8, 0.95], [2.5])
+    head, row = target_table(found, "v", 0)
+    assert row[head.index(("updates",))] == ("10", "(paper 7)")
+    assert len(csv_text(found).splitlines()) == 1 + 2 * len(found.cells_of("w")) + 1
+    assert any("v, t: r reaches loss 2.500" in text for text in takeaways(found))
+
+
+def test_every_format_has_the_published_values_of_a_target(beside: Summary, results: Results) -> None:
+    row = "| 2.5 ± 0.707 (paper 3) | 8 ± 2 (4x) (paper 4,580) | 15.0 s ± 4.2 s (4x) (paper 1,737.5 s) |"
+    assert f"| batch 40 | linear | 2 of 2 {row}" in markdown(beside)
+    assert r"2.5 $\pm$ 0.707 (paper 3) & 8 $\pm$ 2 (4x) (paper 4,580) &" in latex(beside)
+    rows = list(csv.DictReader(io.StringIO(csv_text(beside))))
+    names = ("target", "target_published_epochs", "target_published_updates", "target_published_time_s")
+    assert [[row[name] for name in names] for row in rows if row["rule"] in ("linear", "sqrt")] == [
+        ["0.8", "3", "4580", "1737.5"], ["0.95", "", "", ""], ["0.8", "never", "", ""], ["0.95", "", "12", ""],
+    ]  # fmt: skip
+    by_rule = {cell["rule"]: cell for cell in json.loads(json_text(beside))["cells"]}
+    assert by_rule["linear"]["targets"][0]["published"] == {"epochs": 3, "updates": 4580, "time_s": 1737.5}
+    assert by_rule["linear"]["target_published_epochs"] == 3
+    assert by_rule["sqrt"]["targets"][0]["published"] == {"epochs": "never"}
+    assert by_rule["constant"]["targets"][0]["published"] == {}
+    page = render_page(results, beside, [])
+    assert "<small>(paper 4,580)</small>" in page and "<small>(paper never)</small>" in page
+
+
+def test_in_a_terminal_of_eighty_columns_the_paper_is_a_line_below_ours(beside: Summary) -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal(beside, width=80))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    found = [line.split() for line in lines if line.split()[:1] == ["paper"]]
+    assert found == [["paper", "3", "4,580", "1,737.5", "s"], ["paper", "never"], ["paper", "12"]]
+    head = next(line for line in lines if "epochs" in line and "updates" in line)
+    paper = next(line for line in lines if "4,580" in line)
+    # The numbers are right-aligned below the names of their columns.
+    assert paper.index("4,580") + len("4,580") == head.index("updates") + len("updates")
+
+
+def test_a_published_time_stands_by_itself_where_ours_was_fitted_and_networks_are_simulated(results: Results) -> None:
+    clocks = make_clocks(clocks_of(compute_step="100ms"), ["fast=affine(20ms)"])
+    found = summarise(read_clocks(results, clocks).arms, PAPER)
+    fitted = replace(found, fitted=frozenset({"w"}))
+    assert cells(found, "linear")["time"][0] == "15.0 s"
+    assert cells(fitted, "linear")["time"] == (NOTHING, "(paper 1,737.5 s)")
+    assert "worker-hours" not in cells(fitted, "linear")
+    assert "time" not in cells(fitted, "linear", 1)  # nothing was published about this target
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal(fitted, width=80))
+    assert "1,737.5 s" in console.export_text()
 
 
 # ---- simulated time ----

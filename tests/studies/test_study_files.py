@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ebbflow.studies.grid import (
     with_plugins,
     with_settings,
 )
-from ebbflow.studies.scaling import with_stand_in
+from ebbflow.studies.scaling import scaled, with_stand_in
 
 MINIMAL: dict[str, Any] = {
     "workloads": ["digits-mlp"],
@@ -103,10 +104,24 @@ def test_files_of_both_kinds_with_paths_relative_to_the_file(tmp_path: Path, suf
         ({"paper": 1}, "expected ..paper.. tables"),
         ({"paper": [{"rule": "constant", "table": 1}]}, "paper: unknown key 'table'"),
         ({"paper": [{"rule": "sqrt", "source": "x", "values": {}}]}, "paper: rule is 'sqrt'"),
-        ({"paper": [{"rule": "constant", "what": "hours"}]}, "paper: what is 'hours'; Known: metric, steps"),
+        (
+            {"paper": [{"rule": "constant", "what": "epochs"}]},
+            "study.toml: paper: what is 'epochs'; did you mean 'epochs to",
+        ),
+        (
+            {"paper": [{"rule": "constant", "what": "hours to 1"}]},
+            "paper: what is 'hours to 1'; 'hours' to a target is",
+        ),
         ({"paper": [{"rule": "constant", "values": {}}]}, "needs source"),
         ({"paper": [{"rule": "constant", "source": "x", "values": {"spto": 1}}]}, "'spto' = 1; .*did you mean 'spot'"),
-        ({"paper": [{"rule": "constant", "source": "x", "values": {"spot": "1"}}]}, "'spot' = '1'; expected a trace"),
+        (
+            {"paper": [{"rule": "constant", "source": "x", "values": {"spot": "1"}}]},
+            "'spot' = '1'; expected a finite number$",
+        ),
+        (
+            {"paper": [{"rule": "constant", "source": "x", "what": "epochs to 0.9", "values": {"spot": "N/A"}}]},
+            "^study.toml: paper: 'spot' = 'N/A'; expected a finite number, or .never. for a target",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_study_is_named(changes: dict[str, Any], message: str) -> None:
@@ -183,6 +198,24 @@ def test_published_values_are_cells_of_the_grid() -> None:
     assert "paper" not in parse().as_dict()
 
 
+def test_published_targets_and_other_scores_are_kept_and_written_again() -> None:
+    row = {"source": "Somebody 2022", "rule": "constant"}
+    study = parse(
+        paper=[
+            {**row, "what": "seconds to 0.950", "values": {"static": 579, "spot": "never"}},
+            {**row, "what": "pixel_accuracy", "values": {"static": 0.7899}},
+        ]
+    )
+    found = [(value.what, value.trace, value.value) for value in study.paper]
+    assert found == [
+        ("seconds to 0.95", "static", 579.0),
+        ("seconds to 0.95", "spot", "never"),
+        ("pixel_accuracy", "static", 0.7899),
+    ]
+    assert written_again(study).paper == study.paper
+    assert json.loads(json.dumps(study.as_dict()))["paper"][1]["value"] == "never"
+
+
 def test_settings_are_given_as_texts_and_overrides_still_win() -> None:
     study = parse(settings={"epochs": 3}, override=[{"rule": "constant", "set": {"lr": 0.5}}])
     changed = with_settings(study, ["epochs=7", "device = cuda:1", "lr=0.25", "repeat=true", 'step_time="0.6s"'])
@@ -229,6 +262,15 @@ def test_the_text_of_a_study_gives_the_same_runs_and_published_values(name: str)
         assert again.arms() == one.arms()
         assert set(again.paper) == set(one.paper)
     assert written_again(study).stand_ins == study.stand_ins
+
+
+def test_the_text_of_a_scaled_study_keeps_the_published_targets() -> None:
+    small = scaled(load_study("lena-table1"), 0.1)
+    again = written_again(small)
+    assert again.paper == small.paper
+    never = {(value.rule, value.what) for value in again.paper if value.value == "never"}
+    # Linear scaling and AdaScale at 16,384 samples: epochs, updates and seconds of each.
+    assert len(never) == 6 and ("linear+warmup(0.55ep, start=0)", "epochs to 0.95") in never
 
 
 def test_the_text_of_a_study_keeps_odd_names_and_values() -> None:

@@ -27,7 +27,8 @@ def report(
         list[str] | None,
         typer.Option(
             help="A score to reach, such as 0.95 for 95 % accuracy, or 0.99x for 99 % of the score at the reference "
-            "batch: shows epochs, updates and times to it. Repeat it for several."
+            "batch: shows epochs, updates and times to it. Repeat it for several. Default: the targets that were "
+            "published, if the study has some, and is neither scaled nor on a stand-in."
         ),
     ] = None,
     spot_price: Annotated[

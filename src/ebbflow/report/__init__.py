@@ -3,6 +3,7 @@
     results.py          a folder of records -> Results: all arms, also the missing ones, and how each ended
     intervals.py        Student's t: intervals that know how few runs they rest on
     clocks.py           step models -> simulated time at each validation of a record
+    published.py        what the value of a paper is: a score, steps, epochs or time to a target
     targets.py          what a run took to a target, and speed-ups over the runs at the reference batch
     summary.py          arms -> Summary: score, interval, time, cost of each workload x trace x rule, and which is best
     conclusions.py      Summary -> what a user should conclude, in sentences

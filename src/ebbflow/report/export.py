@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Group
 from rich.padding import Padding
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ebbflow.core.units import format_seconds, plural
 from ebbflow.report.intervals import CONFIDENCE
+from ebbflow.report.published import NEVER, PublishedValue
 from ebbflow.report.summary import Cell, NumberFormat, Summary
 from ebbflow.report.targets import CLOCK
 
@@ -69,9 +70,16 @@ def _counts(counts: set[int], what: str) -> str:
 
 def sources_text(summary: Summary, workload: str) -> str:
     """The sources of the published values of a table, and whether they are comparable; empty if it has none."""
-    if not any(cell.published is not None or cell.published_steps is not None for cell in summary.cells_of(workload)):
+    cells = summary.cells_of(workload)
+    if not any(
+        cell.published is not None or cell.published_steps is not None or cell.published_scores for cell in cells
+    ):
         return ""
-    text = f" Published: {'; '.join(summary.sources)}."
+    return _sources(summary, summary.sources)
+
+
+def _sources(summary: Summary, sources: Iterable[str]) -> str:
+    text = f" Published: {'; '.join(sources)}."
     if summary.stand_in is not None:
         text += f" The data here is {summary.stand_in}, which stands in for the paper's: not comparable with it."
     if summary.scaled is not None:
@@ -80,17 +88,27 @@ def sources_text(summary: Summary, workload: str) -> str:
 
 
 def published_text(cell: Cell | None, numbers: NumberFormat) -> str:
-    """The value of the paper, such as "paper 94.24" or "29,240 steps, paper 29,240"; empty if it has none.
+    """The values of the paper, such as "paper 94.24" or "29,240 steps, paper 29,240"; empty if it has none."""
+    return "; ".join(", ".join(part) for part in _published_parts(cell, numbers))
+
+
+def _published_parts(cell: Cell | None, numbers: NumberFormat) -> list[tuple[str, ...]]:
+    """Each value of the paper, behind ours where the cell does not have it yet.
 
     It keeps the digits of the paper: how our values are rounded depends on our spread.
     """
     if cell is None:
-        return ""
-    parts = [f"paper {cell.published * numbers.factor:.6g}"] if cell.published is not None else []
+        return []
+    parts: list[tuple[str, ...]] = []
+    if cell.published is not None:
+        parts.append((f"paper {cell.published * numbers.factor:.6g}",))
     if cell.published_steps is not None:
-        steps = f"{cell.steps:,.0f} steps, " if cell.steps is not None else ""
-        parts.append(f"{steps}paper {cell.published_steps:,.0f}")
-    return "; ".join(parts)
+        ours = [f"{cell.steps:,.0f} steps"] if cell.steps is not None else []
+        parts.append((*ours, f"paper {cell.published_steps:,.0f}"))
+    for name, value in cell.published_scores.items():
+        score = cell.scores.get(name)
+        parts.append((f"{name} {NOTHING if score is None else f'{score:.4g}'}", f"paper {value:.6g}"))
+    return parts
 
 
 def cell_text(cell: Cell | None, numbers: NumberFormat) -> str:
@@ -217,40 +235,64 @@ def _fitted(summary: Summary, workload: str) -> str:
 # -- to a target -------------------------------------------------------------------------------------------------------
 
 TargetTable = list[list[tuple[str, ...]]]
-"""Rows of cells, the names of the columns first. A cell has up to three lines: a mean, "± 7" and "(3.1x)"."""
+"""Rows of cells, the names of the columns first. A cell has up to four lines: a mean, "± 7", "(3.1x)", "(paper 9)"."""
 
 
 def target_table(summary: Summary, workload: str, number: int) -> TargetTable:
     """What each rule took to a target on each trace; empty if no run has ended or nobody asked for a target."""
+    return [
+        [(*lines, f"(paper {theirs})") if theirs else lines for lines, theirs in zip(row, published, strict=True)]
+        for row, published in _target_rows(summary, workload, number)
+    ]
+
+
+def _target_rows(summary: Summary, workload: str, number: int) -> list[tuple[list[tuple[str, ...]], list[str]]]:
+    """The rows of the table of a target, each with what was published for its columns; the names first."""
     cells = [cell for cell in summary.cells_of(workload) if cell.targets and cell.targets[number].runs]
     if not cells:
         return []
     clocks = [name for name in cells[0].targets[number].values if name.startswith(CLOCK)]
     fitted = workload in summary.fitted
-    # Times that were fitted to a trace mean nothing beside simulated ones.
+    # Times that were fitted to a trace mean nothing beside simulated ones; a published time is then by itself.
+    timed = not (fitted and clocks)
+    paper_times = any("time_s" in cell.targets[number].published for cell in cells)
     columns: dict[str, tuple[str, Callable[[float | None], str]]] = {
         "epochs": ("epochs", _epochs),
         "updates": ("updates", _count),
-        **({} if fitted and clocks else {"time_s": ("time", _time), "worker_hours": ("worker-hours", _hours)}),
+        **({"time_s": ("time", _time)} if timed or paper_times else {}),
+        **({"worker_hours": ("worker-hours", _hours)} if timed else {}),
         "wall_s": ("wall-clock", _time),
         **{name: (name.removeprefix(CLOCK), _time) for name in clocks},
     }
-    priced = any(cell.usd_per_hour is not None for cell in cells) and "worker_hours" in columns
+    priced = any(cell.usd_per_hour is not None for cell in cells) and timed
     faster = {"updates", *clocks, *(() if fitted else ("time_s",))}
     heading: list[tuple[str, ...]] = [("trace",), ("rule",), ("reached",), *((title,) for title, _ in columns.values())]
-    rows: TargetTable = [heading + ([("USD",)] if priced else [])]
+    heading += [("USD",)] if priced else []
+    rows = [(heading, [""] * len(heading))]
     for cell in cells:
         to = cell.targets[number]
         row: list[tuple[str, ...]] = [(cell.trace,), (cell.rule,), (f"{to.reached} of {to.runs}",)]
+        published = ["", "", ""]
         for name, (_, write) in columns.items():
             std, speed_up = to.std(name), to.speed_ups.get(name) if name in faster else None
-            row.append((
+            row.append((NOTHING,) if name == "time_s" and not timed else (
                 write(to.mean(name)),
                 *([f"± {_like(write(to.mean(name)), std) or write(std)}"] if std is not None else []),
                 *([f"({speed_up:.3g}x)"] if speed_up is not None else []),
             ))  # fmt: skip
-        rows.append(row + ([(_money(cell.cost_usd(to.mean("worker_hours"))),)] if priced else []))
+            published.append(_published_effort(to.published.get(name), unit=" s" if name == "time_s" else ""))
+        row += [(_money(cell.cost_usd(to.mean("worker_hours"))),)] if priced else []
+        rows.append((row, published + [""] * priced))
     return rows
+
+
+def _published_effort(value: PublishedValue | None, *, unit: str) -> str:
+    """What a paper reports, with its digits; empty if it does not.
+
+    >>> _published_effort(4580.0, unit=""), _published_effort(579.0, unit=" s"), _published_effort("never", unit=" s")
+    ('4,580', '579 s', 'never')
+    """
+    return "" if value is None else NEVER if value == NEVER else f"{value:,.10g}{unit}"
 
 
 def _like(mean: str, std: float) -> str:
@@ -281,12 +323,18 @@ def target_caption(summary: Summary, workload: str, number: int) -> str:
     if workload in summary.baselines and any(cell.targets[number].speed_ups for cell in cells):
         trace, rule = summary.baselines[workload]
         text += f" In parentheses: speed-up over {rule} on {trace}, the runs at the reference batch."
-    return text if simulated else text + _fitted(summary, workload)
+    if not simulated:
+        text += _fitted(summary, workload)
+    sources = dict.fromkeys(source for cell in cells for source in cell.targets[number].sources)
+    return text + (_sources(summary, sources) if sources else "")
 
 
 def _terminal_targets(summary: Summary, workload: str, number: int) -> list[Table]:
-    """The table of a target with one group of lines per trace; simulated times are a table of their own."""
-    head, *rows = target_table(summary, workload, number)
+    """The table of a target with one group of lines per trace; simulated times are a table of their own.
+
+    What was published is a line of its own: beside ours it would not fit.
+    """
+    (head, _), *rows = _target_rows(summary, workload, number)
     clocks = sum(name.startswith(CLOCK) for name in summary.cells_of(workload)[0].targets[number].values)
     first = len(head) - clocks - any(name == ("USD",) for name in head)
     blocks = [[*range(2, first), *range(first + clocks, len(head))]]
@@ -298,11 +346,15 @@ def _terminal_targets(summary: Summary, workload: str, number: int) -> list[Tabl
         for i in block:
             name = head[i][0].replace("worker-hours", "worker-\nhours")
             table.add_column(Text(name), justify="right", overflow="fold")
-        for i, row in enumerate(rows):
-            if i == 0 or row[0] != rows[i - 1][0]:
+        before = None
+        for row, published in rows:
+            if row[0] != before:
                 table.add_row(Text(row[0][0], style="dim"))
+            before = row[0]
             rule = Text(" " + row[1][0].replace("+", "\n +"))
             table.add_row(rule, *(Text("\n".join(row[i])) for i in block))
+            if any(published[i] for i in block):
+                table.add_row("  paper", *(published[i] for i in block), style="dim")
         tables.append(table)
     return tables
 
@@ -318,8 +370,8 @@ def _rich_cell(cell: Cell | None, numbers: NumberFormat) -> Text:
         text.append(" *", style="bold green")  # visible without colours, too: in a file, in a pipe
     if note := losses_text(cell):
         text.append("\n" + note.replace(", ", "\n"), style="yellow")
-    if published := published_text(cell, numbers):
-        text.append("\n" + published.replace("; ", "\n").replace("steps, ", "steps\n"), style="dim")
+    for part in _published_parts(cell, numbers):
+        text.append("\n" + "\n".join(part), style="dim")
     return text
 
 
@@ -429,15 +481,21 @@ def _latex_cell(cell: Cell | None, numbers: NumberFormat) -> str:
 def csv_text(summary: Summary) -> str:
     """One line per cell, numbers as recorded (an accuracy is a fraction); an empty field if there is none.
 
-    With several targets a cell has one line for each of them. A text that a spreadsheet would take for a formula stands
-    behind an apostrophe.
+    With several targets a cell has one line for each of them. Other scores that were published have two columns each.
+    A text that a spreadsheet would take for a formula stands behind an apostrophe.
     """
-    rows = [cell.as_json(target) for cell in summary.cells for target in range(max(len(cell.targets), 1))]
+    names = dict.fromkeys(name for cell in summary.cells for name in cell.published_scores)
+    rows = [
+        cell.as_json(target)
+        | {f"score_{name}": cell.scores.get(name) for name in names}
+        | {f"published_{name}": cell.published_scores.get(name) for name in names}
+        for cell in summary.cells
+        for target in range(max(len(cell.targets), 1))
+    ]
     out = io.StringIO()
     if rows:
-        writer = csv.DictWriter(
-            out, [key for key in rows[0] if key not in ("values", "targets", "simulated_s")], extrasaction="ignore"
-        )
+        plain = [key for key, value in rows[0].items() if not isinstance(value, list | dict)]
+        writer = csv.DictWriter(out, plain, extrasaction="ignore")
         writer.writeheader()
         writer.writerows({key: _no_formula(value) for key, value in row.items()} for row in rows)
     return out.getvalue()

@@ -106,6 +106,8 @@ class ArmResult:
     """Seconds at each validation by the clock of each step model that was asked for; see `clocks.py`."""
     train_values: Array = field(default_factory=lambda: _EMPTY)
     """The metric on training samples at each validation; NaN where it was not measured, empty if it never was."""
+    scores: Mapping[str, Array] = field(default_factory=dict)
+    """Every other score at each validation, by name; NaN where it was not measured."""
     columns: Mapping[str, Array] = field(default_factory=dict)
     """One array per column of the steps: position (in epochs), time_s, epoch, workers, batch, lr, ..."""
     stats: tuple[str, ...] = ()
@@ -197,6 +199,11 @@ class ArmResult:
             updates=np.array([row.step for row in scored], dtype=np.float64),
             walls=np.array([row.wall_s for row in scored], dtype=np.float64),
             train_values=_train_values([row.metrics for row in scored], f"train_{metric}"),
+            scores={
+                name: np.array([row.metrics.get(name) for row in scored], dtype=np.float64)  # None becomes NaN
+                for name in dict.fromkeys(name for row in scored for name in row.metrics)
+                if name != metric
+            },
             columns=own | {name: run.column(name) for name in stats},
             stats=stats,
             code=_code(run),

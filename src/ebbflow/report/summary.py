@@ -19,7 +19,8 @@ from typing import Any
 
 from ebbflow.errors import ConfigError
 from ebbflow.report.intervals import difference_interval, mean_margin
-from ebbflow.report.results import ArmResult
+from ebbflow.report.published import PaperValue, read_paper
+from ebbflow.report.results import ArmResult, Array
 from ebbflow.report.targets import Target, ToTarget, at_reference_batch, effort_to, parse_target, speed_ups
 
 __all__ = [
@@ -81,6 +82,10 @@ class Cell:
     """The value in the paper that the study follows, in the units of `mean`."""
     published_steps: float | None = None
     """The number of steps in that paper."""
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    """The other scores of the record, by name: means over the seeds that finished; None if one was not finite."""
+    published_scores: Mapping[str, float] = field(default_factory=dict)
+    """Other scores in that paper, by their names in the record."""
 
     @property
     def mean(self) -> float | None:
@@ -163,8 +168,13 @@ class Cell:
             "target_wall_s": to.mean("wall_s") if to else None,
             "target_wall_s_std": to.std("wall_s") if to else None,
             "target_speed_up_updates": to.speed_ups.get("updates") if to else None,
+            "target_published_epochs": to.published.get("epochs") if to else None,
+            "target_published_updates": to.published.get("updates") if to else None,
+            "target_published_time_s": to.published.get("time_s") if to else None,
             "targets": [each.as_json() for each in self.targets],
             "simulated_s": dict(self.simulated_s),
+            "scores": dict(self.scores),
+            "published_scores": dict(self.published_scores),
         }
 
 
@@ -213,7 +223,7 @@ class Summary:
     rules: tuple[str, ...]
     cells: tuple[Cell, ...]
     sources: tuple[str, ...] = ()
-    """The sources of published values."""
+    """The sources of published values, without those that are about a target."""
     scaled: float | None = None
     """The fraction of its epochs to which the study was scaled down; then published values are not comparable."""
     baselines: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -285,7 +295,11 @@ def score_window(validations: int) -> int:
 
 def run_value(arm: ArmResult) -> float | None:
     """The score of a run: the mean of its last validations (`score_window`); None unless each is a finite number."""
-    last = [float(value) for value in arm.values[-score_window(arm.values.size) :]]
+    return _last_mean(arm.values)
+
+
+def _last_mean(values: Array) -> float | None:
+    last = [float(value) for value in values[-score_window(values.size) :]]
     return statistics.fmean(last) if last and all(map(math.isfinite, last)) else None
 
 
@@ -306,11 +320,12 @@ def summarise(
     """The cells of these arms; workloads, traces and rules in the order of the configuration, then of appearance.
 
     The configuration of the study also has the published values: `paper`, a list of {workload, trace, rule, value,
-    source, what}, where `what` is metric or steps. `targets` are scores to reach, as `parse_target` reads them;
-    `usd_per_hour` is the price of one worker.
+    source, what}, where `parse_quantity` reads `what`. `targets` are scores to reach, as `parse_target` reads them.
+    Without any, they are the targets that were published for each workload, unless the study is scaled or on data that
+    stands in for the paper's: such runs would hardly reach them. `usd_per_hour` is the price of one worker.
     """
     config = config or {}
-    paper = [entry for entry in config.get("paper") or () if isinstance(entry, Mapping)]
+    paper = read_paper(config)
     groups: dict[tuple[str, str, str], list[ArmResult]] = {}
     examples: dict[str, ArmResult] = {}  # an arm of each workload, one whose header has the metric if there is one
     for arm in arms:
@@ -324,16 +339,20 @@ def summarise(
     )
     keys = [(w, t, r) for w in workloads for t in traces for r in rules if (w, t, r) in groups]
     more: dict[str, Any] = {"usd_per_hour": usd_per_hour}
-    cells = [replace(_make_cell(key, groups[key], examples[key[0]]), **more, **_published(paper, key)) for key in keys]
+    cells = [replace(_make_cell(key, groups[key], examples[key[0]]), **more) for key in keys]
+    cells = [replace(cell, **_published(paper, cell)) for cell in cells]
     baselines = _baselines(keys, groups)
-    if asked := [parse_target(str(target)) for target in targets]:
-        cells = _with_targets(asked, cells, groups, baselines)
+    given = [parse_target(str(target)) for target in targets]
+    _check_targets(given, cells)
+    comparable = config.get("scale") is None and config.get("stand_in") is None
+    asked = {name: given or (_published_targets(paper, name) if comparable else []) for name in workloads}
+    cells = _with_published(paper, _with_targets(asked, cells, groups, baselines))
     return Summary(
         workloads=workloads,
         traces=traces,
         rules=rules,
         cells=tuple(_mark_best(cells)),
-        sources=tuple(dict.fromkeys(str(entry["source"]) for entry in paper if entry.get("source"))),
+        sources=tuple(dict.fromkeys(value.source for value in paper if value.quantity.target is None)),
         scaled=config.get("scale"),
         baselines=baselines,
         stand_in=config.get("stand_in"),
@@ -352,14 +371,42 @@ def _ordered_names(configured: Any, found: list[str]) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys([*known, *found]) if name in set(found))
 
 
-def _published(paper: Iterable[Mapping[str, Any]], key: tuple[str, str, str]) -> dict[str, Any]:
-    """The fields of a cell that the paper has values for."""
-    fields = {"metric": "published", "steps": "published_steps"}
-    return {
-        fields[entry.get("what", "metric")]: float(entry["value"])
-        for entry in paper
-        if (entry.get("workload"), entry.get("trace"), entry.get("rule")) == key
+def _published(paper: Iterable[PaperValue], cell: Cell) -> dict[str, Any]:
+    """The fields of a cell that are about the whole run, and for which the paper has values."""
+    values = {value.quantity.name: value.value for value in _of_cell(paper, cell) if value.quantity.target is None}
+    found = {
+        "published": values.pop("metric", values.pop(cell.metric, None)),  # by either name
+        "published_steps": values.pop("steps", None),
+        "published_scores": values,
     }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _published_targets(paper: Iterable[PaperValue], workload: str) -> list[Target]:
+    """The targets to which the paper says what a workload took, in the order of the file."""
+    scores = (value.quantity.target for value in paper if value.workload == workload)
+    return [Target(score) for score in dict.fromkeys(scores) if score is not None]
+
+
+def _with_published(paper: Sequence[PaperValue], cells: Iterable[Cell]) -> list[Cell]:
+    """The cells with what the paper says about exactly these targets."""
+
+    def beside(to: ToTarget, cell: Cell) -> ToTarget:
+        if to.asked.relative:  # a multiple of our own baseline, which no paper has
+            return to
+        about = [value for value in _of_cell(paper, cell) if value.quantity.target == to.asked.value]
+        return replace(
+            to,
+            published={effort: value.value for value in about if (effort := value.quantity.effort)},
+            sources=tuple(dict.fromkeys(value.source for value in about)),
+        )
+
+    return [replace(cell, targets=tuple(beside(to, cell) for to in cell.targets)) for cell in cells]
+
+
+def _of_cell(paper: Iterable[PaperValue], cell: Cell) -> list[PaperValue]:
+    key = (cell.workload, cell.trace, cell.rule)
+    return [value for value in paper if (value.workload, value.trace, value.rule) == key]
 
 
 def _baselines(
@@ -375,12 +422,12 @@ def _baselines(
 
 
 def _with_targets(
-    asked: Sequence[Target],
+    asked: Mapping[str, Sequence[Target]],
     cells: Sequence[Cell],
     groups: Mapping[tuple[str, str, str], list[ArmResult]],
     baselines: Mapping[str, tuple[str, str]],
 ) -> list[Cell]:
-    """The cells with what their runs took to each target, and the speed-ups over the baseline of their workload."""
+    """The cells with what their runs took to each target of their workload, and the speed-ups over its baseline."""
     named = {(cell.workload, cell.trace, cell.rule): cell for cell in cells}
     base = {workload: named[(workload, *where)] for workload, where in baselines.items()}
 
@@ -388,9 +435,11 @@ def _with_targets(
         arms = groups[cell.workload, cell.trace, cell.rule]
         ended = [arm for arm in arms if outcome(arm) in ("finished", "diverged")]
         finished = [arm for arm in ended if outcome(arm) == "finished"]
-        return [effort_to(target, _score(target, cell, base.get(cell.workload)), ended, finished) for target in asked]
+        return [
+            effort_to(target, _score(target, cell, base.get(cell.workload)), ended, finished)
+            for target in asked[cell.workload]
+        ]
 
-    _check_targets(asked, cells)
     found = {key: efforts(cell) for key, cell in named.items()}
     return [
         replace(
@@ -399,7 +448,7 @@ def _with_targets(
                 replace(own, speed_ups=speed_ups(own, before))
                 for own, before in zip(
                     found[key],
-                    found[(key[0], *baselines[key[0]])] if key[0] in baselines else [None] * len(asked),
+                    found[(key[0], *baselines[key[0]])] if key[0] in baselines else [None] * len(found[key]),
                     strict=True,
                 )
             ),
@@ -461,12 +510,24 @@ def _make_cell(key: tuple[str, str, str], arms: list[ArmResult], example: ArmRes
             name: statistics.fmean(float(arm.simulated[name][-1]) for arm in good)
             for name in dict.fromkeys(name for arm in good for name in arm.simulated)
         },
+        scores=_scores(good),
         finished=seeds("finished"),
         diverged=seeds("diverged"),
         failed=seeds("failed"),
         interrupted=seeds("interrupted"),
         missing=seeds("missing"),
     )
+
+
+def _scores(good: Sequence[ArmResult]) -> dict[str, float | None]:
+    """The mean over these runs of every score that they have besides their metric; None unless each is finite."""
+    names = dict.fromkeys(name for arm in good for name in arm.scores)
+    result: dict[str, float | None] = {}
+    for name in names:
+        values = [_last_mean(arm.scores[name]) if name in arm.scores else None for arm in good]
+        finite = [value for value in values if value is not None]
+        result[name] = statistics.fmean(finite) if len(finite) == len(values) else None
+    return result
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ebbflow.errors import ConfigError
+from ebbflow.report.published import PublishedValue
 from ebbflow.report.results import ArmResult
 
 __all__ = ["CLOCK", "QUANTITIES", "Target", "ToTarget", "at_reference_batch", "effort_to", "parse_target", "speed_ups"]
@@ -72,6 +73,10 @@ class ToTarget:
     """One value per seed that reaches it: of `QUANTITIES`, and of each clock."""
     speed_ups: Mapping[str, float] = field(default_factory=dict)
     """The mean of the baseline divided by that of this cell, where every run of both reaches the target."""
+    published: Mapping[str, PublishedValue] = field(default_factory=dict)
+    """What a paper reports for this target, by the names of `QUANTITIES`."""
+    sources: tuple[str, ...] = ()
+    """The sources of what is published."""
 
     @property
     def reached(self) -> int:
@@ -108,6 +113,7 @@ class ToTarget:
             "seeds": list(self.seeds),
             **{name: numbers(name) for name in QUANTITIES},
             "simulated": {name.removeprefix(CLOCK): numbers(name) for name in clocks},
+            "published": dict(self.published),
         }
 
 

@@ -25,7 +25,13 @@ trace = "static"
 source = "Somebody 2022, Table 1"
 workload = "digits-mlp"                     # may be left out if there is only one
 rule = "sqrt"
-values = { mine = 0.9488 }                  # by trace; in units of the metric, or with what = "steps"
+values = { mine = 0.9488 }                  # by trace; in units of the metric
+
+[[paper]]                                   # what = "steps", "epochs to 0.95" (updates, seconds) or another score
+source = "Somebody 2022, Table 1"
+rule = "sqrt"
+what = "epochs to 0.95"
+values = { mine = "never" }                 # or the number of epochs
 
 [stand_in.small]                            # what --stand-in small replaces, where the data is not at hand
 workloads = { digits-mlp = "digits-mlp(width=16)" }
@@ -53,10 +59,11 @@ from ebbflow.core.choices import Choice
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.spec import nearest
 from ebbflow.errors import ConfigError
+from ebbflow.report.published import PaperValue, PublishedValue, parse_quantity, parse_value
 from ebbflow.run.config import RunConfig
 
 __all__ = [
-    "Arm", "PaperValue", "Study", "check_arms", "load_study", "parse_study", "recipe_names", "recipe_text",
+    "Arm", "Study", "check_arms", "load_study", "parse_study", "recipe_names", "recipe_text",
     "study_text", "with_choice", "with_plugins", "with_settings",
 ]  # fmt: skip
 
@@ -77,7 +84,6 @@ _SELECTORS = ["workload", "trace", "rule", "seed"]
 _AXES = {"workload": "workloads", "trace": "[traces]", "rule": "rules", "seed": "seeds", "label": "[traces]"}
 """What the grid itself determines for each run, and the key that does so: these are not settings."""
 _PAPER_KEYS = ["source", "workload", "rule", "values", "what"]
-_MEASURED = ["metric", "steps"]
 _STAND_IN_KEYS = ["workloads", "divide", "lr", "traces", "settings"]
 
 
@@ -88,20 +94,6 @@ class Arm:
     id: str
     """Name of the folder: readable, and distinct for distinct configurations."""
     config: RunConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaperValue:
-    """The value that a paper reports for one cell of the grid."""
-
-    workload: str
-    trace: str
-    rule: str
-    value: float
-    source: str
-    """Authors, year, table, and what was different in the paper."""
-    what: str = "metric"
-    """What the value is: metric (of the workload, in our units) or steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +196,7 @@ def study_text(study: Study) -> str:
         "name": study.name, "summary": study.summary, "workloads": list(study.workloads), "rules": list(study.rules),
         "seeds": len(seeds) if seeds == list(range(len(seeds))) else seeds,
     }  # fmt: skip
-    published: dict[tuple[str, ...], dict[str, float]] = {}
+    published: dict[tuple[str, ...], dict[str, PublishedValue]] = {}
     for value in study.paper:
         row = (value.source, value.workload, value.rule, value.what)
         published.setdefault(row, {})[value.trace] = value.value
@@ -422,19 +414,21 @@ def _paper(found: Any, study: Study) -> tuple[PaperValue, ...]:
             if key not in _PAPER_KEYS:
                 raise ConfigError(f"{study.source}: paper: unknown key {key!r}; {nearest(key, _PAPER_KEYS)}")
         row = {"workload": study.workloads[0] if len(study.workloads) == 1 else None, "what": "metric", **entry}
-        for key, known in (("workload", study.workloads), ("rule", study.rules), ("what", _MEASURED)):
+        for key, known in (("workload", study.workloads), ("rule", study.rules)):
             if row.get(key) not in known:
                 raise ConfigError(f"{study.source}: paper: {key} is {row.get(key)!r}; {nearest('', list(known))}")
+        quantity = parse_quantity(row["what"], where=f"{study.source}: paper")
         values = row.get("values")
         if not isinstance(values, Mapping) or not isinstance(row.get("source"), str):
             raise ConfigError(f"{study.source}: paper: a table needs source = '...' and values = {{ trace = 0.95 }}")
         for trace, value in values.items():
-            if trace not in study.traces or not isinstance(value, int | float) or isinstance(value, bool):
-                raise ConfigError(f"{study.source}: paper: {trace!r} = {value!r}; expected a trace of the study and "
-                                  f"a number; {nearest(trace, list(study.traces))}")  # fmt: skip
+            where = f"{study.source}: paper: {trace!r}"
+            if trace not in study.traces:
+                names = nearest(str(trace), list(study.traces))
+                raise ConfigError(f"{where} = {value!r}; expected a trace of the study; {names}")
             result.append(
-                PaperValue(workload=row["workload"], trace=trace, rule=row["rule"], value=float(value),
-                           source=row["source"], what=row["what"])
+                PaperValue(workload=row["workload"], trace=trace, rule=row["rule"], source=row["source"],
+                           value=parse_value(value, quantity, where=where), what=str(quantity))
             )  # fmt: skip
     return tuple(result)
 
