@@ -20,6 +20,7 @@ from ebbflow.engines.emulated.compiled import PassShape
 from ebbflow.engines.emulated.fused import cut_into_passes
 from ebbflow.errors import ConfigError
 from ebbflow.plan.batch_plan import BatchPlan, StepSize
+from ebbflow.plan.growing import allow
 from ebbflow.plan.policies import Follow
 from ebbflow.run import training
 from ebbflow.run.config import RunConfig
@@ -618,3 +619,17 @@ def test_the_usual_chunk_is_the_one_that_holds_most_samples_of_the_plan() -> Non
     whole = engine_on(FusedEngine, twins(flat)[0], plan, batch_norm="sync")
     assert isinstance(whole, FusedEngine)
     assert whole._usual_shape() == PassShape(count=1, size=30)
+
+
+@pytest.mark.parametrize(("grows", "usual"), [(False, (4, 6)), (True, (2, 6))])
+def test_of_a_growing_policy_the_first_pass_is_the_usual_one(grows: bool, usual: tuple[int, int]) -> None:
+    """The plan has the whole fleet of 4 workers; the policy requests 12 samples at first."""
+    plan = BatchPlan.from_trace(Trace.parse("0s:4 10s"), Follow(6), "1s")
+    engine = engine_on(FusedEngine, twins(flat)[0], plan, compile=True)
+    assert isinstance(engine, FusedEngine) and engine._compiled is not None
+    if grows:
+        engine.request(12)
+    size = allow(engine.participants(0), 12)
+    engine.gradients(Ledger(samples=SAMPLES).assign(size.samples), size)  # the first pass is not compiled: it checks
+    engine.request(24)
+    assert engine._compiled._usual == usual and not engine._first_is_usual

@@ -55,7 +55,7 @@ class CompiledPasses:
     """
 
     def __init__(self, model: torch.nn.Module, loss: Loss, batch_norm: GroupedBatchNorm, usual: PassShape) -> None:
-        """`usual`: the shape of the pass that most of the run's samples are in."""
+        """`usual`: the shape of the pass that most of the run's samples are in, as far as that is known."""
 
         def run(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | LossSum:
             batch_norm.groups = inputs.shape[0]
@@ -67,8 +67,12 @@ class CompiledPasses:
             "static": torch.compile(_copy(run), dynamic=False),
             "dynamic": torch.compile(_copy(run)),
         }
-        self._usual = self._dimensions(usual)
+        self.expect(usual)
         self._seen: Counter[bool] = Counter()
+
+    def expect(self, usual: PassShape) -> None:
+        """Compile a graph for this shape at its first pass; nothing was computed before."""
+        self._usual = self._dimensions(usual)
 
     def execution(self, shape: PassShape) -> Execution:
         """How the next pass, which has this shape, is to be computed."""

@@ -168,6 +168,8 @@ class FusedEngine(EmulatedEngine):
         self._autocast = self.autocast()
         self._parameters = [*model.parameters()]
         self._compiled = CompiledPasses(model, loss, self._groups, self._usual_shape()) if compile else None
+        self._first_is_usual = False
+        """Whether the first pass says more about those to come than the plan does."""
         self._sums = self.meter if isinstance(self.meter, FusedMeter) else None
         self._captured: CapturedPasses | None = None
         self.prefetches = device.type != "cpu"
@@ -217,6 +219,10 @@ class FusedEngine(EmulatedEngine):
         stops = [*accumulate(counts)]
         parts = [micro_batches[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
         return parts, list(range(len(parts)))
+
+    def request(self, samples: int) -> None:
+        """Called before the steps of a growing policy: the plan has the whole fleet, which only late steps use."""
+        self._first_is_usual = self._current is None
 
     def _usual_shape(self) -> PassShape:
         """The shape of the pass that most of the plan's samples are in."""
@@ -336,6 +342,9 @@ class FusedEngine(EmulatedEngine):
 
     def _pass(self, inputs: Any, targets: Any, shape: PassShape, factor: float) -> tuple[torch.Tensor, Count]:
         """The mean loss of a pass and its count; `factor` times its gradient is added to that of the step."""
+        if self._first_is_usual and self._compiled is not None:
+            self._compiled.expect(shape)
+        self._first_is_usual = False
         if not self._checked_rows and shape.count > 1 and self._groups.layers:
             return self._checking_pass(inputs, targets, shape, factor)
         plain = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
