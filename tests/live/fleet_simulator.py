@@ -37,15 +37,13 @@ from ebbflow.data.ledger import Assignment
 from ebbflow.live import membership as protocol
 from ebbflow.live import membership_events as m
 from ebbflow.live.agreement import gone_on_without, initial_lineage, without_heartbeat
-from ebbflow.live.membership import Membership, MembershipPhase
+from ebbflow.live.membership import Membership, MembershipPhase, answer_holds
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 from live.simulated_lighthouse import HEARTBEAT_TIMEOUT_S, Heartbeats, SimulatedLighthouse
 
 CONNECT_TIMEOUT_S = 10.0
 COLLECTIVE_TIMEOUT_S = 60.0
 STORE_TIMEOUT_S = 2.0
-ANSWER_HOLDS_S = CONNECT_TIMEOUT_S
-"""For which the answer to a question that was asked ahead is used."""
 NOTICE_CUT_S = 14.0
 """After which a replica that waits for its peers knows that it does not reach one, or that one is not in its group any
 longer: it looks twice, for 5 s and 2 s."""
@@ -507,7 +505,11 @@ class SimulatedFleet:
     def _ask(self, replica: Replica, instruction: m.AskLighthouse) -> None:
         self.wait(replica, instruction)
         ahead = replica.ahead
-        if ahead is not None and ahead.request == instruction and self.now - ahead.asked < ANSWER_HOLDS_S:
+        if (
+            ahead is not None
+            and ahead.request == instruction
+            and answer_holds(ahead.answer, asked=ahead.asked, now=self.now)
+        ):
             ahead.wait = replica.waits
             self._use_ahead(replica, ahead)
             return

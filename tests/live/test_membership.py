@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ebbflow.data.ledger import Assignment
 from ebbflow.live.agreement import agree, extend_lineage, group_key, initial_lineage, out_of_reach
-from ebbflow.live.membership import Membership, MembershipPhase
+from ebbflow.live.membership import Membership, MembershipPhase, answer_holds
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckHeartbeats,
@@ -331,6 +331,29 @@ def test_replicas_that_are_all_still_connected_go_on_as_they_are() -> None:
     asked = react(membership, committed(), requested(step=1, lineage=6))
     assert asked == [AskLighthouse(step=1, group=KEY, established=True)]
     assert react(membership, quorum("a", "b", group=KEY)) == [ComputeStep(step=1, participants=("a", "b"), rank=0)]
+
+
+@pytest.mark.parametrize(
+    ("named", "answered", "now", "holds"),
+    [
+        (("r0",), 5.0, 5.9, True),  # alone: a second from the answer on
+        (("r0",), 5.0, 6.1, False),
+        (("r0", "r1"), 5.0, 13.9, True),  # r1 waits for the handshake for ten seconds, from the question on
+        (("r0", "r1"), 5.0, 14.1, False),
+        ((), 0.0, 13.9, True),  # not answered yet
+        ((), 0.0, 14.1, False),
+    ],
+)
+def test_an_answer_that_was_asked_for_before_the_step_holds_for_a_while(
+    named: tuple[str, ...], answered: float, now: float, holds: bool
+) -> None:
+    answer = None
+    if named:
+        answer = QuorumFormed(
+            now=answered, quorum_id=1, replicas=named, rank=0, store="s", groups=("",) * len(named),
+            established=(True,) * len(named),
+        )  # fmt: skip
+    assert answer_holds(answer, asked=4.0, now=now) is holds
 
 
 def test_only_a_replica_that_trains_alone_knows_its_next_question_before_the_step() -> None:

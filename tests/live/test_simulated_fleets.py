@@ -252,6 +252,12 @@ def test_a_newcomer_meets_a_replica_that_has_asked_ahead_and_does_something_else
     assert lines_of(fleet) == 0
 
 
+def test_a_lighthouse_that_was_restarted_hears_of_a_lone_replica_before_its_next_step() -> None:
+    """Seed 46964: it had asked before, began a step six seconds later by that answer, and hung in it. The lighthouse,
+    which had been restarted meanwhile, knew nothing of its state, the others did not reach it, and went on without."""
+    random_history(46964)
+
+
 def test_two_kills_shortly_after_one_another_start_no_second_lineage() -> None:
     for gap_s in (0.05, 0.3, 0.6, 0.75):
         fleet = trained(3, join_timeout_s=1.0)

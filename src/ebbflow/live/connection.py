@@ -13,6 +13,7 @@ training loop, with these parts:
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -32,7 +33,7 @@ from ebbflow.live import torchft_api
 from ebbflow.live.background import BackgroundThreads
 from ebbflow.live.fleet_questions import CONNECTED_KEY, GROUP_KEY, FleetQuestions
 from ebbflow.live.listening import SOON_S, Hear, IncomingState, Listener
-from ebbflow.live.membership import Membership, MembershipPhase
+from ebbflow.live.membership import Membership, MembershipPhase, answer_holds
 from ebbflow.live.membership_events import (
     AskLighthouse,
     CheckHeartbeats,
@@ -80,7 +81,6 @@ from ebbflow.live.state_transfer import StateTransfers, TransferableState
 __all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransportUnusable"]
 
 _CONNECT_TIMEOUT_S = 10.0  # for the handshake, and for connecting
-_ANSWER_HOLDS_S = _CONNECT_TIMEOUT_S  # asked before a step begins: a replica that is new waits for a handshake as long
 _TRANSFER_S = 24 * 3600.0  # for the collectives of a step in which a replica does not have the state
 _COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send heartbeats
 _LEAVE_POLL_S = 0.1
@@ -97,6 +97,14 @@ class _AskedAhead(NamedTuple):
     request: AskLighthouse
     asked_at: float
     answer: queue.SimpleQueue[Any]
+
+    def holds(self, now: float) -> bool:
+        """Whether the answer may still be used; for the thread that waits for it."""
+        found = None
+        with contextlib.suppress(queue.Empty):
+            found = self.answer.get_nowait()
+            self.answer.put(found)
+        return answer_holds(found, asked=self.asked_at, now=now)
 
 
 class LeftFleet(Exception):
@@ -414,7 +422,7 @@ class FleetConnection:
     def _ask(self, request: AskLighthouse) -> None:
         self._abandoned.set()
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.request == request and monotonic() - ahead.asked_at < _ANSWER_HOLDS_S:
+        if ahead is not None and ahead.request == request and ahead.holds(monotonic()):
             self._wait_for(ahead.answer, _LEAVE_POLL_S)
         else:
             self._wait_for(self._begin_to_ask(request), _LEAVE_POLL_S)

@@ -95,7 +95,7 @@ from ebbflow.live.objections import Objections
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 from ebbflow.live.repeated_failures import RepeatedFailures
 
-__all__ = ["Membership", "MembershipPhase", "QuorumGroup"]
+__all__ = ["Membership", "MembershipPhase", "QuorumGroup", "answer_holds"]
 
 _RETRY_PAUSE_S = 0.2  # before an unreachable lighthouse is tried again
 _OBJECTION_PAUSE_S = 0.1  # before the lighthouse is asked for a better quorum, or after several failures
@@ -106,6 +106,8 @@ _LEFT_OUT_S = 5.0  # between two attempts of a replica that was left out to reac
 _FIRST_CONTACT_S = 2.0  # after which a replica that waits for a quorum looks whether the lighthouse still answers
 _CONTACT_EVERY_S = 5.0  # between two such looks
 _EXPLAIN_AFTER_S = 10.0  # for which a replica waits for the others without a word
+_ANSWER_HOLDS_S = 10.0  # if it was asked for before the step began: others that it names wait for a handshake as long
+_ALONE_HOLDS_S = 1.0  # the same, if it names nobody else
 
 
 def _explain_wait(here: Sequence[str], min_replicas: int) -> str:
@@ -156,6 +158,17 @@ class QuorumGroup:
     rank: int
     stores: tuple[str, ...] = ()
     """HOST:PORT of the store of each replica."""
+
+
+def answer_holds(answer: MembershipEvent | None, *, asked: float, now: float) -> bool:
+    """Whether the answer of the lighthouse to a question that was asked before the step began may still be used.
+
+    `answer` is None if it has not come yet. One that names nobody else is soon asked for again: nobody waits for this
+    replica, and a lighthouse that was restarted since would know nothing of its state while it computes the step.
+    """
+    if isinstance(answer, QuorumFormed) and len(answer.replicas) == 1:
+        return now - answer.now < _ALONE_HOLDS_S
+    return now - asked < _ANSWER_HOLDS_S
 
 
 class Membership:
