@@ -458,7 +458,9 @@ class LiveSession(Session):
         if save:
             self._save_now()
             if not self._ranks.share(self._ranks.leads and self._state_saved()):
-                problem = f"the state of step {self.flow.step} could not be saved; an older checkpoint is what is left"
+                problem = (
+                    f"the state of step {self.flow.step} could not be saved; checkpoints are older, if there are any"
+                )
         self._event("left", problem or "told to leave")
         self._status.update("left", step=self.flow.step, reason=problem)
 

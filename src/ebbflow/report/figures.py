@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ebbflow.report.plotting import (
     BAND,
+    DOTTED,
     INK,
     MUTED,
     Drawing,
@@ -173,7 +174,7 @@ def _draw_targets(axes: Sequence[Axes], targets: Sequence[float]) -> str:
     """Draw a dotted line at each target; returns what it is, in words."""
     for axis in axes:
         for target in targets:
-            axis.axhline(target, color=MUTED, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
+            axis.axhline(target, **DOTTED)
     return " Dotted: the target." if targets else ""
 
 

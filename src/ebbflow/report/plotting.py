@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BAND",
+    "DOTTED",
     "GRID",
     "INK",
     "MARKERS",
@@ -69,6 +70,8 @@ _LEGEND_ROW = 0.2
 """Height of one row of the legend with the space below it, in inches."""
 INK, MUTED, GRID, BAND = "#1f2328", "#59636e", "#d8dee5", "#9db2c8"
 """Text, secondary text, grid lines, and shading; the page replaces these colours in its dark scheme."""
+DOTTED: dict[str, Any] = {"color": MUTED, "linewidth": 1, "linestyle": (0, (1, 2)), "zorder": 1}
+"""How a line looks with which runs are compared: a target, or what the runs at the reference batch reach."""
 
 _RC: Any = {
     "svg.hashsalt": "ebbflow",  # the same figure gives the same bytes

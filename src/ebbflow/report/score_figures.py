@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from ebbflow.report.intervals import CONFIDENCE
 from ebbflow.report.plotting import (
-    MUTED,
+    DOTTED,
     Drawing,
     RuleStyle,
     WorkloadArms,
@@ -25,9 +24,8 @@ from ebbflow.report.summary import Cell, Summary, outcome
 
 __all__ = ["scores", "scores_by_batch", "time_by_updates"]
 
-_FEWEST_BATCHES = 3
-"""Batches of a rule from which on a figure shows more than the table does."""
-_DOTTED: dict[str, Any] = {"color": MUTED, "linewidth": 1, "linestyle": (0, (1, 2)), "zorder": 1}
+_FEWEST = 3
+"""Points from which on a figure shows more than the table does."""
 
 
 def scores(of: WorkloadArms, *, summary: Summary) -> Drawing | None:
@@ -73,41 +71,42 @@ def usual_batch(arm: ArmResult) -> float | None:
 
 def scores_by_batch(of: WorkloadArms, *, summary: Summary) -> Drawing | None:
     """The score of each cell over its batch, if the study compares batches."""
-    points: dict[str, list[tuple[float, Cell]]] = {rule: [] for rule in of.style.rules}
+    numbers = summary.number_format(of.workload)
+    points: dict[str, list[tuple[float, list[float]]]] = {rule: [] for rule in of.style.rules}
     for cell in summary.cells_of(of.workload):
         batches = {usual_batch(arm) for arm in _finished(of, cell)}
-        if cell.mean is not None and len(batches) == 1 and (batch := batches.pop()) is not None:
-            points[cell.rule].append((batch, cell))
-    if max(len({batch for batch, _ in of_rule}) for of_rule in points.values()) < _FEWEST_BATCHES:
+        if cell.values and len(batches) == 1 and (batch := batches.pop()) is not None:
+            points[cell.rule].append((batch, [value * numbers.factor for value in cell.values]))
+    if max(len({batch for batch, _ in of_rule}) for of_rule in points.values()) < _FEWEST:
         return None
-    numbers = summary.number_format(of.workload)
     figure, (axis,) = panels([""], height=2.9)
     for rule, of_rule in points.items():
-        of_rule.sort(key=lambda point: point[0])
+        of_rule.sort()
         x = [batch for batch, _ in of_rule]
         look = of.style.line(rule) | {"marker": of.style.marker(rule), "markersize": 5.5}
         if len({*x}) < len(x):  # fleets that change beside others that do not: a line would go up and down
             look["linestyle"] = ""
         if x:
-            axis.plot(x, [(cell.mean or 0.0) * numbers.factor for _, cell in of_rule], **look)
-        for batch, cell in of_rule:
-            if len(cell.values) > 1:
-                low, high = (value * numbers.factor for value in (min(cell.values), max(cell.values)))
-                axis.vlines(batch, low, high, color=look["color"], gid=look["gid"], linewidth=1.2, alpha=0.6)
+            axis.plot(x, [statistics.fmean(values) for _, values in of_rule], **look)
+        for batch, values in of_rule:
+            if len(values) > 1:
+                line = {"color": look["color"], "gid": look["gid"], "linewidth": 1.2, "alpha": 0.6}
+                axis.vlines(batch, min(values), max(values), **line)
     axis.set_xscale("log", base=2)
     ticks_at_powers_of_two(axis.xaxis)
     base = summary.baseline(of.workload)
-    if base is not None and base.mean is not None:
-        axis.axhline(base.mean * numbers.factor, **_DOTTED)
+    level = base.mean if base is not None else None
+    if level is not None:
+        axis.axhline(level * numbers.factor, **DOTTED)
     metric = summary.cells_of(of.workload)[0].metric
     outer_labels([axis], "samples per step", numbers.heading(metric))
     legend(figure, [axis])
-    seeds = any(len(cell.values) > 1 for of_rule in points.values() for _, cell in of_rule)
+    seeds = any(len(values) > 1 for of_rule in points.values() for _, values in of_rule)
     caption = (
         f"The {metric} of each rule by the batch that at least half of the samples of a run were in, as in Figure 5 of "
         f"Lin et al. (2019); runs without such a batch are left out."
         + (" Strokes: from the lowest to the highest seed." if seeds else "")
-        + (" Dotted: the runs at the reference batch." if base is not None else "")
+        + (" Dotted: the runs at the reference batch." if level is not None else "")
     )
     return of.drawing("scores-by-batch", f"{metric.capitalize()} by batch", caption, figure)
 
@@ -116,7 +115,7 @@ def time_by_updates(of: WorkloadArms, *, summary: Summary) -> Drawing | None:
     """The simulated time of whole runs over their updates, one point per cell and network."""
     clocks = list(dict.fromkeys(name for arm in of.arms for name in arm.simulated))
     cells = [(cell, arms) for cell in summary.cells_of(of.workload) if (arms := _finished(of, cell))]
-    if not clocks or len(cells) < _FEWEST_BATCHES:
+    if not clocks or len(cells) < _FEWEST:
         return None
 
     def point(arms: Sequence[ArmResult], clock: str) -> tuple[float, float]:
@@ -139,7 +138,7 @@ def time_by_updates(of: WorkloadArms, *, summary: Summary) -> Drawing | None:
     if runs:
         updates, seconds = point(runs, clocks[0])
         most = max(x for found in points.values() for x, _ in found)
-        axis.plot([0, most], [0, seconds / updates * most / length], **_DOTTED)
+        axis.plot([0, most], [0, seconds / updates * most / length], **DOTTED)
     axis.set_xlim(left=0)
     axis.set_ylim(bottom=0)
     outer_labels([axis], "updates", f"simulated {unit}")
