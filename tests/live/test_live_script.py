@@ -190,7 +190,7 @@ def test_a_replica_that_leaves_says_that_its_state_could_not_be_saved(
                 step.backward(loss_fn(model(x), y))
     (status,) = read_statuses(tmp_path).values()
     assert (status.state, status.step) == ("left", fleet.flow.step)
-    said = f"the state of step {fleet.flow.step} could not be saved; checkpoints are older, if there are any"
+    said = f"the state of step {fleet.flow.step} could not be saved; only older ones may be there"
     assert status.reason == said
 
 

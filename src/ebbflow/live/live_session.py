@@ -458,9 +458,7 @@ class LiveSession(Session):
         if save:
             self._save_now()
             if not self._ranks.share(self._ranks.leads and self._state_saved()):
-                problem = (
-                    f"the state of step {self.flow.step} could not be saved; checkpoints are older, if there are any"
-                )
+                problem = f"the state of step {self.flow.step} could not be saved; only older ones may be there"
         self._event("left", problem or "told to leave")
         self._status.update("left", step=self.flow.step, reason=problem)
 
