@@ -42,3 +42,8 @@ def test_every_link_and_path_of_a_page_leads_somewhere(page: Path) -> None:
             assert anchor in anchors(to), f"{page.name}: {target}: {to.name} has no such heading"
     for path in PATH.findall(text):
         assert "NAME" in path or (ROOT / path).exists(), f"{page.name}: {path} is not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_has_both_sides_of_a_merge(page: Path) -> None:
+    assert not re.findall(r"^(?:<{7}|={7}|>{7})(?: .*)?$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
