@@ -9,7 +9,7 @@ The lines marked `# elastic` make the difference to an ordinary script; docs/int
 import math
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.optim import AdamW
@@ -57,3 +57,4 @@ def main(fleet=SPOT, batch_size=16, folder=None, resume=None, epochs=None, accum
 
 if __name__ == "__main__":
     main()
+    PartialState().destroy_process_group()  # after the model is gone

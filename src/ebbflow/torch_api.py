@@ -15,6 +15,12 @@ from torch.nn.modules import batchnorm
 
 from ebbflow.errors import ConfigError
 
+if torch.distributed.is_available():
+    # Imported later, after init_process_group(), its default arguments would hold the group for ever: the threads of
+    # gloo would outlive destroy_process_group(), and one that still frees a tensor while the interpreter ends aborts
+    # the process (torch 2.13; pytorch/pytorch#179291).
+    import torch.distributed.nn.functional
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as Store
 else:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -150,3 +153,34 @@ def test_states_are_copied_again_and_again_into_the_same_memory() -> None:
     assert second["model"]["half"].tolist() == [0, -1, -2]
     assert second["model"]["w"].data_ptr() == pointer
     assert type(second["model"]) is OrderedDict and second["class"] is OrderedDict and second["plain"] == state["plain"]
+
+
+_GLOO_THREADS = """
+import os, sys
+import torch, torch.distributed as dist
+if sys.argv[2] == "ebbflow":
+    import ebbflow.torch_api
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+model(torch.ones(1, 4)).sum().backward()
+del model
+dist.destroy_process_group()
+names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+print(sum("gloo" in name for name in names))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the names of threads are read from /proc")
+def test_no_thread_of_gloo_outlives_its_process_group(tmp_path: Path) -> None:
+    """One that frees a tensor while the interpreter ends aborts a process that has done its work."""
+
+    def left(library: str) -> int:
+        command = [sys.executable, "-c", _GLOO_THREADS, str(tmp_path / library), library]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        return int(done.stdout)
+
+    assert left("ebbflow") == 0
+    if left("torch alone") == 0:
+        pytest.skip("this torch needs no help")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import runpy
 import sys
 from pathlib import Path
@@ -47,3 +48,5 @@ if __name__ == "__main__":
     start = Path(sys.argv[1])
     loop(start / "ranks-loop", 2, resume=start / "loop")
     trainer(start / "ranks", resume=start / "alone" / "checkpoint-3")
+    gc.collect()  # no DistributedDataParallel may outlive its group
+    torch.distributed.destroy_process_group()  # with gloo, a process that ends with its group aborts now and then
