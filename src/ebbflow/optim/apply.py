@@ -83,6 +83,8 @@ class Applier:
         self.inner = inner
         if isinstance(inner, torch.optim.LBFGS):
             raise ConfigError("LBFGS calls the model itself and cannot follow a plan of batches; use sgd or adamw")
+        self.adaptive = optimizer_family(name_of_optimizer(type(inner))) == "adam"
+        """Whether the optimizer normalises the gradient."""
         self.refresh()
         begun = [float(state["step"]) for state in inner.state.values() if "step" in state and self._corrected]
         self.steps = (max(begun, default=0.0),) * 2
@@ -114,11 +116,6 @@ class Applier:
         It is 1 if the step is proportional to the gradient, and 1/2 if the optimizer normalises the gradient.
         """
         return 0.5 if self.adaptive else 1.0
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether the optimizer normalises the gradient; `optimizer_family` says it."""
-        return optimizer_family(name_of_optimizer(type(self.inner))) == "adam"
 
     @property
     def _corrected(self) -> bool:

@@ -98,7 +98,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Whether the latest call completed a step and applied it."""
         self._applier = Applier(inner)
         named = make_rule(rule if rule is not None else self._default_rule())
-        self.rule = named.suited(adaptive=self._adaptive)
+        self.rule = named.suited(adaptive=self._applier.adaptive)
         self._check_rule()
         self._initial_lrs = [group["lr"] for group in inner.param_groups]
         self._rule_state = self.rule.init()
@@ -139,7 +139,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             samples=0,
             epoch_samples=self.epoch_samples or self.base_batch,
             total_samples=self.total_samples or self.base_batch,
-            adaptive=self._adaptive,
+            adaptive=self._applier.adaptive,
             moments=Moments(noise=1.0, signal=1.0, layer_noise=(1.0,) * layers, layer_signal=(1.0,) * layers),
         )
         scaling, _ = self.rule.scale(context, self.rule.init())
@@ -244,7 +244,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                     clipped = self.clip / norm
                     scale_gradients(self._applier.parameters, clipped)
         averages, moments = self._averages, None
-        context = replace(context, adaptive=self._adaptive)
+        context = replace(context, adaptive=self._applier.adaptive)
         if self.rule.needs:
             if measurement is None:
                 averages = averages.passed(context.batch)
@@ -281,13 +281,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         )
         return self._advance(context, update)
 
-    @property
-    def _adaptive(self) -> bool:
-        return self._applier.adaptive
-
     def review(self, context: StepContext, loss: float) -> Verdict:
         """Ask a rule that guards what follows from the loss of the latest step; engines do, your own loops do not."""
-        verdict, self._rule_state = self.rule.review(replace(context, adaptive=self._adaptive), loss, self._rule_state)
+        context = replace(context, adaptive=self._applier.adaptive)
+        verdict, self._rule_state = self.rule.review(context, loss, self._rule_state)
         return verdict
 
     def rule_restored(self, reviewed: State) -> None:
