@@ -112,8 +112,9 @@ def test_a_published_trace_of_half_a_day_in_three_minutes_loses_nothing(shell: S
     played = ("--speed", 228, "--duration", "3min", "--signal", "mixed", "--out", "job", "--json")
     trace = shared / "traces" / "aws_p3_bamboo.csv"
     endless = (*TRAINING, "--epochs", 1_000_000, "--max-workers", 4)
-    account = shell.run("replay", trace, *endless, *played, timeout_s=360).json
-    assert account["status"] == "trace over"
+    answer = shell.run("replay", trace, *endless, *played, timeout_s=360)
+    account = json.loads(answer.out)
+    assert (answer.code, account["status"]) == (4, "trace over"), answer.err
     assert account["kills"] > 5
     assert account["notices"] > 5
     assert account["deaths"] == 0

@@ -168,7 +168,7 @@ def test_the_replicas_of_a_live_fleet_train_alike(coco, tmp_path):
     loop = trained(coco, tmp_path / "loop", SMALL, trace="0s:2 40s", rule="linear")
     assert [row.batch for row in live.steps] == [row.batch for row in loop.steps] == [4, 4, 4]
     assert [row.loss for row in live.steps] == pytest.approx([row.loss for row in loop.steps], rel=1e-4)
-    assert live.header.config["task"]["left_out"] == {"train": {"crowd boxes": 1}}
+    assert live.header.config["task"]["left_out"] == loop.header.config["task"]["left_out"] != {}
     assert "map" in live.validations[-1].metrics
 
 
