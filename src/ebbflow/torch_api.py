@@ -6,6 +6,7 @@ the compiler and of checkpoints, which take long to import, are looked for when 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,8 @@ else:
 
 __all__ = [
     "MINIMUM_VERSION", "USED_MEMBERS", "BatchNorm", "HostCopies", "NormBase", "Store", "check_input_dimensions",
-    "compiler_error", "foreach_add_", "foreach_copy_", "foreach_lerp_", "foreach_mul_", "foreach_norm",
-    "foreach_zero_", "gloo_group", "is_sum_over", "mark_dynamic", "missing_members", "prefix_store",
+    "clear_failed_capture", "compiler_error", "foreach_add_", "foreach_copy_", "foreach_lerp_", "foreach_mul_",
+    "foreach_norm", "foreach_zero_", "gloo_group", "is_sum_over", "mark_dynamic", "missing_members", "prefix_store",
 ]  # fmt: skip
 
 MINIMUM_VERSION = "2.11"
@@ -113,6 +114,25 @@ def compiler_error() -> type[Exception]:
 
     _require(_COMPILER)
     return torch._dynamo.exc.TorchDynamoException
+
+
+def clear_failed_capture(pool: Any, stream: torch.cuda.Stream) -> None:
+    """Let a program go on after the capture of a CUDA graph in `pool`, before which `stream` was current, has failed.
+
+    Where the capture itself became invalid, torch 2.11 stops halfway in ending it: its stream stays the current one,
+    and the generator takes every later random number for one of the graph and fails ("Offset increment outside graph
+    capture"). The allocator, too, is told that nothing is recorded any more, in case it was not.
+    """
+    torch.cuda.set_stream(stream)
+    library: Any = torch._C
+    with suppress(AttributeError, RuntimeError):
+        # Fails where the capture has been ended, as after an error of the model's own: then the graph, when it is
+        # deleted, gives its memory back itself, and a second time would abort the process.
+        library._cuda_endAllocateToPool(stream.device_index, pool)
+        library._cuda_releasePool(stream.device_index, pool)
+    # A capture that succeeds sets the generator right. Should it fail, a model without random numbers can go on.
+    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros((), device=stream.device)
 
 
 # Process groups -------------------------------------------------------------------------------------------------------

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ebbflow.engines.captured import CapturedPasses
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
+from ebbflow.moments.meters import FusedMeter
 from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.workloads import cross_entropy
 from engines.test_fused_engine import (
@@ -27,6 +31,7 @@ from engines.test_graphs import gradients_of_steps, replica_step
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
     pytest.mark.process,  # the compiler has processes of its own
+    pytest.mark.filterwarnings("default"),  # an error in place of one of the compiler's warnings would end compiling
 ]
 
 
@@ -147,6 +152,33 @@ def test_a_model_that_cannot_be_captured_is_trained_all_the_same() -> None:
     train(engine_on(LoopEngine, theirs))
     assert_same_state(ours.cpu(), theirs)
     assert events == ["no CUDA graph"]
+
+
+@pytest.mark.parametrize("ends_with", ["a wait", "out of memory"])
+def test_a_capture_that_failed_leaves_nothing_behind(ends_with: str) -> None:
+    """Neither its stream nor a generator that fails at the next random number."""
+
+    def compute(inputs: Any, targets: Any, kind: object, factor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        loss = nn.functional.dropout(model(inputs)).sum()
+        (loss * factor).backward()
+        if torch.cuda.is_current_stream_capturing():
+            if ends_with == "out of memory":
+                raise torch.OutOfMemoryError("as if")
+            loss.item()
+        return loss.detach(), len(inputs)
+
+    model = nn.Linear(4096, 4096).cuda()
+    refused: list[str] = []
+    passes = CapturedPasses(compute, FusedMeter(list(model.parameters())), samples=2048, on_refused=refused.append)
+    inputs, targets = torch.ones(2048, 4096, device="cuda"), torch.zeros(2048, device="cuda")
+    stream = torch.cuda.current_stream()
+    passes.begin(list(model.parameters()))
+    with pytest.raises(torch.OutOfMemoryError) if ends_with == "out of memory" else nullcontext():
+        for _ in range(8):
+            passes(inputs, targets, "usual", 1.0)
+    assert len(refused) == (ends_with == "a wait") and len(passes) == 0
+    assert torch.cuda.current_stream() == stream
+    assert torch.randn(8, device="cuda").isfinite().all()
 
 
 def test_freezing_a_layer_later_leaves_it_as_it_is() -> None:

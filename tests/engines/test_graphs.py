@@ -74,6 +74,7 @@ def recording(graph: Recorded, *, pool: object, capture_error_mode: str = "globa
 def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     MODES.clear()
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", recording)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
 

@@ -361,6 +361,7 @@ def test_a_backend_that_fails_for_ever_ends_the_fleet_with_what_it_said(fleet: A
         status = group.status(name)
         assert status["state"] == "refused" and "Duplicate GPU detected" in status["reason"]
         assert "no replica was lost" in status["reason"]
+        assert "--transport gloo" in status["reason"] and "firewall" not in status["reason"]
 
 
 @pytest.mark.process

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ebbflow.moments.meters import FusedMeter
+from ebbflow.torch_api import clear_failed_capture
 
 __all__ = ["CapturedPasses", "ComputePass", "Count"]
 
@@ -166,7 +167,7 @@ class CapturedPasses:
         Other threads may go on using the GPU meanwhile, as the one that pins prefetched samples does.
         """
         graph = torch.cuda.CUDAGraph()
-        before = set(self._sums.touched)
+        before, stream = set(self._sums.touched), torch.cuda.current_stream()
         try:
             # By default a call of any thread spoils the capture, and fails itself.
             recording = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
@@ -176,9 +177,11 @@ class CapturedPasses:
                 if isinstance(count, torch.Tensor):
                     self._count.copy_(count)
                 touched = self._sums.add()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # a model that waits for the device in its forward pass, for instance
+        except RuntimeError as error:
+            clear_failed_capture(self._pool, stream)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            # A model that waits for the device in its forward pass, for instance.
             self._refuse(str(error).strip().splitlines()[0])
             for parameter in self._sums.parameters:
                 parameter.grad = None

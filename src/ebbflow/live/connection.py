@@ -333,18 +333,9 @@ class FleetConnection:
     def _unless_given_up(self, instruction: Instruction | None) -> Instruction | None:
         if not isinstance(instruction, GiveUp):
             return instruction
-        advice = (
-            "All replicas send heartbeats, and their stores answer. The backend uses other ports, any that are free: "
-            "look whether a firewall between the replicas lets these through, and whether each replica listens on the "
-            "interface at which the others reach it (--bind, EBBFLOW_BIND"
-        )
-        if self._device.type == "cuda":
-            advice += (
-                "; with NCCL NCCL_SOCKET_IFNAME). If replicas share a GPU, give each a GPU of its own (--gpus 1), or "
-                "let gloo carry the gradients (--transport gloo"
-            )
+        advice = _advice(instruction.reason, on_gpu=self._device.type == "cuda")
         raise TransportUnusable(
-            f"the gradients cannot be added up, although no replica was lost: {instruction.reason}. {advice})"
+            f"the gradients cannot be added up, although no replica was lost: {instruction.reason}. {advice}"
         )
 
     def _follow(self) -> Instruction | None:
@@ -584,3 +575,18 @@ class FleetConnection:
         while not incoming.wait(_LISTEN_POLL_S):
             if (failure := listener.failure) is not None:
                 raise LeftFleet if listener.leaves else failure
+
+
+def _advice(reason: str, *, on_gpu: bool) -> str:
+    """What to do about a backend that fails, for this reason, although no replica is lost."""
+    if "Duplicate GPU" in reason:  # by NCCL, and certain: nothing else needs to be looked at
+        return (
+            "Replicas share a GPU, which NCCL does not do: give each a GPU of its own (--gpus 1), or let gloo carry "
+            "the gradients (--transport gloo, EBBFLOW_TRANSPORT)"
+        )
+    interface = "--bind, EBBFLOW_BIND; with NCCL NCCL_SOCKET_IFNAME" if on_gpu else "--bind, EBBFLOW_BIND"
+    return (
+        "All replicas send heartbeats, and their stores answer. The backend uses other ports, any that are free: look "
+        "whether a firewall between the replicas lets these through, and whether each replica listens on the "
+        f"interface at which the others reach it ({interface})"
+    )

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -400,7 +401,8 @@ class FusedEngine(EmulatedEngine):
                     return self._compiled(inputs, targets, shape, execution)
                 except compiler_error() as error:
                     self._compiled = None
-                    self._report("not compiled", f"the model runs as it is: {str(error).strip().splitlines()[0]}")
+                    reason = " ".join(str(error).split())  # the first of its lines may be the type of the error only
+                    self._report("not compiled", f"the model runs as it is: {shorten(reason, 200, placeholder=' ...')}")
             return self.loss(self.model, inputs, targets)
 
     def _halve_passes(self, shapes: list[PassShape], error: torch.OutOfMemoryError) -> None:
