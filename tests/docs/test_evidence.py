@@ -23,12 +23,14 @@ from ebbflow.cli.main import app
 from ebbflow.core.plugins import load_plugins
 from ebbflow.engines.emulated.fused import cut_into_passes
 from ebbflow.moments.estimate import Moments
+from ebbflow.report.clocks import make_clocks, read_clocks
 from ebbflow.report.results import ArmResult, Results, load_results
 from ebbflow.report.summary import Cell, summarise
 from ebbflow.rules.noise_rules import gain
 from ebbflow.rules.rule import RULES, Rule, StepContext, make_rule
 from ebbflow.run.assemble import resolve
 from ebbflow.run.planning import make_plan
+from ebbflow.simulate.scenario import ScenarioSettings
 from ebbflow.studies.grid import check_arms, load_study
 from ebbflow.studies.scaling import scaled
 
@@ -242,21 +244,58 @@ def tables(page: str) -> dict[str, list[dict[str, str]]]:
     return found
 
 
-def test_the_page_says_how_far_the_run_of_holt_and_sievert_came_that_was_cut_off(tmp_path: Path) -> None:
-    with tarfile.open(EVIDENCE / "holt" / "cut-off.tar.xz") as packed:
-        packed.extractall(tmp_path, filter="data")
-    (arm,) = [arm for arm in load_results(tmp_path).arms if arm.status != "missing"]
-    assert (arm.status, arm.trace) == ("interrupted", "128")
-    (row,) = [row for row in tables((EVIDENCE / "holt.md").read_text())["largest batch"] if row[""] == "128, fixed"]
-    assert row["epochs"] == str(arm.samples // 50_000)
-    assert (arm.epochs[-1], f"{100 * arm.values[-1]:.0f} %") == (100, "87 %")
-
-
 def test_the_updates_of_holt_and_sievert_s_runs_are_those_on_the_page(evidence: Callable[[str], Results]) -> None:
     page = tables((EVIDENCE / "holt.md").read_text())["largest batch"]
     for arm in finished(evidence("holt")):
         (row,) = [row for row in page if row[""].startswith(HOLT[arm.trace])]
         assert (row["updates"], row["epochs"]) == (f"{arm.steps:,}", f"{arm.epochs[-1]:.0f}")
+
+
+def test_the_simulated_minutes_of_holt_and_sievert_s_runs_are_those_on_the_page(
+    evidence: Callable[[str], Results],
+) -> None:
+    """By the step models of the commands on the page; in brackets stands what the page of costs has of the paper."""
+    text = (EVIDENCE / "holt.md").read_text()
+    updates, minutes = tables(text)["largest batch"], tables(text)["minutes, by largest batch"]
+    columns = {"centralized": "centralized", "moderate": "54 Gb/s", "fast": "800 Gb/s"}
+    models = re.findall(r'--compute-sample (\S+)|--network "(\S+)=(affine.*?)"', text)
+    assert [name for _, name, _ in models if name] == ["moderate", "fast", "centralized"]
+    compute = ""
+    for sample, name, network in models:
+        if sample:
+            compute = sample
+            continue
+        clocks = make_clocks(ScenarioSettings(samples=1, epochs=1, compute_sample=compute), [f"{name}={network}"])
+        results = read_clocks(evidence("holt"), clocks)
+        for cell in summarise(results.arms, results.config, targets=["0.9"]).cells:
+            (row,) = [row for row in minutes if row[""].startswith(HOLT[cell.trace])]
+            assert row[columns[name]].split(" (")[0] == f"{cell.simulated_s[name] / 60:.1f}"
+            (to_target,) = cell.targets
+            assert to_target.as_json()["simulated"][name]["mean"] / 60 == pytest.approx(
+                float(row[f"{columns[name]}, to 90 %"]), abs=0.05
+            )
+            assert f"{to_target.mean('updates'):,.0f}" in text
+    published = (EVIDENCE / "costs.md").read_text()
+    for row, ours in zip(minutes, updates, strict=True):
+        theirs = [re.findall(r"\((.*)\)", row[column])[0] for column in columns.values()]
+        assert re.search(rf"\| {ours['updates']} \| " + r".*\| ".join(rf"{number} / " for number in theirs), published)
+
+
+def test_epochs_and_updates_to_85_percent_on_lenas_page_are_those_of_the_rows(
+    evidence: Callable[[str], Results],
+) -> None:
+    """Means over the two seeds, "never" where no run gets there."""
+    page = tables((EVIDENCE / "lena.md").read_text())["samples per step, until 85 %"]
+    results = evidence("lena-table1-100")
+    cells = [cell for cell in summarise(results.arms, results.config, targets=["0.85"]).cells if cell.values]
+    assert len(cells) == sum(bool(value) for row in page for value in [*row.values()][1:]) == 16
+    for cell in cells:
+        _, batch, column = place("lena-table1-100", cell)
+        (row,) = [row for row in page if row[""].startswith(batch)]
+        (to_target,) = cell.targets
+        assert to_target.reached in (0, 2)
+        reached = [to_target.mean(name) for name in ("epochs", "updates")]
+        assert row[column] == ("never" if None in reached else ", ".join(f"{mean:,.0f}" for mean in reached))
 
 
 @pytest.mark.parametrize("folder", STUDIES)
