@@ -23,6 +23,7 @@ IDEAS = {
     # On what it is computed
     "--emulated": "one machine computes for all workers",
     "--jobs": "runs at the same time",
+    "--only": "a part of the runs of a study",
     "--gpus": "GPUs per replica",
     # Workers over time
     "--format": "format of a trace file",

@@ -59,6 +59,31 @@ def test_the_report_at_the_end_of_a_study_has_the_published_targets(ebbflow: Ebb
     assert cell["targets"][0]["published"] == {}
 
 
+@pytest.mark.process
+def test_a_part_of_a_study_is_run_and_the_rest_is_left_for_another_call(ebbflow: Ebbflow) -> None:
+    Path("tiny.toml").write_text(
+        'workloads = "digits-mlp"\nrules = ["linear", "sqrt"]\n[settings]\nepochs = 1\n'
+        '[traces]\nstatic = "constant(workers=4)"\nlarge = "constant(workers=8)"\n'
+    )
+    options = ("study", "tiny.toml", "--out", "out", "--jobs", 1)
+    none = ebbflow(*options, "--budget", "1ms")
+    assert (none.code, len(list(Path("out").glob("arms/*/record.jsonl")))) == (4, 0)
+    assert "0 of 4 arms have ended; the same command continues with the others" in none.err
+    part = ebbflow(*options, "--only", "trace=large", "--only", "rule=linear", "--json")
+    assert [(cell["trace"], cell["rule"]) for cell in part.json["cells"] if cell["mean"]] == [("large", "linear")]
+    assert part.code == 0
+    assert ebbflow(*options, "--budget", "1h", "--json").code == 0
+    assert len(list(Path("out").glob("arms/*/record.jsonl"))) == 4
+
+
+def test_what_a_study_cannot_be_limited_to_is_refused(ebbflow: Ebbflow) -> None:
+    options = ("study", "demo", "--out", "out")
+    ebbflow(*options, "--only", "large").assert_refused("--only 'large'", "NAME=VALUE")
+    ebbflow(*options, "--only", "trace=large").assert_refused("has no trace 'large'", "'static'")
+    ebbflow(*options, "--budget", "0s").assert_refused("--budget 0s", "50min")
+    ebbflow(*options, "--budget", "soon").assert_refused("soon")
+
+
 def test_the_command_lists_and_shows_recipes(ebbflow: Ebbflow) -> None:
     listed = ebbflow("study", "--list", "--json").json
     assert [entry["name"] for entry in listed] == recipe_names()

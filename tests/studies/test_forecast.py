@@ -75,6 +75,20 @@ def test_the_longest_arm_is_started_first() -> None:
     assert forecast.longest(["short", "unlike", "long"]) == "unlike"
 
 
+def test_an_arm_fits_if_it_would_end_in_time_at_the_speed_of_those_before_it() -> None:
+    cnn = replace(MLP, kind=("cnn", "static"))
+    forecast = StudyForecast(waiting={"first": MLP, "next": MLP, "short": replace(MLP, epochs=2), "cnn": cnn})
+    assert forecast.fits("first", 0.1)  # nothing was timed: who knows
+    assert not forecast.fits("first", 0.0)
+    forecast.start("first")
+    forecast.move("first", 0.0, now=0.0)
+    forecast.move("first", 0.5, now=20.0)  # 5 epochs in 20 s: 40 s for all
+    assert [forecast.expected_s(name) for name in ("next", "short", "cnn")] == pytest.approx([40, 8, 40])
+    assert forecast.fits("next", 40.0) and not forecast.fits("next", 39.9)
+    assert forecast.fits("short", 39.9)
+    assert forecast.fits("cnn", float("inf"))
+
+
 arms = st.builds(
     ArmPace,
     epochs=st.floats(1, 100),

@@ -9,12 +9,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
 from ebbflow.errors import ConfigError, OutputError
 from ebbflow.record import Run, read_record
+from ebbflow.run.config import RunConfig
+from ebbflow.run.loop import Callbacks
+from ebbflow.studies import runner
 from ebbflow.studies.grid import Study, load_study, parse_study
 from ebbflow.studies.runner import ArmProgress, run_study
 
@@ -37,6 +41,100 @@ def records(out: Path) -> dict[str, Run]:
 
 def digests(out: Path) -> dict[str, str]:
     return {name: run.end.weights_sha256 for name, run in records(out).items() if run.end is not None}
+
+
+def test_arms_are_chosen_by_workload_trace_rule_and_seed() -> None:
+    study = small(seeds=2, traces={"spot": "constant(workers=2)", "large": "constant(workers=4)"})
+
+    def chosen(**only: list[str]) -> list[tuple[str, str, int]]:
+        return [(arm.config.label, arm.config.rule, arm.config.seed) for arm in study.only(only)]
+
+    assert len(chosen()) == 8
+    assert chosen(trace=["large"], seed=["1"]) == [("large", "constant", 1), ("large", "linear", 1)]
+    assert chosen(rule=["linear"], seed=["0", "1"], trace=["spot"]) == [("spot", "linear", 0), ("spot", "linear", 1)]
+    with pytest.raises(ConfigError, match="small has no rule 'sqrt'; expected one of 'constant', 'linear'"):
+        chosen(rule=["sqrt"])
+    with pytest.raises(ConfigError, match="'epochs' does not tell arms apart; expected one of workload, trace, rule"):
+        chosen(epochs=["2"])
+    without = small(skip=[{"rule": "linear"}])
+    with pytest.raises(ConfigError, match=r"small has no arm with rule=linear: \[\[skip\]\] leaves it out"):
+        without.only({"rule": ["linear"]})
+
+
+@pytest.mark.process
+def test_arms_that_are_not_chosen_stay_as_they_are(tmp_path: Path) -> None:
+    study = small(seeds=2)
+    first, *others = study.only({"rule": ["constant"]})
+    run_study(study, tmp_path, only={first.id})
+    assert {*records(tmp_path)} == {first.id}
+    before = (tmp_path / "arms" / first.id / "record.jsonl").read_bytes()
+    reported: list[ArmProgress] = []
+    run_study(study, tmp_path, only={arm.id for arm in others}, on_progress=reported.append)
+    assert {*records(tmp_path)} == {first.id, *(arm.id for arm in others)}
+    assert (tmp_path / "arms" / first.id / "record.jsonl").read_bytes() == before
+    assert {progress.arm for progress in reported} == {arm.id for arm in others}
+
+
+def train_until_stopped(config: RunConfig, folder: Path, *, callbacks: Callbacks, **options: Any) -> NoReturn:
+    """Reports one step, and leaves a file when it is asked to stop."""
+    callbacks.on_start(0, 100)
+    callbacks.on_step(SimpleNamespace(samples=1))  # type: ignore[arg-type]
+    while not callbacks.should_stop():
+        time.sleep(0.02)
+    (folder / "stopped").touch()
+    raise KeyboardInterrupt
+
+
+@pytest.mark.process
+def test_arms_that_run_when_the_time_is_over_are_asked_to_stop_and_no_others_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    reported: list[str] = []
+
+    def on_progress(progress: ArmProgress) -> None:
+        reported.append(progress.what)
+        if progress.what == "moved":
+            clock.now = 60.0
+
+    run_study(small(), tmp_path, jobs=1, within_s=59.0, on_progress=on_progress, train=train_until_stopped)
+    assert reported == ["started", "moved"]
+    (folder,) = tmp_path.glob("arms/*")
+    assert (folder / "stopped").exists()
+
+
+def train_in_two_reports(config: RunConfig, folder: Path, *, callbacks: Callbacks, **options: Any) -> SimpleNamespace:
+    """Reports 1 % and 50 % of the samples, further apart than reports are held back, and ends."""
+    callbacks.on_start(0, 100)
+    for samples in (1, 50):
+        callbacks.on_step(SimpleNamespace(samples=samples))  # type: ignore[arg-type]
+        time.sleep(0.3)
+    return SimpleNamespace(status="finished", end=None)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("within_s", "arms"), [(40.0, 1), (41.0, 2)])
+def test_an_arm_that_would_not_end_in_time_is_left_for_another_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within_s: float, arms: int
+) -> None:
+    # The clock goes on by ten seconds with each report. The first arm takes 20 s; from its first report to the second
+    # it did 49 % in 10 s, so that the next one is expected to take 20.4 s.
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    ended: list[str] = []
+
+    def on_progress(progress: ArmProgress) -> None:
+        clock.now += 10.0 * (progress.what == "moved")
+        ended.extend([progress.arm] * (progress.what == "finished"))
+
+    run_study(small(), tmp_path, jobs=1, within_s=within_s, on_progress=on_progress, train=train_in_two_reports)
+    assert len(ended) == arms
+
+
+def test_no_time_starts_nothing(tmp_path: Path) -> None:
+    run_study(small(), tmp_path, within_s=0.0)
+    assert not list(tmp_path.glob("arms/*"))
 
 
 @pytest.mark.process

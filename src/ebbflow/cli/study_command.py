@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -55,6 +57,20 @@ def study(
     jobs: Jobs = None,
     checkpoint_every: Annotated[str, typer.Option(help="Time between checkpoints of an arm.")] = "30s",
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="Keep the final weights of every arm.")] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Run only these arms now, such as seed=0 or trace=spot; repeatable. The others stay as they are.",
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="How long this call may take, such as 50min: arms that would not end by then are not started, those "
+            "that run write checkpoints, and the same command continues. Exit code 4."
+        ),
+    ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the recipes that come with ebbflow.")] = False,
     shown: Annotated[
         bool,
@@ -66,7 +82,7 @@ def study(
 ) -> None:
     """Run rules x traces x workloads x seeds in parallel and report. The same command continues after a kill.
 
-    Exit code 1: the report is written, but some arms have failed; 5: some arms have diverged.
+    The report is written in any case. Exit code 1: some arms failed; 5: some diverged; 4: --budget left some.
     """
     if listed:
         _list(as_json=json)
@@ -95,9 +111,33 @@ def study(
         print(study_text(chosen), end="")
         return
     folder = out_folder or Path("runs") / chosen.name.replace("/", "-")
-    ended = run_with_progress(chosen, folder, jobs=jobs, checkpoint_every=checkpoint_every, keep_weights=keep_weights)
-    show_report(folder, as_json=json)
+    ended = run_with_progress(
+        chosen, folder, jobs=jobs, checkpoint_every=checkpoint_every, keep_weights=keep_weights,
+        only=_by_axis(only or []), within_s=math.inf if budget is None else _limit(budget),
+    )  # fmt: skip
+    if any(folder.glob("arms/*/record.jsonl")):
+        show_report(folder, as_json=json)
+    elif json:  # the time was over before the first arm began
+        print_json({"cells": []})
     raise typer.Exit(ended.code)
+
+
+def _by_axis(only: list[str]) -> dict[str, list[str]]:
+    """What `--only` says, by axis: several values of an axis are alternatives."""
+    chosen: dict[str, list[str]] = {}
+    for text in only:
+        axis, found, value = text.partition("=")
+        if not found:
+            raise ConfigError(f"--only {text!r}: expected NAME=VALUE, such as seed=0, trace=spot or rule=linear")
+        chosen.setdefault(axis.strip(), []).append(value.strip())
+    return chosen
+
+
+def _limit(budget: str) -> float:
+    seconds = parse_seconds(budget)
+    if seconds <= 0:
+        raise ConfigError(f"--budget {budget}: expected how long the call may take, such as 50min")
+    return seconds
 
 
 def _with_choice(study: Study, path: Path, given: list[str]) -> Study:
@@ -137,9 +177,11 @@ def run_with_progress(
     jobs: int | None = None,
     checkpoint_every: str = "30s",
     keep_weights: bool = False,
+    only: Mapping[str, Sequence[str]] | None = None,
+    within_s: float = math.inf,
 ) -> Ending:
     """Run a study with one progress bar, and print failures at once on standard error; failed if an arm has failed."""
-    arms = chosen.arms()
+    arms = chosen.only(only or {})
     fractions = dict.fromkeys((arm.id for arm in arms), 0.0)
     ended: dict[str, str] = {}
     warned: set[str] = set()
@@ -174,6 +216,8 @@ def run_with_progress(
             command=command_line(),
             checkpoint_every_s=parse_seconds(checkpoint_every),
             keep_weights=keep_weights,
+            only={arm.id for arm in arms},
+            within_s=within_s,
             on_progress=on_progress,
         )
     if found == len(arms):
@@ -182,4 +226,7 @@ def run_with_progress(
         if count := sum(what == ending.word for what in ended.values()):
             err.print(f"{ending.word}: {count} of {len(arms)} arms")
             return ending
-    return Ending.FINISHED if len(ended) == len(arms) else Ending.INCOMPLETE
+    if len(ended) == len(arms):
+        return Ending.FINISHED
+    err.print(f"{len(ended)} of {len(arms)} arms have ended; the same command continues with the others")
+    return Ending.INCOMPLETE

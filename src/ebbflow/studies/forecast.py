@@ -87,10 +87,21 @@ class StudyForecast:
         """The waiting arm among these that is expected to take longest; the first one if several do."""
 
         def expected(name: str) -> float:
-            arm = self.waiting[name]
-            return arm.left / (speed_of(arm.kind, [*self.running.values(), *self.ended]) or 1.0)
+            seconds = self.expected_s(name)
+            return self.waiting[name].left if seconds is None else seconds
 
         return max(names, key=expected)
+
+    def expected_s(self, name: str) -> float | None:
+        """Seconds that a waiting arm is expected to take, beside as many others as now; None if nothing was timed."""
+        arm = self.waiting[name]
+        speed = speed_of(arm.kind, [*self.running.values(), *self.ended])
+        return None if speed is None else arm.left / speed
+
+    def fits(self, name: str, left_s: float) -> bool:
+        """Whether a waiting arm may end within so many seconds: as long as nothing was timed, any may."""
+        expected = self.expected_s(name)
+        return left_s > 0 and (expected is None or expected <= left_s)
 
     def start(self, name: str) -> None:
         """Note that an arm has started."""

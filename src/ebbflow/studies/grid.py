@@ -149,6 +149,35 @@ class Study:
             if not any(_matches(entry, workload=workload, trace=trace, rule=rule, seed=seed) for entry in self.skip)
         ]
 
+    def only(self, chosen: Mapping[str, Sequence[str]]) -> list[Arm]:
+        """The arms with one of the chosen names on each of the axes: workload, trace, rule, seed.
+
+        A name that the study does not have is an error, and so is a choice that leaves nothing.
+        """
+        names = {
+            "workload": list(self.workloads), "trace": list(self.traces), "rule": list(self.rules),
+            "seed": [str(seed) for seed in self.seeds],
+        }  # fmt: skip
+        for axis, values in chosen.items():
+            if axis not in names:
+                raise ConfigError(f"{axis!r} does not tell arms apart; expected one of {', '.join(names)}")
+            if unknown := [value for value in values if value not in names[axis]]:
+                raise ConfigError(
+                    f"{self.source} has no {axis} {unknown[0]!r}; expected one of {', '.join(map(repr, names[axis]))}"
+                )
+        found = [
+            arm
+            for arm in self.arms()
+            if all(
+                str(getattr(arm.config, "label" if axis == "trace" else axis)) in values
+                for axis, values in chosen.items()
+            )
+        ]
+        if not found:
+            asked = ", ".join(f"{axis}={value}" for axis, values in chosen.items() for value in values)
+            raise ConfigError(f"{self.source} has no arm with {asked}: [[skip]] leaves it out")
+        return found
+
     def _arm(self, *, workload: str, trace: str, rule: str, seed: int) -> Arm:
         settings = dict(self.settings)
         for entry in self.override:

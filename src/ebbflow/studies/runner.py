@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import multiprocessing
 import os
 import shutil
@@ -18,7 +19,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -90,6 +91,8 @@ def run_study(
     command: str = "",
     checkpoint_every_s: float = 30.0,
     keep_weights: bool = False,
+    only: Collection[str] | None = None,
+    within_s: float = math.inf,
     on_progress: Callable[[ArmProgress], None] = lambda progress: None,
     should_stop: Callable[[], bool] = lambda: False,
     train: Callable[..., Run] | None = None,
@@ -103,6 +106,10 @@ def run_study(
     have changed since are run again, and their earlier records are kept apart, below `out`/earlier. Raises ConfigError
     if it holds runs that the study does not have.
 
+    `only`: the ids of the arms to run in this call; the others stay as they are. `within_s`: how long this call may
+    take. An arm that would not end by then, at the speed of those before it, is not started, and those that run when
+    the time is over write checkpoints and end.
+
     `should_stop` is asked at least once a second: if it says so, the arms that run write checkpoints and end, and no
     others are started. `train`: what trains an arm instead of `ebbflow.train`, with the same arguments; it is sent to
     other processes.
@@ -113,8 +120,10 @@ def run_study(
 
     if torchrun.rank_info(os.environ) is not None:
         raise ConfigError("a study starts the processes of its arms itself; run it without torchrun")
+    until = time.monotonic() + within_s
     out, arms = Path(out), study.arms()
     check_arms(arms)
+    arms = [arm for arm in arms if only is None or arm.id in only]
     jobs = jobs or default_jobs(arms, cores=available_cores())
     with _study_folder(study, out, command):
         waiting = []
@@ -132,7 +141,7 @@ def run_study(
         for changes, places in aside.items():
             _LOG.warning("%s", _kept_apart(changes, places))
         options = {"command": command, "checkpoint_every_s": checkpoint_every_s, "keep_weights": keep_weights}
-        _run_arms(waiting, out, jobs, options, on_progress, should_stop, train)
+        _run_arms(waiting, out, jobs, options, on_progress, should_stop, until, train)
         shutil.rmtree(out / _DISK_CACHE, ignore_errors=True)
 
 
@@ -233,8 +242,10 @@ def _run_arms(
     options: Mapping[str, Any],
     on_progress: Callable[[ArmProgress], None],
     should_stop: Callable[[], bool],
+    until: float,
     train: Callable[..., Run] | None,
 ) -> None:
+    """`until`: on the monotonic clock."""
     context = multiprocessing.get_context("forkserver")
     _start_server(context)
     running: dict[Connection, tuple[Arm, BaseProcess]] = {}
@@ -245,9 +256,12 @@ def _run_arms(
         on_progress(replace(progress, left_s=forecast.remaining_s(jobs)))
 
     try:
-        while (queue or running) and not should_stop():
-            while queue and len(running) < jobs and not (running and should_stop()):
-                arm = queue.pop(_next_arm(queue, forecast))
+        while time.monotonic() < until and not should_stop():
+            while len(running) < jobs and not (running and should_stop()):
+                name = _next_arm(queue, forecast, until - time.monotonic())
+                if name is None:
+                    break
+                arm = queue.pop(name)
                 forecast.start(arm.id)
                 ours, theirs = context.Pipe(duplex=False)
                 config = arm.config.with_loader_workers(cores=available_cores(), processes=jobs)
@@ -257,7 +271,9 @@ def _run_arms(
                 theirs.close()
                 running[ours] = (arm, child)
                 report(ArmProgress(arm=arm.id, what="started"))
-            for ready in wait(list(running), timeout=_ASK_EVERY_S):
+            if not running:
+                break
+            for ready in wait(list(running), timeout=min(_ASK_EVERY_S, max(0.0, until - time.monotonic()))):
                 assert isinstance(ready, Connection)
                 arm, process = running[ready]
                 try:
@@ -278,9 +294,9 @@ def _run_arms(
     finally:
         for _, process in running.values():
             process.terminate()  # interrupted or stopped: each arm writes a checkpoint and exits
-        until = time.monotonic() + _END_WITHIN_S
+        ended_by = time.monotonic() + _END_WITHIN_S
         for _, process in running.values():
-            process.join(timeout=max(0.0, until - time.monotonic()))
+            process.join(timeout=max(0.0, ended_by - time.monotonic()))
             process.kill()
 
 
@@ -301,10 +317,12 @@ def _start_server(context: ForkServerContext) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def _next_arm(queue: Mapping[str, Arm], forecast: StudyForecast) -> str:
-    """The arm to start next: among those of the first seed that is left, the one that takes longest."""
-    seed = next(iter(queue.values())).config.seed
-    return forecast.longest([name for name, arm in queue.items() if arm.config.seed == seed])
+def _next_arm(queue: Mapping[str, Arm], forecast: StudyForecast, left_s: float) -> str | None:
+    """The arm to start next: of those that may end in time and have the first seed, the one that takes longest."""
+    fitting = [arm for name, arm in queue.items() if forecast.fits(name, left_s)]
+    if not fitting:
+        return None
+    return forecast.longest([arm.id for arm in fitting if arm.config.seed == fitting[0].config.seed])
 
 
 def _pace(arm: Arm) -> ArmPace:
