@@ -100,6 +100,8 @@ class TrainingLoop:
         self.save = save or (lambda: None)
         self.save_final = save_final or (lambda: None)
         self.checkpoint_every_s = checkpoint_every_s
+        self.ended = False
+        """Whether the last row of the record was written."""
         self._saved_at = time.monotonic()
         self._should_stop = flow.engine.agree_to_stop(self.callbacks.should_stop)
 
@@ -228,6 +230,7 @@ class TrainingLoop:
         )
         self.record.write(end)
         self.record.flush()
+        self.ended = True
         return end
 
     @property

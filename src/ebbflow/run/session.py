@@ -332,15 +332,17 @@ class Session:
         if self._folder is not None:
             files = RunFiles(self._folder, config, ranks)
             stack.enter_context(files.lock())
-            if ranks.shared(files.finished_run) is not None:
-                raise ConfigError(f"{self._folder} holds the finished run of this session; give another out=")
+            ended = ranks.shared(files.finished_run)
+            if ended is not None:
+                what = "the finished run" if ended.status == "finished" else "a diverged run"
+                raise ConfigError(f"{self._folder} holds {what} of this session; give another out=")
             described = {**config.recorded(), "trace": config.trace, "metric": "loss", "higher_is_better": False}
             device = str(next(self.model.parameters()).device)
             record = stack.enter_context(
                 files.open(flow, lambda: make_header(described, device=device, plan=plan, trace=trace))
             )
             save, save_final = partial(files.save, flow), partial(files.save_weights, flow)
-            stack.callback(lambda: files.remove_checkpoint() if flow.finished else files.save(flow))
+            stack.callback(lambda: files.remove_checkpoint() if loop.ended else files.save(flow))
         loop = TrainingLoop(
             flow,
             record,
@@ -355,8 +357,10 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
-            if isinstance(error, Diverged) and self._loop is not None:
+            if self._loop is not None and isinstance(error, Diverged):
                 self._loop.end("diverged", str(error))
+            elif self._loop is not None and error is None:
+                self._continues()  # a loop may ask whether the run is finished, and for no further step
         finally:
             self._stack.__exit__(kind, error, trace)
 
@@ -400,8 +404,9 @@ class Session:
         """Whether there is another step; ends the run if there is none."""
         if not self.flow.finished:
             return True
-        self.flow.engine.sync()
-        self.loop.end("finished")
+        if not self.loop.ended:
+            self.flow.engine.sync()
+            self.loop.end("finished")
         return False
 
     def _open_step(self) -> OpenStep | None:
