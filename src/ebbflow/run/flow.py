@@ -129,7 +129,7 @@ class Flow:
         if self.growth is not None:
             self.engine.request(self.growth.useful)
         size = self.engine.participants(self.step)  #                    traces, plan: who, and how much
-        if self.optimizer.rule.guards and self.step == 0 and self.snapshot is None and self._fits():
+        if self.step == 0 and self.snapshot is None and self.optimizer.rule.guards and self._fits():
             self.snapshot = self._kept_state()
         if self.growth is not None:
             size = self.growth.allow(size)
