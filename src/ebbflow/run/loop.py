@@ -219,6 +219,7 @@ class TrainingLoop:
 
     def end(self, status: Literal["finished", "diverged", "failed"], text: str = "") -> End:
         """Save the final state, then write the last row of the record, which says that the run has ended."""
+        self.flow.engine.sync()
         self.save_final()
         end = End(
             status=status,

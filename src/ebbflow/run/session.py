@@ -27,7 +27,7 @@ from ebbflow.data.ledger import Assignment
 from ebbflow.engines.base import EngineMaker, Gradients
 from ebbflow.engines.loss_sum import LossSum, check_scalar, rescaled
 from ebbflow.engines.replica_step import LoadedMicroBatch, Loss
-from ebbflow.errors import ConfigError, Diverged
+from ebbflow.errors import ConfigError, Diverged, EbbflowError
 from ebbflow.optim.elastic import ElasticOptimizer, multiply_rates
 from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer, with_rule
@@ -342,7 +342,19 @@ class Session:
                 files.open(flow, lambda: make_header(described, device=device, plan=plan, trace=trace))
             )
             save, save_final = partial(files.save, flow), partial(files.save_weights, flow)
-            stack.callback(lambda: files.remove_checkpoint() if loop.ended else files.save(flow))
+
+            def leave(kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+                if loop.ended:
+                    files.remove_checkpoint()
+                    return
+                try:
+                    files.save(flow)
+                except EbbflowError as problem:
+                    if error is None:
+                        raise
+                    error.add_note(f"the state of step {flow.step} could not be saved: {problem}")
+
+            stack.push(leave)
         loop = TrainingLoop(
             flow,
             record,
@@ -405,7 +417,6 @@ class Session:
         if not self.flow.finished:
             return True
         if not self.loop.ended:
-            self.flow.engine.sync()
             self.loop.end("finished")
         return False
 
