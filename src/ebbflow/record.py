@@ -100,9 +100,11 @@ class StepRow:
     lr_base: float
     """The rate of the schedule, at the reference batch."""
     lr: float
-    """The rate the optimizer used (of the first parameter group, before per-layer factors)."""
+    """The rate that the optimizer used, of the first parameter group: the mean over the layers if they differ, and 0 if
+    the step was skipped."""
     multiplier: float
-    """lr / lr_base: what the rule made of the batch."""
+    """What the rule made of the batch: the factor of the whole step relative to one at `lr_base`, inside and outside
+    the momentum together; the mean over the layers if they differ."""
     loss: float | None
     """Mean over the step's samples; None if it was not a finite number."""
     stats: Mapping[str, float] = field(default_factory=dict)

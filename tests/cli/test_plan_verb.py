@@ -48,6 +48,23 @@ def test_a_batch_plan_is_read_on_request(ebbflow: Ebbflow, tmp_path: Path) -> No
     assert (found["steps"], found["changes"]) == (6, 5)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--policy", "fixed(50)"), ("--ref-batch", "8"), ("--offset", "2s"), ("--repeat",), ("--on-change", "lose"),
+        ("--format", "canonical"),
+    ],
+)  # fmt: skip
+def test_options_that_are_for_a_trace_are_refused_beside_a_batch_plan(
+    ebbflow: Ebbflow, tmp_path: Path, option: tuple[str, ...]
+) -> None:
+    """The file has too few steps for the task, and --repeat would not have made them more."""
+    path = tmp_path / "b.csv"
+    path.write_text("step,batchsize\n0,64\n")
+    refused = ebbflow("plan", "--plan", path, "--local-batch", 32, *TASK, *option)
+    refused.assert_refused(f"{option[0]} is for a trace, but the steps are those of the file")
+
+
 def test_the_answer_for_people_has_units_and_fits_the_terminal(ebbflow: Ebbflow) -> None:
     task = ("--local-batch", 128, "--samples", 50_000, "--epochs", 10, "--step-time", "0.6s")
     text = ebbflow("plan", "gcp-a100-like", *task, width=80).text

@@ -354,6 +354,8 @@ def test_a_workload_of_a_plugin_is_profiled(ebbflow: Ebbflow, tmp_path: Path, mo
         (f"simulate {TASK} {STEP} --spot-price nan --price 1", "expected a finite number"),
         (f"simulate {TASK} {STEP} --spot-price flt(1) --price 1", "unknown price model 'flt'; did you mean 'flat'"),
         (f"simulate {TASK} {STEP} --spot-price 1 --price 1 --price-history x.csv", "one of the two"),
+        (f"simulate {TASK} {STEP} {PRICES} --zone a", "--zone is for a price history, and --spot-price"),
+        (f"simulate {TASK} {STEP} {PRICES} --price-offset 1h", "--price-offset is for a price history"),
         (f"simulate {TASK} --step-time 0.6 {PRICES}", "duration '0.6' has no unit; write 0.6s"),
         (f"simulate {TASK} --step-time 0s {PRICES}", "expected a finite time above 0"),
         (f"simulate {TASK} {PRICES}", "say how long a step takes in one way"),
@@ -459,6 +461,14 @@ def test_profile_fits_the_steps_of_a_record(ebbflow: Ebbflow) -> None:
     neither = ebbflow("profile")
     assert neither.code == 2
     assert "give a workload to measure, or a record" in neither.err
+    for wrong, message in (
+        ("profile --from run --local-batch 32", "--local-batch is for measuring, and a record is read (--from)"),
+        ("profile --from run --steps 40", "--steps is for measuring"),
+        ("profile digits-mlp --emulated", "--emulated is for a record (--from), and a workload is measured"),
+    ):
+        refused = ebbflow(wrong)
+        assert refused.code == 2
+        assert message in refused.err
 
 
 def test_profile_of_a_live_job_fits_all_replicas_and_measures_what_changes_cost(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
 import json
 import math
@@ -121,6 +122,37 @@ def test_weights_equal_those_of_one_process_at_every_step(two_workers: Client, t
             assert flow.run_step() is not None
             engine.sync()
             torch.testing.assert_close(weights_of(model), weights, rtol=1e-9, atol=1e-12, msg=f"step {step}")
+
+
+@BOTH
+def test_a_saved_state_has_the_steps_of_the_replicas_and_replicas_begin_with_a_loaded_one(
+    two_workers: Client, transport: Any
+) -> None:
+    """Saved in the middle of an epoch, without a validation before; loaded into another model and optimizer."""
+    plan = BatchPlan.constant(3, 24)
+    expected = reference(7, plan, seed=3, micro_batch=5, rule="adascale")
+
+    def train(initial: int, state: dict[str, Any] | None, until: int) -> dict[str, Any]:
+        model = make_model(initial)
+        optimizer = make_optimizer(model, rule="adascale")
+        with DaskEngine(
+            model, Plain(), cross_entropy, plan, client=two_workers, optimizer=optimizer, samples=SAMPLES, seed=3,
+            micro_batch=5, transport=transport, min_workers=2, needs={"moments"}, parameters=optimizer.layers,
+        ) as engine:  # fmt: skip
+            flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
+            if state is not None:
+                flow.load_state_dict(state)
+            while flow.step < until:
+                assert flow.run_step() is not None
+            saved = copy.deepcopy(flow.state_dict())
+        torch.testing.assert_close(weights_of(model), expected[until - 1], rtol=1e-9, atol=1e-12)
+        return saved
+
+    saved = train(3, None, 3)
+    other = make_model(0)
+    other.load_state_dict(saved["model"])
+    torch.testing.assert_close(weights_of(other), expected[2], rtol=1e-9, atol=1e-12)
+    train(0, saved, 7)
 
 
 @BOTH

@@ -224,6 +224,19 @@ def test_settings_of_a_named_optimizer_may_stand_beside_it() -> None:
     assert (groups[0]["rho"], groups[0]["weight_decay"]) == (0.8, 1e-7)
 
 
+def test_a_setting_replaces_what_the_text_says_by_its_place_too() -> None:
+    """As a grid search sets them, over a text that was written by hand."""
+    settings = {
+        "optimizer": "sgd(0.9)",
+        "optimizer__momentum": 0.5,
+        "batch_size": "geo(5ep)",
+        "batch_size__delay": "1ep",
+    }
+    model = EbbflowRegressor(**settings, max_epochs=2).fit(INPUTS, VALUES)
+    assert model.optimizer_.param_groups[0]["momentum"] == 0.5
+    assert model.history[:, "batch"] == [32, 64]
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [

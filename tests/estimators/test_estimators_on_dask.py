@@ -150,6 +150,20 @@ def test_a_fit_on_a_cluster_equals_one_in_this_process(client: Client, transport
     assert_same_weights(there, here)
 
 
+def test_a_fit_that_goes_on_keeps_what_its_rule_has_measured(client: Client) -> None:
+    """The replicas of the second fit begin with the averages of the first one, as a fit in this process does."""
+    settings = {
+        "rule": "adascale", "batch_size": 60, "base_batch": 10, "local_batch": 20, "max_workers": 3, "max_epochs": 1,
+        "optimizer": "sgd(momentum=0.9)", "lr": 0.05, "random_state": 0, "warm_start": True,
+    }  # fmt: skip
+    ours, theirs = EbbflowClassifier(**settings, **BOTH), EbbflowClassifier(**settings, engine="loop")
+    for model in (ours, theirs):
+        model.fit(DIGITS, LABELS).fit(DIGITS, LABELS)
+    assert_same_weights(ours, theirs)
+    rates = [[batch["train_lr"] for batch in model.history[-1]["batches"]] for model in (ours, theirs)]
+    np.testing.assert_allclose(rates[0], rates[1], rtol=1e-5)
+
+
 def test_blocks_of_a_dask_array_stay_where_they_are(client: Client) -> None:
     held: dict[str, Any] = {}
     gathered: list[Any] = []

@@ -246,6 +246,36 @@ def test_a_micro_batch_is_left_out_by_skip() -> None:
     assert optimizer.last is not None and not optimizer.last.applied
 
 
+def test_the_first_micro_batch_of_a_step_is_left_out_like_any_other() -> None:
+    """Rates are compared from the first gradient on that is taken, and the step is measured as if that were the first.
+
+    Powers of two leave no rounding, so that measurements at any loss scale are equal.
+    """
+
+    def run(scaler: torch.amp.GradScaler | None) -> tuple[torch.Tensor, list[dict[str, float]]]:
+        net = model()
+        optimizer, sampler = elastic(net, rule="adascale", scaler=scaler)
+        stats = []
+        for number, batch in enumerate(loader_of(sampler)):
+            if number % 3 == 0:
+                optimizer.skip()
+                continue
+            loss = loss_of(net, batch)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.updated:
+                assert optimizer.last is not None
+                stats.append(dict(optimizer.last.stats))
+        return weights(net), stats
+
+    plain, stats = run(None)
+    assert len(stats) == 5
+    scaled, found = run(torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1))
+    torch.testing.assert_close(scaled, plain, rtol=1e-12, atol=1e-14)
+    assert found == [pytest.approx(each, rel=1e-9) for each in stats]
+
+
 def test_a_step_too_many_is_refused() -> None:
     net = model()
     optimizer, sampler = elastic(net)

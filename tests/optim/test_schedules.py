@@ -63,3 +63,16 @@ def test_wrong_schedules() -> None:
         make_schedule("multistep")
     with pytest.raises(SpecError, match="above 0"):
         make_schedule("exponential(factor=0)")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "multistep(3ep, factor=-0.1)", "cosine(end=-1)", "polynomial(power=-1)", "polynomial(end=-3)",
+        "warmup(5ep, start=-2)",
+    ],
+)  # fmt: skip
+def test_a_schedule_of_negative_rates_is_refused(text: str) -> None:
+    """It would train uphill; a negative power divides by zero in the last step of the run."""
+    with pytest.raises(SpecError, match=r"is -[0-9.]+; expected a number of 0 or more"):
+        make_schedule(text)

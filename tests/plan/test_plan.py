@@ -251,6 +251,13 @@ def test_batches_of_a_file_may_differ_by_one_and_take_a_second_each_unless_told(
     assert expand(BatchPlan.read(path, 1)) == expected
 
 
+def test_a_batch_file_that_is_too_short_needs_more_rows_since_no_trace_can_be_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "b.csv"
+    path.write_text("step,batchsize\n0,64\n1,64\n")
+    with pytest.raises(PlanError, match=r"reach 0\.64 of 1 epochs; give a file with more rows or ask for fewer epochs"):
+        BatchPlan.read(path, 32).for_epochs(200, 1)
+
+
 def test_the_published_batch_file_is_read(shared: Path) -> None:
     plan = BatchPlan.read(shared / "traces" / "raw_eth_batchsizes.csv", 32)
     assert plan.steps == 810

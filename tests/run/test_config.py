@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ebbflow.run.config import RunConfig
+from ebbflow.errors import ConfigError
+from ebbflow.run.config import FrontEnd, RunConfig
 
 TRACE = "time_s,accelerators\n0,4\n60,2\n120,2\n"
 
@@ -69,6 +70,18 @@ def test_a_trace_that_was_moved_is_the_same_and_one_that_was_edited_is_not(tmp_p
     here.write_text(TRACE.replace("60,2", "60,3"))
     assert run.differences(before) == [f"the trace is not the one it was ({here})"]
     assert not same(run, run.replace(trace=str(there)))
+
+
+@pytest.mark.parametrize("front_end", ["command", "session"])
+def test_a_trace_beside_a_plan_is_refused_since_nothing_would_follow_it(front_end: FrontEnd) -> None:
+    others = {"workload": "mine"} if front_end == "session" else {}
+    given = {} if front_end == "session" else {"workload": "digits-mlp"}
+    with pytest.raises(
+        ConfigError, match=r"trace is 'spot\.csv', but the steps are those of the file b\.csv; leave one"
+    ):
+        RunConfig.for_front_end(front_end, {**given, "plan": "b.csv", "trace": "spot.csv"}, **others)
+    default = RunConfig.model_fields["trace"].default
+    assert RunConfig.for_front_end(front_end, {**given, "plan": "b.csv", "trace": default}, **others).plan == "b.csv"
 
 
 def test_a_plan_is_no_trace_of_the_same_content(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import ebbflow
 from contract.suite import SAMPLES, BackAndForth, make_data, make_model, weights_of
-from ebbflow.errors import CheckpointError, ConfigError
+from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.workloads import TensorSource, cross_entropy
 from step_counter import Counter
 
@@ -84,6 +85,52 @@ def test_a_session_that_is_left_continues_where_it_was(tmp_path: Path) -> None:
         ebbflow.Session(again, sgd(again), TensorSource(*make_data()), out=tmp_path, **SETTINGS),
     ):
         pass
+
+
+def test_a_run_that_diverged_has_ended_and_does_not_go_on_with_its_old_rates(tmp_path: Path) -> None:
+    def train(lr: float) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        data = TensorSource(*make_data())
+        with ebbflow.Session(model, optimizer, data, out=tmp_path, rule="linear", **SETTINGS) as session:
+            for step in session:
+                for inputs, targets in step:
+                    step.backward(cross_entropy(model, inputs, targets) * (math.nan if session.step == 2 else 1.0))
+
+    with pytest.raises(Diverged, match="the norm of the gradient is nan at step 2"):
+        train(lr=0.1)
+    run = ebbflow.read_record(tmp_path / "record.jsonl")
+    assert run.status == "diverged"
+    assert not (tmp_path / "checkpoint.pt").exists(), "nothing can go on from it"
+    with pytest.raises(ConfigError, match="holds a diverged run of this session; give another out="):
+        train(lr=0.01)
+
+
+def test_a_loop_that_asks_whether_the_run_is_finished_ends_it(tmp_path: Path) -> None:
+    """It never asks for the step after the last one."""
+    model = make_model(batch_norm=True)
+    with ebbflow.Session(model, sgd(model), TensorSource(*make_data()), out=tmp_path, **SETTINGS) as session:
+        while not session.finished:
+            step = session.next_step()
+            assert step is not None
+            for inputs, targets in step:
+                step.backward(cross_entropy(model, inputs, targets))
+            if step.combine():
+                step.apply()
+    assert ebbflow.read_record(tmp_path / "record.jsonl").status == "finished"
+    assert (tmp_path / "weights.pt").exists()
+    assert not (tmp_path / "checkpoint.pt").exists()
+    torch.testing.assert_close(weights_of(model), weights_of(trained(engine="loop")), rtol=1e-12, atol=1e-12)
+
+
+def test_a_finished_session_that_is_asked_again_for_a_step_ends_once(tmp_path: Path) -> None:
+    model = make_model()
+    data = TensorSource(*make_data())
+    with ebbflow.Session(model, sgd(model), data, loss=cross_entropy, out=tmp_path, **SETTINGS) as session:
+        session.run()
+        assert session.next_step() is None
+    lines = (tmp_path / "record.jsonl").read_text(encoding="utf-8").splitlines()
+    assert sum('"kind":"end"' in line for line in lines) == 1
 
 
 def test_a_step_that_the_loop_leaves_alone_is_computed_with_the_loss() -> None:

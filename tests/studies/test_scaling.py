@@ -201,6 +201,22 @@ def test_a_stand_in_divides_the_limits_of_policies() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("fixed(256)", "fixed(8)"),
+        ("fixed(total=256)", "fixed(total=8)"),
+        ("follow(64)", "follow(2)"),
+        ("drop(64, parts=4)", "drop(2, parts=4)"),
+        ("capped(64, max_batch=none, max_workers=8)", "capped(2, max_batch=none, max_workers=8)"),
+        ("pada(rate=0.5, local_batch=64)", "pada(rate=0.5, local_batch=2)"),
+    ],
+)
+def test_a_stand_in_divides_the_batches_of_policies_named_or_not(policy: str, expected: str) -> None:
+    small = with_stand_in(big(override=[], settings={"policy": policy}), "both")
+    assert {arm.config.policy for arm in small.arms()} == {expected}
+
+
 def test_a_stand_in_has_a_rate_of_its_own_and_leaves_out_what_it_does_not_name() -> None:
     small = with_stand_in(big(), "one")
     assert small.workloads == ("digits-mlp",)

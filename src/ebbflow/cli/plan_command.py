@@ -62,6 +62,17 @@ def plan(
             raise PlanError(
                 "a batch plan needs --local-batch, since a batch is computed by batch / local batch workers"
             )
+        of_a_trace = {
+            "--policy": policy != "follow",
+            "--ref-batch": ref_batch is not None,
+            "--offset": parse_seconds(offset) > 0,
+            "--repeat": repeat,
+            "--on-change": on_change != "finish",
+            "--format": format is not None,
+        }
+        if given := [option for option, value in of_a_trace.items() if value]:
+            raise PlanError(f"{given[0]} is for a trace, but the steps are those of the file {batch_plan}, whatever it "
+                            f"says; leave it out, or give a trace instead of the file")  # fmt: skip
         made = BatchPlan.read(batch_plan, local_batch, model)
     elif trace is None:
         raise PlanError("nothing to plan for; give a trace, or a batch plan with --plan FILE")

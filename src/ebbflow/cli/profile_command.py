@@ -24,7 +24,12 @@ from ebbflow.studies.profiling import profile_records, profile_workload
 __all__ = ["profile"]
 
 
+_OF_A_MEASUREMENT = ("local_batch", "workers", "steps", "rule", "data", "device", "threads")
+_OF_A_RECORD = ("emulated",)
+
+
 def profile(
+    typed: typer.Context,
     workload: Annotated[str | None, typer.Argument(help="What to train; ebbflow workloads lists them.")] = None,
     record: Annotated[
         Path | None, typer.Option("--from", help="Fit the steps of this run or live job, of any engine, instead.")
@@ -56,6 +61,7 @@ def profile(
     """Measure how long a step of one worker takes here, by its samples, or fit the steps of a record."""
     if (workload is None) == (record is None):
         raise ConfigError("give a workload to measure, or a record to fit with --from, one of the two")
+    _refuse_what_is_ignored(typed, measures=record is None)
     load_plugins(plugin or [])
     recovery = None
     if record is not None:
@@ -82,6 +88,15 @@ def profile(
     out.print(f"\n{found.model}\nfits with an error of {found.error:.1%}", highlight=False)
     if recovery is not None:
         out.print(f'changes of the fleet: --recovery "{recovery}"', highlight=False, markup=False, soft_wrap=True)
+
+
+def _refuse_what_is_ignored(typed: typer.Context, *, measures: bool) -> None:
+    """Refuse options that are for measuring a workload where a record is read, and the other way round."""
+    why = "a record (--from), and a workload is measured" if measures else "measuring, and a record is read (--from)"
+    for name in _OF_A_RECORD if measures else _OF_A_MEASUREMENT:
+        source = typed.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"--{name.replace('_', '-')} is for {why}; leave it out")
 
 
 def _progress(trainings: Sequence[Any]) -> Iterable[Any]:

@@ -326,6 +326,19 @@ class Registry(Generic[T]):
             raise SpecError(f"unknown {self.noun} {name!r}; {nearest(name, self.names())}")
         return self._entries[name]
 
+    def with_arguments(self, call: Call, changes: typing.Mapping[str, str]) -> Call:
+        """The call with these arguments. One that it has already, by its name or its place, is replaced.
+
+        >>> numbers: Registry[complex] = Registry("number")
+        >>> _ = numbers.register("pair")(complex)
+        >>> str(numbers.with_arguments(parse_call("pair(1)"), {"real": "3", "imag": "2"}))
+        'pair(3, imag=2)'
+        """
+        names = list(inspect.signature(self.entry(call.name).make).parameters)[: len(call.args)]
+        places = [changes.get(name, value) for name, value in zip(names, call.args, strict=False)]
+        named = {**dict(call.kwargs), **{name: value for name, value in changes.items() if name not in names}}
+        return Call(call.name, (*places, *call.args[len(names) :]), tuple(named.items()))
+
     def make(self, text: str | Call) -> T:
         """An instance from its text form."""
         call = parse_call(text)

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ebbflow.core.spec import Call, parse_call
+from ebbflow.core.spec import parse_call
 from ebbflow.core.units import whole_number
 from ebbflow.errors import ConfigError
 from ebbflow.plan import BatchPlan, make_policy
 from ebbflow.plan.growing import workers_for
-from ebbflow.plan.policies import FixedTotal, GrowingPolicy, Policy
+from ebbflow.plan.policies import POLICIES, FixedTotal, GrowingPolicy, Policy
 
-__all__ = ["DEFAULT_BATCH", "FitBatches", "make_batches", "with_settings"]
+__all__ = ["DEFAULT_BATCH", "FitBatches", "make_batches"]
 
 DEFAULT_BATCH = 32
 """What a growing policy begins with where nothing else is said."""
@@ -51,17 +51,6 @@ class FitBatches:
         return max(1, self.local_batch // 2)
 
 
-def with_settings(text: str, settings: Mapping[str, Any]) -> Call:
-    """The call of a text form with these settings added; a setting replaces what the text says.
-
-    >>> str(with_settings("geo(delay=5ep)", {"factor": 5, "delay": "60ep"}))
-    'geo(delay=60ep, factor=5)'
-    """
-    call = parse_call(text)
-    kwargs = dict(call.kwargs) | {name: str(value) for name, value in settings.items()}
-    return Call(call.name, call.args, tuple(kwargs.items()))
-
-
 def make_batches(
     batch_size: Any,
     settings: Mapping[str, Any],
@@ -90,7 +79,9 @@ def make_batches(
         workers = min(workers_for(batch, local), most or batch)
         plan, fixed = BatchPlan.constant(workers, batch), FixedTotal(batch)
         return FitBatches(plan=plan, policy=fixed, base_batch=base or batch, local_batch=local, text=str(batch))
-    text = with_settings(batch_size, settings) if isinstance(batch_size, str) else batch_size
+    text = batch_size
+    if isinstance(batch_size, str):
+        text = POLICIES.with_arguments(parse_call(batch_size), {name: str(value) for name, value in settings.items()})
     if settings and not isinstance(batch_size, str):
         raise ConfigError(
             f"batch_size is the policy {batch_size}, which has its settings already; leave "

@@ -21,7 +21,7 @@ from skorch.utils import TeeGenerator
 from ebbflow.core.spec import nearest
 from ebbflow.engines.base import Engine, EngineMaker, EngineParts
 from ebbflow.engines.replica_step import Fetch
-from ebbflow.errors import ConfigError, DataError, Diverged, OutputError
+from ebbflow.errors import ConfigError, DataError, Diverged, EbbflowError, OutputError
 from ebbflow.estimators.batch_size import make_batches
 from ebbflow.estimators.dask_arrays import Blocks
 from ebbflow.estimators.inputs import DatasetRows
@@ -75,7 +75,7 @@ class Fit:
             record = stack.enter_context(open_record(net.record))
             net.record_ = getattr(record, "path", None)
             flow = self._assemble(stack, record)
-            stack.callback(self._keep_state, flow)
+            stack.push(lambda kind, error, trace: self._keep_state(flow, error))
             self.loop = TrainingLoop(
                 flow, record, evaluate=self._finish_epoch, callbacks=Callbacks(on_step=self._after_step)
             )
@@ -111,9 +111,14 @@ class Fit:
             flow.load_state_dict(net.flow_state_, strict=False)
         return flow
 
-    def _keep_state(self, flow: Flow) -> None:
+    def _keep_state(self, flow: Flow, error: BaseException | None) -> None:
         self.net.module_.zero_grad(set_to_none=True)
-        self.net.flow_state_ = flow.state_dict(weights=False)
+        try:
+            self.net.flow_state_ = flow.state_dict(weights=False)
+        except EbbflowError as problem:
+            if error is None:
+                raise
+            error.add_note(f"what was learned since the last epoch is lost: {problem}")
 
     # Steps and epochs ---------------------------------------------------------------------------------------------
 

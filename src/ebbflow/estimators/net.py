@@ -21,14 +21,15 @@ from skorch.dataset import Dataset
 from skorch.utils import is_dataset
 from torch.utils.data import DataLoader
 
+from ebbflow.core.spec import parse_call
 from ebbflow.core.units import whole_number
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.estimators.batch_size import FitBatches, with_settings
+from ebbflow.estimators.batch_size import FitBatches
 from ebbflow.estimators.dask_arrays import Blocks, check_blocks, is_dask
 from ebbflow.estimators.fit import Fit, ProgressBar
 from ebbflow.estimators.inputs import Slices, as_tensor, check_arrays, check_dataset
 from ebbflow.estimators.modules import DefaultMLP, ModelLoss
-from ebbflow.optim.optimizers import build_optimizer
+from ebbflow.optim.optimizers import OPTIMIZERS, build_optimizer
 from ebbflow.rules.families import default_rule, name_of_optimizer, tell_default_rule
 from ebbflow.rules.rule import Rule, make_rule
 from ebbflow.run.config import RunConfig, fields_of
@@ -198,7 +199,9 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
             return self
         settings = self.get_params_for("optimizer")
         lr = settings.pop("lr", self.lr)
-        self.optimizer_ = build_optimizer(str(with_settings(self.optimizer, settings)), self.module_, lr=lr)
+        given = {name: str(value) for name, value in settings.items()}
+        text = str(OPTIMIZERS.with_arguments(parse_call(self.optimizer), given))
+        self.optimizer_ = build_optimizer(text, self.module_, lr=lr)
         return self
 
     def _outputs(self) -> int:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from ebbflow.data.sampler import ElasticSampler
 from ebbflow.errors import ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
-from ebbflow.plan import BatchPlan
+from ebbflow.plan import BatchPlan, Policy, make_policy
 from ebbflow.run.config import RunConfig
 from ebbflow.run.planning import make_plan
 from ebbflow.workloads import DatasetSource
@@ -69,7 +69,7 @@ def elastic_loop(
     config = RunConfig.for_front_end("session", known, workload=type(model).__name__)
     if config.ref_batch is None:
         raise ConfigError("base_batch is missing: at how many samples per step was the optimizer's rate tuned?")
-    plan: str | BatchPlan = config.policy if "(" in config.policy else f"{config.policy}({config.local_batch})"
+    plan: Policy | BatchPlan = make_policy(config.policy, config.local_batch)
     if "trace" in settings or "plan" in settings:
         if config.epochs is None:
             raise ConfigError("epochs is missing: for how many passes over the data is the trace followed?")

@@ -296,10 +296,11 @@ class ElasticOptimizer(RuleOptimizer):
                 "step() was called, but there is no gradient: call backward() before, and zero_grad() after it or "
                 "before backward(); where a micro-batch is left out, call skip() instead of step()"
             )
-        micro_batch = self.sampler.peek(self)
-        if micro_batch.first and self._scaler is not None and self._meter is not None:
+        # The first one of the step whose gradient is taken: those before it may have been skipped.
+        first = self.sampler.peek(self).first or not self._open.rates
+        if first and self._scaler is not None and self._meter is not None:
             self._scale = self._scaler.get_scale()
-        self._check_rates(first=micro_batch.first)
+        self._check_rates(first=first)
         self.micro_batch, taken, samples = micro_batch, _, _ = self._consume()
         self._check_gradients(alone=micro_batch.count == taken)
         weight = float(samples) if weight is None or not samples else weight  # a repeated micro-batch has no samples

@@ -229,7 +229,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         stats: dict[str, float] = {}
         clipped = 1.0
-        if self.follows_slopes:
+        follows = self.follows_slopes
+        if follows:
             context = replace(context, slopes=slopes or self._slopes.measure())
         if self.needs_norm:
             if norm is None:
@@ -258,7 +259,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             scaling = damp(scaling, self.rule, context, self._rule_state, exponent=exponent)
         self._applier.check(scaling, self.rule)
         self._set_base_rates(context)
-        if self.follows_slopes:
+        if follows:
             self._slopes.begin()
         with self._applier.scaled(scaling):
             self.inner.step()

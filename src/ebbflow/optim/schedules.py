@@ -63,6 +63,13 @@ def register_schedule(name: str, *, cite: str = "") -> Callable[[Any], Any]:
     return SCHEDULES.register(name, cite=cite)
 
 
+def _not_negative(schedule: str, **values: float) -> None:
+    """Refuse arguments that would make the base rate negative, or infinite at the end of the run."""
+    for name, value in values.items():
+        if not value >= 0:
+            raise SpecError(f"{schedule}: {name} is {value:g}; expected a number of 0 or more")
+
+
 @register_schedule("constant")
 @dataclass(frozen=True)
 class ConstantSchedule(Schedule):
@@ -81,6 +88,9 @@ class MultiStepSchedule(Schedule):
     at: tuple[Span, ...] = param(doc="the points, for example 30ep, 60ep, 80ep")
     factor: float = param(0.1, doc="what the rate is multiplied by at each point")
 
+    def __post_init__(self) -> None:
+        _not_negative("multistep", factor=self.factor)
+
     def value(self, progress: TrainingProgress) -> float:
         """factor^(number of points passed)."""
         passed = sum(progress.of(point) >= 1.0 for point in self.at)
@@ -94,6 +104,9 @@ class CosineSchedule(Schedule):
 
     length: Span | None = param(None, doc="length; default: the whole run")
     end: float = param(0.0, doc="the factor at the end")
+
+    def __post_init__(self) -> None:
+        _not_negative("cosine", end=self.end)
 
     def value(self, progress: TrainingProgress) -> float:
         """end + (1 - end) (1 + cos(pi x)) / 2."""
@@ -126,6 +139,9 @@ class PolynomialSchedule(Schedule):
     end: float = param(0.0, doc="the factor at the end")
     length: Span | None = param(None, doc="length; default: the whole run")
 
+    def __post_init__(self) -> None:
+        _not_negative("polynomial", power=self.power, end=self.end)
+
     def value(self, progress: TrainingProgress) -> float:
         """end + (1 - end) (1 - x)^power."""
         return float(self.end + (1 - self.end) * (1 - progress.of(self.length)) ** self.power)
@@ -142,6 +158,9 @@ class WarmupSchedule(Schedule):
 
     length: Span = param(doc="length of the warm-up")
     start: float = param(0.0, doc="the factor at the first sample")
+
+    def __post_init__(self) -> None:
+        _not_negative("warmup", start=self.start)
 
     def value(self, progress: TrainingProgress) -> float:
         """start + (1 - start) x."""

@@ -336,10 +336,12 @@ class BatchPlan:
         _check_training(samples, epochs)
         reached, steps, batches = self._follow(samples, epochs, cut=cut)
         if reached < epochs:
+            longer = "give a file with more rows"
+            if "file" not in self.source:
+                longer = "repeat the trace (repeat=True, --repeat), start it earlier"
             raise PlanError(
                 f"the plan is too short: its {steps:,} steps ({format_seconds(self._end_of(steps))}) reach "
-                f"{math.floor(reached * 100) / 100:g} of {epochs} epochs; repeat the trace (repeat=True, --repeat), "
-                f"start it earlier or ask for fewer epochs"
+                f"{math.floor(reached * 100) / 100:g} of {epochs} epochs; {longer} or ask for fewer epochs"
             )
         last = self._run(steps - 1) + 1
         workers, sizes = self.workers[:last], self.samples[:last]

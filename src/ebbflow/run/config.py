@@ -213,6 +213,9 @@ class RunConfig(BaseModel):
         known = settings_of(front_end)
         if unknown := [name for name in values if name not in known]:
             raise ConfigError(_not_offered(unknown[0], front_end))
+        plan, trace = values.get("plan"), values.get("trace")
+        if plan is not None and trace not in (None, _DEFAULTS["trace"]):
+            raise ConfigError(f"trace is {trace!r}, but the steps are those of the file {plan}; leave one of them out")
         try:
             return cls(**{known[name]: value for name, value in values.items()}, **others)
         except ConfigError as error:

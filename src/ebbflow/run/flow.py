@@ -129,7 +129,7 @@ class Flow:
         if self.growth is not None:
             self.engine.request(self.growth.useful)
         size = self.engine.participants(self.step)  #                    traces, plan: who, and how much
-        if self.optimizer.rule.guards and self.step == 0 and self.snapshot is None and self._fits():
+        if self.step == 0 and self.snapshot is None and self.optimizer.rule.guards and self._fits():
             self.snapshot = self._kept_state()
         if self.growth is not None:
             size = self.growth.allow(size)
@@ -247,7 +247,6 @@ class Flow:
 
     def _kept_state(self) -> dict[str, Any]:
         """The present state, to be kept."""
-        self.engine.sync()
         state = _in_host_memory({name: part for name, part in self.state_dict().items() if name not in _KEPT})
         return {**state, "known": self.engine.snapshot_taken()}
 
@@ -330,8 +329,10 @@ class Flow:
     def state_dict(self, *, weights: bool = True) -> dict[str, Any]:
         """Everything at the last committed step, in plain containers that `torch.load(weights_only=True)` reads.
 
+        Where replicas elsewhere apply the steps, model and optimizer of this process are brought up to date before.
         Without `weights`, what the caller keeps itself is left out: the model and the state of the inner optimizer.
         """
+        self.engine.sync()
         optimizer = self.optimizer.state_dict()
         state: dict[str, Any] = {
             "optimizer": optimizer,

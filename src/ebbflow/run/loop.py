@@ -100,6 +100,8 @@ class TrainingLoop:
         self.save = save or (lambda: None)
         self.save_final = save_final or (lambda: None)
         self.checkpoint_every_s = checkpoint_every_s
+        self.ended = False
+        """Whether the last row of the record was written."""
         self._saved_at = time.monotonic()
         self._should_stop = flow.engine.agree_to_stop(self.callbacks.should_stop)
 
@@ -217,6 +219,7 @@ class TrainingLoop:
 
     def end(self, status: Literal["finished", "diverged", "failed"], text: str = "") -> End:
         """Save the final state, then write the last row of the record, which says that the run has ended."""
+        self.flow.engine.sync()
         self.save_final()
         end = End(
             status=status,
@@ -228,6 +231,7 @@ class TrainingLoop:
         )
         self.record.write(end)
         self.record.flush()
+        self.ended = True
         return end
 
     @property

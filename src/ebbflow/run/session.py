@@ -27,7 +27,7 @@ from ebbflow.data.ledger import Assignment
 from ebbflow.engines.base import EngineMaker, Gradients
 from ebbflow.engines.loss_sum import LossSum, check_scalar, rescaled
 from ebbflow.engines.replica_step import LoadedMicroBatch, Loss
-from ebbflow.errors import ConfigError, Diverged
+from ebbflow.errors import ConfigError, Diverged, EbbflowError
 from ebbflow.optim.elastic import ElasticOptimizer, multiply_rates
 from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer, with_rule
@@ -332,15 +332,29 @@ class Session:
         if self._folder is not None:
             files = RunFiles(self._folder, config, ranks)
             stack.enter_context(files.lock())
-            if ranks.shared(files.finished_run) is not None:
-                raise ConfigError(f"{self._folder} holds the finished run of this session; give another out=")
+            ended = ranks.shared(files.finished_run)
+            if ended is not None:
+                what = "the finished run" if ended.status == "finished" else "a diverged run"
+                raise ConfigError(f"{self._folder} holds {what} of this session; give another out=")
             described = {**config.recorded(), "trace": config.trace, "metric": "loss", "higher_is_better": False}
             device = str(next(self.model.parameters()).device)
             record = stack.enter_context(
                 files.open(flow, lambda: make_header(described, device=device, plan=plan, trace=trace))
             )
             save, save_final = partial(files.save, flow), partial(files.save_weights, flow)
-            stack.callback(lambda: files.remove_checkpoint() if flow.finished else files.save(flow))
+
+            def leave(kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+                if loop.ended:
+                    files.remove_checkpoint()
+                    return
+                try:
+                    files.save(flow)
+                except EbbflowError as problem:
+                    if error is None:
+                        raise
+                    error.add_note(f"the state of step {flow.step} could not be saved: {problem}")
+
+            stack.push(leave)
         loop = TrainingLoop(
             flow,
             record,
@@ -355,8 +369,10 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
-            if isinstance(error, Diverged) and self._loop is not None:
+            if self._loop is not None and isinstance(error, Diverged):
                 self._loop.end("diverged", str(error))
+            elif self._loop is not None and error is None:
+                self._continues()  # a loop may ask whether the run is finished, and for no further step
         finally:
             self._stack.__exit__(kind, error, trace)
 
@@ -400,8 +416,8 @@ class Session:
         """Whether there is another step; ends the run if there is none."""
         if not self.flow.finished:
             return True
-        self.flow.engine.sync()
-        self.loop.end("finished")
+        if not self.loop.ended:
+            self.loop.end("finished")
         return False
 
     def _open_step(self) -> OpenStep | None:

@@ -345,6 +345,12 @@ class ScenarioSettings:
         if self.price_history is not None and self.spot_price is None:
             return read_prices(self.price_history, zone=self.zone, offset=parse_seconds(self.price_offset))
         if self.spot_price is not None and self.price_history is None:
+            of_a_history = {"--zone": self.zone is not None, "--price-offset": parse_seconds(self.price_offset) > 0}
+            if given := [option for option, value in of_a_history.items() if value]:
+                raise ConfigError(
+                    f"{given[0]} is for a price history, and --spot-price is a price for all zones and times: leave it "
+                    f"out, or give --price-history instead of --spot-price"
+                )
             return make_price(self.spot_price)
         raise ConfigError("give the price of a worker: --spot-price 0.744 (USD per hour) or --price-history FILE, "
                           "one of the two; --spot-price 0 if money does not matter")  # fmt: skip

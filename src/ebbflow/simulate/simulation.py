@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.core.spec import Call, parse_call
+from ebbflow.core.spec import parse_call
 from ebbflow.core.units import Seconds, format_seconds
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.policies import GrowingPolicy
@@ -293,13 +293,7 @@ def reseeded(text: str, seed: int) -> str:
     except ValueError:  # a file, or the changes themselves
         return text
     names = [name for name, _, _ in GENERATORS.entry(call.name).parameters] if call.name in GENERATORS else []
-    if "seed" not in names:
-        return text
-    at = names.index("seed")
-    if at < len(call.args):
-        return str(Call(call.name, (*call.args[:at], str(seed), *call.args[at + 1 :]), call.kwargs))
-    kwargs = tuple((key, value) for key, value in call.kwargs if key != "seed")
-    return str(Call(call.name, call.args, (*kwargs, ("seed", str(seed)))))
+    return str(GENERATORS.with_arguments(call, {"seed": str(seed)})) if "seed" in names else text
 
 
 def draw_simulations(scenario_of: Callable[[int], Scenario], seeds: int) -> Iterator[Simulation]:

@@ -30,17 +30,19 @@ from ebbflow.studies.grid import Study
 __all__ = ["scaled", "with_stand_in"]
 
 _WIDTH_STEP = 8
+_BATCHES = ("total", "initial", "max_batch", "local_batch")
+"""Arguments of policies that are numbers of samples in a step, or of a worker in a step."""
 
 
 def with_stand_in(study: Study, name: str) -> Study:
     """The study on the data that its [stand_in.NAME] table names: other workloads, and batches divided by a number.
 
     If the table has `workloads`, those that are not in it are left out of the study. Every batch that the study sets
-    (local, reference and micro-batch, fixed ones, and the initial and largest ones of policies) is divided by `divide`,
-    rounded, at least 1. All rates are multiplied by the same factor: 1 / divide, as by the linear rule, or what makes
-    the rate of the study the `lr` of the stand-in. `traces` and `settings` replace those of the same name; overrides of
-    the study take precedence over `settings`. The published values stay: they are those of the data that the paper
-    used.
+    (local, reference and micro-batch, and those of policies: fixed, initial, largest and local ones) is divided by
+    `divide`, rounded, at least 1. All rates are multiplied by the same factor: 1 / divide, as by the linear rule, or
+    what makes the rate of the study the `lr` of the stand-in. `traces` and `settings` replace those of the same name;
+    overrides of the study take precedence over `settings`. The published values stay: they are those of the data that
+    the paper used.
     """
     if name not in study.stand_ins:
         known = list(study.stand_ins)
@@ -56,8 +58,12 @@ def with_stand_in(study: Study, name: str) -> Study:
         )
     rate = entry["lr"] / study.settings["lr"] if "lr" in entry else 1 / divide
 
-    def divided(batch: str) -> str:
-        return str(max(1, round(int(batch) / divide)))
+    def divided(name: str, value: str) -> str:
+        """An argument of a policy; what is no number stays, such as none."""
+        try:
+            return str(max(1, round(float(value) / divide))) if name in _BATCHES else value
+        except ValueError:
+            return value
 
     def smaller(settings: Mapping[str, Any]) -> dict[str, Any]:
         result = dict(settings)
@@ -68,11 +74,10 @@ def with_stand_in(study: Study, name: str) -> Study:
             result["lr"] = float(f"{result['lr'] * rate:.6g}")
         if "policy" in result:
             call = parse_call(result["policy"])
-            if call.name == "fixed":
-                call = replace(call, args=(divided(call.args[0]), *call.args[1:]))
-            batches = ("initial", "max_batch")
-            kwargs = ((key, divided(value) if key in batches else value) for key, value in call.kwargs)
-            result["policy"] = str(replace(call, kwargs=tuple(kwargs)))
+            names = [name for name, _, _ in POLICIES.entry(call.name).parameters] if call.name in POLICIES else []
+            args = (divided(name, value) for name, value in zip(names, call.args, strict=False))
+            kwargs = ((key, divided(key, value)) for key, value in call.kwargs)
+            result["policy"] = str(Call(call.name, (*args, *call.args[len(names) :]), tuple(kwargs)))
         return result
 
     def renamed(entries: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
@@ -52,9 +52,9 @@ class DaskEngine(Engine):
 
     *Gradient transport.* "allreduce": every worker has a replica that applies the steps itself; gradients travel among
     the workers (gloo, or NCCL on GPUs), so workers must reach each other. The model in this process is brought up to
-    date only by `sync`, which is called before validation and when the engine is closed. "centralized": the model is
-    here; weights go out and gradients come back with every step, over Dask's connections. Slower, and the only way
-    where something in this process must see or change every gradient.
+    date only by `sync`, which is called before validation, before a state is saved and at the end of the run.
+    "centralized": the model is here; weights go out and gradients come back with every step, over Dask's connections.
+    Slower, and the only way where something in this process must see or change every gradient.
 
     *Limits.* The loss must be a mean over samples. Model, loss and data are pickled once. Data that do not fit into a
     worker's memory must be read by sample number from wherever they are.
@@ -139,6 +139,8 @@ class DaskEngine(Engine):
         self._answered: float | None = None
         """When the workers had computed the previous step; None where no step, or a lost one, came before."""
         self._began = time.monotonic()
+        self._given_up = False
+        """Whether workers were waited for in vain; the state of the latest steps is then not waited for once more."""
         if scale:
             self._scale_to(min_workers)
 
@@ -183,6 +185,7 @@ class DaskEngine(Engine):
                 address, problem = next(iter(self.cluster.problems.items()))
                 raise ConfigError(f"the Dask worker {address} {problem}")
             if waited > self.wait_s:
+                self._given_up = True
                 raise ConfigError(
                     f"{len(there)} of at least {self.min_workers} workers came within {format_seconds(self.wait_s)}; "
                     f"start more (cluster.scale), ask for fewer (min_workers), or wait longer (wait_s)"
@@ -244,7 +247,13 @@ class DaskEngine(Engine):
     def sync(self) -> None:
         """Bring the model and optimizer of this process up to date."""
         while not self.transport.sync():
+            if self._given_up:
+                raise ConfigError("no worker is left that has the state of the latest steps, nor one to compute them")
             self.transport.regroup(self._present())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Model and optimizer of this process have another state now: replicas begin with it."""
+        self.transport.reload()
 
     def snapshot_loaded(self, known: Any) -> None:
         """Have the replicas take the model and optimizer of this process before the next step."""
