@@ -346,7 +346,7 @@ def _terminal_targets(summary: Summary, workload: str, number: int, width: int) 
         texts = [text for row, published in rows for text in (" ".join(row[column]), published[column])]
         return max(map(len, [*head[column], *texts])) + _GAP
 
-    tables = []
+    tables: list[Table] = []
     room = width - 1 - max(map(len, labels)) - needed(2)  # the tables are indented by one
     # Simulated times are compared with each other.
     for block in [
