@@ -348,6 +348,12 @@ def test_the_takeaway_is_careful_with_one_seed() -> None:
     assert "linear is ahead on gpu (97.0 %, 7.0 points better than sqrt), but sqrt has one run: no interval" in mixed
 
 
+def test_scores_that_print_alike_are_neither_ahead_nor_far_behind() -> None:
+    # As in the first epochs of a detector: both are 0.000 in the table.
+    arms = [arm(0.0, metric="map"), arm(0.00002, rule="sqrt", metric="map")]
+    assert takeaway(summarise(arms)) == "On w, sqrt and linear give the same result on gpu to the digits shown."
+
+
 def test_the_takeaway_of_the_study_tells_of_every_loss(summary: Summary) -> None:
     texts = takeaways(summary)
     assert "constant, sqrt and linear+warmup(2ep) give the same result on static" in texts[0]

@@ -200,6 +200,31 @@ def test_the_table_of_a_target_fits_eighty_columns(found: Summary) -> None:
     assert "updates" in text
 
 
+def test_in_eighty_columns_each_rule_has_one_line_and_columns_that_do_not_fit_follow_in_further_tables(
+    tmp_path: Path,
+) -> None:
+    long = "linear+warmup(5.5ep, start=0)"
+    for seed, values in enumerate(([0.4, 0.8, 0.8], [0.6, 0.7, 0.8])):
+        write_run(tmp_path / "arms" / f"a{seed}" / "record.jsonl", values, rule=long, seed=seed)
+        write_run(tmp_path / "arms" / f"b{seed}" / "record.jsonl", [0.1, 0.1, 0.1], rule="sqrt", seed=seed)
+    summary = summarise(load_results(tmp_path).arms, targets=["0.8"])
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal(summary, width=80))
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert max(map(len, lines)) <= 80
+    heads = [i for i, line in enumerate(lines) if "reached" in line and "rule" in line]
+    assert [lines[i].split()[2:] for i in heads] == [["epochs", "updates", "time"], ["worker-hours", "wall-clock"]]
+    # 2 and 3 epochs of 3 steps of 2 s: each rule on a single line below the name of the trace.
+    assert [line.split() for line in lines[heads[0] + 1 : heads[0] + 4]] == [
+        ["batch", "40"],
+        f"{long} 2 of 2 2.5 ± 0.707 8 ± 2 15.0 s ± 4.2 s".split(),
+        ["sqrt", "0", "of", "2", NOTHING, NOTHING, NOTHING],
+    ]
+    # A rule about which a further table would say nothing is in the first one only.
+    assert [line for line in lines[heads[1] :] if line.startswith("   sqrt")] == []
+    assert [line for line in lines[heads[1] :] if line.startswith(f"   {long}   2 of 2  ")] != []
+
+
 def test_a_target_may_be_a_multiple_of_the_score_at_the_reference_batch(results: Results) -> None:
     # The score of a run of three validations is its last; both seeds of the baseline end with 0.9.
     relative = summarise(results.arms, targets=["0.8x"])

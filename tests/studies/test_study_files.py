@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,31 @@ def test_the_text_of_a_scaled_study_keeps_the_published_targets() -> None:
     never = {(value.rule, value.what) for value in again.paper if value.value == "never"}
     # Linear scaling and AdaScale at 16,384 samples: epochs, updates and seconds of each.
     assert len(never) == 6 and ("linear+warmup(0.55ep, start=0)", "epochs to 0.95") in never
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_text_of_a_smaller_study_or_of_one_on_other_data_says_that_it_is_one(name: str) -> None:
+    study = load_study(name)
+    for one in (scaled(study, 0.5), *(with_stand_in(study, stand_in) for stand_in in study.stand_ins)):
+        again = written_again(one)
+        assert (again.scale, again.stand_in) == (one.scale, one.stand_in)
+        assert again.as_dict() == one.as_dict()  # what study.json keeps, from which a report says what is comparable
+    assert "made_from" not in study_text(study)
+
+
+@pytest.mark.parametrize(
+    ("made_from", "says"),
+    [
+        ({"scale": 2}, "made_from: scale is 2; expected a fraction of the study, above 0 and at most 1"),
+        ({"scale": "half"}, "made_from: scale is 'half'"),
+        ({"stand_in": ""}, "made_from: stand_in is ''; expected the name of a stand-in"),
+        ({"scal": 0.1}, "made_from: unknown key 'scal'; did you mean 'scale'"),
+        ("digits", "made_from is 'digits'; expected a table"),
+    ],
+)
+def test_what_a_study_was_made_from_is_checked(made_from: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        parse(made_from=made_from)
 
 
 def test_the_text_of_a_study_keeps_odd_names_and_values() -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,13 @@ def content() -> dict[str, Any]:
     }
 
 
-def write(folder: Path, annotations: Any, split: str = "train2017") -> Path:
-    (folder / "annotations").mkdir(exist_ok=True)
+def write_annotations(folder: Path, annotations: Any, split: str = "train2017") -> None:
+    (folder / "annotations").mkdir(parents=True, exist_ok=True)
     (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(annotations))
+
+
+def write(folder: Path, annotations: Any, split: str = "train2017") -> Path:
+    write_annotations(folder, annotations, split)
     (folder / split).mkdir(exist_ok=True)
     pixels = np.add.outer(np.arange(30), 4 * np.arange(40)).astype(np.uint8)  # brighter from left to right
     for image in (7, 3, 9):
@@ -89,6 +94,59 @@ def test_images_in_the_folder_that_the_annotations_do_not_name_are_counted(tmp_p
     for name in ("x.JPG", "8.png", ".7.jpg", "list.txt"):
         (folder / name).touch()
     assert read_coco(tmp_path, "train2017").left_out == {"images on disk without an entry": 2}
+
+
+def test_files_are_the_same_however_the_annotations_write_their_names(tmp_path):
+    annotations = content()
+    folder = write(tmp_path / "data", annotations) / "train2017"
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "9.jpg").rename(tmp_path / "elsewhere" / "9.jpg")
+    names = [f"{tmp_path}/link/train2017/7.jpg", "../train2017/./3.jpg", f"{tmp_path}/elsewhere/9.jpg"]
+    for image, name in zip(annotations["images"], names, strict=True):
+        image["file_name"] = name
+    write_annotations(tmp_path / "data", annotations)
+    split = read_coco(tmp_path / "data", "train2017")
+    assert split.names.tolist() == [b"7.jpg", b"3.jpg", os.fsencode(names[2])]
+    assert split.left_out == {}  # no file is counted as one without an entry
+    check_headers(split.folder, split.names, split.ids, split.sizes)
+
+
+@pytest.mark.parametrize("alias", ["./7.jpg", "../train2017/7.jpg", "{folder}/train2017/7.jpg"])
+def test_a_file_that_two_images_name_differently_is_refused(tmp_path, alias):
+    annotations = content()
+    annotations["images"][2]["file_name"] = alias.format(folder=tmp_path)
+    with pytest.raises(DataError, match=r"image 9: file_name is .*7\.jpg', as of image 7; expected each file once"):
+        read_coco(write(tmp_path, annotations), "train2017")
+
+
+@pytest.mark.parametrize("name", ["./a\0/b.jpg", "/a\0.jpg", "./\ud800/b.jpg"])
+def test_a_name_that_no_file_can_have_is_that_of_a_missing_image(tmp_path, name):
+    annotations = content()
+    annotations["images"][2]["file_name"] = name
+    with pytest.raises(DataError, match=r"1 of the 3 images of instances_train2017\.json are not there; .*image 9"):
+        read_coco(write(tmp_path, annotations), "train2017")
+
+
+def test_a_folder_or_a_link_to_nothing_is_a_missing_image_before_training(tmp_path):
+    folder = write(tmp_path, content()) / "train2017"
+    (folder / "3.jpg").unlink()
+    (folder / "3.jpg").mkdir()
+    (folder / "9.jpg").unlink()
+    (folder / "9.jpg").symlink_to(tmp_path / "gone.jpg")
+    with pytest.raises(DataError, match=r"train2017: 2 of the 3 images .* are not there; the first is '3\.jpg'"):
+        read_coco(tmp_path, "train2017")
+
+
+# pycocotools would not count such an object, whatever is detected.
+@pytest.mark.parametrize("area", [-1, 1.1e10])
+def test_an_area_with_which_an_object_would_not_be_counted_is_an_error(tmp_path, area):
+    annotations = content()
+    annotations["annotations"][1]["area"] = area
+    with pytest.raises(
+        DataError, match=r"annotation 12 \(image 3\): area is .*; expected a finite number, from 0 to 10"
+    ):
+        read_coco(write(tmp_path, annotations), "train2017")
 
 
 # The last one has a width, but in 32 bits it ends where it begins.

@@ -155,6 +155,10 @@ def emptied(name: str):
         (write("images/0.jpg", b"no image"), r"images.0\.jpg: not a readable image .*get it again"),
         (write("masks/0.png", b""), r"masks.0\.png: not a readable image .*get it again"),
         (in_colours("RGB"), r"masks.0\.png: an image in colours \(Pillow's mode RGB\); expected one number per pixel"),
+        (
+            lambda folder: Image.new("I;16", (40, 30)).save(folder / "train" / "images" / "0.jpg", format="PNG"),
+            r"images.0\.jpg: pixels of type I;16; expected 8 bits per channel, convert the image",
+        ),
         (in_colours("LA"), r"masks.0\.png: an image in colours \(Pillow's mode LA\)"),
         (
             lambda folder: save_mask(folder / "train" / "masks" / "0.png", width=30, height=40),

@@ -61,6 +61,8 @@ def _clause(verdict: Verdict, numbers: NumberFormat) -> tuple[str, str, str]:
         return "only {} has a result", where, ""
     if not single and all(math.isclose(_mean(cell), _mean(first), rel_tol=1e-9) for cell in verdict.tied):
         return "{} give the same result", trace, ""
+    if single and all(_same(cell, first, numbers) for cell in (*verdict.tied, *verdict.unknown)):
+        return f"{{}} and {single} give the same result", trace, " to the digits shown"
     if single and (not verdict.tied or len(first.values) == 1):
         whose = "there is one run" if len(first.values) == 1 else f"{single} has one run"
         return f"{{}} {'are' if verdict.tied else 'is'} ahead", where, f", but {whose}: no interval"
@@ -89,6 +91,7 @@ def _far_behind(verdicts: list[Verdict], numbers: NumberFormat) -> str:
         for verdict in verdicts
         for cell in (*verdict.behind, *verdict.unknown)
         if abs(_mean(cell) - _mean(verdict.first)) > _FAR * abs(_mean(verdict.first))
+        and not _same(cell, verdict.first, numbers)  # a tenth of next to nothing
     ]
     return f" Far behind: {_join(warned)}." if warned else ""
 
@@ -163,6 +166,11 @@ def _losses(summary: Summary) -> str:
 def _mean(cell: Cell) -> float:
     assert cell.mean is not None, "only cells with a result are ranked"
     return cell.mean
+
+
+def _same(one: Cell, other: Cell, numbers: NumberFormat) -> bool:
+    """Whether a reader of the table sees the same number for both."""
+    return numbers.number(_mean(one)) == numbers.number(_mean(other))
 
 
 def _value(cell: Cell, numbers: NumberFormat) -> str:

@@ -157,7 +157,8 @@ def terminal(summary: Summary, *, width: int = 80) -> Group:
             parts.append(Padding(Text(effort_caption(summary, workload), style="dim"), (0, 0, 1, 1)))
         for number in range(len(summary.targets_of(workload))):
             if target_table(summary, workload, number):
-                parts += [Padding(found, (0, 0, 0, 1)) for found in _terminal_targets(summary, workload, number)]
+                tables = _terminal_targets(summary, workload, number, width)
+                parts += [Padding(found, (int(i > 0), 0, 0, 1)) for i, found in enumerate(tables)]
                 parts.append(Padding(Text(target_caption(summary, workload, number), style="dim"), (0, 0, 1, 1)))
     return Group(*parts)
 
@@ -329,34 +330,68 @@ def target_caption(summary: Summary, workload: str, number: int) -> str:
     return text + (_sources(summary, sources) if sources else "")
 
 
-def _terminal_targets(summary: Summary, workload: str, number: int) -> list[Table]:
-    """The table of a target with one group of lines per trace; simulated times are a table of their own.
+def _terminal_targets(summary: Summary, workload: str, number: int, width: int) -> list[Table]:
+    """The table of a target with one group of lines per trace; columns that do not fit go into further tables.
 
-    What was published is a line of its own: beside ours it would not fit.
+    A cell is one line, so that rules can be compared by eye. What was published is a line of its own below ours. The
+    first table has all rules; further ones have those for which they say something.
     """
     (head, _), *rows = _target_rows(summary, workload, number)
     clocks = sum(name.startswith(CLOCK) for name in summary.cells_of(workload)[0].targets[number].values)
-    first = len(head) - clocks - any(name == ("USD",) for name in head)
-    blocks = [[*range(2, first), *range(first + clocks, len(head))]]
-    blocks += [[2, *range(first, first + clocks)]] if clocks else []
-    tables = []
-    for block in blocks:
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    own = len(head) - clocks - any(name == ("USD",) for name in head)
+    names = [_target_rule(row[1][0], width) for row, _ in rows]
+    labels = [row[0][0] for row, _ in rows] + [line for name in names for line in name.split("\n")]
+
+    def needed(column: int) -> int:
+        texts = [text for row, published in rows for text in (" ".join(row[column]), published[column])]
+        return max(map(len, [*head[column], *texts])) + _GAP
+
+    tables: list[Table] = []
+    room = width - 1 - max(map(len, labels)) - needed(2)  # the tables are indented by one
+    # Simulated times are compared with each other.
+    for block in [
+        *_columns_that_fit([*range(3, own), *range(own + clocks, len(head))], needed, room),
+        *_columns_that_fit(range(own, own + clocks), needed, room),
+    ]:
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
         table.add_column("rule", overflow="fold")
-        for i in block:
-            name = head[i][0].replace("worker-hours", "worker-\nhours")
-            table.add_column(Text(name), justify="right", overflow="fold")
+        for i in (2, *block):
+            table.add_column(Text(head[i][0]), justify="right", overflow="fold")
         before = None
-        for row, published in rows:
+        for name, (row, published) in zip(names, rows, strict=True):
+            if tables and all(row[i] == (NOTHING,) and not published[i] for i in block):
+                continue
             if row[0] != before:
                 table.add_row(Text(row[0][0], style="dim"))
             before = row[0]
-            rule = Text(" " + row[1][0].replace("+", "\n +"))
-            table.add_row(rule, *(Text("\n".join(row[i])) for i in block))
+            table.add_row(Text(name), *(Text(" ".join(row[i])) for i in (2, *block)))
             if any(published[i] for i in block):
-                table.add_row("  paper", *(published[i] for i in block), style="dim")
-        tables.append(table)
+                table.add_row("    paper", "", *(published[i] for i in block), style="dim")
+        if table.row_count:
+            tables.append(table)
     return tables
+
+
+_GAP = 2  # blanks between the columns of the table of a target
+
+
+def _target_rule(rule: str, width: int) -> str:
+    """The name of a rule below that of its trace: on one line, unless it would take half of the table."""
+    return "  " + (rule if len(rule) <= width // 2 - 4 else rule.replace("+", "\n   +"))
+
+
+def _columns_that_fit(columns: Iterable[int], needed: Callable[[int], int], room: int) -> Iterator[list[int]]:
+    """The columns in groups that need no more than the room; a column that needs more is a group of its own."""
+    group: list[int] = []
+    used = 0
+    for column in columns:
+        if group and used + needed(column) > room:
+            yield group
+            group, used = [], 0
+        group.append(column)
+        used += needed(column)
+    if group:
+        yield group
 
 
 def _header(rule: str) -> Text:

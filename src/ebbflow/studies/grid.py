@@ -33,6 +33,10 @@ rule = "sqrt"
 what = "epochs to 0.95"
 values = { mine = "never" }                 # or the number of epochs
 
+[made_from]                                 # what --show adds for a smaller study, or one on other data:
+scale = 0.1                                 # published values are shown as not comparable
+stand_in = "small"
+
 [stand_in.small]                            # what --stand-in small replaces, where the data is not at hand
 workloads = { digits-mlp = "digits-mlp(width=16)" }
 divide = 4                                  # batches: local_batch, ref_batch, micro_batch, fixed(N), max_batch, initial
@@ -79,12 +83,14 @@ _KEYS = [
     "skip",
     "paper",
     "stand_in",
+    "made_from",
 ]
 _SELECTORS = ["workload", "trace", "rule", "seed"]
 _AXES = {"workload": "workloads", "trace": "[traces]", "rule": "rules", "seed": "seeds", "label": "[traces]"}
 """What the grid itself determines for each run, and the key that does so: these are not settings."""
 _PAPER_KEYS = ["source", "workload", "rule", "values", "what"]
 _STAND_IN_KEYS = ["workloads", "divide", "lr", "traces", "settings"]
+_MADE_FROM_KEYS = ["scale", "stand_in"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +224,8 @@ def recipe_text(name: str) -> str:
 def study_text(study: Study) -> str:
     """The file of a study that was made from another: the TOML from which `parse_study` makes the same runs.
 
-    Stand-ins are for the study as it was written, so that one on a stand-in, or a scaled one, has none.
+    Stand-ins are for the study as it was written, so that one on a stand-in, or a scaled one, has none. It says instead
+    how it was made, since published values are not comparable with its runs.
     """
     seeds: Any = list(study.seeds)
     head = {
@@ -233,7 +240,10 @@ def study_text(study: Study) -> str:
         dict(zip(("source", "workload", "rule", "what"), row, strict=True)) | {"values": values}
         for row, values in published.items()
     ]
-    written = study.stand_in is None and study.scale == 1
+    made_from = {
+        **({"scale": study.scale} if study.scale != 1 else {}),
+        **({"stand_in": study.stand_in} if study.stand_in is not None else {}),
+    }
     parts = [
         _toml_lines({key: value for key, value in head.items() if value != ""}),
         f"[traces]\n{_toml_lines(study.traces)}",
@@ -243,8 +253,9 @@ def study_text(study: Study) -> str:
         *(f"[[paper]]\n{_toml_lines(entry)}" for entry in paper),
         *(
             f"[stand_in.{_toml_key(name)}]\n{_toml_lines(entry)}"
-            for name, entry in (study.stand_ins.items() if written else ())
+            for name, entry in (() if made_from else study.stand_ins.items())
         ),
+        f"[made_from]\n{_toml_lines(made_from)}" if made_from else "",
     ]
     return "\n".join(part for part in parts if part)
 
@@ -316,6 +327,7 @@ def parse_study(values: Any, *, source: str, folder: Path | None) -> Study:
         skip=_selections(values, "skip", source),
         summary=str(values.get("summary", "")),
         source=source,
+        **_made_from(values, source),
     )
     _check_selections(study)
     study = replace(
@@ -460,6 +472,20 @@ def _paper(found: Any, study: Study) -> tuple[PaperValue, ...]:
                            value=parse_value(value, quantity, where=where), what=str(quantity))
             )  # fmt: skip
     return tuple(result)
+
+
+def _made_from(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The [made_from] table: the scale and the stand-in with which the study was made from another."""
+    found = _table(values, "made_from", source)
+    for key, value in found.items():
+        where = f"{source}: made_from"
+        if key not in _MADE_FROM_KEYS:
+            raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, _MADE_FROM_KEYS)}")
+        if key == "scale" and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1):
+            raise ConfigError(f"{where}: scale is {value!r}; expected a fraction of the study, above 0 and at most 1")
+        if key == "stand_in" and not (isinstance(value, str) and value):
+            raise ConfigError(f"{where}: stand_in is {value!r}; expected the name of a stand-in, such as 'digits'")
+    return found
 
 
 def _stand_ins(values: Mapping[str, Any], study: Study, *, folder: Path | None) -> dict[str, dict[str, Any]]:

@@ -14,13 +14,14 @@ read the headers of the validation images, which would otherwise fail after the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import logging
 import math
 import os
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ _ROUNDING = 1.0  # pixels by which a box may leave its image
 _MOST_HEADERS = 200  # images with bad boxes whose headers are read, before the boxes are taken to be what is wrong
 _MOST_ID = 10**15 - 1  # pycocotools keeps ids as floats, which have all whole numbers up to 2**53
 _MOST_PIXELS = 1_000_000  # no image format has more in a row
+_MOST_AREA = 10**10  # square pixels; pycocotools counts no object with more, or with less than 0, and says nothing
 _LEAST_SIDE = 1e-6  # of the image's side; in 32 bits a thinner box has none, of which the loss takes the logarithm
 _MOST_BAD = 0.01  # part of a file's boxes that may be bad; more of them mean another format, such as x1, y1, x2, y2
 
@@ -102,7 +104,7 @@ def read_coco(data: Path, split: str) -> CocoSplit:
     path = data / "annotations" / f"instances_{split}.json"
     content = _read_json(path)
     categories = _categories(path, content["categories"])
-    images = _images(path, content["images"])
+    images = _images(path, content["images"], data / split)
     without_entry = _check_files(data / split, path, images)
     index = {image["id"]: number for number, image in enumerate(images)}
     sizes = np.array([(image["height"], image["width"]) for image in images], dtype=np.int64)
@@ -131,8 +133,10 @@ def read_coco(data: Path, split: str) -> CocoSplit:
             )
         x, y, width, height = map(float, box)
         area = annotation.get("area", width * height)
-        if not _is_number(area):
-            raise DataError(f"{where} (image {image}): area is {_shown(area)}; expected a finite number")
+        if not _is_number(area) or ("area" in annotation and not 0 <= area <= _MOST_AREA):
+            raise DataError(
+                f"{where} (image {image}): area is {_shown(area)}; expected a finite number, from 0 to {_MOST_AREA:,}"
+            )
         crowd = annotation.get("iscrowd", 0)
         if not isinstance(crowd, int | float) or crowd not in (0, 1):
             raise DataError(f"{where} (image {image}): iscrowd is {_shown(crowd)}; expected 0 or 1")
@@ -212,17 +216,21 @@ def _categories(path: Path, entries: Sequence[dict[str, Any]]) -> dict[int, str]
     return dict(sorted(names.items()))
 
 
-def _images(path: Path, entries: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+def _images(path: Path, entries: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Check the images of the annotations, and return them with the names of their files in the folder."""
+    images = []
     seen: set[int] = set()
     by_file: dict[str, int] = {}
+    resolve = functools.cache(Path.resolve)
     for number, entry in enumerate(entries):
         where, identity = _identity(path, "image", entry, number, seen)
         file = entry.get("file_name")
         if not (isinstance(file, str) and file):
             raise DataError(f"{where}: file_name is {_shown(file)}; expected the name of its file")
-        if by_file.setdefault(file, identity) != identity:  # its samples would not be used once per epoch, but twice
+        name = _in_folder(file, folder, resolve)
+        if by_file.setdefault(name, identity) != identity:  # its samples would not be used once per epoch, but twice
             raise DataError(
-                f"{where}: file_name is {_shown(file)}, as of image {by_file[file]}; expected each file once, so move "
+                f"{where}: file_name is {_shown(file)}, as of image {by_file[name]}; expected each file once, so move "
                 f"all its boxes to one of the two images"
             )
         for side in ("width", "height"):
@@ -231,15 +239,32 @@ def _images(path: Path, entries: Sequence[dict[str, Any]]) -> Sequence[dict[str,
                     f"{where}: {side} is {_shown(entry.get(side))}; expected a whole number of pixels, from 1 to "
                     f"{_MOST_PIXELS:,}"
                 )
-    if not entries:
+        images.append({**entry, "file_name": name})
+    if not images:
         raise DataError(f"{path}: it has no images; expected at least one")
-    return entries
+    return images
+
+
+def _in_folder(file: str, folder: Path, resolve: Callable[[Path], Path]) -> str:
+    """Return the name that a file has below the folder of the images, however the annotations write it.
+
+    Some tools write absolute paths, perhaps by another link than the user does. A file elsewhere keeps its path.
+    """
+    if "/" not in file:
+        return file
+    path = folder / file
+    try:
+        found, base = resolve(path.parent) / path.name, resolve(folder)
+    except (OSError, RuntimeError, ValueError):  # links in a circle, or a character that no path has: it is not there
+        return file
+    return os.fspath(found.relative_to(base) if found.is_relative_to(base) else found)
 
 
 def _check_files(folder: Path, path: Path, images: Sequence[dict[str, Any]]) -> int:
     """Refuse annotations whose images are not there; return the number of images that the annotations do not have."""
     try:
-        names = {entry.name for entry in os.scandir(folder)}  # one call instead of one for each of 118,287 images
+        # One call instead of one for each of 118,287 images. A folder, or a link to nothing, is no image.
+        names = {entry.name for entry in os.scandir(folder) if entry.is_file()}
     except OSError as error:
         raise DataError(
             f"{folder}: cannot be read ({error.strerror or error}); expected the folder of the images of {path.name}"

@@ -115,10 +115,12 @@ def decode_image(file: Path | BinaryIO, where: Path | str, *, size: tuple[int, i
         return image.convert("RGB")
 
 
-def check_header(file: Path | BinaryIO, where: Path | str, *, size: tuple[int, int] | None = None) -> None:
-    """Read the header of an image; what `decode_image` refuses by the header raises DataError here, too."""
+def check_header(file: Path | BinaryIO, where: Path | str, *, size: tuple[int, int] | None = None) -> tuple[int, int]:
+    """Return width and height by the header; what `decode_image` refuses by the header raises DataError here, too."""
     with open_image(file, where) as image:
         _check(image, where, size)
+        width, height = image.size
+        return width, height
 
 
 def check_all(problem: Callable[[int], str | None], count: int, what: str) -> None:

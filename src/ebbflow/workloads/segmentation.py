@@ -33,6 +33,7 @@ from ebbflow.workloads.image_files import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     check_all,
+    check_header,
     decode_image,
     open_image,
 )  # fmt: skip
@@ -104,9 +105,9 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
     """The images of a folder with the masks of another: bytes `(3, height, width)` and class indices `(height, width)`.
 
     When it is made, all names are compared and the headers of all files are read: an image without a mask, a mask
-    without an image, other files, different sizes, and masks in colours raise DataError then. `check_masks` reads some
-    masks, or all. Numbers in other masks that are no class, and files that are damaged behind their header, raise
-    DataError when the sample is read. No file is left out.
+    without an image, other files, different sizes, masks in colours, and images with more than 8 bits per channel raise
+    DataError then. `check_masks` reads some masks, or all. Numbers in other masks that are no class, and files that are
+    damaged behind their header, raise DataError when the sample is read. No file is left out.
     """
 
     def __init__(self, images: Path, masks: Path, *, values: MaskClasses, transform: Transform) -> None:
@@ -168,20 +169,18 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
     def _header_problem(self, index: int) -> str | None:
         """Return what the headers of an image and its mask say that is wrong."""
         image_path, mask_path = self._paths(index)
-        sizes = []
-        for path in (image_path, mask_path):
-            try:
-                with open_image(path, path) as opened:
-                    sizes.append(opened.size)
-                    mode = opened.mode
-            except DataError as error:
-                return str(error)
+        try:
+            image_size = check_header(image_path, image_path)
+            with open_image(mask_path, mask_path) as mask:
+                mask_size, mode = mask.size, mask.mode
+        except DataError as error:
+            return str(error)
         if mode not in _NUMBER_MODES:
             return (
                 f"{mask_path}: an image in colours (Pillow's mode {mode}); expected one number per pixel, that is "
                 f"{self.values}: replace the colours by these numbers"
             )
-        return _size_problem(image_path, sizes[0], mask_path, sizes[1]) if sizes[0] != sizes[1] else None
+        return _size_problem(image_path, image_size, mask_path, mask_size) if image_size != mask_size else None
 
 
 def _numbers(mask: Path) -> NDArray[Any]:
