@@ -25,7 +25,7 @@ pytest.importorskip("torchft", reason="the live engine needs torchft: pip instal
 import ebbflow.live
 from contract.suite import BackAndForth, make_data, make_model
 from ebbflow.errors import CheckpointError, ConfigError, Diverged, StorageUnreachable
-from ebbflow.live import checkpoints, connection, membership
+from ebbflow.live import checkpoints, connection, live_session, membership
 from ebbflow.live.accounting import read_fleet, read_fleet_run
 from ebbflow.live.fleet_questions import FleetQuestions
 from ebbflow.live.protocol import read_statuses
@@ -370,6 +370,26 @@ def test_a_loop_that_is_left_early_is_incomplete_and_can_be_continued(script: An
     assert status(tmp_path)["state"] == "finished"
     saved = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert all(torch.equal(saved["model"][name], value) for name, value in model.state_dict().items())
+
+
+def test_a_replica_that_comes_back_when_all_others_have_finished_does_not_wait_for_them(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is alone and two are needed to train: nothing is left to train, and nobody will come."""
+    model, fleet = script()
+    with fleet:
+        train(model, fleet)
+    (tmp_path / "weights.pt").unlink()  # the one that saved it has another folder
+    monkeypatch.setenv("EBBFLOW_MIN_REPLICAS", "2")
+    monkeypatch.setattr(live_session, "_MEET_S", 0.5)
+    model, fleet = script()
+    patience = threading.Timer(30.0, fleet.leave)  # so that the test ends if the replica would not
+    patience.start()
+    with fleet:
+        train(model, fleet)
+    assert patience.is_alive(), "it waited for others"
+    patience.cancel()
+    assert status(tmp_path)["state"] == "finished" and (tmp_path / "weights.pt").is_file()
 
 
 def test_sys_exit_in_the_loop_is_incomplete(script: Any, tmp_path: Path) -> None:
