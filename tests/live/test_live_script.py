@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,7 +29,9 @@ from ebbflow.errors import CheckpointError, ConfigError, Diverged, StorageUnreac
 from ebbflow.live import checkpoints, connection, live_session, membership
 from ebbflow.live.accounting import read_fleet, read_fleet_run
 from ebbflow.live.fleet_questions import FleetQuestions
+from ebbflow.live.membership_events import LighthouseUnreachable
 from ebbflow.live.protocol import read_statuses
+from ebbflow.live.registration import Registration
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.report.results import load_results
 from ebbflow.workloads.prefetch import Request, SampleReader
@@ -174,6 +177,33 @@ def test_a_replica_leaves_when_notice_says_that_its_machine_is_taken_away(script
     assert fleet.left and not fleet.finished
     with script(model=model)[1] as again:
         assert 0 < again.flow.step == fleet.flow.step, "the state was kept for whoever comes next"
+
+
+def test_a_replica_that_leaves_while_it_asks_the_lighthouse_still_takes_the_answer(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which torchft would abort the process with, were it to come while the interpreter ends."""
+    asks, closes, answered = threading.Event(), threading.Event(), threading.Event()
+
+    def ask(questions: FleetQuestions, *_: Any, **__: Any) -> LighthouseUnreachable:
+        asks.set()
+        closes.wait(60)
+        time.sleep(0.3)  # after which the replica would be gone
+        answered.set()
+        return LighthouseUnreachable(now=time.monotonic(), reason="nobody waits for it")
+
+    def close(registration: Registration) -> None:
+        closing(registration)
+        closes.set()
+
+    closing = Registration.close
+    monkeypatch.setattr(FleetQuestions, "ask_for_quorum", ask)
+    monkeypatch.setattr(Registration, "close", close)
+    monkeypatch.setattr(connection, "_ANSWER_SLACK_S", 60.0)
+    model, fleet = script(notice=asks.is_set)
+    with fleet:
+        train(model, fleet)
+    assert fleet.left and answered.is_set()
 
 
 def test_a_replica_that_leaves_says_that_its_state_could_not_be_saved(
