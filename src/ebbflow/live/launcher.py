@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -267,15 +268,18 @@ def run_fleet(
     notices: Sequence[NoticeSource] = (),
 ) -> FleetRun:
     """Supervise a fleet to its end and show it meanwhile; signals, and a notice as the first of them, end it as
-    `supervise` says."""
+    `supervise` says. So does a terminal that is closed, unless the launcher was told to ignore that (nohup)."""
     began = time.monotonic()
-    with StopSignal() as stop, watching(notices, stop.request), FleetDisplay(console, fleet, title) as display:
+    ends_it = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ends_it.append(signal.SIGHUP)
+    with StopSignal(*ends_it) as stop, watching(notices, stop.request), FleetDisplay(console, fleet, title) as display:
         try:
             ending, reason = supervise(
                 fleet, stop=stop, grace_s=grace_s, on_event=display.on_event, on_poll=display.on_poll, act=act
             )
         except KeyboardInterrupt:
-            console.print("killed")
+            display.say("killed")
             ending, reason = Ending.STOPPED, "killed by a second signal; the same command continues"
     if ending is Ending.FINISHED and not any(replica.trained for replica in fleet.replicas.values()):
         reason = f"nothing was trained: the job in {fleet.job.fleet.folder} had finished before; give another --out"
