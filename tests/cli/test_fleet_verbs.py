@@ -193,6 +193,8 @@ def test_every_verb_helps(verb: str, ebbflow: Ebbflow) -> None:
         (["launch", "no.py"], ["no.py: no such file"]),
         (["launch", "-m"], ["-m needs the name of a module"]),
         (["launch", "--replicas", "0", FAKE], ["replicas is 0; expected at least 1"]),
+        (["launch", "--max-failures", "0", FAKE], ["max-failures is 0; expected at least 1"]),
+        (["replay", "0s:1 9s", "--max-failures", "-1", FAKE], ["max-failures is -1; expected at least 1"]),
         (["launch", "--heartbeat-timeout", "500", FAKE], ["has no unit"]),
         (["launch", "--heartbeat-timeout", "0s", FAKE], ["heartbeat-timeout is 0s; expected at least 300ms"]),
         (["launch", "--join", "127.0.0.1:1", "--from-scratch", FAKE], ["give a new --out to all replicas"]),

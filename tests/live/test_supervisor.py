@@ -532,6 +532,30 @@ def test_a_fleet_that_is_stopped_says_what_was_not_saved(fake_job: MakeJob, mode
     assert found == (Ending.STOPPED, line)
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_fleet_whose_disk_is_full_is_told_what_it_will_repeat_although_no_replica_can_say_so(
+    fake_job: MakeJob, saved: bool
+) -> None:
+    """The launcher compares the newest checkpoint with the last status that was written."""
+    fleet = Supervisor(fake_job("train"), lighthouse=_NoLighthouse())  # type: ignore[arg-type]
+    fleet.request("r0")
+    if saved:
+        checkpoint = fleet.job.fleet.folder / "checkpoints" / f"step-{10**8}-{0:012x}-{0:08x}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "ebbflow.json").touch()
+    with fleet, StopSignal() as stop:
+
+        def stop_when_trained() -> None:
+            if fleet.replicas["r0"].progressed:
+                stop.request()
+
+        ending, line = supervise(fleet, stop=stop, grace_s=20, on_event=lambda event: None, on_poll=stop_when_trained)
+    assert ending is Ending.STOPPED
+    told = "was not saved: there is no checkpoint; the steps since will be repeated"
+    assert line.endswith("the same command continues" if saved else told)
+
+
 class _NoLighthouse:
     """One that runs on this machine and never dies."""
 
