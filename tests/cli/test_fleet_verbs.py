@@ -222,6 +222,16 @@ def test_bad_input_is_explained(arguments: list[object], messages: list[str], eb
 
 
 @pytest.mark.process
+def test_more_gpus_than_there_are_for_all_replicas_are_refused(
+    ebbflow: Ebbflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica without one would train on a CPU, or fail with a message about something else."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    ran = ebbflow("launch", "--replicas", "2", "--gpus", "2", FAKE, "train")
+    ran.assert_refused("2 replicas with 2 GPUs each (--gpus) need 4, and CUDA_VISIBLE_DEVICES has 3: 4,5,6")
+
+
+@pytest.mark.process
 def test_a_number_of_ranks_that_a_replica_cannot_have_is_named(shell: Shell) -> None:
     code, _, err = shell.run("launch", "--ranks-per-replica", 0, FAKE, "train")
     assert code == 2 and "ranks-per-replica is 0; expected at least 1" in err

@@ -104,6 +104,17 @@ def replica_name(name: str | None) -> str:
     return own
 
 
+def _check_gpus(replicas: int, gpus: int) -> None:
+    """Refuse replicas for which there are no GPUs of their own: they would see none, and train without a word."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    there = len(visible.split(",")) if visible else replicas * gpus
+    if there < replicas * gpus:
+        raise ConfigError(
+            f"{replicas} replicas with {gpus} GPUs each (--gpus) need {replicas * gpus}, and CUDA_VISIBLE_DEVICES has "
+            f"{there}: {visible}; run fewer replicas, or leave --gpus out and choose the devices in the script"
+        )
+
+
 def _hold_folder(folder: Path) -> AbstractContextManager[None]:
     """Hold a folder, since a second launcher would write into the files of the first."""
     busy = f"{folder} is in use by another launcher; stop that one first, or choose another --out"
@@ -151,6 +162,7 @@ def launch_fleet(
             f"--from-scratch moves the files of the job aside, but not the checkpoints in {checkpoints}; give another "
             f"--checkpoints"
         )
+    _check_gpus(replicas, gpus)
     program = replica_command(command, workload=workload)
     name = job or job_name(command, workload=workload)
     folder = (out or Path("runs") / name).resolve()
@@ -205,6 +217,7 @@ def join_fleet(
             f"a replica that listens on {bind} cannot be reached by the others at {host}; "
             f"leave --bind out, or give this machine's address on that network"
         )
+    _check_gpus(1, gpus)
     program = replica_command(command, workload=workload)
     title = job or job_name(command, workload=workload)
     config = FleetConfig(
