@@ -1,7 +1,8 @@
 """Members of torch that are not public: the one module that uses them.
 
 A torch that lacks one of them is refused when this module is imported, and not in the middle of a run; only those of
-the compiler and of checkpoints, which take long to import, are looked for when they are first used.
+the compiler and of checkpoints, which take long to import, are looked for when they are first used, and those for a
+failed capture are done without.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ MINIMUM_VERSION = "2.11"
 """The oldest torch that has all of them; pyproject.toml asks for it."""
 
 USED_MEMBERS = (
-    "_dynamo.exc.TorchDynamoException", "_dynamo.maybe_mark_dynamic", "_foreach_add_", "_foreach_copy_",
-    "_foreach_lerp_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_", "distributed.AllreduceOptions.timeout",
+    "_C._cuda_endAllocateToPool", "_C._cuda_releasePool", "_dynamo.exc.TorchDynamoException",
+    "_dynamo.maybe_mark_dynamic", "_foreach_add_", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul_",
+    "_foreach_norm", "_foreach_zero_", "distributed.AllreduceOptions.timeout",
     "distributed.BroadcastOptions.rootRank", "distributed.BroadcastOptions.timeout", "distributed.PrefixStore.set",
     "distributed.ProcessGroupGloo._Options._devices", "distributed.ProcessGroupGloo._Options._timeout",
     "distributed.ProcessGroupGloo.allreduce", "distributed.ProcessGroupGloo.broadcast",
@@ -74,8 +76,9 @@ def _require(names: tuple[str, ...]) -> None:
 
 _COMPILER = tuple(name for name in USED_MEMBERS if name.startswith("_dynamo"))
 _CHECKPOINT = tuple(name for name in USED_MEMBERS if name.startswith("distributed.checkpoint"))
+_CAPTURE = tuple(name for name in USED_MEMBERS if name.startswith("_C."))
 _DISTRIBUTED = tuple(name for name in USED_MEMBERS if name.startswith("distributed") and name not in _CHECKPOINT)
-_require(tuple(name for name in USED_MEMBERS if name not in _COMPILER + _CHECKPOINT + _DISTRIBUTED))
+_require(tuple(name for name in USED_MEMBERS if name not in _COMPILER + _CHECKPOINT + _CAPTURE + _DISTRIBUTED))
 
 # Many tensors at once -------------------------------------------------------------------------------------------------
 
@@ -133,6 +136,7 @@ def clear_failed_capture(pool: Any, stream: torch.cuda.Stream) -> None:
     # A capture that succeeds sets the generator right. Should it fail, a model without random numbers can go on.
     with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros((), device=stream.device)
+    torch.cuda.set_stream(stream)  # which it is already, unless this capture failed, too
 
 
 # Process groups -------------------------------------------------------------------------------------------------------

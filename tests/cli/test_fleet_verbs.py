@@ -193,6 +193,8 @@ def test_every_verb_helps(verb: str, ebbflow: Ebbflow) -> None:
         (["launch", "no.py"], ["no.py: no such file"]),
         (["launch", "-m"], ["-m needs the name of a module"]),
         (["launch", "--replicas", "0", FAKE], ["replicas is 0; expected at least 1"]),
+        (["launch", "--max-failures", "0", FAKE], ["max-failures is 0; expected at least 1"]),
+        (["replay", "0s:1 9s", "--max-failures", "-1", FAKE], ["max-failures is -1; expected at least 1"]),
         (["launch", "--heartbeat-timeout", "500", FAKE], ["has no unit"]),
         (["launch", "--heartbeat-timeout", "0s", FAKE], ["heartbeat-timeout is 0s; expected at least 300ms"]),
         (["launch", "--join", "127.0.0.1:1", "--from-scratch", FAKE], ["give a new --out to all replicas"]),
@@ -217,6 +219,16 @@ def test_every_verb_helps(verb: str, ebbflow: Ebbflow) -> None:
 )
 def test_bad_input_is_explained(arguments: list[object], messages: list[str], ebbflow: Ebbflow) -> None:
     ebbflow(*arguments).assert_refused(*messages)
+
+
+@pytest.mark.process
+def test_more_gpus_than_there_are_for_all_replicas_are_refused(
+    ebbflow: Ebbflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica without one would train on a CPU, or fail with a message about something else."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    ran = ebbflow("launch", "--replicas", "2", "--gpus", "2", FAKE, "train")
+    ran.assert_refused("2 replicas with 2 GPUs each (--gpus) need 4, and CUDA_VISIBLE_DEVICES has 3: 4,5,6")
 
 
 @pytest.mark.process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 
 from ebbflow.data.ledger import Ledger, micro_batches_of
+from ebbflow.engines import captured as captured_passes
 from ebbflow.engines.captured import CapturedPasses
 from ebbflow.engines.emulated import FusedEngine, LoopEngine
 from ebbflow.engines.replica_step import Loss, ReplicaStep
 from ebbflow.moments.meters import FusedMeter
 from ebbflow.plan.batch_plan import BatchPlan, StepSize
+from ebbflow.torch_api import clear_failed_capture
 from ebbflow.workloads import cross_entropy
 from engines.test_fused_engine import (
     SAMPLES,
@@ -175,6 +178,99 @@ def test_a_parameter_that_is_frozen_later_gets_no_gradient_from_an_old_graph(mon
         train(one, steps=6)
     assert_same_state(engine.model, other)
     assert len(MODES) == 2
+
+
+@pytest.mark.parametrize("said", ["a kernel that waits\nand more", ""])
+def test_a_model_that_cannot_be_captured_is_trained_without_and_says_why(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first error counts: that of the end of a capture only says that something has failed before."""
+    engine, other = with_graphs(images, monkeypatch, plan=BatchPlan.constant(4, 24))
+    cleared = failing_captures(engine, RuntimeError(said), RuntimeError("failed before"), monkeypatch)
+    train(engine, steps=6)
+    train(engine_on(LoopEngine, other, BatchPlan.constant(4, 24)), steps=6)
+    assert_same_state(engine.model, other)
+    assert engine._captured is not None and len(engine._captured) == 0
+    assert (engine._captured.refused, cleared) == (said.partition("\n")[0] or "RuntimeError", ["cleared"])
+
+
+def test_a_capture_without_enough_memory_leaves_no_gradient_and_smaller_passes_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, other = with_graphs(images, monkeypatch, plan=BatchPlan.constant(4, 24))
+    cleared = failing_captures(engine, torch.OutOfMemoryError("as if"), None, monkeypatch)
+    left: list[bool] = []
+    halve = engine._halve_passes
+    monkeypatch.setattr(
+        engine,
+        "_halve_passes",
+        lambda *said: (left.append(any(p.grad is not None for p in engine.model.parameters())), halve(*said)),
+    )
+    train(engine, steps=6)
+    train(engine_on(LoopEngine, other, BatchPlan.constant(4, 24)), steps=6)
+    assert_same_state(engine.model, other)
+    assert engine._captured is not None and engine._captured.refused == ""
+    assert (left, cleared) == ([False], ["cleared"]) and len(engine._captured) > 0
+
+
+def failing_captures(
+    engine: FusedEngine, error: RuntimeError, at_end: RuntimeError | None, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Let the first capture of an engine compute, and then fail with an error, or with another one at its end."""
+    captured = engine._captured
+    assert captured is not None
+    cleared: list[str] = []
+
+    @contextmanager
+    def failing(graph: Recorded, *, pool: object, capture_error_mode: str) -> Iterator[None]:
+        if cleared:
+            with recording(graph, pool=pool, capture_error_mode=capture_error_mode):
+                yield
+            return
+        compute = captured._compute
+
+        def computing(*arguments: Any) -> Any:
+            compute(*arguments)
+            raise error
+
+        captured._compute = computing
+        try:
+            yield
+        finally:
+            captured._compute = compute
+            if at_end is not None:
+                raise at_end
+
+    monkeypatch.setattr(torch.cuda, "graph", failing)
+    monkeypatch.setattr(captured_passes, "clear_failed_capture", lambda pool, stream: cleared.append("cleared"))
+    return cleared
+
+
+def test_after_a_failed_capture_the_stream_and_the_memory_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is given back only where torch has not done so: a second time would abort the process."""
+    calls: list[str] = []
+    stream = SimpleNamespace(device_index=0, device="cpu")
+
+    @contextmanager
+    def failing(*_: object, **__: object) -> Iterator[None]:
+        yield
+        raise RuntimeError("this capture fails, too")
+
+    def ended(*_: object) -> None:
+        calls.append("end")
+        if has_ended:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda one: calls.append("stream" if one is stream else "another"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", failing)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", ended)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *_: calls.append("release"))
+    has_ended = False
+    clear_failed_capture((0, 1), stream)  # type: ignore[arg-type]
+    has_ended = True
+    clear_failed_capture((0, 1), stream)  # type: ignore[arg-type]
+    assert calls == ["stream", "end", "release", "stream", "stream", "end", "stream"]
 
 
 # The micro-batches of a live replica ----------------------------------------------------------------------------------

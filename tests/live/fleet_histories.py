@@ -13,6 +13,11 @@ FAULTS = (
     "block", "block one way", "lose",
 )  # fmt: skip
 
+MORE_FAULTS = (*FAULTS, "leave all", "leave all", "differ", "differ")
+"""With those that came later: the seeds of documented histories are of `FAULTS`."""
+ORDERLY = ("start", "leave", "leave all", "differ")
+"""What costs no committed step, in whatever order it happens."""
+
 
 def random_history(
     seed: int, *, majority: bool = False, faults: tuple[str, ...] = FAULTS, longest_transfer_s: float = 6.0
@@ -44,6 +49,10 @@ def random_history(
     fleet.run_until(time)
     recover(fleet)
     check_lineages(fleet)
+    if set(faults) <= set(ORDERLY):
+        survive = {*fleet.ancestry(fleet.commits[-1].state)}
+        if lost := [commit for commit in fleet.commits if commit.state not in survive]:
+            raise Violation(f"{len(lost)} committed steps are lost, although nobody was: the first is {lost[0]}")
     if fleet.given_up:
         raise Violation(f"replicas gave up, although nothing was in their way for two minutes: {fleet.given_up}")
     return fleet
@@ -75,6 +84,13 @@ def _cause(fleet: SimulatedFleet, fault: str, random: Random, most: int) -> None
         random.choice(running).to_lose = random.randint(1, 3)
     elif fault == "leave":
         random.choice(running).leaving = True
+    elif fault == "leave all":
+        for one in running:
+            one.leaving = True
+            if random.random() < 0.7:  # the same command continues
+                fleet.at(random.uniform(0.8, 12.0), fleet.start)
+    elif fault == "differ":
+        random.choice(running).differs = True
     elif fault == "cut off":
         victim = random.choice(running)
         fleet.cut_off(victim)

@@ -15,6 +15,7 @@ a history, with all its delays and faults, exactly.
     losing    single requests of a replica to the lighthouse or to a store are lost, or the answers to them
     stalled   the lighthouse stands still, and then takes everybody for dead
     restarted the lighthouse ends, is away for a while, and begins again with quorum 1
+    differing something has changed the weights of a replica, which the next sum with others shows
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from unittest import mock
 from ebbflow.data.ledger import Assignment
 from ebbflow.live import membership as protocol
 from ebbflow.live import membership_events as m
-from ebbflow.live.agreement import gone_on_without, initial_lineage, without_heartbeat
+from ebbflow.live.agreement import fork_lineage, gone_on_without, initial_lineage, without_heartbeat
 from ebbflow.live.membership import Membership, MembershipPhase, answer_holds
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S
 from live.simulated_lighthouse import HEARTBEAT_TIMEOUT_S, Heartbeats, SimulatedLighthouse
@@ -154,6 +155,8 @@ class Replica:
     """How many of its next requests, or of the answers to them, are lost."""
     disconnected: bool = False
     """Whether nothing comes any more over its connection to the lighthouse, although nobody has told it so."""
+    differs: bool = False
+    """Whether its weights are not those of its lineage."""
     told: dict[str, int] = field(default_factory=dict)
     """Replicas that lack an answer of the lighthouse, as they have said -> to which request."""
     committed: list[Commit] = field(default_factory=list)
@@ -673,7 +676,7 @@ class SimulatedFleet:
         if dropped and not self._excused(replica, dropped[-1], kept):
             raise Violation(f"{replica.name} gives up {len(dropped)} committed steps, the first of {dropped[-1].time}")
         del replica.committed[len(replica.committed) - len(dropped) :]
-        replica.model = model
+        replica.model, replica.differs = model, False
 
     def _excused(self, replica: Replica, lost: Commit, kept: list[int]) -> bool:
         """Whether a replica may lose a step and those that follow; `kept`: the other states, the last one first."""
@@ -945,6 +948,10 @@ class SimulatedFleet:
         arrived = frozenset(rank for rank in listening if group.names[rank] in steps)
         if len(states) != 1:
             raise Violation(f"{group.names} compute a step with different states: {states}")
+        if self._finds_different([self.replicas[name] for name in group.names if name in steps]):
+            for peer in peers:
+                self._fail(peer, "weights differ", self.delay())
+            return
         ((_, _, model),) = states
         samples = Assignment(0, model.position, model.position + 8)
         after = Model(next(self._models), samples.stop)
@@ -957,6 +964,19 @@ class SimulatedFleet:
         self.messages["sum"] += 2 * len(peers)
         for peer in peers:
             self.to(peer, partial(self._sum_arrives, peer, group, waits, step), self.delay(), waits[peer.name])
+
+    def _finds_different(self, computing: list[Replica]) -> bool:
+        """Whether the weights of some differ from those of most, or, of two, of the first; they give their state up."""
+        differ = [one for one in computing if one.differs]
+        for one in differ:
+            one.differs = False  # if it is alone, its weights are those of the fleet
+        if not differ or len(computing) == 1:
+            return False
+        for one in differ if 2 * len(differ) < len(computing) else computing[1:]:
+            one.membership.handle(m.WeightsDiffer(now=self.now))
+            forked = fork_lineage(one.state.lineage, computing.index(one))
+            one.membership.state = dataclasses.replace(one.state, lineage=forked)
+        return True
 
     def _sum_arrives(self, replica: Replica, group: SimulatedGroup, waits: dict[str, int], step: SummedStep) -> None:
         """A replica has the sum; when all have said so, each learns it and commits the step."""

@@ -129,6 +129,17 @@ def test_closing_ends_idle_threads_at_once_and_busy_ones_with_their_work() -> No
     threads.close()
 
 
+def test_closing_waits_for_work_that_is_about_to_end_and_not_for_what_hangs(threads: BackgroundThreads) -> None:
+    hanging, ends = Hanging(), Hanging()
+    outcomes = [threads.begin(work) for work in (hanging, ends)]
+    assert hanging.began.wait(PATIENCE_S) and ends.began.wait(PATIENCE_S)
+    threads.close(patience_s=0.1)
+    ends.released.set()
+    hanging.released.set()
+    threads.close(patience_s=PATIENCE_S)
+    assert threads._busy == 0 and len({done(outcome) for outcome in outcomes}) == 2
+
+
 @pytest.mark.process
 def test_neither_a_hanging_nor_an_idle_thread_keeps_the_process_from_ending() -> None:
     script = """if True:

@@ -366,7 +366,10 @@ def test_a_backend_that_fails_for_ever_ends_the_fleet_with_what_it_said(fleet: A
 
 @pytest.mark.process
 def test_a_failure_that_sounds_like_a_lost_connection_is_shown_and_ends_the_fleet_if_it_stays(fleet: Any) -> None:
-    said = "Connection timed out on the way to rank 1"
+    said = (
+        "Connection timed out on the way to rank 1. This is typically caused by a remote worker crashing. Check the "
+        "logs of the remote worker before reporting an error. GLHF! Once that is done, look here"
+    )
     group = fleet(all=["r0", "r1"], backend_says=said, failing_s=6.0, environment=NOT_ALONE)
     group.start("r0", "r1")
 
@@ -380,3 +383,4 @@ def test_a_failure_that_sounds_like_a_lost_connection_is_shown_and_ends_the_flee
         status = group.status(name)
         assert status["state"] == "refused" and "timed out on the way to rank 1" in status["reason"]
         assert "no replica was lost" in status["reason"] and "firewall" in status["reason"]
+        assert status["reason"].endswith("(--bind, EBBFLOW_BIND)"), "the advice is not cut off"

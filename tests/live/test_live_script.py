@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,10 +26,12 @@ pytest.importorskip("torchft", reason="the live engine needs torchft: pip instal
 import ebbflow.live
 from contract.suite import BackAndForth, make_data, make_model
 from ebbflow.errors import CheckpointError, ConfigError, Diverged, StorageUnreachable
-from ebbflow.live import checkpoints, connection, membership
+from ebbflow.live import checkpoints, connection, live_session, membership
 from ebbflow.live.accounting import read_fleet, read_fleet_run
 from ebbflow.live.fleet_questions import FleetQuestions
+from ebbflow.live.membership_events import LighthouseUnreachable
 from ebbflow.live.protocol import read_statuses
+from ebbflow.live.registration import Registration
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.report.results import load_results
 from ebbflow.workloads.prefetch import Request, SampleReader
@@ -174,6 +177,33 @@ def test_a_replica_leaves_when_notice_says_that_its_machine_is_taken_away(script
     assert fleet.left and not fleet.finished
     with script(model=model)[1] as again:
         assert 0 < again.flow.step == fleet.flow.step, "the state was kept for whoever comes next"
+
+
+def test_a_replica_that_leaves_while_it_asks_the_lighthouse_still_takes_the_answer(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which torchft would abort the process with, were it to come while the interpreter ends."""
+    asks, closes, answered = threading.Event(), threading.Event(), threading.Event()
+
+    def ask(questions: FleetQuestions, *_: Any, **__: Any) -> LighthouseUnreachable:
+        asks.set()
+        closes.wait(60)
+        time.sleep(0.3)  # after which the replica would be gone
+        answered.set()
+        return LighthouseUnreachable(now=time.monotonic(), reason="nobody waits for it")
+
+    def close(registration: Registration) -> None:
+        closing(registration)
+        closes.set()
+
+    closing = Registration.close
+    monkeypatch.setattr(FleetQuestions, "ask_for_quorum", ask)
+    monkeypatch.setattr(Registration, "close", close)
+    monkeypatch.setattr(connection, "_ANSWER_SLACK_S", 60.0)
+    model, fleet = script(notice=asks.is_set)
+    with fleet:
+        train(model, fleet)
+    assert fleet.left and answered.is_set()
 
 
 def test_a_replica_that_leaves_says_that_its_state_could_not_be_saved(
@@ -370,6 +400,26 @@ def test_a_loop_that_is_left_early_is_incomplete_and_can_be_continued(script: An
     assert status(tmp_path)["state"] == "finished"
     saved = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert all(torch.equal(saved["model"][name], value) for name, value in model.state_dict().items())
+
+
+def test_a_replica_that_comes_back_when_all_others_have_finished_does_not_wait_for_them(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is alone and two are needed to train: nothing is left to train, and nobody will come."""
+    model, fleet = script()
+    with fleet:
+        train(model, fleet)
+    (tmp_path / "weights.pt").unlink()  # the one that saved it has another folder
+    monkeypatch.setenv("EBBFLOW_MIN_REPLICAS", "2")
+    monkeypatch.setattr(live_session, "_MEET_S", 0.5)
+    model, fleet = script()
+    patience = threading.Timer(30.0, fleet.leave)  # so that the test ends if the replica would not
+    patience.start()
+    with fleet:
+        train(model, fleet)
+    assert patience.is_alive(), "it waited for others"
+    patience.cancel()
+    assert status(tmp_path)["state"] == "finished" and (tmp_path / "weights.pt").is_file()
 
 
 def test_sys_exit_in_the_loop_is_incomplete(script: Any, tmp_path: Path) -> None:

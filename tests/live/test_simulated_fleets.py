@@ -19,19 +19,22 @@ import pytest
 
 from ebbflow.live import membership
 from ebbflow.live.agreement import Agreement, agree
-from ebbflow.live.membership_events import AskLighthouse, Handshake
+from ebbflow.live.membership_events import AskLighthouse, Handshake, LeaveFleet
 from ebbflow.live.objections import Objections
-from live.fleet_histories import check_lineages, random_history, recover
+from live import fleet_simulator
+from live.fleet_histories import FAULTS, MORE_FAULTS, ORDERLY, check_lineages, random_history, recover
 from live.fleet_simulator import Replica, SimulatedFleet, Violation
 from live.simulated_lighthouse import SimulatedLighthouse
 
 
-def failures(first: int, number: int, majority: bool, longest_transfer_s: float = 6.0) -> list[str]:
+def failures(
+    first: int, number: int, majority: bool, longest_transfer_s: float = 6.0, faults: tuple[str, ...] = FAULTS
+) -> list[str]:
     """The seeds of histories in which a guarantee does not hold, and which."""
     found = []
     for seed in range(first, first + number):
         try:
-            random_history(seed, majority=majority, longest_transfer_s=longest_transfer_s)
+            random_history(seed, majority=majority, longest_transfer_s=longest_transfer_s, faults=faults)
         except Violation as violation:
             found.append(f"seed {seed}: {violation}")
     return found
@@ -55,6 +58,23 @@ def test_no_guarantee_is_violated_in_fifty_thousand_random_histories(majority: b
 
 def test_no_guarantee_is_violated_while_states_travel_for_many_steps() -> None:
     assert failures(50_000, 100, majority=False, longest_transfer_s=25.0) == []
+
+
+@pytest.mark.parametrize("majority", [False, True])
+def test_no_guarantee_is_violated_if_all_leave_at_once_or_something_changes_the_weights_of_one(majority: bool) -> None:
+    assert failures(8_200_000, 100, majority, longest_transfer_s=12.0, faults=MORE_FAULTS) == []
+
+
+def test_no_committed_step_is_lost_where_replicas_only_come_leave_and_differ() -> None:
+    assert failures(8_100_000, 100, majority=False, faults=ORDERLY) == []
+
+
+def test_it_is_noticed_if_those_who_leave_do_not_save_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(fleet: SimulatedFleet, replica: Replica, _: LeaveFleet) -> None:
+        fleet.kill(replica)
+
+    monkeypatch.setitem(fleet_simulator._EXECUTE, LeaveFleet, leave)
+    assert "are lost, although nobody was" in failures(0, 10, majority=False, faults=ORDERLY)[0]
 
 
 def one_that_is_behind(handshakes: Sequence[Handshake]) -> Agreement:

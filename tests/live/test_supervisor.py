@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import io
 import os
 import signal
 import socket
@@ -14,11 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ebbflow.core.endings import Ending
 from ebbflow.core.signals import StopSignal
 from ebbflow.errors import ConfigError
 from ebbflow.live import supervisor as supervising
+from ebbflow.live.launcher import run_fleet
 from ebbflow.live.processes import LighthouseOptions, LighthouseProcess
 from ebbflow.live.protocol import FleetConfig, fetch_lighthouse_status, parse_address, read_status
 from ebbflow.live.supervisor import FleetEvent, Job, ProcessEnd, RestartPolicy, Supervisor, supervise
@@ -529,6 +532,30 @@ def test_a_fleet_that_is_stopped_says_what_was_not_saved(fake_job: MakeJob, mode
     assert found == (Ending.STOPPED, line)
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_fleet_whose_disk_is_full_is_told_what_it_will_repeat_although_no_replica_can_say_so(
+    fake_job: MakeJob, saved: bool
+) -> None:
+    """The launcher compares the newest checkpoint with the last status that was written."""
+    fleet = Supervisor(fake_job("train"), lighthouse=_NoLighthouse())  # type: ignore[arg-type]
+    fleet.request("r0")
+    if saved:
+        checkpoint = fleet.job.fleet.folder / "checkpoints" / f"step-{10**8}-{0:012x}-{0:08x}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "ebbflow.json").touch()
+    with fleet, StopSignal() as stop:
+
+        def stop_when_trained() -> None:
+            if fleet.replicas["r0"].progressed:
+                stop.request()
+
+        ending, line = supervise(fleet, stop=stop, grace_s=20, on_event=lambda event: None, on_poll=stop_when_trained)
+    assert ending is Ending.STOPPED
+    told = "was not saved: there is no checkpoint; the steps since will be repeated"
+    assert line.endswith("the same command continues" if saved else told)
+
+
 class _NoLighthouse:
     """One that runs on this machine and never dies."""
 
@@ -558,6 +585,35 @@ def test_a_signal_tells_all_replicas_to_leave(fake_job: MakeJob) -> None:
     status = read_status(fleet.job.fleet.folder, "r0")
     assert status is not None
     assert status.state == "left"
+
+
+@pytest.mark.parametrize("what", ["nobody reads it", "its disk is full"])
+def test_what_a_launcher_cannot_show_does_not_end_its_fleet(fake_job: MakeJob, what: str) -> None:
+    reader, writer = os.pipe() if what == "nobody reads it" else (os.open(os.devnull, 0), os.open("/dev/full", 1))
+    os.close(reader)
+    shown = os.fdopen(writer, "w")
+    with Supervisor(fake_job("train", 5)) as fleet:
+        fleet.request("r0")
+        run = run_fleet(fleet, grace_s=20, console=Console(file=shown), title=lambda: "")
+    with contextlib.suppress(OSError):  # what it could not write
+        shown.close()
+    assert (run.ending, run.counts["finished"]) == (Ending.FINISHED, 1)
+
+
+def test_a_terminal_that_is_closed_tells_all_replicas_to_leave(fake_job: MakeJob) -> None:
+    """The shell and the system may both say so: the second time does not kill them."""
+
+    def when_trained() -> tuple[()]:
+        if fleet.replicas["r0"].progressed:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+        return ()
+
+    console = Console(file=io.StringIO())
+    with Supervisor(fake_job("train", 10**6)) as fleet:
+        fleet.request("r0")
+        run = run_fleet(fleet, grace_s=20, console=console, title=lambda: "", act=when_trained)
+    assert (run.ending, run.signalled, run.counts["left"]) == (Ending.STOPPED, True, 1)
 
 
 def test_a_replica_that_left_by_itself_is_not_started_again(fake_job: MakeJob) -> None:

@@ -96,6 +96,7 @@ def launch(
     notices = [NOTICES.make(text) for text in notice or ()]
     positive(replicas, "replicas")
     positive(min_replicas, "min-replicas")
+    positive(max_failures, "max-failures")
     check_ranks(ranks, gpus=gpus)
     grace_s = parse_seconds(grace)
     timeout_ms = heartbeat_milliseconds(heartbeat_timeout)

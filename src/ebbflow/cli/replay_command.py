@@ -78,6 +78,7 @@ def replay(
     load_plugins(plugin or [])
     if max_workers is not None:
         positive(max_workers, "max-workers")
+    positive(max_failures, "max-failures")
     check_ranks(ranks, gpus=gpus)
     duration_s = parse_seconds(duration) if duration else None
     grace_s = parse_seconds(grace)

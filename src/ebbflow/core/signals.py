@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable
 from time import monotonic
@@ -10,19 +11,19 @@ from typing import Any, Self
 
 __all__ = ["StopSignal"]
 
-_REPEATS_S = {signal.SIGTERM: 2.0, signal.SIGINT: 0.1}
+_REPEATS_S = {signal.SIGTERM: 2.0, signal.SIGINT: 0.1, signal.SIGHUP: math.inf}
 """For how long after the first signal another one is taken for its repetition.
 
 A scheduler that signals every process of a job and a launcher that passes on what it gets give two within
 milliseconds, and so does Ctrl-C in a terminal if a parent in the same process group passes it on. Nobody presses Ctrl-C
-twice within a tenth of a second."""
+twice within a tenth of a second. When a terminal is closed, both the shell and the system may say so."""
 
 
 class StopSignal:
     """Notes the first signal, so that the work can end between two steps; a second one interrupts at once.
 
     A SIGTERM within two seconds after the first signal, or a SIGINT within a tenth of a second, is the same request
-    once more and not a second one: schedulers and launchers pass signals on.
+    once more and not a second one: schedulers and launchers pass signals on. A SIGHUP never interrupts.
 
     with StopSignal() as stop:
         while not stop.requested:

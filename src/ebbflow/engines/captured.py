@@ -179,12 +179,14 @@ class CapturedPasses:
                 touched = self._sums.add()
         except RuntimeError as error:
             clear_failed_capture(self._pool, stream)
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            # A model that waits for the device in its forward pass, for instance.
-            self._refuse(str(error).strip().splitlines()[0])
             for parameter in self._sums.parameters:
                 parameter.grad = None
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            # A model that waits for the device in its forward pass, for instance. What the end of the capture says then
+            # is only that something failed before.
+            before_it = error.__context__
+            self._refuse(_first_line(before_it if isinstance(before_it, RuntimeError) else error))
         else:
             fixed = None if isinstance(count, torch.Tensor) else count
             self._graphs[kind] = _Graph(graph, touched, fixed)
@@ -192,3 +194,8 @@ class CapturedPasses:
                 self._graphs.popitem(last=False)
         finally:
             self._sums.touched = before
+
+
+def _first_line(error: RuntimeError) -> str:
+    """What an error says, in one line; its type if it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -19,13 +19,17 @@ class BackgroundThreads:
     Work begins at once: if all threads are busy, or hang, a further one is started. Nothing can be cancelled; whoever
     does not want a result any longer does not look at it. Between two pieces of work a thread keeps neither the last
     one nor its result alive.
+
+    A thread that comes back from compiled code while the interpreter ends may abort the process, as torchft's does
+    ("FATAL: exception not rethrown"): so `close` can wait for what is about to end.
     """
 
     def __init__(self, name: str) -> None:
         """`name`: of all these threads."""
         self._name = name
-        self._changing = threading.Lock()
+        self._changing = threading.Condition()
         self._idle: list[_Inbox] = []  # of the threads that have nothing to do
+        self._busy = 0  # threads that have
         self._closed = False
 
     def begin(self, work: Callable[[], Any]) -> queue.SimpleQueue[Any]:
@@ -33,19 +37,24 @@ class BackgroundThreads:
         outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with self._changing:
             inbox = self._idle.pop() if self._idle else None
+            self._busy += 1
         if inbox is None:
             inbox = queue.SimpleQueue()
             threading.Thread(target=self._serve, args=(inbox,), daemon=True, name=self._name).start()
         inbox.put((work, outcome))
         return outcome
 
-    def close(self) -> None:
-        """End the idle threads; the others end with what they do. So do those of work that is begun later."""
+    def close(self, *, patience_s: float = 0.0) -> None:
+        """End the idle threads; the others end with what they do. So do those of work that is begun later.
+
+        Waits for the work that is under way, for `patience_s` at most.
+        """
         with self._changing:
             self._closed = True
             for inbox in self._idle:
                 inbox.put(None)
             self._idle.clear()
+            self._changing.wait_for(lambda: not self._busy, patience_s)
 
     def _serve(self, inbox: _Inbox) -> None:
         while self._do_next(inbox):
@@ -69,8 +78,10 @@ class BackgroundThreads:
 
     def _becomes_idle(self, inbox: _Inbox) -> None:
         with self._changing:
+            self._busy -= 1
             if self._closed:
                 inbox.put(None)
+                self._changing.notify_all()
             else:
                 self._idle.append(inbox)
 

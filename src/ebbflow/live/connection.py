@@ -83,6 +83,7 @@ __all__ = ["FleetConnection", "LeftFleet", "TrainingFinished", "TransportUnusabl
 _CONNECT_TIMEOUT_S = 10.0  # for the handshake, and for connecting
 _TRANSFER_S = 24 * 3600.0  # for the collectives of a step in which a replica does not have the state
 _COLLECTIVE_TIMEOUT_S = 60.0  # for a collective while all participants send heartbeats
+_ANSWER_SLACK_S = 0.5  # for an answer of the lighthouse to arrive
 _LEAVE_POLL_S = 0.1
 _LISTEN_POLL_S = 0.05
 _HANDSHAKE_POLL_S = 0.02
@@ -298,7 +299,9 @@ class FleetConnection:
         self._hang_watch.close()
         self._registration.close()
         self._drop()
-        self._background.close()
+        # As long as it remembers the heartbeats, the lighthouse may still answer a question that is not waited for any
+        # longer.
+        self._background.close(patience_s=self._questions.heartbeat_timeout_s + _ANSWER_SLACK_S)
 
     # How instructions are executed ------------------------------------------------------------------------------------
 

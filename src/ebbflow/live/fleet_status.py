@@ -6,6 +6,7 @@ the replicas report: in their status files, or in their stores if those files ca
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -262,7 +263,10 @@ def describe_event(event: FleetEvent) -> str:
 
 
 class FleetDisplay:
-    """Shows a supervised fleet while it runs: a table on a terminal, lines elsewhere, and every event."""
+    """Shows a supervised fleet while it runs: a table on a terminal, lines elsewhere, and every event.
+
+    What cannot be shown, because nobody reads it any longer or a disk is full, does not end the fleet.
+    """
 
     def __init__(self, console: Console, fleet: Supervisor, title: Callable[[], str]) -> None:
         """`title`: the line above the table, asked for each time."""
@@ -277,18 +281,31 @@ class FleetDisplay:
         self._pause = _TABLE_EVERY_S if console.is_terminal else _FIRST_LINE_S
 
     def __enter__(self) -> Self:
-        self._live.__enter__()
+        # By default rich closes the standard output, too, and ends the process.
+        setattr(self._console, "on_broken_pipe", self._nobody_reads)  # noqa: B010
+        with contextlib.suppress(OSError):
+            self._live.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.__exit__(kind, error, trace)
+        with contextlib.suppress(OSError):
+            self._live.__exit__(kind, error, trace)
+        delattr(self._console, "on_broken_pipe")
+
+    def _nobody_reads(self) -> None:
+        self._console.quiet = True
 
     def on_event(self, event: FleetEvent) -> None:
         """Print and count an event."""
         self.counts[event.what] += 1
-        self._console.print(describe_event(event), markup=False, soft_wrap=True)
+        self.say(describe_event(event))
+
+    def say(self, text: str) -> None:
+        """Print a line, if that is possible."""
+        with contextlib.suppress(OSError):
+            self._console.print(text, markup=False, soft_wrap=True)
 
     def on_poll(self) -> None:
         """Show the fleet if that is due."""
@@ -299,9 +316,9 @@ class FleetDisplay:
         reported = {replica.name: replica.status for replica in replicas if replica.status and replica.running}
         status = combine(self.fleet.job.fleet.lighthouse, None, reported)
         if self._console.is_terminal:
-            self._live.update(launcher_table(self.fleet, status, title=self.title()), refresh=True)
+            with contextlib.suppress(OSError):
+                self._live.update(launcher_table(self.fleet, status, title=self.title()), refresh=True)
             return
         running = sum(replica.running for replica in replicas)
-        line = f"{time.strftime('%H:%M:%S')} {running} running  {summary(status)}"
-        self._console.print(line, markup=False, soft_wrap=True)
+        self.say(f"{time.strftime('%H:%M:%S')} {running} running  {summary(status)}")
         self._pause = min(2 * self._pause, _LINE_EVERY_S)  # the log of several days is not to consist of such lines

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -103,6 +104,17 @@ def replica_name(name: str | None) -> str:
     return own
 
 
+def _check_gpus(replicas: int, gpus: int) -> None:
+    """Refuse replicas for which there are no GPUs of their own: they would see none, and train without a word."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    there = len(visible.split(",")) if visible else replicas * gpus
+    if there < replicas * gpus:
+        raise ConfigError(
+            f"{replicas} replicas with {gpus} GPUs each (--gpus) need {replicas * gpus}, and CUDA_VISIBLE_DEVICES has "
+            f"{there}: {visible}; run fewer replicas, or leave --gpus out and choose the devices in the script"
+        )
+
+
 def _hold_folder(folder: Path) -> AbstractContextManager[None]:
     """Hold a folder, since a second launcher would write into the files of the first."""
     busy = f"{folder} is in use by another launcher; stop that one first, or choose another --out"
@@ -150,6 +162,7 @@ def launch_fleet(
             f"--from-scratch moves the files of the job aside, but not the checkpoints in {checkpoints}; give another "
             f"--checkpoints"
         )
+    _check_gpus(replicas, gpus)
     program = replica_command(command, workload=workload)
     name = job or job_name(command, workload=workload)
     folder = (out or Path("runs") / name).resolve()
@@ -204,6 +217,7 @@ def join_fleet(
             f"a replica that listens on {bind} cannot be reached by the others at {host}; "
             f"leave --bind out, or give this machine's address on that network"
         )
+    _check_gpus(1, gpus)
     program = replica_command(command, workload=workload)
     title = job or job_name(command, workload=workload)
     config = FleetConfig(
@@ -267,15 +281,18 @@ def run_fleet(
     notices: Sequence[NoticeSource] = (),
 ) -> FleetRun:
     """Supervise a fleet to its end and show it meanwhile; signals, and a notice as the first of them, end it as
-    `supervise` says."""
+    `supervise` says. So does a terminal that is closed, unless the launcher was told to ignore that (nohup)."""
     began = time.monotonic()
-    with StopSignal() as stop, watching(notices, stop.request), FleetDisplay(console, fleet, title) as display:
+    ends_it = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ends_it.append(signal.SIGHUP)
+    with StopSignal(*ends_it) as stop, watching(notices, stop.request), FleetDisplay(console, fleet, title) as display:
         try:
             ending, reason = supervise(
                 fleet, stop=stop, grace_s=grace_s, on_event=display.on_event, on_poll=display.on_poll, act=act
             )
         except KeyboardInterrupt:
-            console.print("killed")
+            display.say("killed")
             ending, reason = Ending.STOPPED, "killed by a second signal; the same command continues"
     if ending is Ending.FINISHED and not any(replica.trained for replica in fleet.replicas.values()):
         reason = f"nothing was trained: the job in {fleet.job.fleet.folder} had finished before; give another --out"

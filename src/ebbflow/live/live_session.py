@@ -82,7 +82,9 @@ _CHANGEABLE = {"epochs", "max_steps", "schedule", "clip", "policy", "micro_batch
 STATE_VERSION = 1
 _OF_THE_FLEET = ("lighthouse", "replica", "folder", "job", "bind", "checkpoints", "transport")
 """What the environment says, unless it is given."""
+_LONGEST_REASON = 2000  # characters of a status: what a backend says, with what to do about it
 _LOOK_AGAIN_S = 0.1
+_MEET_S = 60.0  # for which a replica that has the final state waits for others: they may be gone for good
 
 
 @shows_settings("session")
@@ -153,6 +155,7 @@ class LiveSession(Session):
         self._on_commit = on_commit
         self._notice = notice
         self._asked_to_leave = False
+        self._meets_until = math.inf
         self._stop = StopSignal()
         self._fault = ScriptedFaults(os.environ.get("EBBFLOW_FAULT", ""), lambda: self.flow.step)
         self._initial_groups = [
@@ -346,7 +349,7 @@ class LiveSession(Session):
                 self._save_now()  # all replicas end with this error, and none of them is lost
             self.loop.end(status, text)
             state = "refused" if isinstance(error, CheckpointError | ConfigError) else status
-            self._status.update(state, step=self.step, reason=text.partition("\n")[0][:500])
+            self._status.update(state, step=self.step, reason=text.partition("\n")[0][:_LONGEST_REASON])
 
     def leave(self) -> None:
         """Leave after the current step, as on SIGTERM."""
@@ -354,7 +357,8 @@ class LiveSession(Session):
 
     def _leaving(self) -> bool:
         self._asked_to_leave = self._asked_to_leave or self._notice()
-        return self._asked_to_leave or self._stop.requested
+        met_nobody = time.monotonic() > self._meets_until and self._connection.membership.waits_for_quorum
+        return self._asked_to_leave or self._stop.requested or met_nobody
 
     @property
     def engine(self) -> LiveEngine:
@@ -465,11 +469,14 @@ class LiveSession(Session):
     def _finish(self) -> None:
         """Form one more quorum group, so that a replica that missed the last sum receives the final state; then end.
 
-        The final state is saved before this replica waits for those to which it sends it: their link may be slow.
+        There may be too few others for a quorum, for ever, since they have finished: so this one waits for a minute at
+        most. The final state is saved before it waits for those to which it sends it: their link may be slow.
         """
         self._connection.return_to_lighthouse()
+        self._meets_until = time.monotonic() + _MEET_S
         with contextlib.suppress(LeftFleet, TrainingFinished):
             self.engine.participants(self.flow.step)
+        self._meets_until = math.inf
         if not self.finished:
             return
         position = {"step": self.flow.step, "epoch": self.flow.ledger.epoch, "position": self.flow.ledger.position}

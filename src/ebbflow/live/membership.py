@@ -368,9 +368,13 @@ class Membership:
             self.phase = MembershipPhase.IDLE  # the first step leaves
         return self._on_time(event)
 
+    @property
+    def waits_for_quorum(self) -> bool:
+        """Whether this replica waits for a quorum, without end if none is formed; told to leave, it leaves."""
+        return self.phase in (MembershipPhase.ASKING, MembershipPhase.REGISTERING, MembershipPhase.LEFT_OUT)
+
     def _leave_if_due(self, now: float) -> list[Instruction]:
-        waits = (MembershipPhase.ASKING, MembershipPhase.REGISTERING, MembershipPhase.LEFT_OUT)
-        if self.phase not in waits or not self._told_to_leave:
+        if not self.waits_for_quorum or not self._told_to_leave:
             return []
         if self.phase is MembershipPhase.ASKING and now < self._wait_for_others_until:
             return []

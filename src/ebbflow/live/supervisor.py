@@ -309,6 +309,22 @@ class Supervisor:
         weights = config.folder / FINAL_WEIGHTS
         return "" if weights.is_file() else f"{weights} was not written"
 
+    def repeats_after(self, step: int) -> str:
+        """What a job that was stopped after this step will have to repeat, in one line; empty if nothing is.
+
+        A replica that cannot save its last state because the disk is full may not be able to say so either.
+        """
+        if self.lighthouse is None:
+            return ""
+        try:
+            complete, _ = list_checkpoints(Storage(self.job.fleet.checkpoint_place))
+        except StorageUnreachable as error:
+            return f"whether the last state is saved cannot be seen: {error}"
+        if complete and complete[0].step >= step:
+            return ""
+        found = f"the newest checkpoint is of step {complete[0].step}" if complete else "there is no checkpoint"
+        return f"the last state, of step {step} or later, was not saved: {found}; the steps since will be repeated"
+
     def request(self, name: str) -> None:
         """Keep a replica running from the next `poll` on, also one that left, finished or was given up before."""
         replica = self.replicas.setdefault(name, SupervisedReplica(name=name, slot=len(self.replicas)))
@@ -525,8 +541,10 @@ def judge_fleet(fleet: Supervisor, *, stopped: bool) -> tuple[Ending, str]:
         return (Ending.INCOMPLETE, missing) if missing else (Ending.FINISHED, "")
     if stopped:
         statuses = [replica.status for replica in fleet.replicas.values() if replica.status]
-        unsaved = dict.fromkeys(status.reason for status in statuses if status.state == "left" and status.reason)
-        return Ending.STOPPED, "; ".join([Ending.STOPPED.line, *unsaved])
+        unsaved = [status.reason for status in statuses if status.state == "left" and status.reason]
+        if trained := [status.step for status in statuses if status.step and status.batch is not None]:
+            unsaved = unsaved or [fleet.repeats_after(max(trained))]
+        return Ending.STOPPED, "; ".join(filter(None, [Ending.STOPPED.line, *dict.fromkeys(unsaved)]))
     for outcome, ending in _ENDINGS.items():
         if replicas := by_outcome.get(outcome):
             return ending, f"{replicas[0].name}: {replicas[0].reason or ending.line}"
