@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import inspect
 import math
 import os
-import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -27,14 +25,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ebbflow import workloads
-from ebbflow._version import __version__
 from ebbflow.core.files import hold_lock
 from ebbflow.core.signals import StopSignal
 from ebbflow.engines.base import Engine, EngineParts
 from ebbflow.engines.batches import map_batch
 from ebbflow.engines.replica_ranks import local_shard, replica_ranks
 from ebbflow.engines.replica_step import Loss
-from ebbflow.engines.shards import describe_shards, shard_maker, whole_state, with_shards, without_shards
+from ebbflow.engines.shards import shard_maker, whole_state, with_shards, without_shards
 from ebbflow.errors import (
     CheckpointError,
     ConfigError,
@@ -43,11 +40,11 @@ from ebbflow.errors import (
     StorageUnreachable,
     UnreadableCheckpoints,
 )
-from ebbflow.live.agreement import describe_difference, initial_lineage
+from ebbflow.live.agreement import initial_lineage
 from ebbflow.live.checkpoints import Checkpoints
 from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished, TransportUnusable
-from ebbflow.live.equality import memory_formats, sample_digest, structure_digest
 from ebbflow.live.faults import ScriptedFaults
+from ebbflow.live.job_description import check_job, describe_job, describe_replica
 from ebbflow.live.live_engine import LiveEngine, StepSizes, by_policy
 from ebbflow.live.protocol import FINAL_WEIGHTS, STATUS_KEY, ReplicaConfig, create_secret
 from ebbflow.live.rank_watch import RankWatch
@@ -77,8 +74,6 @@ __all__ = ["LiveSession", "OnEpoch", "Stateful", "join", "join_workload"]
 
 OnEpoch = Callable[[int], Mapping[str, Any] | None]
 """Called with the number of completed epochs; the scores that it returns go into the record."""
-_CHANGEABLE = {"epochs", "max_steps", "schedule", "clip", "policy", "micro_batch", "precision"}
-"""What may differ from a checkpoint with `--allow-changes`, besides the hyperparameters of the optimizer."""
 STATE_VERSION = 1
 _OF_THE_FLEET = ("lighthouse", "replica", "folder", "job", "bind", "checkpoints", "transport")
 """What the environment says, unless it is given."""
@@ -164,14 +159,19 @@ class LiveSession(Session):
         ]
         self._rates: list[float] = []
         self._saved_at = time.monotonic()
-        self._job = self._describe_job()
         device = next(model.parameters()).device
+        self._job = describe_job(
+            self.fleet.job, self.model, self._optimizer, self.config, samples=len(self.task.train),
+            own_sizes=self._sizes is not None, max_steps=self._max_steps, groups=self._initial_groups,
+            ranks=self._ranks,
+        )  # fmt: skip
+        compared = describe_replica(self.fleet, self.model, self._optimizer, self.task.train, device)
         self._checkpoints = Checkpoints(
             self.fleet.checkpoint_place, on_event=self._event, ranks=self._ranks, pinned=device.type == "cuda"
         )
         self._secret = self._ranks.share(create_secret(self.fleet.folder) if self._ranks.leads else b"")
         self._connection = FleetConnection(
-            self.fleet, {**self._job, **self._compared(device)}, self, secret=self._secret,
+            self.fleet, {**self._job, **compared}, self, secret=self._secret,
             device=device, ranks=self._ranks, leaving=self._leaving, on_event=self._event, fault=self._fault,
         )  # fmt: skip
         self._status = StatusFile(
@@ -179,55 +179,6 @@ class LiveSession(Session):
             lambda text: self._connection.publish(STATUS_KEY, text),
             incarnation=self._connection.name,
         )
-
-    def _describe_job(self) -> dict[str, str]:
-        """What must be the same for all replicas of a fleet: versions, shapes of the model, and the settings."""
-        state, config = self.model.state_dict(), self.config
-        shapes = "; ".join(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in state.items())
-        digest = hashlib.sha256(shapes.encode()).hexdigest()[:8]
-        policy = "own" if self._sizes is not None else str(make_policy(config.policy, config.local_batch))
-        settings = {
-            "job": self.fleet.job,
-            "samples": len(self.task.train),
-            "epochs": config.epochs,
-            "seed": config.seed,
-            "rule": self._optimizer.rule,
-            "base_batch": self._optimizer.base_batch,
-            "optimizer": type(self._optimizer.inner).__name__,
-            "policy": policy,
-            "micro_batch": config.micro_batch,
-            "precision": config.precision,
-            "max_steps": self._max_steps,
-            **_hyperparameters(self._initial_groups),
-            "schedule": self._optimizer.schedule,
-            "clip": self._optimizer.clip,
-        }
-        if self._ranks.size > 1:
-            settings["ranks"] = f"{self._ranks.size}, samples over {self._ranks.data_size}"
-            settings["shards"] = describe_shards(self.model.parameters())
-        return {
-            "ebbflow": __version__,
-            "torch": torch.__version__.partition("+")[0],
-            "model": f"{len(state)} tensors, {sum(value.numel() for value in state.values())} numbers, shapes {digest}",
-            **{name: str(value) for name, value in settings.items()},
-        }
-
-    def _compared(self, device: torch.device) -> dict[str, str]:
-        """What else must be the same for all replicas that compute together; a checkpoint does not know of it."""
-        if self.fleet.transport == "nccl" and device.type != "cuda":
-            raise ConfigError(
-                f"transport is 'nccl', but the model is on {device}; use gloo or auto, or move it to a GPU"
-            )
-        auto = "nccl" if device.type == "cuda" else "gloo"
-        return {
-            "python": ".".join(platform.python_version_tuple()[:2]),  # by which the code of a model is compiled
-            "structure of the model": structure_digest(self.model),
-            "memory formats": memory_formats(self._optimizer.layers),
-            "data": sample_digest(self.task.train),
-            "transport": auto if self.fleet.transport == "auto" else self.fleet.transport,
-            # Two groups must never train at the same time because one of them is content with fewer replicas.
-            "min_replicas": str(self.fleet.min_replicas),
-        }
 
     def _make_engine(self, parts: EngineParts) -> Engine:
         sizes = self._sizes or by_policy(make_policy(self.config.policy, self.config.local_batch))
@@ -588,21 +539,12 @@ class LiveSession(Session):
             raise CheckpointError(
                 f"{origin} is not of this version of ebbflow; delete it, or use the version that wrote it"
             )
-        # Checkpoints of earlier versions say less about their job.
-        job = {**self._job, **{_renamed(key): value for key, value in state["job"].items()}}
-        changed = {key for key in job if self._job.get(key) != job[key]}
-        changeable = all(key in _CHANGEABLE or key.startswith("optimizer.") for key in changed)
-        if changed and not (changeable and self.fleet.allow_changes):
-            advice = ", or accept the change with `ebbflow launch --allow-changes`" if changeable else ""
-            raise CheckpointError(
-                f"{origin} is of another job: {describe_difference(self._job, job)}; use the same settings, or another "
-                f"folder{advice}"
-            )
+        changed = check_job(self._job, state["job"], origin, allow_changes=bool(self.fleet.allow_changes))
         if self._ranks.size > 1:
             state = with_shards(state, self.model, self._optimizer.inner)
         self.flow.load_state_dict(state, origin=origin)
         if changed:
-            self._event("settings changed", describe_difference(self._job, job))
+            self._event("settings changed", changed)
             for group, initial in zip(self._optimizer.inner.param_groups, self._initial_groups, strict=True):
                 group.update(initial)
             self._optimizer._initial_lrs = [group["lr"] for group in self._optimizer.inner.param_groups]
@@ -630,25 +572,6 @@ class LiveSession(Session):
             self.refresh()
         except (StorageUnreachable, UnreadableCheckpoints) as error:
             self._event("no checkpoint", f"{error}; the state of a peer is used if there is one")
-
-
-def _hyperparameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The hyperparameters of all parameter groups, by names such as optimizer.lr or, in a third group, optimizer.2.lr.
-
-    A scheduler changes the rate and keeps the first one as initial_lr.
-    """
-    found = {}
-    for number, group in enumerate(groups):
-        prefix = f"optimizer.{number}." if len(groups) > 1 else "optimizer."
-        for name, value in {**group, "lr": group.get("initial_lr", group["lr"])}.items():
-            if name != "initial_lr" and value is not None:
-                found[prefix + name] = value.tolist() if isinstance(value, torch.Tensor) else value
-    return found
-
-
-def _renamed(key: str) -> str:
-    """The present name of what a checkpoint says about its job; earlier versions wrote `piece`."""
-    return "micro_batch" if key == "piece" else key
 
 
 def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any, **settings: Any) -> LiveSession:
