@@ -181,6 +181,23 @@ def test_a_gradient_of_one_rank_that_is_not_finite_skips_the_step_on_all(checks:
 
 
 @pytest.mark.process
+def test_ranks_are_the_same_if_one_of_them_leaves_out_the_first_micro_batch_while_a_loss_scale_grows(
+    checks: list[dict[str, Any]],
+) -> None:
+    first, *others = (found["left out first"] for found in checks)
+    assert others == [first] * 2
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("where", ["parallel parts", "compiled"])
+def test_distributed_data_parallel_is_found_wherever_it_is_in_the_model(
+    checks: list[dict[str, Any]], where: str
+) -> None:
+    for found in checks:
+        assert found[where] == pytest.approx(found["not parallel"], rel=1e-12)
+
+
+@pytest.mark.process
 def test_a_micro_batch_that_a_rank_leaves_out_does_not_count(checks: list[dict[str, Any]]) -> None:
     net, (x, y) = model(), data()
     indices = [

@@ -204,6 +204,42 @@ def left_out() -> list[float]:
     return weights(net).tolist()
 
 
+def left_out_first() -> list[float]:
+    """Rank 2 leaves out the first micro-batches of each step, and the only one of the first, while the scale grows."""
+    net, scaler = model(), torch.amp.GradScaler("cpu", growth_interval=1)
+    x, y = data()
+    sampler = ElasticSampler(SAMPLES, "fixed(24)", local_batch=4)
+    sampler, optimizer = small(net, rule="adascale", sampler=sampler, scaler=scaler)
+    for number, indices in enumerate(sampler):
+        if dist.get_rank() == 2 and (number < 2 or number % 2 == 0):
+            optimizer.skip()
+            continue
+        scaler.scale(nn.functional.mse_loss(net(x[indices]), y[indices])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(net).tolist()
+
+
+class Around(nn.Module):
+    """A model of several parts, each of them in DistributedDataParallel."""
+
+    def __init__(self, net: nn.Sequential) -> None:
+        super().__init__()
+        parts = [DistributedDataParallel(part) if [*part.parameters()] else part for part in net]
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts(x)
+
+
+def parallel_within(wrap: Callable[[Any], Any]) -> list[float]:
+    """The weights after two steps of a model that has DistributedDataParallel somewhere in it."""
+    net = model()
+    wrapped = wrap(net)
+    steps(wrapped, *small(net, model=wrapped), 2)
+    return weights(net).tolist()
+
+
 CHECKS: dict[str, Callable[[], Any]] = {
     "forgotten model": lambda: forgotten_model(False),
     "forgotten model with views": lambda: forgotten_model(True),
@@ -216,6 +252,10 @@ CHECKS: dict[str, Callable[[], Any]] = {
     "scaled": lambda: scaled(64.0),
     "overflow": overflow,
     "left out": left_out,
+    "left out first": left_out_first,
+    "parallel parts": lambda: parallel_within(Around),
+    "compiled": lambda: parallel_within(lambda net: torch.compile(DistributedDataParallel(net), backend="eager")),
+    "not parallel": lambda: parallel_within(lambda net: net),
 }
 
 

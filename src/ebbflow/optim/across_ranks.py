@@ -8,7 +8,7 @@ backward pass with equal weights, which is wrong where ranks have different numb
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -37,13 +37,22 @@ class StepTotals:
     """Whether anybody was asked to stop."""
 
 
-def without_sync(model: torch.nn.Module | None) -> AbstractContextManager[None] | None:
-    """Keep DistributedDataParallel from combining gradients, for as long as the result is held; None for others."""
-    if not isinstance(model, DistributedDataParallel):
+def without_sync(model: torch.nn.Module | None) -> AbstractContextManager[object] | None:
+    """Keep DistributedDataParallel from combining gradients, for as long as the result is held; None for others.
+
+    It may be anywhere in the model: behind `torch.compile`, or once for each of several parts.
+    """
+    if not (parallel := _parallel_modules(model)):
         return None
-    held: AbstractContextManager[None] = model.no_sync()
-    held.__enter__()
+    held = ExitStack()
+    for module in parallel:
+        held.enter_context(module.no_sync())
     return held
+
+
+def _parallel_modules(model: torch.nn.Module | None) -> list[DistributedDataParallel]:
+    modules = model.modules() if model is not None else ()
+    return [module for module in modules if isinstance(module, DistributedDataParallel)]
 
 
 class AcrossRanks:
@@ -84,7 +93,7 @@ class AcrossRanks:
             )
         self._sampler = sampler
         self._device = parameters[0].device
-        synced = not isinstance(model, DistributedDataParallel) or model.broadcast_buffers
+        synced = all(module.broadcast_buffers for module in _parallel_modules(model))
         self._buffers = list(model.buffers()) if model is not None and synced else []
         self._combine = AllReduce(parameters, meter=meter)
         _broadcast(parameter.detach() for parameter in parameters)
