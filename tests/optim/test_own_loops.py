@@ -272,6 +272,20 @@ def test_any_micro_batch_of_a_step_may_be_left_out_with_a_scaler(rule: str, left
     assert optimizer.updates == 4
 
 
+def test_a_last_micro_batch_without_weight_gives_no_parameter_a_gradient() -> None:
+    """Not even one that has none in the others."""
+    net, branch = model(), nn.Linear(6, 1).double()
+    sampler = ElasticSampler(SAMPLES, 3, local_batch=8)
+    inner = torch.optim.SGD([*net.parameters(), *branch.parameters()], lr=0.05, weight_decay=0.1)
+    optimizer = ElasticOptimizer(inner, rule="linear", base_batch=16, sampler=sampler)
+    before, (x, y) = weights(branch).clone(), data()
+    for number, indices in enumerate(itertools.islice(sampler, 3)):
+        found = net(x[indices]) + (branch(x[indices]) if number == 2 else 0)
+        nn.functional.mse_loss(found, y[indices]).backward()
+        optimizer.step(weight=float(number < 2))
+    assert optimizer.updated and torch.equal(weights(branch), before)
+
+
 def test_a_gradient_that_was_left_out_says_nothing_about_the_next_one() -> None:
     """The last tensor has none in the micro-batch after it."""
     net = nn.Sequential(nn.Linear(6, 2), nn.Linear(6, 2)).double()

@@ -19,7 +19,7 @@ from torch import nn
 from ebbflow import ElasticOptimizer, ElasticSampler
 from ebbflow.plan.batch_plan import BatchPlan
 from optim.small_regression import SAMPLES, data, model, weights
-from optim.torchrun_script import CASES, EPOCHS, Run
+from optim.torchrun_script import CASES, EPOCHS, Run, branches
 
 SCRIPT = Path(__file__).with_name("torchrun_script.py")
 LAUNCHES = ((1, 4), (3, 9), (2, 10**6))
@@ -186,6 +186,14 @@ def test_ranks_are_the_same_if_one_of_them_leaves_out_the_first_micro_batch_whil
 ) -> None:
     first, *others = (found["left out first"] for found in checks)
     assert others == [first] * 2
+
+
+@pytest.mark.process
+def test_a_repeated_micro_batch_gives_no_parameter_a_gradient_that_the_others_do_not(
+    checks: list[dict[str, Any]],
+) -> None:
+    for found in checks:
+        assert found["branches"] == pytest.approx(branches(), rel=1e-12)
 
 
 @pytest.mark.process

@@ -220,6 +220,24 @@ def left_out_first() -> list[float]:
     return weights(net).tolist()
 
 
+def branches() -> list[float]:
+    """The weights of a model with a branch that only some samples take, after steps with repeated micro-batches."""
+    net, branch = model(), nn.Linear(6, 1).double()
+    nn.init.constant_(branch.weight, 0.1)
+    nn.init.constant_(branch.bias, 0.1)
+    sampler = ElasticSampler(SAMPLES, "fixed(24)", local_batch=4)
+    inner = torch.optim.SGD([*net.parameters(), *branch.parameters()], lr=0.02, weight_decay=0.1)
+    optimizer = ElasticOptimizer(inner, rule="linear", base_batch=8, sampler=sampler)
+    x, y = data()
+    for _ in range(2):
+        for indices in sampler:
+            found = net(x[indices]) + (branch(x[indices]) if indices[0] % 3 == 0 else 0)
+            nn.functional.mse_loss(found, y[indices]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*weights(net).tolist(), *weights(branch).tolist()]
+
+
 class Around(nn.Module):
     """A model of several parts, each of them in DistributedDataParallel."""
 
@@ -253,6 +271,7 @@ CHECKS: dict[str, Callable[[], Any]] = {
     "overflow": overflow,
     "left out": left_out,
     "left out first": left_out_first,
+    "branches": branches,
     "parallel parts": lambda: parallel_within(Around),
     "compiled": lambda: parallel_within(lambda net: torch.compile(DistributedDataParallel(net), backend="eager")),
     "not parallel": lambda: parallel_within(lambda net: net),

@@ -399,15 +399,14 @@ class ElasticOptimizer(RuleOptimizer):
         if self._ranks is not None:
             step = self._ranks.agree(step)
         self.stop_requested = step.stop
+        self._clear()  # a last micro-batch that does not count may have given gradients to further parameters
         if not step.weight > 0:
             self.skip_step(self._context(batch=micro_batch.batch, workers=micro_batch.workers))
             return
         if taken.weight > 0:
             taken.put_back()
-        else:
-            self._clear()
-            if self._scaler is not None:  # of which nothing was asked if this rank left out all of its micro-batches
-                self._scaler.scale(torch.zeros((), device=self._applier.parameters[0].device))
+        elif self._scaler is not None:  # of which nothing was asked if this rank left out all of its micro-batches
+            self._scaler.scale(torch.zeros((), device=self._applier.parameters[0].device))
         self._complete(batch=step.samples, workers=micro_batch.workers, measure=self._measure(taken.weight, step))
         self._samples += micro_batch.batch - step.samples
         if self._ranks is not None:
