@@ -152,11 +152,27 @@ def checks(launches: Path) -> list[dict[str, Any]]:
         ("forgotten model with views", "DistributedDataParallel changes them: give it to ElasticOptimizer as model="),
         ("different positions", "the ranks are at different steps"),
         ("other ranks", "the sampler is for rank 0 of 2, but this process is rank"),
+        ("other seeds", "other settings than rank 0"),
+        ("other rates", "other settings than rank 0"),
+        ("static graph", "the DistributedDataParallel has static_graph=True"),
         ("accumulating", "accumulation is 2, but with 3 ranks step() takes each micro-batch by itself"),
     ],
 )
 def test_what_would_train_wrongly_is_refused_on_every_rank(checks: list[dict[str, Any]], name: str, text: str) -> None:
     assert [text in found[name] for found in checks] == [True] * 3, [found[name] for found in checks]
+
+
+@pytest.mark.process
+def test_a_rank_with_other_settings_says_which(checks: list[dict[str, Any]]) -> None:
+    assert "rank 2 has other settings than rank 0 (seed is 2 here and 0 there)" in checks[2]["other seeds"]
+    assert "rank 1 has other settings than rank 0 (lr of group 0 is 0.02 here and 0.01" in checks[1]["other rates"]
+    assert checks[0]["other rates"].startswith("2 of 3 ranks have other settings than rank 0; their own messages say")
+
+
+@pytest.mark.process
+def test_the_optimizer_that_takes_the_place_of_another_one_combines_the_gradients(checks: list[dict[str, Any]]) -> None:
+    for found in checks:
+        assert found["replaced"] == pytest.approx(found["replaced without"], rel=1e-12)
 
 
 @pytest.mark.process

@@ -147,6 +147,37 @@ def other_ranks() -> str:
     return error_of(lambda: small(model(), sampler=ElasticSampler(SAMPLES, "fixed(24)", rank=0, world_size=2)))
 
 
+def other_seeds() -> str:
+    rank = dist.get_rank()
+    return error_of(lambda: small(model(), sampler=ElasticSampler(SAMPLES, "fixed(24)", local_batch=8, seed=rank)))
+
+
+def other_rates() -> str:
+    net = model()
+    sampler = ElasticSampler(SAMPLES, "fixed(24)", local_batch=8)
+    inner = torch.optim.SGD(net.parameters(), lr=0.01 * (1 + dist.get_rank()))
+    return error_of(lambda: ElasticOptimizer(inner, rule="linear", base_batch=8, sampler=sampler))
+
+
+def static_graph() -> str:
+    net = DistributedDataParallel(model(), static_graph=True)
+    return error_of(lambda: small(net, model=net))
+
+
+def replaced(parallel: bool) -> list[float]:
+    """The weights after steps of an optimizer, and of another one that takes its place."""
+    net = model()
+    wrapped = DistributedDataParallel(net) if parallel else net
+    sampler, optimizer = small(net, model=wrapped)
+    torch.optim.lr_scheduler.StepLR(optimizer, 100)  # it keeps the optimizer until garbage is collected
+    steps(wrapped, sampler, optimizer, 2)
+    _, optimizer = small(net, model=wrapped, sampler=sampler)
+    for updates in (5, 9):  # thoroughly watched until then, and not any more
+        steps(wrapped, sampler, optimizer, updates)
+        gc.collect()
+    return weights(net).tolist()
+
+
 def accumulating() -> str:
     return error_of(lambda: small(model(), accumulation=2))
 
@@ -264,6 +295,11 @@ CHECKS: dict[str, Callable[[], Any]] = {
     "different positions": different_positions,
     "other ranks": other_ranks,
     "accumulating": accumulating,
+    "other seeds": other_seeds,
+    "other rates": other_rates,
+    "static graph": static_graph,
+    "replaced": lambda: replaced(True),
+    "replaced without": lambda: replaced(False),
     "stop": stop_at,
     "buffers": buffers,
     "unscaled": lambda: scaled(None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import sys
 import warnings
@@ -596,6 +597,16 @@ class ElasticSampler(Sampler[list[int]]):
             "step": self._cursor.position.step,
             **self._cursor.position.ledger.state(),
         }
+
+    def described(self) -> dict[str, str]:
+        """What must be the same on all ranks."""
+        plan = self.plan
+        steps = hashlib.sha256(b"".join(array.tobytes() for array in (plan.first, plan.workers, plan.samples)))
+        said = {
+            "samples": self.samples, "seed": self.seed, "shuffle": self.shuffle, "local_batch": self.local_batch,
+            "the plan": f"{plan.source.get('policy', 'a plan')} ({steps.hexdigest()[:8]})",
+        }  # fmt: skip
+        return {name: str(value) for name, value in said.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a saved position; a state of other data or of another order is refused, and then nothing changes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import math
 import weakref
@@ -171,7 +172,7 @@ class ElasticOptimizer(RuleOptimizer):
             check_tracker(tracker)
         self._tracker = tracker if sampler is None or sampler.rank == 0 else None
         self._model = model
-        self._without_sync = without_sync(model) if sampler is not None else None
+        self._without_sync = without_sync(model) if sampler is not None else []
         self._meter = self._make_meter()
         self._ranks = self._across_ranks()
         if self._meter is not None and accumulation > 1:
@@ -235,7 +236,23 @@ class ElasticOptimizer(RuleOptimizer):
                 f"micro-batch by itself, since ranks may have different numbers of them; leave accumulation out, and "
                 f"call step() after every micro-batch"
             )
-        return AcrossRanks(self.layers, sampler=self.sampler, model=self._model, meter=self._meter)
+        return AcrossRanks(
+            self.layers, sampler=self.sampler, model=self._model, meter=self._meter, settings=self._compared()
+        )
+
+    def _compared(self) -> dict[str, str]:
+        """What must be the same on all ranks."""
+        assert self.sampler is not None
+        settings = self._settings() | {"rule": self.rule, "optimizer": type(self.inner).__name__}
+        settings |= {"a scaler": self._scaler is not None}
+        for number, group in enumerate(self.param_groups):
+            for name, value in group.items():
+                plain = value.tolist() if isinstance(value, torch.Tensor) else value
+                if name != "params" and isinstance(plain, int | float | tuple | list | str):
+                    settings[f"{name} of group {number}"] = plain
+        shapes = hashlib.sha256(str([(tuple(p.shape), p.dtype) for p in self.layers]).encode()).hexdigest()
+        settings["trained parameters"] = f"{len(self.layers)} tensors, shapes {shapes[:8]}"
+        return {name: str(value) for name, value in settings.items()} | self.sampler.described()
 
     _step_supports_amp_scaling = True  # a GradScaler then calls step() without unscaling, and step() can refuse it
 
