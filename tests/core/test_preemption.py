@@ -223,6 +223,15 @@ def test_sigterm_is_a_notice() -> None:
         assert notice.requested
 
 
+def test_a_notice_can_be_used_in_one_with_after_another(tmp_path: Path) -> None:
+    notice = PreemptionNotice(f"file({tmp_path / 'stop'})", every_s=0.01)
+    with notice:
+        assert not notice.requested
+    (tmp_path / "stop").touch()
+    with notice:
+        wait_for(lambda: notice.requested)
+
+
 def test_a_service_that_is_not_there_is_named_once_and_asked_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,5 +298,7 @@ def test_a_source_that_raises_is_named_once_and_asked_again(caplog: pytest.LogCa
 
 
 def test_an_unknown_source_is_named() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SpecError, match="unknown preemption notice 'asw'; did you mean 'aws'"):
         PreemptionNotice("asw").__enter__()
+    assert signal.getsignal(signal.SIGTERM) is handler, "it handles no signals"

@@ -61,6 +61,19 @@ def script(tmp_path: Path) -> Iterator[Any]:
         yield join
 
 
+class Both:
+    """What a script keeps together: a scheduler, and more."""
+
+    def __init__(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+        self.scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedules": [self.scheduler.state_dict()], "more": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state_dict["schedules"][0])
+
+
 def train_with(scheduler: torch.optim.lr_scheduler.LRScheduler, model: nn.Module, fleet: Any) -> None:
     """The loop of a script that has a scheduler of torch."""
     for step in fleet:
@@ -504,16 +517,20 @@ def test_a_scheduler_in_the_loop_has_to_belong_to_the_state(script: Any, tmp_pat
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-        extras = {"extras": {"scheduler": scheduler}} if settings.pop("kept", False) else {}
+        kept = {True: {"scheduler": scheduler}, "within": {"all": Both(scheduler)}, "other": {"counter": Counter()}}
+        extras = {"extras": kept[how]} if (how := settings.pop("kept", False)) else {}
         _, fleet = script(model=model, optimizer=optimizer, folder=tmp_path / folder, **extras, **settings)
         with fleet:
             train_with(scheduler, model, fleet)
 
     with pytest.raises(ConfigError, match=r"extras=\{'scheduler': scheduler\}"):
         run("a")
+    with pytest.raises(ConfigError, match=r"extras=\{'scheduler': scheduler\}"):
+        run("other", kept="other")
     with pytest.raises(ConfigError, match="use one of the two"):
         run("b", kept=True, schedule="multistep(1ep)")
     run("c", kept=True)
+    run("within", kept="within")
 
 
 def test_what_the_optimizer_must_not_be_is_refused(script: Any) -> None:

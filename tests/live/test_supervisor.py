@@ -192,6 +192,8 @@ def test_a_script_with_a_bug_is_given_up_with_the_end_of_its_log(fake_job: MakeJ
         fleet.request("r0")
         poll_until(fleet, seen, lambda: not fleet.active)
     assert seen.of("r0") == ["started", "died", "started", "gave up"]
+    why = "exit code 3 (ZeroDivisionError: the bug of this script); starting again"
+    assert seen[1].text == why, "who looks at the screen sees why"
     assert "exit code 3, 2 times in a row with ZeroDivisionError: the bug of this script" in seen[-1].text
     assert seen[-1].lines[-1] == "ZeroDivisionError: the bug of this script"
     log = (fleet.job.fleet.folder / "replicas" / "r0" / "log.txt").read_text()

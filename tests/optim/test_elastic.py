@@ -188,6 +188,19 @@ def test_a_state_of_another_rule_or_batch_is_refused() -> None:
         elastic(model(), base_batch=32)[0].load_state_dict(state)
 
 
+def test_a_state_that_is_refused_changes_nothing_and_one_of_plain_torch_says_what_it_is() -> None:
+    net = model()
+    optimizer, sampler = elastic(net)
+    train_elastic(net, optimizer, sampler)
+    state = optimizer.state_dict()
+    optimizer, sampler = elastic(model())
+    with pytest.raises(CheckpointError, match="saved with seed 7, this sampler has 0"):
+        optimizer.load_state_dict({**state, "sampler": {**state["sampler"], "seed": 7}})
+    assert (optimizer.updates, sampler.position) == (0, 0)
+    with pytest.raises(CheckpointError, match="the state is that of an optimizer of torch, without a position"):
+        optimizer.load_state_dict(torch.optim.SGD(net.parameters(), lr=0.1).state_dict())
+
+
 def test_a_run_of_billions_of_samples_ends_with_its_last_sample() -> None:
     samples = 4 * 10**9
     optimizer, _ = elastic(model(), sampler=None, epochs=1, epoch_samples=samples)

@@ -246,34 +246,56 @@ def test_a_micro_batch_is_left_out_by_skip() -> None:
     assert optimizer.last is not None and not optimizer.last.applied
 
 
-def test_the_first_micro_batch_of_a_step_is_left_out_like_any_other() -> None:
-    """Rates are compared from the first gradient on that is taken, and the step is measured as if that were the first.
+@pytest.mark.parametrize("rule", ["linear", "adascale"])
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_any_micro_batch_of_a_step_may_be_left_out_with_a_scaler(rule: str, left_out: int) -> None:
+    """The first one, too, before which the scale has grown."""
 
-    Powers of two leave no rounding, so that measurements at any loss scale are equal.
-    """
-
-    def run(scaler: torch.amp.GradScaler | None) -> tuple[torch.Tensor, list[dict[str, float]]]:
+    def run(scaler: torch.amp.GradScaler | None) -> tuple[torch.Tensor, ElasticOptimizer]:
         net = model()
-        optimizer, sampler = elastic(net, rule="adascale", scaler=scaler)
-        stats = []
-        for number, batch in enumerate(loader_of(sampler)):
-            if number % 3 == 0:
+        optimizer, sampler = elastic(net, rule=rule, scaler=scaler)
+        for number, batch in enumerate(itertools.islice(loader_of(sampler), 12)):
+            if number % 3 == left_out:
                 optimizer.skip()
                 continue
             loss = loss_of(net, batch)
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            (scaler.scale(loss) if scaler is not None else loss).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if optimizer.updated:
-                assert optimizer.last is not None
-                stats.append(dict(optimizer.last.stats))
-        return weights(net), stats
+        return weights(net), optimizer
 
-    plain, stats = run(None)
-    assert len(stats) == 5
-    scaled, found = run(torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1))
-    torch.testing.assert_close(scaled, plain, rtol=1e-12, atol=1e-14)
-    assert found == [pytest.approx(each, rel=1e-9) for each in stats]
+    (plain, reference), (found, optimizer) = run(None), run(torch.amp.GradScaler("cpu", growth_interval=1))
+    torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-12)
+    assert reference.last is not None and optimizer.last is not None
+    if reference.last.moments is not None and optimizer.last.moments is not None:
+        assert optimizer.last.moments.noise == pytest.approx(reference.last.moments.noise)
+    assert optimizer.updates == 4
+
+
+def test_a_last_micro_batch_without_weight_gives_no_parameter_a_gradient() -> None:
+    """Not even one that has none in the others."""
+    net, branch = model(), nn.Linear(6, 1).double()
+    sampler = ElasticSampler(SAMPLES, 3, local_batch=8)
+    inner = torch.optim.SGD([*net.parameters(), *branch.parameters()], lr=0.05, weight_decay=0.1)
+    optimizer = ElasticOptimizer(inner, rule="linear", base_batch=16, sampler=sampler)
+    before, (x, y) = weights(branch).clone(), data()
+    for number, indices in enumerate(itertools.islice(sampler, 3)):
+        found = net(x[indices]) + (branch(x[indices]) if number == 2 else 0)
+        nn.functional.mse_loss(found, y[indices]).backward()
+        optimizer.step(weight=float(number < 2))
+    assert optimizer.updated and torch.equal(weights(branch), before)
+
+
+def test_a_gradient_that_was_left_out_says_nothing_about_the_next_one() -> None:
+    """The last tensor has none in the micro-batch after it."""
+    net = nn.Sequential(nn.Linear(6, 2), nn.Linear(6, 2)).double()
+    optimizer, sampler = elastic(net)
+    x, _ = data()
+    for number, indices in enumerate(itertools.islice(sampler, 6)):
+        part = net[0] if number == 1 else net
+        sum(one(x[indices]).sum() for one in (net if part is net else [part])).backward()
+        optimizer.skip() if number == 0 else optimizer.step()
+    assert optimizer.updates == 2
 
 
 def test_a_step_too_many_is_refused() -> None:
@@ -361,6 +383,53 @@ def test_an_optimizer_that_is_not_stepped_with_the_others_is_named() -> None:
         ConfigError, match="an optimizer that is not stepped with the others, do not give it the sampler"
     ):
         run()
+
+
+def test_a_new_optimizer_of_the_same_parameters_takes_the_place_of_the_old_one() -> None:
+    """As after parameters were unfrozen; the old one, which somebody still has, does not hold the position."""
+    net = model()
+    old, sampler = elastic(net)
+    for batch in loader_of(sampler):
+        loss_of(net, batch).backward()
+        old.step()
+    new, _ = elastic(net, sampler=sampler)
+    for batch in loader_of(sampler):
+        loss_of(net, batch).backward()
+        new.step()
+    assert (sampler.epoch, new.state_dict()["sampler"]["epoch"]) == (2, 2)
+    loss_of(net, data()).backward()
+    with pytest.raises(ConfigError, match="a later optimizer of the same parameters took the place of this one"):
+        old.step()
+
+
+def test_an_optimizer_that_is_never_stepped_again_is_noticed_in_the_second_step_without_it() -> None:
+    nets = model(), model()
+    kept, sampler = elastic(nets[0])
+    for batch in loader_of(sampler):
+        loss_of(nets[0], batch).backward()
+        kept.step()
+    other, _ = elastic(nets[1], sampler=sampler)
+
+    def run() -> None:
+        for batch in loader_of(sampler):
+            loss_of(nets[1], batch).backward()
+            other.step()
+
+    with pytest.raises(ConfigError, match="2 optimizers share the sampler, and not all of them were stepped"):
+        run()
+    assert other.updates == 1 and kept.updates > 1
+
+
+def test_an_optimizer_that_nobody_has_any_more_does_not_hold_the_position() -> None:
+    nets = model(), model()
+    optimizer, sampler = elastic(nets[0])
+    torch.optim.lr_scheduler.StepLR(optimizer, 5)  # it refers to the optimizer, which refers to itself then
+    other, _ = elastic(nets[1], sampler=sampler)
+    del optimizer
+    for batch in loader_of(sampler):
+        loss_of(nets[1], batch).backward()
+        other.step()
+    assert sampler.epoch == 1
 
 
 # Updates, not micro-batches -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import nn
 from ebbflow import ElasticOptimizer, ElasticSampler
 from ebbflow.plan.batch_plan import BatchPlan
 from optim.small_regression import SAMPLES, data, model, weights
-from optim.torchrun_script import CASES, EPOCHS, Run
+from optim.torchrun_script import CASES, EPOCHS, Run, branches
 
 SCRIPT = Path(__file__).with_name("torchrun_script.py")
 LAUNCHES = ((1, 4), (3, 9), (2, 10**6))
@@ -152,11 +152,27 @@ def checks(launches: Path) -> list[dict[str, Any]]:
         ("forgotten model with views", "DistributedDataParallel changes them: give it to ElasticOptimizer as model="),
         ("different positions", "the ranks are at different steps"),
         ("other ranks", "the sampler is for rank 0 of 2, but this process is rank"),
+        ("other seeds", "other settings than rank 0"),
+        ("other rates", "other settings than rank 0"),
+        ("static graph", "the DistributedDataParallel has static_graph=True"),
         ("accumulating", "accumulation is 2, but with 3 ranks step() takes each micro-batch by itself"),
     ],
 )
 def test_what_would_train_wrongly_is_refused_on_every_rank(checks: list[dict[str, Any]], name: str, text: str) -> None:
     assert [text in found[name] for found in checks] == [True] * 3, [found[name] for found in checks]
+
+
+@pytest.mark.process
+def test_a_rank_with_other_settings_says_which(checks: list[dict[str, Any]]) -> None:
+    assert "rank 2 has other settings than rank 0 (seed is 2 here and 0 there)" in checks[2]["other seeds"]
+    assert "rank 1 has other settings than rank 0 (lr of group 0 is 0.02 here and 0.01" in checks[1]["other rates"]
+    assert checks[0]["other rates"].startswith("2 of 3 ranks have other settings than rank 0; their own messages say")
+
+
+@pytest.mark.process
+def test_the_optimizer_that_takes_the_place_of_another_one_combines_the_gradients(checks: list[dict[str, Any]]) -> None:
+    for found in checks:
+        assert found["replaced"] == pytest.approx(found["replaced without"], rel=1e-12)
 
 
 @pytest.mark.process
@@ -178,6 +194,31 @@ def test_a_loss_scale_changes_neither_noise_nor_weights(checks: list[dict[str, A
 def test_a_gradient_of_one_rank_that_is_not_finite_skips_the_step_on_all(checks: list[dict[str, Any]]) -> None:
     # The scale of 1024 is halved, and nothing was updated.
     assert all(found["overflow"][:2] == [512.0, 0.0] and not any(found["overflow"][2:]) for found in checks)
+
+
+@pytest.mark.process
+def test_ranks_are_the_same_if_one_of_them_leaves_out_the_first_micro_batch_while_a_loss_scale_grows(
+    checks: list[dict[str, Any]],
+) -> None:
+    first, *others = (found["left out first"] for found in checks)
+    assert others == [first] * 2
+
+
+@pytest.mark.process
+def test_a_repeated_micro_batch_gives_no_parameter_a_gradient_that_the_others_do_not(
+    checks: list[dict[str, Any]],
+) -> None:
+    for found in checks:
+        assert found["branches"] == pytest.approx(branches(), rel=1e-12)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("where", ["parallel parts", "compiled"])
+def test_distributed_data_parallel_is_found_wherever_it_is_in_the_model(
+    checks: list[dict[str, Any]], where: str
+) -> None:
+    for found in checks:
+        assert found[where] == pytest.approx(found["not parallel"], rel=1e-12)
 
 
 @pytest.mark.process

@@ -147,6 +147,37 @@ def other_ranks() -> str:
     return error_of(lambda: small(model(), sampler=ElasticSampler(SAMPLES, "fixed(24)", rank=0, world_size=2)))
 
 
+def other_seeds() -> str:
+    rank = dist.get_rank()
+    return error_of(lambda: small(model(), sampler=ElasticSampler(SAMPLES, "fixed(24)", local_batch=8, seed=rank)))
+
+
+def other_rates() -> str:
+    net = model()
+    sampler = ElasticSampler(SAMPLES, "fixed(24)", local_batch=8)
+    inner = torch.optim.SGD(net.parameters(), lr=0.01 * (1 + dist.get_rank()))
+    return error_of(lambda: ElasticOptimizer(inner, rule="linear", base_batch=8, sampler=sampler))
+
+
+def static_graph() -> str:
+    net = DistributedDataParallel(model(), static_graph=True)
+    return error_of(lambda: small(net, model=net))
+
+
+def replaced(parallel: bool) -> list[float]:
+    """The weights after steps of an optimizer, and of another one that takes its place."""
+    net = model()
+    wrapped = DistributedDataParallel(net) if parallel else net
+    sampler, optimizer = small(net, model=wrapped)
+    torch.optim.lr_scheduler.StepLR(optimizer, 100)  # it keeps the optimizer until garbage is collected
+    steps(wrapped, sampler, optimizer, 2)
+    _, optimizer = small(net, model=wrapped, sampler=sampler)
+    for updates in (5, 9):  # thoroughly watched until then, and not any more
+        steps(wrapped, sampler, optimizer, updates)
+        gc.collect()
+    return weights(net).tolist()
+
+
 def accumulating() -> str:
     return error_of(lambda: small(model(), accumulation=2))
 
@@ -204,18 +235,82 @@ def left_out() -> list[float]:
     return weights(net).tolist()
 
 
+def left_out_first() -> list[float]:
+    """Rank 2 leaves out the first micro-batches of each step, and the only one of the first, while the scale grows."""
+    net, scaler = model(), torch.amp.GradScaler("cpu", growth_interval=1)
+    x, y = data()
+    sampler = ElasticSampler(SAMPLES, "fixed(24)", local_batch=4)
+    sampler, optimizer = small(net, rule="adascale", sampler=sampler, scaler=scaler)
+    for number, indices in enumerate(sampler):
+        if dist.get_rank() == 2 and (number < 2 or number % 2 == 0):
+            optimizer.skip()
+            continue
+        scaler.scale(nn.functional.mse_loss(net(x[indices]), y[indices])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(net).tolist()
+
+
+def branches() -> list[float]:
+    """The weights of a model with a branch that only some samples take, after steps with repeated micro-batches."""
+    net, branch = model(), nn.Linear(6, 1).double()
+    nn.init.constant_(branch.weight, 0.1)
+    nn.init.constant_(branch.bias, 0.1)
+    sampler = ElasticSampler(SAMPLES, "fixed(24)", local_batch=4)
+    inner = torch.optim.SGD([*net.parameters(), *branch.parameters()], lr=0.02, weight_decay=0.1)
+    optimizer = ElasticOptimizer(inner, rule="linear", base_batch=8, sampler=sampler)
+    x, y = data()
+    for _ in range(2):
+        for indices in sampler:
+            found = net(x[indices]) + (branch(x[indices]) if indices[0] % 3 == 0 else 0)
+            nn.functional.mse_loss(found, y[indices]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*weights(net).tolist(), *weights(branch).tolist()]
+
+
+class Around(nn.Module):
+    """A model of several parts, each of them in DistributedDataParallel."""
+
+    def __init__(self, net: nn.Sequential) -> None:
+        super().__init__()
+        parts = [DistributedDataParallel(part) if [*part.parameters()] else part for part in net]
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts(x)
+
+
+def parallel_within(wrap: Callable[[Any], Any]) -> list[float]:
+    """The weights after two steps of a model that has DistributedDataParallel somewhere in it."""
+    net = model()
+    wrapped = wrap(net)
+    steps(wrapped, *small(net, model=wrapped), 2)
+    return weights(net).tolist()
+
+
 CHECKS: dict[str, Callable[[], Any]] = {
     "forgotten model": lambda: forgotten_model(False),
     "forgotten model with views": lambda: forgotten_model(True),
     "different positions": different_positions,
     "other ranks": other_ranks,
     "accumulating": accumulating,
+    "other seeds": other_seeds,
+    "other rates": other_rates,
+    "static graph": static_graph,
+    "replaced": lambda: replaced(True),
+    "replaced without": lambda: replaced(False),
     "stop": stop_at,
     "buffers": buffers,
     "unscaled": lambda: scaled(None),
     "scaled": lambda: scaled(64.0),
     "overflow": overflow,
     "left out": left_out,
+    "left out first": left_out_first,
+    "branches": branches,
+    "parallel parts": lambda: parallel_within(Around),
+    "compiled": lambda: parallel_within(lambda net: torch.compile(DistributedDataParallel(net), backend="eager")),
+    "not parallel": lambda: parallel_within(lambda net: net),
 }
 
 

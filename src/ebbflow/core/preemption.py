@@ -18,7 +18,7 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -165,6 +165,10 @@ def _get(
 # Watching -------------------------------------------------------------------------------------------------------------
 
 
+def _known(sources: Sequence[str | NoticeSource]) -> list[NoticeSource]:
+    return [NOTICES.make(source) if isinstance(source, str) else source for source in sources]
+
+
 @contextmanager
 def watching(
     sources: Sequence[str | NoticeSource], noticed: Callable[[], object], *, every_s: float = _EVERY_S
@@ -173,7 +177,7 @@ def watching(
 
     A source that cannot be asked is logged once, and asked again.
     """
-    known = [NOTICES.make(source) if isinstance(source, str) else source for source in sources]
+    known = _known(sources)
     over = threading.Event()
     failed: set[int] = set()
 
@@ -218,10 +222,13 @@ class PreemptionNotice(StopSignal):
 
     def __init__(self, *sources: str | NoticeSource, every_s: float = _EVERY_S) -> None:
         super().__init__()
-        self._watching = watching(sources, self.request, every_s=every_s)
+        self._sources = _known(sources)
+        self._every_s = every_s
+        self._watching: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> Self:
         super().__enter__()
+        self._watching = watching(self._sources, self.request, every_s=self._every_s)  # of this `with` alone
         self._watching.__enter__()
         return self
 

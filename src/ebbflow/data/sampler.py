@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import os
 import sys
 import warnings
@@ -450,13 +452,23 @@ class ElasticSampler(Sampler[list[int]]):
         for cursor in (self._own, *self._attached.values()):
             cursor.position, cursor.done, cursor.upcoming = position, 0, None
 
-    def attach(self, consumer: object) -> None:
-        """Let an optimizer consume the micro-batches; with several of them, each consumes every micro-batch."""
+    def attach(self, consumer: object, *, replaces: Callable[[Any], bool] = lambda other: False) -> None:
+        """Let an optimizer consume the micro-batches; with several of them, each consumes every micro-batch.
+
+        Those that it `replaces` consume no longer: an optimizer that nobody steps any more would hold the position.
+        """
         cursor = self._cursor
+        for other in [other for other in self._attached if replaces(other)]:
+            del self._attached[other]
         self._attached[consumer] = _Cursor(cursor.position, cursor.done)
 
     def _cursor_of(self, consumer: object | None) -> _Cursor:
         if consumer is not None:
+            if consumer not in self._attached:
+                raise ConfigError(
+                    "a later optimizer of the same parameters took the place of this one at the sampler; step the "
+                    "later one only, or give each of them a sampler of its own"
+                )
             return self._attached[consumer]
         if self._attached:
             raise ConfigError("an optimizer consumes the micro-batches of this sampler; leave consume() to its step()")
@@ -493,6 +505,8 @@ class ElasticSampler(Sampler[list[int]]):
         cursor = self._cursor_of(consumer)
         micro_batch = self.peek(consumer)
         self._check_taken(cursor)
+        if micro_batch.first:
+            self._check_others(cursor)
         if micro_batch.last:
             step, _ = self._upcoming(cursor)
             cursor.position, cursor.done, cursor.upcoming = step.after, 0, None
@@ -525,6 +539,23 @@ class ElasticSampler(Sampler[list[int]]):
                 f"step() was called {cursor.consumed + 1} times in this iteration, but only {iteration.asked} "
                 f"micro-batches were given out: call it once for every micro-batch that the loader yields"
             )
+
+    def _check_others(self, cursor: _Cursor) -> None:
+        """Refuse to begin a step while another optimizer has not ended the one before: it would hold the position."""
+        if not self._any_behind(cursor):
+            return
+        gc.collect()  # one that nobody has any more may refer to itself
+        if self._any_behind(cursor):
+            raise ConfigError(
+                f"{len(self._attached)} optimizers share the sampler, and not all of them were stepped in the step "
+                f"before this one: call step() or skip() of each of them for every micro-batch. For an optimizer that "
+                f"is not stepped with the others, do not give it the sampler; of one that is no longer used, keep "
+                f"nothing"
+            )
+
+    def _any_behind(self, cursor: _Cursor) -> bool:
+        here = cursor.position.ledger.total
+        return any(other.position.ledger.total < here for other in self._cursors)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch, as with DistributedSampler.
@@ -567,11 +598,29 @@ class ElasticSampler(Sampler[list[int]]):
             **self._cursor.position.ledger.state(),
         }
 
+    def described(self) -> dict[str, str]:
+        """What must be the same on all ranks."""
+        plan = self.plan
+        steps = hashlib.sha256(b"".join(array.tobytes() for array in (plan.first, plan.workers, plan.samples)))
+        said = {
+            "samples": self.samples, "seed": self.seed, "shuffle": self.shuffle, "local_batch": self.local_batch,
+            "the plan": f"{plan.source.get('policy', 'a plan')} ({steps.hexdigest()[:8]})",
+        }  # fmt: skip
+        return {name: str(value) for name, value in said.items()}
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a saved position; a state of other data or of another order is refused, and then nothing changes.
 
         Plan, ranks and local batch may differ from those when it was saved.
         """
+        self._move(self._saved_position(state_dict))
+        self._iteration, self._restored = None, self._own.position.ledger.total > 0
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise the CheckpointError with which `load_state_dict` would refuse a state; change nothing."""
+        self._saved_position(state_dict)
+
+    def _saved_position(self, state_dict: Mapping[str, Any]) -> _Position:
         own = self.state_dict()
         for key in ("version", "seed", "shuffle", "samples"):
             if state_dict.get(key) != own[key]:
@@ -582,5 +631,4 @@ class ElasticSampler(Sampler[list[int]]):
         step = state_dict.get("step")
         if not isinstance(step, int) or step < 0:
             raise CheckpointError(f"the sampler state has step {step!r}; expected a whole number from 0 up")
-        self._move(_Position(Ledger.restore(state_dict), step))
-        self._iteration, self._restored = None, self._own.position.ledger.total > 0
+        return _Position(Ledger.restore(state_dict), step)

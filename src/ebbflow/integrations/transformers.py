@@ -294,6 +294,9 @@ class ElasticTrainerMixin(Trainer):  # type: ignore[misc]
 class _DerivedState:
     """State of a scheduler that follows from the position in the data, so that nothing has to be sent to a replica."""
 
+    def step(self) -> None:
+        """Nothing happens: the Trainer steps the scheduler."""
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -364,11 +365,19 @@ class LiveSession(Session):
                 f"a scheduler changed the learning rate, but schedule={str(optimizer.schedule)!r} sets it in every "
                 f"step; use one of the two"
             )
-        if not self._extras:
+        if not self._keeps_scheduler:
             raise ConfigError(
                 "a scheduler changed the learning rate, but its state is not part of the fleet's: a replica that joins "
                 "later would have another rate. Give it with extras={'scheduler': scheduler}, or use schedule= instead"
             )
+
+    @cached_property
+    def _keeps_scheduler(self) -> bool:
+        """Whether any of the extras is a scheduler, or has the state of one in its own."""
+        return any(
+            callable(getattr(extra, "step", None)) or _has_key(extra.state_dict(), "last_epoch")
+            for extra in self._extras.values()
+        )
 
     def _watch_optimizer(self, stack: ExitStack) -> None:
         super()._watch_optimizer(stack)
@@ -572,6 +581,13 @@ class LiveSession(Session):
             self.refresh()
         except (StorageUnreachable, UnreadableCheckpoints) as error:
             self._event("no checkpoint", f"{error}; the state of a peer is used if there is one")
+
+
+def _has_key(state: Any, key: str) -> bool:
+    """Whether a key is anywhere in a state."""
+    if isinstance(state, Mapping):
+        return key in state or any(_has_key(value, key) for value in state.values())
+    return isinstance(state, list | tuple) and any(_has_key(value, key) for value in state)
 
 
 def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any, **settings: Any) -> LiveSession:

@@ -444,7 +444,9 @@ class Supervisor:
         if verdict == "restart":
             replica.deaths += 1
             replica.not_before = time.monotonic() + pause
-            text = describe_exit(code) + (f"; starting again in {pause:g} s" if pause else "; starting again")
+            # The last line of its log says why only if it names an exception.
+            why = f" ({end.error})" if code > 0 and (state == "failed" or _EXCEPTION.match(end.error)) else ""
+            text = describe_exit(code) + why + (f"; starting again in {pause:g} s" if pause else "; starting again")
             return FleetEvent(time=now, replica=replica.name, what="died", text=text)
         replica.outcome = verdict
         if verdict == "finished" or verdict == "left":

@@ -7,8 +7,9 @@ backward pass with equal weights, which is wrong where ranks have different numb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+import json
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,13 +38,41 @@ class StepTotals:
     """Whether anybody was asked to stop."""
 
 
-def without_sync(model: torch.nn.Module | None) -> AbstractContextManager[None] | None:
-    """Keep DistributedDataParallel from combining gradients, for as long as the result is held; None for others."""
-    if not isinstance(model, DistributedDataParallel):
-        return None
-    held: AbstractContextManager[None] = model.no_sync()
-    held.__enter__()
+class _WithoutSync:
+    """Keeps one DistributedDataParallel from combining gradients, for as long as it is held by anybody."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        if module.static_graph:
+            raise ConfigError(
+                "the DistributedDataParallel has static_graph=True, with which it cannot leave the combining of "
+                "gradients to ElasticOptimizer; make it without static_graph"
+            )
+        self._context = module.no_sync()
+        self._context.__enter__()
+
+
+_HELD: weakref.WeakValueDictionary[int, _WithoutSync] = weakref.WeakValueDictionary()
+"""By the id of the module, which lives as long as the value. All optimizers of a module share one: the context of one
+that is replaced would let the module combine gradients again when it ends."""
+
+
+def without_sync(model: torch.nn.Module | None) -> list[_WithoutSync]:
+    """Keep DistributedDataParallel from combining gradients, for as long as the result is held.
+
+    It may be anywhere in the model: behind `torch.compile`, or once for each of several parts.
+    """
+    held = []
+    for module in _parallel_modules(model):
+        one = _HELD.get(id(module))
+        if one is None:
+            one = _HELD[id(module)] = _WithoutSync(module)
+        held.append(one)
     return held
+
+
+def _parallel_modules(model: torch.nn.Module | None) -> list[DistributedDataParallel]:
+    modules = model.modules() if model is not None else ()
+    return [module for module in modules if isinstance(module, DistributedDataParallel)]
 
 
 class AcrossRanks:
@@ -63,7 +92,9 @@ class AcrossRanks:
         sampler: ElasticSampler,
         model: torch.nn.Module | None,
         meter: Meter | None,
+        settings: Mapping[str, str],
     ) -> None:
+        """`settings`: what must be the same on all ranks, by name."""
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
                 f"the sampler is for rank {sampler.rank} of {sampler.world_size}, but torch.distributed is not "
@@ -84,10 +115,34 @@ class AcrossRanks:
             )
         self._sampler = sampler
         self._device = parameters[0].device
-        synced = not isinstance(model, DistributedDataParallel) or model.broadcast_buffers
+        self._check_same(settings)
+        synced = all(module.broadcast_buffers for module in _parallel_modules(model))
         self._buffers = list(model.buffers()) if model is not None and synced else []
         self._combine = AllReduce(parameters, meter=meter)
         _broadcast(parameter.detach() for parameter in parameters)
+
+    def _check_same(self, settings: Mapping[str, str]) -> None:
+        """Refuse ranks that differ from rank 0: they would train with other samples, or become different."""
+        own = json.dumps(dict(settings)).encode()
+        length = torch.tensor([len(own)], device=self._device)
+        dist.broadcast(length, src=0)
+        text = torch.zeros(int(length), dtype=torch.uint8, device=self._device)
+        if self._sampler.rank == 0:
+            text.copy_(torch.tensor(list(own), dtype=torch.uint8))
+        dist.broadcast(text, src=0)
+        first = json.loads(bytes(text.tolist()))
+        keys = [key for key in {**first, **settings} if first.get(key) != settings.get(key)]
+        differ = torch.tensor([float(bool(keys))], device=self._device)
+        dist.all_reduce(differ)
+        if not differ:
+            return
+        said = "; ".join(f"{key} is {settings.get(key)} here and {first.get(key)} there" for key in keys)
+        raise ConfigError(
+            f"rank {self._sampler.rank} has other settings than rank 0 ({said}); give all ranks the same"
+            if keys
+            else f"{round(float(differ))} of {self._sampler.world_size} ranks have other settings than rank 0; their "
+            f"own messages say which; give all ranks the same"
+        )
 
     def agree(self, own: StepTotals) -> StepTotals:
         """The sums over all ranks; every rank calls this after the last micro-batch of the step."""

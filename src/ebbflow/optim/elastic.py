@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import math
 import weakref
@@ -75,8 +76,8 @@ class ElasticOptimizer(RuleOptimizer):
     the sampler at the last complete step. A ConfigError says what to do instead of: a `step()` without a gradient;
     gradients that were changed between `backward` and `step` (by `clip_grad_norm_`, for example) where a step has
     several micro-batches; learning rates that were changed in the middle of a step; a loop that takes more or fewer
-    micro-batches than it steps (see `ElasticSampler`). Limits: `reduction` must say whether the loss is a mean or a
-    sum; closures are called once.
+    micro-batches than it steps (see `ElasticSampler`); one of several optimizers of a sampler that is not
+    stepped. Limits: `reduction` must say whether the loss is a mean or a sum; closures are called once.
 
     *Several ranks* of `torch.distributed`, as torchrun starts them: the sampler gives each rank its micro-batches, and
     the gradients, their noise and signal are combined over all ranks after the last micro-batch of a step, weighted by
@@ -135,7 +136,7 @@ class ElasticOptimizer(RuleOptimizer):
         mean gradient of a step. `on_nonfinite` says what happens if a gradient is NaN or infinite: the step is skipped
         ("skip"), `Diverged` is raised ("stop"), or nothing is checked, as in torch ("ignore"). With a scaler such steps
         are always skipped. `reduction` says whether the loss of a micro-batch is the mean or the sum over its samples.
-        `model` is needed if it is a DistributedDataParallel, which must not combine gradients itself. `stop` is asked
+        `model` is needed if it is or has a DistributedDataParallel, which must not combine gradients. `stop` is asked
         after every step whether this process is to stop; `stop_requested` then says it on all ranks. `tracker`:
         tensorboard, wandb or mlflow, or several with commas, to which rank 0 sends every step; they write into the
         folder `runs`, or into the one that is named: `tensorboard(logs)`.
@@ -171,7 +172,7 @@ class ElasticOptimizer(RuleOptimizer):
             check_tracker(tracker)
         self._tracker = tracker if sampler is None or sampler.rank == 0 else None
         self._model = model
-        self._without_sync = without_sync(model) if sampler is not None else None
+        self._without_sync = without_sync(model) if sampler is not None else []
         self._meter = self._make_meter()
         self._ranks = self._across_ranks()
         if self._meter is not None and accumulation > 1:
@@ -182,7 +183,8 @@ class ElasticOptimizer(RuleOptimizer):
         self._watched: WatchedGradients | None = None
         if sampler is not None:
             self._watched = WatchedGradients(self._applier.parameters)
-            sampler.attach(self)
+            own = {id(parameter) for parameter in self._applier.parameters}
+            sampler.attach(self, replaces=lambda other: not own.isdisjoint(map(id, other._applier.parameters)))
 
     @classmethod
     def from_choice(
@@ -234,7 +236,23 @@ class ElasticOptimizer(RuleOptimizer):
                 f"micro-batch by itself, since ranks may have different numbers of them; leave accumulation out, and "
                 f"call step() after every micro-batch"
             )
-        return AcrossRanks(self.layers, sampler=self.sampler, model=self._model, meter=self._meter)
+        return AcrossRanks(
+            self.layers, sampler=self.sampler, model=self._model, meter=self._meter, settings=self._compared()
+        )
+
+    def _compared(self) -> dict[str, str]:
+        """What must be the same on all ranks."""
+        assert self.sampler is not None
+        settings = self._settings() | {"rule": self.rule, "optimizer": type(self.inner).__name__}
+        settings |= {"a scaler": self._scaler is not None}
+        for number, group in enumerate(self.param_groups):
+            for name, value in group.items():
+                plain = value.tolist() if isinstance(value, torch.Tensor) else value
+                if name != "params" and isinstance(plain, int | float | tuple | list | str):
+                    settings[f"{name} of group {number}"] = plain
+        shapes = hashlib.sha256(str([(tuple(p.shape), p.dtype) for p in self.layers]).encode()).hexdigest()
+        settings["trained parameters"] = f"{len(self.layers)} tensors, shapes {shapes[:8]}"
+        return {name: str(value) for name, value in settings.items()} | self.sampler.described()
 
     _step_supports_amp_scaling = True  # a GradScaler then calls step() without unscaling, and step() can refuse it
 
@@ -278,7 +296,10 @@ class ElasticOptimizer(RuleOptimizer):
         if self.sampler is None:
             raise ConfigError("skip() leaves out a micro-batch of a sampler; pass sampler= to ElasticOptimizer")
         self.updated = False
+        self._begin_micro_batch(self.sampler.peek(self))
         self._clear()
+        if self._watched is not None:
+            self._watched.forget()
         if self._meter is not None:
             self._meter.drop_micro_batch()
         self.micro_batch = micro_batch = self.sampler.consume(self)
@@ -296,11 +317,7 @@ class ElasticOptimizer(RuleOptimizer):
                 "step() was called, but there is no gradient: call backward() before, and zero_grad() after it or "
                 "before backward(); where a micro-batch is left out, call skip() instead of step()"
             )
-        # The first one of the step whose gradient is taken: those before it may have been skipped.
-        first = self.sampler.peek(self).first or not self._open.rates
-        if first and self._scaler is not None and self._meter is not None:
-            self._scale = self._scaler.get_scale()
-        self._check_rates(first=first)
+        self._begin_micro_batch(self.sampler.peek(self))
         self.micro_batch, taken, samples = micro_batch, _, _ = self._consume()
         self._check_gradients(alone=micro_batch.count == taken)
         weight = float(samples) if weight is None or not samples else weight  # a repeated micro-batch has no samples
@@ -318,6 +335,13 @@ class ElasticOptimizer(RuleOptimizer):
             self._finish(micro_batch)
         else:
             self._clear()
+
+    def _begin_micro_batch(self, micro_batch: MicroBatchInfo) -> None:
+        """Look at what must not change within a step: before each micro-batch, one that is left out, too."""
+        if micro_batch.first and self._scaler is not None and self._meter is not None:
+            self._scale = self._scaler.get_scale()
+        # Nothing is known of the rates, either, in a step that another optimizer began with this sampler.
+        self._check_rates(first=micro_batch.first or not self._open.rates)
 
     def _check_gradients(self, *, alone: bool) -> None:
         """Refuse gradients that were changed, unless the step has this micro-batch alone."""
@@ -392,13 +416,14 @@ class ElasticOptimizer(RuleOptimizer):
         if self._ranks is not None:
             step = self._ranks.agree(step)
         self.stop_requested = step.stop
+        self._clear()  # a last micro-batch that does not count may have given gradients to further parameters
         if not step.weight > 0:
             self.skip_step(self._context(batch=micro_batch.batch, workers=micro_batch.workers))
             return
         if taken.weight > 0:
             taken.put_back()
-        else:
-            self._clear()
+        elif self._scaler is not None:  # of which nothing was asked if this rank left out all of its micro-batches
+            self._scaler.scale(torch.zeros((), device=self._applier.parameters[0].device))
         self._complete(batch=step.samples, workers=micro_batch.workers, measure=self._measure(taken.weight, step))
         self._samples += micro_batch.batch - step.samples
         if self._ranks is not None:
@@ -512,12 +537,14 @@ class ElasticOptimizer(RuleOptimizer):
         if saved.get("fresh"):
             saved["inner"] = {**saved["inner"], "state": {}}
         saved |= {name: saved[name][0] for name in _CHANGING if isinstance(saved.get(name), tuple)}
+        if self.sampler is not None and saved.get("sampler") is not None:
+            self.sampler.check_state(saved["sampler"])  # what is refused changes nothing
         super().load_state_dict(saved)
         self._open = OpenGradients()
         if self._meter is not None:
             self._meter.discard()
-            self._meter.on = saved["measuring"]
-        if self.sampler is not None and saved["sampler"] is not None:
+            self._meter.on = saved.get("measuring", True)
+        if self.sampler is not None and saved.get("sampler") is not None:
             self.sampler.load_state_dict(saved["sampler"])
 
     def _settings(self) -> dict[str, Any]:

@@ -108,8 +108,12 @@ class WatchedGradients:
     def changed(self, *, thoroughly: bool = False) -> bool:
         """Whether a gradient is not the one that arrived; then the next micro-batch begins."""
         seen = dict(self._seen)
-        self._seen.clear()
+        self.forget()
         return any(arrived.differs(parameter.grad, thoroughly=thoroughly) for parameter, arrived in seen.items())
+
+    def forget(self) -> None:
+        """Begin with the next micro-batch, whatever has arrived."""
+        self._seen.clear()
 
 
 def _remove_hooks(handles: Sequence[Any]) -> None:

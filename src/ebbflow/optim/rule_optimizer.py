@@ -375,6 +375,11 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; a state of another version, rule or reference batch is refused."""
+        if "version" not in state_dict and "param_groups" in state_dict:
+            raise CheckpointError(
+                f"the state is that of an optimizer of torch, without a position in the data: load it into the "
+                f"{type(self.inner).__name__} before it is wrapped, and begin at the first sample"
+            )
         if (version := state_dict.get("version")) != STATE_VERSION:
             raise CheckpointError(
                 f"the optimizer state was saved by another version of ebbflow (version {version!r} of the state, this "
