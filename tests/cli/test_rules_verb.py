@@ -61,3 +61,7 @@ def test_cards_can_be_written_anywhere(ebbflow: Ebbflow) -> None:
     assert {f"{name}.md" for name in NAMES} | {"README.md"} <= {page.name for page in Path("a/b").iterdir()}
     Path("file").write_text("")
     ebbflow("rules", "cards", "file").assert_refused("cannot be created")
+
+
+def test_json_is_refused_where_one_rule_is_described(ebbflow: Ebbflow) -> None:
+    ebbflow("rules", "--json", "show", "lena").assert_refused("--json is for the list of rules")

@@ -66,6 +66,7 @@ def test_make_writes_a_synthetic_trace_and_lists_all_generators(ebbflow: Ebbflow
         (["stats", "constant(1)", "--format", "canonical"], "no such file"),
         (["convert", "constant(1)", "out.csv", "--start", "30"], "has no unit"),
         (["convert", "constant(1)", "out.csv", "--start", "30h"], "covers 0 to 86400 s"),
+        (["stats", "8"], "a fleet that stays is constant(workers=8)"),
         (["make", "in.csv", "out.csv"], "ebbflow trace convert in.csv out.csv"),
         (["show", "constant(1)", "--out", "out.gif"], "expected .svg"),
     ],
@@ -76,3 +77,10 @@ def test_bad_input_is_refused_and_writes_nothing(
     Path("in.csv").write_text("time_s,accelerators\n0,1\n9,1\n")
     ebbflow("trace", *arguments).assert_refused(message)
     assert [path.name for path in tmp_path.iterdir()] == ["in.csv"]
+
+
+def test_a_drawing_fits_a_narrow_terminal_unless_told_otherwise(ebbflow: Ebbflow) -> None:
+    trace = "0min:4 60min:2 90min:6 120min"
+    assert max(map(len, ebbflow("trace", "show", trace, width=60).text.splitlines())) == 60
+    assert max(map(len, ebbflow("trace", "show", trace, width=200).text.splitlines())) == 80
+    assert max(map(len, ebbflow("trace", "show", trace, "--width", "100", width=200).text.splitlines())) == 100

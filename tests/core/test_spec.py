@@ -50,6 +50,7 @@ def test_an_exponent_with_a_plus_is_one_number() -> None:
     [
         ("", "the text is empty"),
         ("linear+", "a name was expected"),
+        ("0,744", "the form is name or name.argument=value."),
         ("linear(", "1 opening and 0 closing"),
         ("linear)x(", "not of the form"),
         ("power(p=)", "empty argument"),

@@ -15,7 +15,7 @@ from ebbflow.errors import CheckpointError, ConfigError
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.optimizers import OPTIMIZERS, build_optimizer
 from ebbflow.plan.batch_plan import BatchPlan
-from ebbflow.rules.rule import StepContext
+from ebbflow.rules.rule import Rule, Scaling, State, StepContext
 from optim.small_regression import SAMPLES, data, model, weights
 
 
@@ -249,3 +249,19 @@ def test_a_step_of_no_samples_is_refused(samples: int) -> None:
     with pytest.raises(ConfigError, match=rf"step\(samples={samples}\): pass the step's samples"):
         optimizer.step(samples=samples)
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+
+def test_an_own_rule_is_tried_before_training() -> None:
+    class Backwards(Rule):
+        def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
+            return Scaling(lr=-context.ratio), state
+
+    class Bare(Rule):
+        def scale(self, context: StepContext, state: State) -> Any:
+            return Scaling()
+
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(ConfigError, match="returned the multiplier -2; expected 0 or more"):
+        ElasticOptimizer(inner, rule=Backwards(), base_batch=8)
+    with pytest.raises(ConfigError, match=r"scale\(\) returned Scaling\(.*; expected a pair"):
+        ElasticOptimizer(inner, rule=Bare(), base_batch=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.batch_plan import BatchPlan, StepSize
 from ebbflow.plan.fitted_plans import fit_growing, foresee, plan_growing
 from ebbflow.plan.growing import Geo, Goodput, Growth, allow
-from ebbflow.plan.policies import GrowingPolicy, Observation, make_policy
+from ebbflow.plan.policies import GrowingPolicy, Observation, PolicyState, make_policy
 from ebbflow.rules.rule import Rule, Scaling, State, StepContext, damp, make_rule
 from ebbflow.run.config import RunConfig
 from ebbflow.run.flow import Flow
@@ -442,3 +443,28 @@ def test_nothing_is_known_of_the_workers_without_a_local_batch() -> None:
 def test_an_observation_says_where_training_is() -> None:
     seen = Observation(step=28_200, samples=6_000_000, epoch_samples=50_000, ref_batch=128)
     assert policy_of("geo(60ep, factor=5)").requested(seen, None) == (3200, None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((-5, None), "the batch that requested.. returned is -5; expected a whole number from 1"),
+        ((0, None), "returned is 0; expected a whole number from 1"),
+        ((48.0, None), "returned is 48.0; expected a whole number from 1"),
+        (64, "requested.. returned 64; expected a pair: the batch, and the state"),
+    ],
+)
+def test_an_own_policy_that_requests_no_batch_is_refused_and_not_followed_for_ever(answer: Any, message: str) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(GrowingPolicy):
+        passive = True
+
+        def requested(self, seen: Observation, state: PolicyState) -> Any:
+            return answer
+
+    policy = Mine(local_batch=8)
+    capacity = BatchPlan.constant(4, 32)
+    with pytest.raises(PlanError, match=message):
+        foresee(policy, capacity, samples=100, epochs=1, ref_batch=16)
+    with pytest.raises(PlanError, match=message):
+        Growth(policy, ref_batch=16, epoch_samples=100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,18 @@ from ebbflow.core.spec import Entry
 from ebbflow.errors import ConfigError, EbbflowError, InputError, SpecError
 from ebbflow.moments.estimate import Moments
 from ebbflow.report.rule_pages import describe
-from ebbflow.rules.rule import RULES, Rule, Scaling, State, StepContext, make_rule, register_rule, rule_entries
+from ebbflow.rules.rule import (
+    RULES,
+    Modifier,
+    Rule,
+    RuleChain,
+    Scaling,
+    State,
+    StepContext,
+    make_rule,
+    register_rule,
+    rule_entries,
+)
 
 
 def step(**more: object) -> StepContext:
@@ -143,3 +155,19 @@ def test_a_rule_without_a_docstring_is_described_all_the_same() -> None:
 
     about = describe(Entry(name="bare", kind="modifier", make=bare))
     assert (about.formula, about.suits, about.example) == ("", "", "linear+bare")
+
+
+def test_a_rule_or_modifier_that_returns_something_else_is_refused_with_what_it_returned() -> None:
+    class Bare(Rule):
+        def scale(self, context: StepContext, state: State) -> Any:
+            return context.ratio
+
+    class Stateless(Modifier):
+        def modify(self, context: StepContext, scaling: Scaling, state: State) -> Any:
+            return scaling
+
+    with pytest.raises(ConfigError, match=r"bare: scale\(\) returned 4.0; expected a pair: a Scaling, and the state"):
+        RuleChain(Bare(), (), text="bare").scale(step(), [None])
+    chain = RuleChain(make_rule("linear").rule, (Stateless(),), text="linear+mine")  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"linear\+mine: modify\(\) returned Scaling\(.*; expected a pair"):
+        chain.scale(step(), chain.init())

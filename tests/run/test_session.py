@@ -146,6 +146,8 @@ def test_scores_of_the_user_go_into_the_record(tmp_path: Path) -> None:
     trained(out=tmp_path, evaluate=lambda: {"score": 0.5}, ema=0.9)
     run = ebbflow.read_record(tmp_path / "record.jsonl")
     assert [row.metrics for row in run.validations] == [{"score": 0.5, "ema_score": 0.5}] * 2
+    with pytest.raises(ConfigError, match="returned a float; expected the scores by name"):
+        trained(evaluate=lambda: 0.5)
 
 
 def test_mistakes_in_the_loop_are_named() -> None:

@@ -13,7 +13,7 @@ from ebbflow.cli.common import AsJson, PluginFiles, out, print_json
 from ebbflow.core.files import write_whole
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.spec import Entry
-from ebbflow.errors import OutputError
+from ebbflow.errors import ConfigError, OutputError
 from ebbflow.report import rule_pages
 from ebbflow.rules import RULES, Modifier, Rule, rule_entries
 
@@ -27,6 +27,8 @@ def rules(context: typer.Context, plugin: PluginFiles = None, json: AsJson = Fal
     """List all rules and modifiers. Join them with +: linear+warmup(5ep)."""
     load_plugins(plugin or [])
     if context.invoked_subcommand is not None:
+        if json:
+            raise ConfigError(f"--json is for the list of rules; leave it out before {context.invoked_subcommand}")
         return
     entries = rule_entries()
     if json:

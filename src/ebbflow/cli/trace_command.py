@@ -25,7 +25,9 @@ app = typer.Typer(help="Draw availability traces, convert them, generate them.",
 def show(
     trace: TraceText,
     to: Annotated[Path | None, typer.Option("--out", help="Also draw into this .svg, .png or .pdf file.")] = None,
-    width: Annotated[int, typer.Option(help="Columns of the drawing.", min=20)] = 80,
+    width: Annotated[
+        int | None, typer.Option(help="Columns of the drawing. Default: the terminal's, at most 80.", min=20)
+    ] = None,
     format: FormatName = None,
     plugin: PluginFiles = None,
 ) -> None:
@@ -35,7 +37,7 @@ def show(
     if to is not None:
         figure(loaded, to)
     out.print(loaded.name, style="bold", markup=False, soft_wrap=True)
-    out.print(chart(loaded, width=width), markup=False, soft_wrap=True)
+    out.print(chart(loaded, width=width or min(out.width, 80)), markup=False, soft_wrap=True)
     out.print(_summary(loaded))
     if to is not None:
         out.print(f"wrote {to}", markup=False, soft_wrap=True)

@@ -38,7 +38,8 @@ def train(
 ) -> None:
     """Train one workload on one trace by one rule. The same command continues a run that was interrupted.
 
-    Exit code 0: finished; 5: diverged; 3: stopped by a signal, and the same command continues; 1: failed.
+    Exit codes: 0 finished, 1 failed, 2 wrong input, 3 stopped (the same command
+    continues), 5 diverged.
     """
     every = parse_seconds(checkpoint_every)
     from ebbflow.run import torchrun, training

@@ -92,7 +92,7 @@ def _parse_one(part: str, whole: str) -> Call:
     match = _NAME.match(part)
     if match is None:
         raise SpecError(
-            f"a name was expected in {whole!r}, found {part.strip()!r}; write for example linear+warmup(5ep)"
+            f"a name was expected in {whole!r}, found {part.strip()!r}; the form is name or name(argument=value)"
         )
     rest = part[match.end() :].strip()
     args = [] if match[2] is None else [match[2]]

@@ -22,7 +22,7 @@ from ebbflow.optim.apply import Applier, gradient_norm, scale_gradients
 from ebbflow.optim.schedules import Schedule, TrainingProgress, make_schedule
 from ebbflow.optim.step_slopes import StepSlopes
 from ebbflow.rules.families import default_rule, name_of_optimizer, tell_default_rule
-from ebbflow.rules.rule import Rule, Scaling, State, StepContext, Verdict, damp, make_rule
+from ebbflow.rules.rule import Rule, Scaling, State, StepContext, Verdict, checked, damp, make_rule
 
 __all__ = ["OnNonfinite", "RuleOptimizer", "Update"]
 
@@ -142,7 +142,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             adaptive=self._applier.adaptive,
             moments=Moments(noise=1.0, signal=1.0, layer_noise=(1.0,) * layers, layer_signal=(1.0,) * layers),
         )
-        scaling, _ = self.rule.scale(context, self.rule.init())
+        scaling, _ = checked(self.rule.scale(context, self.rule.init()), f"{self.rule}: scale()")
         self._applier.check(scaling, self.rule)
         if layers:
             self._applier.check_layers(self.rule)

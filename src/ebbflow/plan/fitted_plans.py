@@ -182,7 +182,7 @@ def _steps(
     for run in plan.runs():
         here = StepSize(workers=run.workers, samples=run.samples, time_s=run.start_s, duration_s=run.step_s)
         while run.stop is None or seen.step < run.stop:
-            requested, state = policy.requested(seen, state)
+            requested, state = policy.ask(seen, state)
             size = allow(here, requested, policy.max_batch)
             # Steps that leave two samples or more of the epoch take what was planned; see `cut_step`.
             equal = min(policy.unchanged_steps(seen, size.samples), (remaining - 2) // size.samples)

@@ -481,7 +481,7 @@ class Growth:
         self._start = Observation(step=0, samples=0, ref_batch=ref_batch, epoch_samples=epoch_samples)
         self._seen = self._start
         self._state: PolicyState = policy.init()
-        self.requested, self._state = policy.requested(self._seen, self._state)
+        self.requested, self._state = policy.ask(self._seen, self._state)
 
     @property
     def useful(self) -> int:
@@ -522,7 +522,7 @@ class Growth:
             workers=workers,
             seconds=seconds,
         )
-        self.requested, self._state = self.policy.requested(self._seen, self._state)
+        self.requested, self._state = self.policy.ask(self._seen, self._state)
 
     def state_dict(self) -> dict[str, Any]:
         """The requested batch, the policy's state and the position, as JSON values."""

@@ -182,6 +182,14 @@ class GrowingPolicy(Policy):
     def requested(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
         """The batch that the next step requests, and the state for the step after it."""
 
+    def ask(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
+        """What `requested` returns, checked: steps of less than one sample would never reach the end of an epoch."""
+        answer = self.requested(seen, state)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise PlanError(f"{self}: requested() returned {answer!r}; expected a pair: the batch, and the state")
+        batch, state = answer
+        return whole_number(batch, f"{self}: the batch that requested() returned", most=1 << 62, error=PlanError), state
+
     def unchanged_steps(self, seen: Observation, batch: int) -> int:
         """Lower bound on how many consecutive steps of `batch` samples request the same batch, counted from this one.
 

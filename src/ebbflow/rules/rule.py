@@ -25,7 +25,7 @@ from ebbflow.errors import ConfigError, SpecError
 from ebbflow.moments.estimate import Moments
 
 __all__ = [
-    "RULES", "Modifier", "Rule", "RuleChain", "Scaling", "State", "StepContext", "Verdict", "damp",
+    "RULES", "Modifier", "Rule", "RuleChain", "Scaling", "State", "StepContext", "Verdict", "checked", "damp",
     "make_rule", "register_modifier", "register_rule", "rule_entries", "spread",
 ]  # fmt: skip
 
@@ -154,6 +154,13 @@ class Scaling:
         return replace(self, stats={**self.stats, **stats})
 
 
+def checked(answer: tuple[Scaling, State], what: str) -> tuple[Scaling, State]:
+    """What a rule or a modifier returned, if it is a scaling and a state; one of your own may return something else."""
+    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], Scaling):
+        raise ConfigError(f"{what} returned {answer!r}; expected a pair: a Scaling, and the state for the next step")
+    return answer
+
+
 def spread(values: Sequence[float], count: int) -> Sequence[float]:
     """`count` values: those given, or a single one repeated for each layer."""
     if len(values) == count:
@@ -256,10 +263,10 @@ class RuleChain(Rule):
 
     def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
         """The scaling of the rule, changed by each modifier in turn."""
-        scaling, first = self.rule.scale(context, state[0])
+        scaling, first = checked(self.rule.scale(context, state[0]), f"{self.text}: scale()")
         states = [first]
         for modifier, old in zip(self.modifiers, state[1:], strict=True):
-            scaling, new = modifier.modify(context, scaling, old)
+            scaling, new = checked(modifier.modify(context, scaling, old), f"{self.text}: modify()")
             states.append(new)
         return scaling, states
 

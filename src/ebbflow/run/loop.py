@@ -24,6 +24,10 @@ Evaluate = Callable[[], Mapping[str, Any] | None]
 
 def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Metrics as plain numbers; tensors and arrays of one element count as numbers."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"evaluate() returned a {type(metrics).__name__}; expected the scores by name, such as {{'accuracy': 0.93}}"
+        )
     found = {}
     for name, value in (metrics or {}).items():
         try:

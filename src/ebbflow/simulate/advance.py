@@ -261,7 +261,7 @@ class GrowthPhases:
     def requested(self, steps: int, samples: int) -> int:
         """The requested batch after this many steps and samples."""
         seen = Observation(step=steps, samples=samples, epoch_samples=self.epoch_samples, ref_batch=self.ref_batch)
-        requested, _ = self.policy.requested(seen, self.policy.init())
+        requested, _ = self.policy.ask(seen, self.policy.init())
         return min(requested, self.most, self.policy.max_batch or requested)
 
     def at(self, steps: int, samples: int) -> GrowthPhase:

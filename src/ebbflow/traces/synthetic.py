@@ -62,7 +62,8 @@ def load(text_or_path: str | Path, *, format: str | None = None) -> Trace:
     try:
         call = parse_call(text)
     except SpecError as error:
-        raise TraceError(f"{text!r} is neither a file nor the text of a generator: {error}") from None
+        constant = f"; a fleet that stays is constant(workers={text})" if text.isdecimal() else ""
+        raise TraceError(f"{text!r} is neither a file nor the text of a generator: {error}{constant}") from None
     if call.name not in GENERATORS:
         raise TraceError(f"{text!r} is neither a file nor a generator; {nearest(call.name, GENERATORS.names())}")
     return replace(GENERATORS.make(call), name=text)
