@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -400,6 +401,41 @@ def test_a_new_optimizer_of_the_same_parameters_takes_the_place_of_the_old_one()
     loss_of(net, data()).backward()
     with pytest.raises(ConfigError, match="a later optimizer of the same parameters took the place of this one"):
         old.step()
+
+
+def test_optimizers_with_parameters_in_common_are_all_stepped_for_every_micro_batch() -> None:
+    """As in an InfoGAN, whose third optimizer has the parameters of the other two."""
+    nets = model(), model()
+    first, sampler = elastic(nets[0])
+    second, _ = elastic(nets[1], sampler=sampler)
+    both = ElasticOptimizer(
+        torch.optim.SGD([*nets[0].parameters(), *nets[1].parameters()], lr=0.01),
+        rule="linear", base_batch=16, sampler=sampler,
+    )  # fmt: skip
+    for epoch in (1, 2):
+        for batch in loader_of(sampler):
+            for optimizer, trained in ((second, nets[1:]), (first, nets[:1]), (both, nets)):
+                optimizer.zero_grad()
+                sum(loss_of(net, batch) for net in trained).backward()
+                optimizer.step()
+        assert sampler.epoch == epoch
+    assert first.updates == second.updates == both.updates > 2
+
+
+def test_an_optimizer_is_stepped_again_if_the_one_that_took_its_place_is_dropped() -> None:
+    net = model()
+    kept, sampler = elastic(net)
+    for batch in loader_of(sampler):
+        loss_of(net, batch).backward()
+        kept.step()
+    other, _ = elastic(net, sampler=sampler)
+    del other
+    gc.collect()
+    assert sampler.epoch == 1
+    for batch in loader_of(sampler):
+        loss_of(net, batch).backward()
+        kept.step()
+    assert sampler.epoch == 2
 
 
 def test_an_optimizer_that_is_never_stepped_again_is_noticed_in_the_second_step_without_it() -> None:

@@ -170,6 +170,11 @@ def test_a_rank_with_other_settings_says_which(checks: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.process
+def test_ranks_with_the_same_rule_of_ones_own_are_not_told_apart_by_where_it_lies(checks: list[dict[str, Any]]) -> None:
+    assert [found["own rules"] for found in checks] == ["no error"] * 3
+
+
+@pytest.mark.process
 def test_the_optimizer_that_takes_the_place_of_another_one_combines_the_gradients(checks: list[dict[str, Any]]) -> None:
     for found in checks:
         assert found["replaced"] == pytest.approx(found["replaced without"], rel=1e-12)

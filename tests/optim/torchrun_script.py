@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ebbflow import BatchPlan, ElasticOptimizer, ElasticSampler
 from ebbflow.core.signals import StopSignal
 from ebbflow.errors import ConfigError
+from ebbflow.rules.rule import Rule, Scaling, State, StepContext
 from optim.small_regression import SAMPLES, data, model, weights
 
 EPOCHS = 3
@@ -157,6 +158,17 @@ def other_rates() -> str:
     sampler = ElasticSampler(SAMPLES, "fixed(24)", local_batch=8)
     inner = torch.optim.SGD(net.parameters(), lr=0.01 * (1 + dist.get_rank()))
     return error_of(lambda: ElasticOptimizer(inner, rule="linear", base_batch=8, sampler=sampler))
+
+
+class OwnRule(Rule):
+    """A rule that is no dataclass, so that its text has the address at which it lies."""
+
+    def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
+        return Scaling(lr=context.ratio), state
+
+
+def own_rules() -> str:
+    return error_of(lambda: small(model(), rule=OwnRule()))
 
 
 def static_graph() -> str:
@@ -297,6 +309,7 @@ CHECKS: dict[str, Callable[[], Any]] = {
     "accumulating": accumulating,
     "other seeds": other_seeds,
     "other rates": other_rates,
+    "own rules": own_rules,
     "static graph": static_graph,
     "replaced": lambda: replaced(True),
     "replaced without": lambda: replaced(False),

@@ -468,3 +468,15 @@ def test_an_own_policy_that_requests_no_batch_is_refused_and_not_followed_for_ev
         foresee(policy, capacity, samples=100, epochs=1, ref_batch=16)
     with pytest.raises(PlanError, match=message):
         Growth(policy, ref_batch=16, epoch_samples=100)
+
+
+def test_an_own_policy_may_grow_without_a_bound_and_answer_with_a_list() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Doubling(GrowingPolicy):
+        passive = True
+
+        def requested(self, seen: Observation, state: PolicyState) -> Any:
+            return [16 << (20 * seen.step), state]  # soon more than 64 bits have
+
+    plan = foresee(Doubling(local_batch=8), BatchPlan.constant(4, 32), samples=400, epochs=1, ref_batch=16)
+    assert plan.samples.tolist()[:2] == [16, 32]  # all that the workers can do

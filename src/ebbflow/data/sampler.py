@@ -100,6 +100,8 @@ class _Cursor:
     """Micro-batches consumed since the latest iteration began."""
     lead: int | None = None
     """Micro-batches that had been asked for when the iteration's first one was consumed."""
+    replaced: bool = False
+    """Whether a later consumer may have taken the place of this one, which has consumed nothing since."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -441,7 +443,9 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def _cursors(self) -> list[_Cursor]:
-        return [*self._attached.values()] or [self._own]
+        """Those that hold the position."""
+        attached = [*self._attached.values()]
+        return [cursor for cursor in attached if not cursor.replaced] or attached or [self._own]
 
     @property
     def _cursor(self) -> _Cursor:
@@ -455,19 +459,20 @@ class ElasticSampler(Sampler[list[int]]):
     def attach(self, consumer: object, *, replaces: Callable[[Any], bool] = lambda other: False) -> None:
         """Let an optimizer consume the micro-batches; with several of them, each consumes every micro-batch.
 
-        Those that it `replaces` consume no longer: an optimizer that nobody steps any more would hold the position.
+        Those that it `replaces` hold the position no longer, unless they are stepped with it: most likely nobody steps
+        them any more.
         """
         cursor = self._cursor
-        for other in [other for other in self._attached if replaces(other)]:
-            del self._attached[other]
+        for other, replaced in self._attached.items():
+            replaced.replaced = replaced.replaced or replaces(other)
         self._attached[consumer] = _Cursor(cursor.position, cursor.done)
 
     def _cursor_of(self, consumer: object | None) -> _Cursor:
         if consumer is not None:
             if consumer not in self._attached:
                 raise ConfigError(
-                    "a later optimizer of the same parameters took the place of this one at the sampler; step the "
-                    "later one only, or give each of them a sampler of its own"
+                    "a later optimizer of the same parameters took the place of this one, which was not stepped with "
+                    "it; step the later one only, or both of them for every micro-batch"
                 )
             return self._attached[consumer]
         if self._attached:
@@ -513,6 +518,7 @@ class ElasticSampler(Sampler[list[int]]):
         else:
             cursor.done += 1
         cursor.consumed += 1
+        cursor.replaced = False
         return micro_batch
 
     def _check_taken(self, cursor: _Cursor) -> None:
@@ -541,7 +547,14 @@ class ElasticSampler(Sampler[list[int]]):
             )
 
     def _check_others(self, cursor: _Cursor) -> None:
-        """Refuse to begin a step while another optimizer has not ended the one before: it would hold the position."""
+        """Refuse to begin a step while another optimizer has not ended the one before: it would hold the position.
+
+        One that was replaced, and is still not stepped, consumes no longer.
+        """
+        here = cursor.position.ledger.total
+        for other in [other for other, its in self._attached.items() if its.replaced and its is not cursor]:
+            if self._attached[other].position.ledger.total < here:
+                del self._attached[other]
         if not self._any_behind(cursor):
             return
         gc.collect()  # one that nobody has any more may refer to itself

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import logging
 import math
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,6 +35,8 @@ __all__ = ["ElasticOptimizer", "StopRequest", "multiply_rates"]
 _LOG = logging.getLogger(__name__)
 
 _CHANGING = ("rule_state", "slopes")  # parts of the state that do not have the same keys after every step
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Where an object lies, in the text of one that says nothing else of itself: it differs from process to process."""
 _FIRST_STEPS = 4  # in which gradients are compared by value, since collectives change them without torch's counter
 
 
@@ -252,7 +255,8 @@ class ElasticOptimizer(RuleOptimizer):
                     settings[f"{name} of group {number}"] = plain
         shapes = hashlib.sha256(str([(tuple(p.shape), p.dtype) for p in self.layers]).encode()).hexdigest()
         settings["trained parameters"] = f"{len(self.layers)} tensors, shapes {shapes[:8]}"
-        return {name: str(value) for name, value in settings.items()} | self.sampler.described()
+        said = {name: str(value) for name, value in settings.items()} | self.sampler.described()
+        return {name: _ADDRESS.sub("", value) for name, value in said.items()}
 
     _step_supports_amp_scaling = True  # a GradScaler then calls step() without unscaling, and step() can refuse it
 

@@ -27,14 +27,12 @@ from ebbflow.core.units import Seconds, Span
 from ebbflow.errors import CheckpointError, PlanError
 from ebbflow.plan.batch_plan import StepSize
 from ebbflow.plan.goodput import StepTimes, TimedStep, batch_candidates, fit_times, value_of
-from ebbflow.plan.policies import GrowingPolicy, Observation, PolicyState, register_policy
+from ebbflow.plan.policies import MAX_REQUEST, GrowingPolicy, Observation, PolicyState, register_policy
 
 __all__ = ["Ada", "AdaNorm", "Geo", "Goodput", "Growth", "NoiseScale", "Pada", "Rada", "allow", "workers_for"]
 
 _SIEVERT = "Sievert and Shah 2019, arXiv 1910.08222"
 _CODE = "Sievert's code, github.com/stsievert/adadamp 0.2.0rc8"
-_MAX_REQUEST = 2**53
-"""No policy requests more: beyond it a float no longer counts single samples."""
 _ALL_STEPS = 2**53
 """More steps than any run has."""
 _TIMED_STEPS, _TIMED_KINDS = 20, 64
@@ -43,8 +41,8 @@ _TIMED_STEPS, _TIMED_KINDS = 20, 64
 
 def _whole(batch: float, least: int) -> int:
     """A batch from the value of a formula: rounded up (but 5.000000000001 is 5), and at least `least`."""
-    if not batch < _MAX_REQUEST:
-        return _MAX_REQUEST
+    if not batch < MAX_REQUEST:
+        return MAX_REQUEST
     return max(least, math.ceil(batch - 1e-9 * abs(batch)))
 
 
@@ -78,8 +76,8 @@ class Geo(GrowingPolicy):
         """The batch after the growths that the committed samples amount to."""
         growths, _ = self._growths(seen)
         first = self.first_batch(seen)
-        if growths * math.log(self.factor) > math.log(_MAX_REQUEST):  # the power would overflow
-            return _MAX_REQUEST, state
+        if growths * math.log(self.factor) > math.log(MAX_REQUEST):  # the power would overflow
+            return MAX_REQUEST, state
         return _whole(first * self.factor**growths, first), state
 
     def unchanged_steps(self, seen: Observation, batch: int) -> int:

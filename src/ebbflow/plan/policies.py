@@ -21,11 +21,13 @@ from ebbflow.core.units import whole_number
 from ebbflow.errors import PlanError, SpecError
 
 __all__ = [
-    "POLICIES", "Capped", "Drop", "FixedTotal", "Follow", "GrowingPolicy", "Observation", "Policy", "PolicyState",
-    "computed_samples", "make_policy", "register_policy",
+    "MAX_REQUEST", "POLICIES", "Capped", "Drop", "FixedTotal", "Follow", "GrowingPolicy", "Observation", "Policy",
+    "PolicyState", "computed_samples", "make_policy", "register_policy",
 ]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
+MAX_REQUEST = 2**53
+"""No policy requests more: beyond it a float no longer counts single samples."""
 PolicyState = Any
 """What a growing policy remembers between steps: None, or a value that JSON can hold."""
 
@@ -185,10 +187,10 @@ class GrowingPolicy(Policy):
     def ask(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
         """What `requested` returns, checked: steps of less than one sample would never reach the end of an epoch."""
         answer = self.requested(seen, state)
-        if not isinstance(answer, tuple) or len(answer) != 2:
+        if not isinstance(answer, tuple | list) or len(answer) != 2:
             raise PlanError(f"{self}: requested() returned {answer!r}; expected a pair: the batch, and the state")
-        batch, state = answer
-        return whole_number(batch, f"{self}: the batch that requested() returned", most=1 << 62, error=PlanError), state
+        asked = whole_number(answer[0], f"{self}: the batch that requested() returned", most=None, error=PlanError)
+        return min(asked, MAX_REQUEST), answer[1]
 
     def unchanged_steps(self, seen: Observation, batch: int) -> int:
         """Lower bound on how many consecutive steps of `batch` samples request the same batch, counted from this one.

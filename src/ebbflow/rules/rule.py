@@ -156,9 +156,10 @@ class Scaling:
 
 def checked(answer: tuple[Scaling, State], what: str) -> tuple[Scaling, State]:
     """What a rule or a modifier returned, if it is a scaling and a state; one of your own may return something else."""
-    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], Scaling):
+    if not isinstance(answer, tuple | list) or len(answer) != 2 or not isinstance(answer[0], Scaling):
         raise ConfigError(f"{what} returned {answer!r}; expected a pair: a Scaling, and the state for the next step")
-    return answer
+    scaling, state = answer
+    return scaling, state
 
 
 def spread(values: Sequence[float], count: int) -> Sequence[float]:
