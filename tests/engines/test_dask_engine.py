@@ -569,6 +569,37 @@ def test_a_start_that_fails_is_tried_a_second_time(failures: int, tmp_path: Path
                 engine.participants(0)
 
 
+def test_a_wait_for_workers_that_is_interrupted_is_not_begun_again_to_save_the_state(
+    two_workers: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends the run at once; if enough workers are there later, lost steps are computed again as always."""
+    with engine_with(two_workers, min_workers=2, wait_s=60, transport="allreduce") as engine:
+        looked: list[str] = []
+
+        def interrupted() -> list[str]:
+            looked.append("looked")
+            if len(looked) > 1:
+                raise KeyboardInterrupt
+            return []
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.cluster, "look", interrupted)
+            patched.setattr(engine.transport, "sync", lambda: False)
+            with pytest.raises(KeyboardInterrupt):
+                engine.participants(0)
+            with pytest.raises(ConfigError, match="no worker is left that has the state of the latest steps"):
+                engine.sync()
+        assert looked == ["looked", "looked"]
+        engine.participants(0)
+        answers = iter([False, True])
+        regrouped: list[object] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.transport, "sync", lambda: next(answers))
+            patched.setattr(engine.transport, "regroup", regrouped.append)
+            engine.sync()
+        assert len(regrouped) == 1
+
+
 def test_workers_that_never_come_are_waited_for_and_then_given_up(two_workers: Client) -> None:
     with (
         engine_with(two_workers, min_workers=3, wait_s=0.5) as engine,

@@ -7,6 +7,7 @@ same trace, or else those of the same workload, or else all of them.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -100,6 +101,8 @@ class StudyForecast:
 
     def fits(self, name: str, left_s: float) -> bool:
         """Whether a waiting arm may end within so many seconds: as long as nothing was timed, any may."""
+        if left_s == math.inf:
+            return True
         expected = self.expected_s(name)
         return left_s > 0 and (expected is None or expected <= left_s)
 

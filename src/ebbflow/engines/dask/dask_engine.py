@@ -177,6 +177,13 @@ class DaskEngine(Engine):
         return self.faults.present(step, size)
 
     def _present(self) -> list[str]:
+        """The workers that are there, as soon as they are enough."""
+        self._given_up = True  # however the waiting ends, should it end without them
+        there = self._wait_for_workers()
+        self._given_up = False
+        return there[: self.max_workers]
+
+    def _wait_for_workers(self) -> list[str]:
         began = reported = time.monotonic()
         there = self.cluster.look()
         while len(there) < self.min_workers:
@@ -185,7 +192,6 @@ class DaskEngine(Engine):
                 address, problem = next(iter(self.cluster.problems.items()))
                 raise ConfigError(f"the Dask worker {address} {problem}")
             if waited > self.wait_s:
-                self._given_up = True
                 raise ConfigError(
                     f"{len(there)} of at least {self.min_workers} workers came within {format_seconds(self.wait_s)}; "
                     f"start more (cluster.scale), ask for fewer (min_workers), or wait longer (wait_s)"
@@ -195,7 +201,7 @@ class DaskEngine(Engine):
                 self.on_event("waiting", f"{len(there)} of {self.min_workers} workers, {format_seconds(waited)}")
             time.sleep(0.02)
             there = self.cluster.look()
-        return there[: self.max_workers]
+        return there
 
     # -- the step --------------------------------------------------------------------------------------------------
 
