@@ -35,8 +35,8 @@ __all__ = ["ElasticOptimizer", "StopRequest", "multiply_rates"]
 _LOG = logging.getLogger(__name__)
 
 _CHANGING = ("rule_state", "slopes")  # parts of the state that do not have the same keys after every step
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""Where an object lies, in the text of one that says nothing else of itself: it differs from process to process."""
+_PLACE = re.compile(r" at 0x[0-9a-f]+|, device='[a-z]+:\d+'")
+"""Where an object or a tensor lies, which its text may say: it differs from rank to rank."""
 _FIRST_STEPS = 4  # in which gradients are compared by value, since collectives change them without torch's counter
 
 
@@ -256,7 +256,7 @@ class ElasticOptimizer(RuleOptimizer):
         shapes = hashlib.sha256(str([(tuple(p.shape), p.dtype) for p in self.layers]).encode()).hexdigest()
         settings["trained parameters"] = f"{len(self.layers)} tensors, shapes {shapes[:8]}"
         said = {name: str(value) for name, value in settings.items()} | self.sampler.described()
-        return {name: _ADDRESS.sub("", value) for name, value in said.items()}
+        return {name: _PLACE.sub("", value) for name, value in said.items()}
 
     _step_supports_amp_scaling = True  # a GradScaler then calls step() without unscaling, and step() can refuse it
 
