@@ -93,7 +93,9 @@ def test_a_script_with_a_bug_ends_the_launch_with_the_end_of_its_log(shell: Shel
     code, _, err = shell.run("launch", "--out", "job", "--max-failures", 2, FAKE, "crash")
     assert code == 1
     assert "r0 gave up: exit code 3, 2 times in a row without a step" in err
-    assert err.count("ZeroDivisionError: the bug of this script") == 1
+    assert "r0 died: exit code 3 (ZeroDivisionError: the bug of this script); starting again" in err
+    assert err.rstrip().endswith("\n    ZeroDivisionError: the bug of this script"), "the end of its log, once"
+    assert err.count("ZeroDivisionError: the bug of this script") == 2
 
 
 @pytest.mark.process
