@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+
+from ebbflow.errors import ConfigError
 
 __all__ = ["DefaultMLP", "ModelLoss"]
 
@@ -18,6 +20,10 @@ class DefaultMLP(nn.Module):
     def __init__(self, *, features: int, outputs: int, hidden: Sequence[int] = (64,)) -> None:
         """`features` and `outputs` come from the data; `hidden` is set with `module__hidden=(128, 64)`."""
         super().__init__()
+        if not isinstance(hidden, Iterable) or isinstance(hidden, str):
+            raise ConfigError(
+                f"module__hidden is {hidden!r}; expected the sizes of the hidden layers, such as (128, 64)"
+            )
         sizes = [features, *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for before, after in pairwise(sizes):
