@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.plugins import naming_the_part
 from ebbflow.core.spec import Call, Registry, bind, param, parse_call
 from ebbflow.core.units import whole_number
 from ebbflow.errors import PlanError, SpecError
@@ -184,7 +185,8 @@ class GrowingPolicy(Policy):
 
     def ask(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
         """What `requested` returns, checked: steps of less than one sample would never reach the end of an epoch."""
-        answer = self.requested(seen, state)
+        with naming_the_part(self, f"{self}: requested()"):
+            answer = self.requested(seen, state)
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise PlanError(f"{self}: requested() returned {answer!r}; expected a pair: the batch, and the state")
         batch, state = answer
