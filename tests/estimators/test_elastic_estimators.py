@@ -253,6 +253,8 @@ def test_a_setting_replaces_what_the_text_says_by_its_place_too() -> None:
         ({"module__hidden": 3}, ConfigError, r"module__hidden is 3; expected the sizes of the hidden layers"),
         ({"lr": "a"}, ConfigError, "lr is 'a'; expected a number"),
         ({"lr": None}, ConfigError, "lr is None; expected a number"),
+        ({"optimizer__lr": "a"}, ConfigError, "lr is 'a'; expected a number"),
+        ({"criterion__reduction": "sum"}, ConfigError, "criterion is a sum over the samples, .* use reduction='mean'"),
         ({"lr": -1, "optimizer": torch.optim.SGD}, ConfigError, "lr is -1; expected a number above 0"),
         ({"module": 3}, ConfigError, r"module is 3; expected a subclass of torch.nn.Module, or an instance of one"),
         (

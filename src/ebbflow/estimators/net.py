@@ -177,7 +177,7 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
         if self.module is not None:
             _check_makes("module", self.module, "a subclass of torch.nn.Module", self.get_params_for("module"))
             super().initialize_module()
-            _check_is_module("module", self.module, self.module_)
+            _check_made("module", self)
             return self
         if not hasattr(self, "n_inputs_"):
             raise ConfigError("module=None stands for layers sized by the data, which are not known yet; call fit")
@@ -195,16 +195,20 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
             example = f"torch.nn.{self._default_criterion.__name__}"
             _check_makes("criterion", self.criterion, f"a loss class such as {example}", settings)
         self.criterion_ = self.initialized_instance(self.criterion or self._default_criterion, settings)
-        _check_is_module("criterion", self.criterion, self.criterion_)
+        _check_made("criterion", self)
+        if getattr(self.criterion_, "reduction", "mean") == "sum":
+            raise ConfigError(
+                "criterion is a sum over the samples, so that the rate would depend on how a step is divided; expected "
+                "a mean: use reduction='mean'"
+            )
         return self
 
     def initialize_optimizer(self, triggered_directly: bool | None = None) -> Self:
         """The optimizer class that was given, or the one with this name: "sgd(momentum=0.9)"."""
-        if self.lr is None:
+        lr = self.get_params_for("optimizer").get("lr", self.lr)
+        if lr is None:
             raise ConfigError("lr is None; expected a number")
-        RunConfig.for_front_end(
-            "estimator", {"lr": _plain(self.lr)}, workload=type(self).__name__
-        )  # refuses other values
+        RunConfig.for_front_end("estimator", {"lr": _plain(lr)}, workload=type(self).__name__)  # refuses other values
         if not isinstance(self.optimizer, str):
             if isinstance(self.optimizer, torch.optim.Optimizer) or not callable(self.optimizer):
                 raise ConfigError(
@@ -421,9 +425,13 @@ def _check_makes(name: str, part: Any, expected: str, settings: dict[str, Any]) 
         raise ConfigError(f"{name} is {part!r}; expected {expected}, or an instance of one")
 
 
-def _check_is_module(name: str, part: Any, made: Any) -> None:
+def _check_made(name: str, net: EbbflowNet) -> None:
+    """Refuse a class or function that made something else than a module."""
+    made = getattr(net, f"{name}_")
     if not isinstance(made, torch.nn.Module):
-        raise ConfigError(f"{name} is {part!r}, which made {made!r}; expected that it makes a torch.nn.Module")
+        raise ConfigError(
+            f"{name} is {getattr(net, name)!r}, which made {made!r}; expected that it makes a torch.nn.Module"
+        )
 
 
 def _signature() -> inspect.Signature:
