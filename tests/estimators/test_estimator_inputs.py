@@ -15,7 +15,7 @@ from skorch.dataset import ValidSplit
 from torch.utils.data import Subset, TensorDataset
 
 from ebbflow.errors import ConfigError, DataError
-from ebbflow.estimators.batch_size import make_batches, with_settings
+from ebbflow.estimators.batch_size import make_batches
 from ebbflow.estimators.dask_rows import by_block
 from ebbflow.estimators.fit import runs_on_cluster
 from ebbflow.estimators.inputs import DatasetRows, Encoded, Slices, encode
@@ -132,7 +132,7 @@ def test_settings_beside_something_that_has_none_are_refused() -> None:
 
 
 def test_a_setting_replaces_what_the_text_says() -> None:
-    assert str(with_settings("geo(delay=5ep, factor=2)", {"factor": 5})) == "geo(delay=5ep, factor=5)"
+    assert str(batches("geo(delay=7ep, factor=2)", factor=3).growing) == "geo(7ep, factor=3)"
 
 
 # -- on whom -----------------------------------------------------------------------------------------------------------
