@@ -372,6 +372,44 @@ def points(samples):
 """
 
 
+BROKEN = """
+from dataclasses import dataclass
+from ebbflow import register_policy, register_rule
+from ebbflow.plan import GrowingPolicy
+from ebbflow.rules import Rule
+
+
+@register_rule("broken")
+@dataclass(frozen=True)
+class Broken(Rule):
+    def scale(self, context, state):
+        return context.nothing, state
+
+
+@register_policy("shrinking")
+@dataclass(frozen=True)
+class Shrinking(GrowingPolicy):
+    def requested(self, seen, state):
+        return 64 // seen.batch, state
+"""
+
+
+@pytest.mark.process
+def test_an_error_in_a_rule_or_policy_of_a_plugin_names_the_line_of_the_plugin(shell: Shell) -> None:
+    plugin = shell.folder / "broken.py"
+    plugin.write_text(BROKEN)
+    lines = BROKEN.splitlines()
+    options = ("train", "digits-mlp", "--plugin", "broken.py", "--epochs", "1", "--out", "run")
+    rule = lines.index("        return context.nothing, state") + 1
+    shell.run(*options, "--rule", "broken").assert_refused(
+        f"broken: scale() raised AttributeError: 'StepContext' object has no attribute 'nothing' ({plugin}:{rule}, in "
+    )
+    policy = lines.index("        return 64 // seen.batch, state") + 1
+    shell.run(*options, "--rule", "linear", "--policy", "shrinking").assert_refused(
+        f"requested() raised ZeroDivisionError: integer division or modulo by zero ({plugin}:{policy}, in requested)"
+    )
+
+
 @pytest.mark.process
 def test_an_error_in_a_workload_of_a_plugin_names_the_line_of_the_plugin(shell: Shell) -> None:
     plugin = shell.folder / "my_line.py"

@@ -250,6 +250,40 @@ def test_a_setting_replaces_what_the_text_says_by_its_place_too() -> None:
         ({"engine": "ray"}, ConfigError, "engine is 'ray'"),
         ({"learning_rate": 1}, ValueError, "unexpected argument"),
         ({"module__hiden": (3,)}, TypeError, "hiden"),
+        ({"module__hidden": 3}, ConfigError, r"module__hidden is 3; expected the sizes of the hidden layers"),
+        ({"lr": "a"}, ConfigError, "lr is 'a'; expected a number"),
+        ({"lr": None}, ConfigError, "lr is None; expected a number"),
+        ({"optimizer__lr": "a"}, ConfigError, "lr is 'a'; expected a number"),
+        ({"criterion__reduction": "sum"}, ConfigError, "criterion is a sum over the samples, .* use reduction='mean'"),
+        ({"lr": -1, "optimizer": torch.optim.SGD}, ConfigError, "lr is -1; expected a number above 0"),
+        ({"module": 3}, ConfigError, r"module is 3; expected a subclass of torch.nn.Module, or an instance of one"),
+        (
+            {"module": dict},
+            ConfigError,
+            r"module is <class 'dict'>, which made {}; expected that it makes a torch.nn.Mod",
+        ),
+        (
+            {"criterion": "mse"},
+            ConfigError,
+            r"criterion is 'mse'; expected a loss class such as torch.nn.MSELoss, or an",
+        ),
+        (
+            {"criterion": nn.functional.mse_loss},
+            ConfigError,
+            r"criterion is <function mse_loss .*; expected a loss class",
+        ),
+        ({"optimizer": 3}, ConfigError, r"optimizer is 3; expected a class such as torch.optim.SGD, or a text such"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, ConfigError, "optimizer is a SGD object; expected a class"),
+        (
+            {"train_split": 5},
+            ConfigError,
+            r"train_split is 5; expected .* such as skorch.dataset.ValidSplit\(5\), or None",
+        ),
+        (
+            {"dtype": torch.float32},
+            ConfigError,
+            r"dtype is torch.float32; expected the name of a type of NumPy such as",
+        ),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_refused_by_fit(settings: Any, error: type[Exception], text: str) -> None:

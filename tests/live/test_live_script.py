@@ -378,7 +378,7 @@ def test_a_checkpoint_of_another_job_is_refused(script: Any) -> None:
         for step in fleet:
             for x, y in step:
                 step.backward(loss_fn(model(x), y))
-    with pytest.raises(CheckpointError, match="seed is '5' here and '0' in the fleet"), script(seed=5)[1]:
+    with pytest.raises(CheckpointError, match="seed is '5' here and '0' in the saved state"), script(seed=5)[1]:
         pass
 
 

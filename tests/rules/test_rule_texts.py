@@ -171,3 +171,48 @@ def test_a_rule_or_modifier_that_returns_something_else_is_refused_with_what_it_
     chain = RuleChain(make_rule("linear").rule, (Stateless(),), text="linear+mine")  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"linear\+mine: modify\(\) returned Scaling\(.*; expected a pair"):
         chain.scale(step(), chain.init())
+
+
+def test_a_rule_or_modifier_that_raises_is_named_with_the_line_that_did() -> None:
+    class Broken(Rule):
+        def init(self) -> State:
+            return {}
+
+        def scale(self, context: StepContext, state: State) -> Any:
+            return state["missing"]
+
+        def review(self, context: StepContext, loss: float, state: State) -> Any:
+            raise OSError("no loss")
+
+    class Late(Modifier):
+        def init(self) -> State:
+            raise RuntimeError("too late")
+
+        def modify(self, context: StepContext, scaling: Scaling, state: State) -> Any:
+            raise RuntimeError("too late")
+
+    alone = RuleChain(Broken(), (), text="broken")
+    with pytest.raises(
+        ConfigError, match=rf"broken: scale\(\) raised KeyError: 'missing' \({__file__}:\d+, in scale\)"
+    ):
+        alone.scale(step(), alone.init())
+    with pytest.raises(ConfigError, match=rf"broken: review\(\) raised OSError: no loss \({__file__}:\d+, in review\)"):
+        alone.review(step(), 1.0, alone.init())
+    chain = RuleChain(make_rule("linear").rule, (Late(),), text="linear+late")  # type: ignore[attr-defined]
+    with pytest.raises(
+        ConfigError, match=rf"linear\+late: init\(\) raised RuntimeError: too late \({__file__}:\d+, in init"
+    ):
+        chain.init()
+    with pytest.raises(ConfigError, match=rf"linear\+late: modify\(\) raised RuntimeError: too late \({__file__}:"):
+        chain.scale(step(), [None, None])
+
+
+def test_an_exception_in_a_rule_of_ebbflow_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = make_rule("linear")
+
+    def scale(*_: Any) -> Any:
+        raise KeyError("our own defect")
+
+    monkeypatch.setattr(type(rule.rule), "scale", scale)  # type: ignore[attr-defined]
+    with pytest.raises(KeyError, match="our own defect"):
+        rule.scale(step(), rule.init())

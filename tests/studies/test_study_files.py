@@ -175,6 +175,28 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_study(str(listed))
 
 
+def test_a_key_that_is_given_twice_is_refused_in_yaml_as_in_toml(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text("workloads: digits-mlp\nrules: [linear]\nrules: [sqrt]\ntraces: {a: constant}\n")
+    with pytest.raises(ConfigError, match=r"twice\.yaml: rules is given twice .*line 3"):
+        load_study(path)
+    path.write_text(
+        "workloads: digits-mlp\nrules: [linear]\ntraces: {a: constant(workers=2), a: constant(workers=3)}\n"
+    )
+    with pytest.raises(ConfigError, match=r"twice\.yaml: a is given twice"):
+        load_study(path)
+
+
+def test_a_rate_with_an_exponent_is_a_number_in_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "rate.yaml"
+    head = "workloads: digits-mlp\nrules: linear\ntraces: {1e: constant, e3: constant, 1ep: constant}\nsettings: "
+    for text, number in (("1e-3", 0.001), ("2.5E-2", 0.025), ("1e0", 1.0), ("1.0e-3", 0.001)):
+        path.write_text(head + f"{{lr: {text}}}\n")
+        study = load_study(path)
+        assert study.settings["lr"] == number
+        assert list(study.traces) == ["1e", "e3", "1ep"]
+
+
 def test_skipped_runs_are_not_in_the_grid_and_lists_select_several() -> None:
     study = parse(
         skip=[{"rule": "constant", "trace": "spot"}, {"seed": [1, 2], "trace": "static"}],

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, EbbflowError
 
-__all__ = ["line_of", "load_plugins", "plugin_digests"]
+__all__ = ["line_of", "load_plugins", "naming_the_part", "plugin_digests"]
 
 _DIGEST = "__sha256__"
 """The attribute of a plugin's module with the digest of the file as it was imported."""
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def load_plugins(paths: Iterable[str]) -> None:
@@ -58,6 +62,28 @@ def line_of(error: BaseException, file: str) -> str:
     """The innermost line of an error's traceback that is in the file, which is the user's; empty if none is."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f"{file}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+
+
+@contextlib.contextmanager
+def naming_the_part(part: Any, what: Callable[[], str]) -> Iterator[None]:
+    """An exception in a part of the user's own becomes a ConfigError that says what raised it, and in which line.
+
+    `what` is asked for only then, since this stands around every step.
+
+    What Ebbflow raises on purpose stays as it is, and so does an exception in a part of Ebbflow: that is our defect, of
+    which the whole traceback is wanted.
+    """
+    try:
+        yield
+    except EbbflowError:
+        raise
+    except Exception as error:
+        if str(part.__module__).partition(".")[0] == "ebbflow":
+            raise
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        theirs = [file for file in files if not file.startswith(("<string>", _PACKAGE, contextlib.__file__))]
+        where = line_of(error, theirs[0]) if theirs else ""
+        raise ConfigError(f"{what()} raised {type(error).__name__}: {error}{where and f' ({where})'}") from error
 
 
 def _module_name(text: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+
+from ebbflow.errors import ConfigError
 
 __all__ = ["DefaultMLP", "ModelLoss"]
 
@@ -15,9 +17,13 @@ __all__ = ["DefaultMLP", "ModelLoss"]
 class DefaultMLP(nn.Module):
     """Fully connected layers with ReLU between them, sized by the data: the module for `module=None`."""
 
-    def __init__(self, *, features: int, outputs: int, hidden: Sequence[int] = (64,)) -> None:
+    def __init__(self, *, features: int, outputs: int, hidden: Iterable[int] = (64,)) -> None:
         """`features` and `outputs` come from the data; `hidden` is set with `module__hidden=(128, 64)`."""
         super().__init__()
+        if not isinstance(hidden, Iterable):
+            raise ConfigError(
+                f"module__hidden is {hidden!r}; expected the sizes of the hidden layers, such as (128, 64)"
+            )
         sizes = [features, *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for before, after in pairwise(sizes):

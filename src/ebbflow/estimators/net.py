@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -175,7 +175,9 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
     def initialize_module(self) -> Self:
         """The module that was given, or a `DefaultMLP` sized by the data."""
         if self.module is not None:
+            _check_makes("module", self.module, "a subclass of torch.nn.Module", self.get_params_for("module"))
             super().initialize_module()
+            _check_made("module", self)
             return self
         if not hasattr(self, "n_inputs_"):
             raise ConfigError("module=None stands for layers sized by the data, which are not known yet; call fit")
@@ -189,12 +191,30 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
     def initialize_criterion(self) -> Self:
         """The criterion that was given, or the usual one."""
         settings = self.get_params_for("criterion")
+        if self.criterion is not None:
+            example = f"torch.nn.{self._default_criterion.__name__}"
+            _check_makes("criterion", self.criterion, f"a loss class such as {example}", settings)
         self.criterion_ = self.initialized_instance(self.criterion or self._default_criterion, settings)
+        _check_made("criterion", self)
+        if getattr(self.criterion_, "reduction", "mean") == "sum":
+            raise ConfigError(
+                "criterion is a sum over the samples, so that the rate would depend on how a step is divided; expected "
+                "a mean: use reduction='mean'"
+            )
         return self
 
     def initialize_optimizer(self, triggered_directly: bool | None = None) -> Self:
         """The optimizer class that was given, or the one with this name: "sgd(momentum=0.9)"."""
+        lr = self.get_params_for("optimizer").get("lr", self.lr)
+        if lr is None:
+            raise ConfigError("lr is None; expected a number")
+        RunConfig.for_front_end("estimator", {"lr": _plain(lr)}, workload=type(self).__name__)  # refuses other values
         if not isinstance(self.optimizer, str):
+            if isinstance(self.optimizer, torch.optim.Optimizer) or not callable(self.optimizer):
+                raise ConfigError(
+                    f"optimizer is {_shown(self.optimizer)}; expected a class such as torch.optim.SGD, or a text such "
+                    f"as 'sgd(momentum=0.9)'"
+                )
             super().initialize_optimizer()
             return self
         settings = self.get_params_for("optimizer")
@@ -282,6 +302,13 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
 
     def _check_inputs(self, X: Any, y: Any, *, reset: bool, **checks: Any) -> tuple[Any, Any]:
         """Checks of both estimators; y is returned as an array, or None for a Dataset."""
+        if self.dtype is not None:
+            try:
+                np.dtype(self.dtype)
+            except TypeError:
+                raise ConfigError(
+                    f"dtype is {self.dtype!r}; expected the name of a type of NumPy such as 'float32', or None"
+                ) from None
         if y is None and not is_dataset(X):
             raise DataError(
                 f"{type(self).__name__} requires y to be passed, but the target y is None; only a Dataset brings "
@@ -342,6 +369,11 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
         return self
 
     def _split(self, X: Any, y: Any) -> tuple[Any, Any]:
+        if self.train_split and not callable(self.train_split):
+            raise ConfigError(
+                f"train_split is {self.train_split!r}; expected a way to split such as skorch.dataset.ValidSplit(5), "
+                f"or None to train on all samples"
+            )
         if not is_dask(X):
             train, valid = self.get_split_datasets(X, y)
             return train, valid
@@ -371,6 +403,35 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
             X = as_tensor(check_arrays(self, X, reset=False, dtype=self.dtype))
         answers: npt.NDArray[Any] = NeuralNet.predict_proba(self, X)
         return answers
+
+
+def _shown(part: Any) -> str:
+    """An optimizer as an error names it; the representation of one that was made has several lines."""
+    return f"a {type(part).__name__} object" if isinstance(part, torch.optim.Optimizer) else repr(part)
+
+
+def _check_makes(name: str, part: Any, expected: str, settings: dict[str, Any]) -> None:
+    """Refuse what skorch could not call to make a part: a text, a number, a function such as cross_entropy."""
+    if isinstance(part, torch.nn.Module | type):
+        return
+    fits = callable(part)
+    if inspect.isroutine(part):
+        with suppress(ValueError):  # functions written in C have no signature
+            try:
+                inspect.signature(part).bind(**settings)
+            except TypeError:
+                fits = False
+    if not fits:
+        raise ConfigError(f"{name} is {part!r}; expected {expected}, or an instance of one")
+
+
+def _check_made(name: str, net: EbbflowNet) -> None:
+    """Refuse a class or function that made something else than a module."""
+    made = getattr(net, f"{name}_")
+    if not isinstance(made, torch.nn.Module):
+        raise ConfigError(
+            f"{name} is {getattr(net, name)!r}, which made {made!r}; expected that it makes a torch.nn.Module"
+        )
 
 
 def _signature() -> inspect.Signature:

@@ -86,14 +86,14 @@ def _different_keys(own: Mapping[str, str], fleet: Mapping[str, str]) -> list[st
     return [key for key in keys if UNKNOWN not in (own.get(key), fleet.get(key))]
 
 
-def describe_difference(own: Mapping[str, str], fleet: Mapping[str, str]) -> str:
+def describe_difference(own: Mapping[str, str], other: Mapping[str, str], where: str = "in the fleet") -> str:
     """Say in which respects a replica is incompatible, for the message that refuses it.
 
     >>> describe_difference({"seed": "1", "rule": "linear"}, {"seed": "2", "rule": "linear"})
     "seed is '1' here and '2' in the fleet"
     """
-    keys = _different_keys(own, fleet)
-    return "; ".join(f"{key} is {own.get(key)!r} here and {fleet.get(key)!r} in the fleet" for key in keys)
+    keys = _different_keys(own, other)
+    return "; ".join(f"{key} is {own.get(key)!r} here and {other.get(key)!r} {where}" for key in keys)
 
 
 def initial_lineage(weights: str) -> int:

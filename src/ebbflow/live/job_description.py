@@ -98,14 +98,14 @@ def check_job(own: Mapping[str, str], saved: Mapping[str, str], origin: str, *, 
     >>> check_job(own, {"rule": "sqrt", "epochs": "20"}, "it", allow_changes=False)
     ''
     >>> check_job(own, {"rule": "sqrt", "epochs": "10"}, "it", allow_changes=True)
-    "epochs is '20' here and '10' in the fleet"
+    "epochs is '20' here and '10' in the saved state"
     """
     # Checkpoints of earlier versions say less about their job.
     job = {**own, **{_renamed(key): value for key, value in saved.items()}}
     changed = {key for key in job if own.get(key) != job[key]}
     if not changed:
         return ""
-    difference = describe_difference(own, job)
+    difference = describe_difference(own, job, "in the saved state")
     changeable = all(key in _CHANGEABLE or key.startswith("optimizer.") for key in changed)
     if not (changeable and allow_changes):
         advice = ", or accept the change with `ebbflow launch --allow-changes`" if changeable else ""

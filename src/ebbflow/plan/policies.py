@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.plugins import naming_the_part
 from ebbflow.core.spec import Call, Registry, bind, param, parse_call
 from ebbflow.core.units import whole_number
 from ebbflow.errors import PlanError, SpecError
@@ -186,11 +187,14 @@ class GrowingPolicy(Policy):
 
     def ask(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
         """What `requested` returns, checked: steps of less than one sample would never reach the end of an epoch."""
-        answer = self.requested(seen, state)
+        with naming_the_part(self, lambda: f"{self}: requested()"):
+            answer = self.requested(seen, state)
         if not isinstance(answer, tuple | list) or len(answer) != 2:
             raise PlanError(f"{self}: requested() returned {answer!r}; expected a pair: the batch, and the state")
-        asked = whole_number(answer[0], f"{self}: the batch that requested() returned", most=None, error=PlanError)
-        return min(asked, MAX_REQUEST), answer[1]
+        batch, state = answer
+        if type(batch) is not int or batch < 1:  # the text of a policy takes longer than most of them do
+            batch = whole_number(batch, f"{self}: the batch that requested() returned", most=None, error=PlanError)
+        return min(batch, MAX_REQUEST), state
 
     def unchanged_steps(self, seen: Observation, batch: int) -> int:
         """Lower bound on how many consecutive steps of `batch` samples request the same batch, counted from this one.

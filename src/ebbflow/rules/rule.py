@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ebbflow.core.plugins import naming_the_part
 from ebbflow.core.spec import Entry, Registry, bind, parse_calls
 from ebbflow.errors import ConfigError, SpecError
 from ebbflow.moments.estimate import Moments
@@ -232,7 +233,10 @@ class Modifier(_Part, ABC):
 
 @dataclass(frozen=True)
 class RuleChain(Rule):
-    """A rule and its modifiers, which are applied from left to right as they are written."""
+    """A rule and its modifiers, which are applied from left to right as they are written.
+
+    An exception in a rule or modifier of your own becomes a ConfigError that says which one raised it, and where.
+    """
 
     rule: Rule
     modifiers: tuple[Modifier, ...]
@@ -260,20 +264,29 @@ class RuleChain(Rule):
 
     def init(self) -> State:
         """The states of all parts, in order."""
-        return [self.rule.init(), *(modifier.init() for modifier in self.modifiers)]
+        states = []
+        for part in (self.rule, *self.modifiers):
+            with naming_the_part(part, lambda: f"{self.text}: init()"):
+                states.append(part.init())
+        return states
 
     def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
         """The scaling of the rule, changed by each modifier in turn."""
-        scaling, first = checked(self.rule.scale(context, state[0]), f"{self.text}: scale()")
+        with naming_the_part(self.rule, lambda: f"{self.text}: scale()"):
+            answer = self.rule.scale(context, state[0])
+        scaling, first = checked(answer, f"{self.text}: scale()")
         states = [first]
         for modifier, old in zip(self.modifiers, state[1:], strict=True):
-            scaling, new = checked(modifier.modify(context, scaling, old), f"{self.text}: modify()")
+            with naming_the_part(modifier, lambda: f"{self.text}: modify()"):
+                answer = modifier.modify(context, scaling, old)
+            scaling, new = checked(answer, f"{self.text}: modify()")
             states.append(new)
         return scaling, states
 
     def review(self, context: StepContext, loss: float, state: State) -> tuple[Verdict, State]:
         """The verdict of the rule; modifiers have none."""
-        verdict, first = self.rule.review(context, loss, state[0])
+        with naming_the_part(self.rule, lambda: f"{self.text}: review()"):
+            verdict, first = self.rule.review(context, loss, state[0])
         return verdict, [first, *state[1:]]
 
     def after_restore(self, snapshot: State, state: State) -> State:

@@ -279,6 +279,26 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+class _StudyLoader(yaml.SafeLoader):
+    """YAML as study files need it: a key that is given twice is refused, as in TOML, and 1e-3 is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of a node; PyYAML would take the last value of a key without a word."""
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+                seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
+# PyYAML follows version 1.1, by which a number with an exponent needs a point and a sign: 1.0e-3.
+_StudyLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
 def load_study(text: str | Path) -> Study:
     """A study from a file (.toml, .yaml, .yml), or a recipe that comes with the package."""
     text = str(text)
@@ -294,7 +314,7 @@ def load_study(text: str | Path) -> Study:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
-        values = tomllib.loads(content) if path.suffix == ".toml" else yaml.safe_load(content)
+        values = tomllib.loads(content) if path.suffix == ".toml" else yaml.load(content, _StudyLoader)
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     return parse_study(values, source=str(path), folder=path.parent)
