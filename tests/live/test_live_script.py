@@ -563,7 +563,9 @@ def test_changed_settings_are_refused_or_used_but_never_dropped(
         return script(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9))
 
     with (
-        pytest.raises(CheckpointError, match=r"optimizer.lr is '0.02' here and '0.1' in the fleet;.*--allow-changes"),
+        pytest.raises(
+            CheckpointError, match=r"optimizer.lr is '0.02' here and '0.1' in the saved state;.*--allow-changes"
+        ),
         changed()[1],
     ):
         pass

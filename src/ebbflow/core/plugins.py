@@ -70,15 +70,16 @@ def naming_the_part(part: Any, what: Callable[[], str]) -> Iterator[None]:
 
     `what` is asked for only then, since this stands around every step.
 
-    What Ebbflow raises on purpose stays as it is, and so does an exception in a part of Ebbflow: that is our defect, of
-    which the whole traceback is wanted.
+    What Ebbflow raises on purpose stays as it is, and so do a memory or a device that fails (torch has types of its own
+    for them), which are no mistake of the part. So does an exception in a part of Ebbflow: that is our defect, of which
+    the whole traceback is wanted.
     """
     try:
         yield
-    except EbbflowError:
+    except (EbbflowError, MemoryError):
         raise
     except Exception as error:
-        if str(part.__module__).partition(".")[0] == "ebbflow":
+        if "torch" in type(error).__module__.split(".") or str(part.__module__).partition(".")[0] == "ebbflow":
             raise
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         theirs = [file for file in files if not file.startswith(("<string>", _PACKAGE, contextlib.__file__))]
