@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -82,7 +82,7 @@ def study(
 ) -> None:
     """Run rules x traces x workloads x seeds in parallel and report. The same command continues after a kill.
 
-    The report is written in any case. Exit code 1: some arms failed; 5: some diverged; 4: --budget left some.
+    The report shows what there is. Exit code 1: some arms failed; 5: some diverged; 4: --budget left some.
     """
     if listed:
         _list(as_json=json)
@@ -177,7 +177,7 @@ def run_with_progress(
     jobs: int | None = None,
     checkpoint_every: str = "30s",
     keep_weights: bool = False,
-    only: Mapping[str, Sequence[str]] | None = None,
+    only: Mapping[str, list[str]] | None = None,
     within_s: float = math.inf,
 ) -> Ending:
     """Run a study with one progress bar, and print failures at once on standard error; failed if an arm has failed."""

@@ -155,15 +155,19 @@ class Study:
             if not any(_matches(entry, workload=workload, trace=trace, rule=rule, seed=seed) for entry in self.skip)
         ]
 
-    def only(self, chosen: Mapping[str, Sequence[str]]) -> list[Arm]:
+    def names(self) -> dict[str, list[Any]]:
+        """What tells the arms apart: the names on each axis, by which overrides, skips and `only` select."""
+        return {
+            "workload": list(self.workloads), "trace": list(self.traces), "rule": list(self.rules),
+            "seed": list(self.seeds),
+        }  # fmt: skip
+
+    def only(self, chosen: Mapping[str, list[str]]) -> list[Arm]:
         """The arms with one of the chosen names on each of the axes: workload, trace, rule, seed.
 
         A name that the study does not have is an error, and so is a choice that leaves nothing.
         """
-        names = {
-            "workload": list(self.workloads), "trace": list(self.traces), "rule": list(self.rules),
-            "seed": [str(seed) for seed in self.seeds],
-        }  # fmt: skip
+        names = {axis: list(map(str, found)) for axis, found in self.names().items()}
         for axis, values in chosen.items():
             if axis not in names:
                 raise ConfigError(f"{axis!r} does not tell arms apart; expected one of {', '.join(names)}")
@@ -174,11 +178,11 @@ class Study:
         found = [
             arm
             for arm in self.arms()
-            if all(
-                str(getattr(arm.config, "label" if axis == "trace" else axis)) in values
-                for axis, values in chosen.items()
+            if _matches(
+                chosen, workload=arm.config.workload, trace=arm.config.label, rule=arm.config.rule,
+                seed=str(arm.config.seed),
             )
-        ]
+        ]  # fmt: skip
         if not found:
             asked = ", ".join(f"{axis}={value}" for axis, values in chosen.items() for value in values)
             raise ConfigError(f"{self.source} has no arm with {asked}: [[skip]] leaves it out")
@@ -453,9 +457,7 @@ def _selections(values: Mapping[str, Any], key: str, source: str) -> tuple[dict[
 
 def _check_selections(study: Study) -> None:
     """Refuse selectors that match nothing in the study: with a typo, an override would silently have no effect."""
-    known: dict[str, Sequence[Any]] = {
-        "workload": study.workloads, "trace": list(study.traces), "rule": study.rules, "seed": study.seeds,
-    }  # fmt: skip
+    known = study.names()
     for kind, entries in (("override", study.override), ("skip", study.skip)):
         for entry in entries:
             for key in set(entry) - {"set"}:
