@@ -132,6 +132,7 @@ def test_an_arm_that_would_not_end_in_time_is_left_for_another_call(
     assert len(ended) == arms
 
 
+@pytest.mark.process
 def test_no_time_starts_nothing(tmp_path: Path) -> None:
     run_study(small(), tmp_path, within_s=0.0)
     assert not list(tmp_path.glob("arms/*"))
