@@ -244,7 +244,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.process
 def test_the_slurm_replica_runs_ebbflow_with_its_number_and_the_arguments_it_got(slurm: dict[str, str]) -> None:
     script = ["bash", DEPLOY / "slurm" / "replicas.sbatch", "train.py", "--lr", "0.1"]
-    result = subprocess.run(script, env=slurm, check=True, text=True, capture_output=True, timeout=60)
+    result = subprocess.run(script, env=slurm, check=True, text=True, capture_output=True, timeout=150)
     assert result.stdout.splitlines() == [
         "launch", "--join", "10.0.0.7:4242", "--name", "r3", "--out", slurm["FOLDER"], "--grace", "45s", "train.py",
         "--lr", "0.1",
@@ -264,6 +264,6 @@ def test_a_slurm_replica_whose_time_is_up_leaves_and_is_requeued_unless_it_was_c
             assert job.poll() is None
             time.sleep(0.02)
         job.send_signal(signal.SIGTERM)
-        said, _ = job.communicate(timeout=60)
+        said, _ = job.communicate(timeout=150)
     assert said.splitlines()[-2:] == (["left", "scontrol requeue 17"] if state == "RUNNING" else ["train.py", "left"])
     assert job.returncode == 3

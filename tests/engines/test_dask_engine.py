@@ -227,7 +227,7 @@ class Cut:
         self.used.update((row.epoch, index) for index in asked)
         return row.workers
 
-    def until(self, workers: int, *, within_s: float = 60.0) -> None:
+    def until(self, workers: int, *, within_s: float = 150.0) -> None:
         end = time.monotonic() + within_s
         while self.step() != workers:
             assert time.monotonic() < end, f"never had {workers} workers"

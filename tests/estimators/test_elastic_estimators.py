@@ -429,7 +429,7 @@ def test_without_skorch_the_error_says_what_to_install() -> None:
         "assert 'torch' not in sys.modules\n"
         "ebbflow.sklearn.EbbflowClassifier"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
     assert "needs skorch, which is not installed; run: pip install 'ebbflow[dask]'" in done.stderr
 
 

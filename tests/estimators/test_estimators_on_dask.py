@@ -194,7 +194,7 @@ def test_a_killed_worker_costs_no_sample_and_no_block(client: Client) -> None:
     for epoch in there.history:
         assert sum(batch["train_batch_size"] for batch in epoch["batches"]) == 400
     assert_same_weights(there, EbbflowClassifier(**SETTINGS, engine="emulated").fit(DIGITS, LABELS))
-    client.wait_for_workers(2, timeout=60)
+    client.wait_for_workers(2, timeout=150)
 
 
 def test_an_active_client_is_used_unless_told_otherwise(client: Client) -> None:
@@ -214,7 +214,7 @@ def test_a_task_does_not_ask_its_own_cluster_for_help(client: Client) -> None:
         assert active_client() is None
         return EbbflowClassifier(max_epochs=1, random_state=0).fit(inputs, labels).history[-1]["workers"]
 
-    assert client.submit(fit, DIGITS, LABELS).result(timeout=60) == 1
+    assert client.submit(fit, DIGITS, LABELS).result(timeout=150) == 1
 
 
 def test_numbers_that_are_none_are_found_on_the_workers(client: Client) -> None:
@@ -250,6 +250,6 @@ def test_an_adaptive_search_may_train_candidates_in_tasks(client: Client) -> Non
     candidates = [EbbflowClassifier(batch_size=20, random_state=0, lr=lr) for lr in (1e-4, 1e-2)]
     for rows in (slice(0, 100), slice(100, 200), slice(200, 300)):
         candidates = [client.submit(train, model, DIGITS[rows], LABELS[rows]) for model in candidates]
-    scores = [client.submit(score, model, DIGITS[300:], LABELS[300:]).result(timeout=60) for model in candidates]
+    scores = [client.submit(score, model, DIGITS[300:], LABELS[300:]).result(timeout=150) for model in candidates]
     assert scores[1] > scores[0]
-    assert candidates[1].result(timeout=60).n_epochs_ == 3
+    assert candidates[1].result(timeout=150).n_epochs_ == 3

@@ -277,11 +277,11 @@ def test_replicas_that_torchrun_started_train_together(tmp_path: Path) -> None:
             eventually(lambda: group.status("r1").get("members", 0) == 2, "both train", within_s=240)
             processes["r1"].send_signal(signal.SIGTERM)
             assert processes["r0"].wait(timeout=240) == 0
-            processes["r1"].wait(timeout=60)
+            processes["r1"].wait(timeout=150)
         finally:
             for process in processes.values():
                 process.terminate()
-                process.wait(timeout=60)
+                process.wait(timeout=150)
         assert group.status("r1")["state"] == "left"
     account, _ = read_fleet(tmp_path)
     assert account.exactly_once and account.epochs == 10

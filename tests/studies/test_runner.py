@@ -293,7 +293,7 @@ def test_killed_with_kill_9_the_same_command_ends_with_the_same_weights(tmp_path
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
             killed += 1
-        process.wait(timeout=60)
+        process.wait(timeout=150)
     assert killed >= 2, "the study ended before it was killed"
     assert start(study, killed_often, "0s").wait(timeout=120) == 0
 
@@ -326,7 +326,7 @@ def test_the_arms_of_a_killed_study_stop_and_have_not_failed(tmp_path: Path) -> 
         process = start(study, out, "0s", stderr)
     wait_for(lambda: len(list(out.glob("arms/*/checkpoint.pt"))) == 2 or process.poll() is not None)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(timeout=60)
+    process.wait(timeout=150)
     wait_for(lambda: released(out))
     time.sleep(0.3)  # for what an arm might still write after it released its lock
     assert {run.status for run in records(out).values()} == {"interrupted"}

@@ -90,6 +90,6 @@ def test_of_several_processes_at_the_same_time_one_makes_the_array(tmp_path: Pat
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=150)
     assert [process.exitcode for process in processes] == [0] * 4
     assert (tmp_path / "made").read_text() == "x"

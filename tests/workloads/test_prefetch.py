@@ -339,7 +339,7 @@ def test_a_process_that_may_have_no_children_reads_in_itself():
     results = context.SimpleQueue()
     process = context.Process(target=_read_as_a_daemon, args=(results,), daemon=True)
     process.start()
-    process.join(timeout=60)
+    process.join(timeout=150)
     assert process.exitcode == 0
     assert results.get() == [3, 4]
 
