@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ebbflow.core.plugins import naming_the_part
+from ebbflow.core.plugins import raise_naming
 from ebbflow.core.spec import Entry, Registry, bind, parse_calls
 from ebbflow.errors import ConfigError, SpecError
 from ebbflow.moments.estimate import Moments
@@ -266,27 +266,35 @@ class RuleChain(Rule):
         """The states of all parts, in order."""
         states = []
         for part in (self.rule, *self.modifiers):
-            with naming_the_part(part, lambda: f"{self.text}: init()"):
+            try:
                 states.append(part.init())
+            except Exception as error:
+                raise_naming(error, part, f"{self.text}: init()")
         return states
 
     def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
         """The scaling of the rule, changed by each modifier in turn."""
-        with naming_the_part(self.rule, lambda: f"{self.text}: scale()"):
+        try:
             answer = self.rule.scale(context, state[0])
+        except Exception as error:
+            raise_naming(error, self.rule, f"{self.text}: scale()")
         scaling, first = checked(answer, f"{self.text}: scale()")
         states = [first]
         for modifier, old in zip(self.modifiers, state[1:], strict=True):
-            with naming_the_part(modifier, lambda: f"{self.text}: modify()"):
+            try:
                 answer = modifier.modify(context, scaling, old)
+            except Exception as error:
+                raise_naming(error, modifier, f"{self.text}: modify()")
             scaling, new = checked(answer, f"{self.text}: modify()")
             states.append(new)
         return scaling, states
 
     def review(self, context: StepContext, loss: float, state: State) -> tuple[Verdict, State]:
         """The verdict of the rule; modifiers have none."""
-        with naming_the_part(self.rule, lambda: f"{self.text}: review()"):
+        try:
             verdict, first = self.rule.review(context, loss, state[0])
+        except Exception as error:
+            raise_naming(error, self.rule, f"{self.text}: review()")
         return verdict, [first, *state[1:]]
 
     def after_restore(self, snapshot: State, state: State) -> State:
