@@ -33,7 +33,7 @@ OnNonfinite = Literal["ignore", "skip", "stop"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What one step of an `ElasticOptimizer` did."""
+    """What one step of a `RuleOptimizer` did."""
 
     lr_base: float
     """Base rate of the step, of the first parameter group."""
