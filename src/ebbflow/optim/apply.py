@@ -126,8 +126,7 @@ class Applier:
     def check(self, scaling: Scaling, rule: object) -> None:
         """Refuse a scaling that the optimizer does not support; `rule` is named in the error."""
         name = type(self.inner).__name__
-        inside = scaling.gradient if isinstance(scaling.gradient, tuple) else (scaling.gradient,)
-        if (least := min(*scaling.layers, *inside)) < 0:
+        if (least := min(*scaling.layers, *scaling.inside)) < 0:
             raise ConfigError(f"the rule {rule} returned the multiplier {least:g}; expected 0 or more: a step that is "
                               f"scaled by less climbs the loss")  # fmt: skip
         if isinstance(scaling.lr, tuple) or isinstance(scaling.gradient, tuple):

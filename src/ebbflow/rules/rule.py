@@ -129,16 +129,17 @@ class Scaling:
         """
         if not isinstance(self.lr, tuple) and not isinstance(self.gradient, tuple):
             return self.lr * self.gradient
-        count = max(len(self.layers), len(self._inside))
+        count = max(len(self.layers), len(self.inside))
         return sum(self.by_layer(count)) / count
 
     @property
-    def _inside(self) -> tuple[float, ...]:
+    def inside(self) -> tuple[float, ...]:
+        """The multipliers inside the momentum as a tuple, with a single entry if all layers share one."""
         return self.gradient if isinstance(self.gradient, tuple) else (self.gradient,)
 
     def by_layer(self, count: int) -> list[float]:
         """The factor of the whole step, `lr` times `gradient`, for each of `count` layers."""
-        pairs = zip(spread(self.layers, count), spread(self._inside, count), strict=True)
+        pairs = zip(spread(self.layers, count), spread(self.inside, count), strict=True)
         return [lr * gradient for lr, gradient in pairs]
 
     def map_lr(self, change: Callable[[float], float]) -> Scaling:
