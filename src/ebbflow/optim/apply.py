@@ -82,7 +82,9 @@ class Applier:
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
         if isinstance(inner, torch.optim.LBFGS):
-            raise ConfigError("LBFGS calls the model itself and cannot follow a plan of batches; use sgd or adamw")
+            raise ConfigError(
+                "LBFGS evaluates the loss several times per step, each time on all samples; use another, such as adamw"
+            )
         self.adaptive = optimizer_family(name_of_optimizer(type(inner))) == "adam"
         """Whether the optimizer normalises the gradient."""
         self.refresh()

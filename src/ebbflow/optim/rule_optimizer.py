@@ -77,8 +77,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         for name, value in {"memory_steps": memory_steps, "measure_every": measure_every, "clip": clip}.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}; expected a number above 0")
-        if isinstance(inner, torch.optim.LBFGS):
-            raise ConfigError("LBFGS evaluates the loss several times per step, each time on all samples; use another")
         if not any(group["params"] for group in inner.param_groups):
             raise ConfigError("the optimizer has no parameters; give it some of a model (are all of them frozen?)")
         if on_nonfinite not in ("ignore", "skip", "stop"):
