@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.base import Gradients
-from ebbflow.engines.batches import as_pair, map_batch
-from ebbflow.engines.loss_sum import LossSum, mean_over_samples
+from ebbflow.engines.batches import map_batch
+from ebbflow.engines.loss_sum import LossSum
 from ebbflow.engines.replica_ranks import ReplicaRanks, is_sharded, local_shard, samples_of_rank
-from ebbflow.engines.replica_step import LoadedMicroBatch, ReplicaStep, micro_batch_seed, trained_parameters
+from ebbflow.engines.replica_step import LoadedMicroBatch, ReplicaStep, trained_parameters
 from ebbflow.moments.meters import FlatMeter, FusedMeter, squared_norms
 
 __all__ = [
@@ -208,9 +208,7 @@ class ShardedStep(ReplicaStep):
             part, active = self._divided(micro_batch)
             self._pass = micro_batch.size, micro_batch.size / own
             self._counted = active and ranks.counts
-            for generator in self._generators:
-                generator.manual_seed(micro_batch_seed(self._seed, epoch, part.start))
-            inputs, targets = as_pair(self._fetch(self.indices(epoch, part)))
+            inputs, targets = self._fetch_seeded(epoch, part)
             with self.batch_norm.micro_batch(part.size / batch if self._counted else 0.0):
                 weight = ranks.data_size * part.size / own if active else 0.0
                 yield LoadedMicroBatch(inputs, targets, part.size, weight, number == len(micro_batches))
@@ -218,17 +216,13 @@ class ShardedStep(ReplicaStep):
 
     def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
         """Add the gradient of a micro-batch; `loss` is the mean over this rank's samples, or a sum with its count."""
-        mean, count = mean_over_samples(loss, micro_batch.samples)
-        weighted = mean * micro_batch.weight
-        if self._sends(micro_batch):
-            self._before_last()
-        weighted.backward()  # type: ignore[no-untyped-call]
+        weighted, count = self._run_backward(loss, micro_batch)
         samples, weight = self._pass
         if self.meter is not None and self.meter.on:
             self.gradients.collect()
             self.meter.close_micro_batch(samples, weight)
         if self._counted:
-            self.loss = self.loss + weighted.detach() / self.ranks.data_size
+            self.loss = self.loss + weighted / self.ranks.data_size
             self.count = self.count + count
         self.samples += samples
 
