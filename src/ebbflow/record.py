@@ -25,7 +25,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -316,14 +315,7 @@ class RecordWriter:
         try:
             self._file.write(encode(row) + "\n")
         except OSError as error:
-            raise OutputError(f"{self.path} cannot be written: {error.strerror}; free some space and resume") from error
-
-    def push(self) -> None:
-        """Hand all rows to the system: they survive the death of the process, not that of the machine."""
-        try:
-            self._file.flush()
-        except OSError as error:
-            raise OutputError(f"{self.path} cannot be written: {error.strerror}; free some space and resume") from error
+            raise self._unwritable(error) from error
 
     def flush(self) -> int:
         """Bring all rows to the disk; the size of the file in bytes."""
@@ -331,8 +323,11 @@ class RecordWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise OutputError(f"{self.path} cannot be written: {error.strerror}; free some space and resume") from error
+            raise self._unwritable(error) from error
         return os.fstat(self._file.fileno()).st_size
+
+    def _unwritable(self, error: OSError) -> OutputError:
+        return OutputError(f"{self.path} cannot be written: {error.strerror}; free some space and resume")
 
     def close(self) -> None:
         """Flush and close."""
@@ -348,9 +343,7 @@ class RecordWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -232,7 +232,7 @@ def test_a_run_that_goes_back_to_a_snapshot_ends_as_if_nothing_had_happened(case
     assert [(row.epoch, row.samples) for row in kept] == [(row.epoch, row.samples) for row in undisturbed]
     assert [row.loss for row in kept] == pytest.approx([row.loss for row in undisturbed], rel=1e-9)
     assert flow.ledger == plain.ledger
-    assert flow.snapshot is None and flow.unconfirmed is None, "released after step 11"
+    assert flow.kept.snapshot is None and flow.kept.unconfirmed is None, "released after step 11"
     assert flow.optimizer.state_dict()["rule_state"] == 2
     torch.testing.assert_close(weights_of(flow.engine.model), weights_of(plain.engine.model), rtol=1e-9, atol=1e-12)
 
@@ -253,7 +253,7 @@ def test_of_three_branches_only_the_winner_leaves_a_trace(case: EngineCase, winn
     assert [row.loss for row in kept] == pytest.approx([row.loss for row in undisturbed], rel=1e-9)
     scores = [rows[step].loss for step in (8, 14, 20)]
     assert flow.optimizer.state_dict()["rule_state"] == scores and len(set(scores)) == 3
-    assert flow.ledger == plain.ledger and flow.branches is None
+    assert flow.ledger == plain.ledger and flow.kept.branches is None
     torch.testing.assert_close(weights_of(flow.engine.model), weights_of(plain.engine.model), rtol=1e-9, atol=1e-12)
 
 

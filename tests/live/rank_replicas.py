@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from contract.suite import counted_loss, make_data, make_model
 from ebbflow.engines import allreduce
 from ebbflow.engines.replica_ranks import local_shard
-from ebbflow.engines.shards import without_shards
 from ebbflow.live import connection, equality, listening, rank_watch, state_transfer
 from ebbflow.live.live_engine import LiveEngine
 from ebbflow.live.live_session import LiveSession, join
 from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.run.sharded_state import without_shards
 from ebbflow.workloads import cross_entropy
 from ebbflow.workloads.sources import TensorSource
 from live.replicas import NestedSource, break_backend, receive_later, together

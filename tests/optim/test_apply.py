@@ -298,7 +298,7 @@ def test_everything_is_put_back_when_the_step_raises(scaling: Scaling, blend: bo
 
 def test_optimizers_that_a_scaling_does_not_fit_are_refused() -> None:
     net = parameters()
-    with pytest.raises(ConfigError, match="LBFGS calls the model itself"):
+    with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times"):
         Applier(torch.optim.LBFGS(net))
     with pytest.raises(ConfigError, match="Rprop uses the rate for its first step only"):
         Applier(torch.optim.Rprop(net)).check(Scaling(lr=(1.0,) * 5), "lena")

@@ -25,7 +25,7 @@ from ebbflow.report.report_page import write_report
 from ebbflow.rules import auto_rule
 from ebbflow.rules.auto_rule import Auto
 from ebbflow.rules.rule import StepContext, make_rule
-from ebbflow.run import flow
+from ebbflow.run import kept_states
 from ebbflow.run.loop import Callbacks
 from ebbflow.workloads import TensorSource, cross_entropy
 
@@ -481,9 +481,9 @@ def test_without_memory_for_a_state_nothing_is_guarded_and_the_record_says_so(
     config = RunConfig(
         workload="digits-mlp(width=64)", trace="constant(workers=2)", rule="auto", lr=3.0, epochs=20, local_batch=64
     )
-    monkeypatch.setattr(flow, "free_memory", lambda: 2 * 143_520)
+    monkeypatch.setattr(kept_states, "free_memory", lambda: 2 * 143_520)
     assert {event.what for event in train(config, tmp_path / "enough").events} == {"went back"}
-    monkeypatch.setattr(flow, "free_memory", lambda: 143_520)
+    monkeypatch.setattr(kept_states, "free_memory", lambda: 143_520)
     run = train(config, tmp_path / "short")
     (event,) = run.events
     assert event.what == "large snapshots" and event.step > 0, "the first state, without a momentum, was kept"
@@ -492,14 +492,14 @@ def test_without_memory_for_a_state_nothing_is_guarded_and_the_record_says_so(
         "from here on"
     )
     assert not any("given_back" in row.stats for row in run.steps)
-    monkeypatch.setattr(flow, "free_memory", lambda: 143_519)
+    monkeypatch.setattr(kept_states, "free_memory", lambda: 143_519)
     assert [event.step for event in train(config, tmp_path / "none").events] == [0]
 
 
 def test_processes_that_train_together_keep_a_large_state_and_say_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flow, "free_memory", lambda: 1)
+    monkeypatch.setattr(kept_states, "free_memory", lambda: 1)
     monkeypatch.setattr(LoopEngine, "single_process", property(lambda self: False, lambda self, value: None))
     run = bad_once("auto", tmp_path)
     assert [event.what for event in run.events] == ["large snapshots", "went back"]

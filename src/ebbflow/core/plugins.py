@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ebbflow.errors import ConfigError, EbbflowError
 
-__all__ = ["line_of", "load_plugins", "naming_the_part", "plugin_digests"]
+__all__ = ["line_of", "load_plugins", "plugin_digests", "raise_naming"]
 
 _DIGEST = "__sha256__"
 """The attribute of a plugin's module with the digest of the file as it was imported."""
@@ -64,27 +63,21 @@ def line_of(error: BaseException, file: str) -> str:
     return f"{file}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
-@contextlib.contextmanager
-def naming_the_part(part: Any, what: Callable[[], str]) -> Iterator[None]:
-    """An exception in a part of the user's own becomes a ConfigError that says what raised it, and in which line.
-
-    `what` is asked for only then, since this stands around every step.
+def raise_naming(error: Exception, part: Any, what: str) -> NoReturn:
+    """Raise an exception of a part of the user's own as a ConfigError: what raised it, and in which line.
 
     What Ebbflow raises on purpose stays as it is, and so do a memory or a device that fails (torch has types of its own
     for them), which are no mistake of the part. So does an exception in a part of Ebbflow: that is our defect, of which
     the whole traceback is wanted.
     """
-    try:
-        yield
-    except (EbbflowError, MemoryError):
-        raise
-    except Exception as error:
-        if "torch" in type(error).__module__.split(".") or str(part.__module__).partition(".")[0] == "ebbflow":
-            raise
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        theirs = [file for file in files if not file.startswith(("<string>", _PACKAGE, contextlib.__file__))]
-        where = line_of(error, theirs[0]) if theirs else ""
-        raise ConfigError(f"{what()} raised {type(error).__name__}: {error}{where and f' ({where})'}") from error
+    by_torch = "torch" in type(error).__module__.split(".")
+    ours = str(part.__module__).partition(".")[0] == "ebbflow"
+    if ours or by_torch or isinstance(error, EbbflowError | MemoryError):
+        raise error
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    theirs = [file for file in files if not file.startswith(("<string>", _PACKAGE))]
+    where = line_of(error, theirs[0]) if theirs else ""
+    raise ConfigError(f"{what} raised {type(error).__name__}: {error}{where and f' ({where})'}") from error
 
 
 def _module_name(text: str) -> str:

@@ -18,10 +18,9 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ebbflow.core.signals import StopSignal
@@ -224,16 +223,13 @@ class PreemptionNotice(StopSignal):
         super().__init__()
         self._sources = _known(sources)
         self._every_s = every_s
-        self._watching: AbstractContextManager[None] = nullcontext()
+        self._watching = ExitStack()
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._watching = watching(self._sources, self.request, every_s=self._every_s)  # of this `with` alone
-        self._watching.__enter__()
+        self._watching.enter_context(watching(self._sources, self.request, every_s=self._every_s))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watching.__exit__(kind, error, trace)
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._watching.close()
+        super().__exit__()

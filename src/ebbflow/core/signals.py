@@ -6,7 +6,7 @@ import math
 import signal
 from collections.abc import Callable
 from time import monotonic
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 __all__ = ["StopSignal"]
@@ -52,8 +52,6 @@ class StopSignal:
             self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)

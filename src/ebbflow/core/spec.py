@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ebbflow.core.plugins import naming_the_part
+from ebbflow.core.plugins import raise_naming
 from ebbflow.core.units import Seconds, Span, parse_seconds, parse_span
 from ebbflow.errors import SpecError, UnitError
 
@@ -206,8 +206,10 @@ def bind(call: Call, target: Callable[..., T]) -> T:
     missing = [p.name for p in parameters if p.default is inspect.Parameter.empty and values.get(p.name, ()) == ()]
     if missing:
         raise SpecError(f"{call} lacks {', '.join(missing)}; the form is {usage}")
-    with naming_the_part(target, lambda: str(call)):
+    try:
         return target(**values)
+    except Exception as error:
+        raise_naming(error, target, str(call))
 
 
 def _usage(parameter: inspect.Parameter, hint: Any) -> str:

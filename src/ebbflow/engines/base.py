@@ -201,7 +201,7 @@ class EngineParts:
     parameters: list[Any]
     """The trained parameters in the optimizer's order: what is measured and added up."""
     optimizer: Any
-    """The ElasticOptimizer of the run."""
+    """The RuleOptimizer of the run."""
     config: Any
     """The RunConfig of the run, complete."""
     ranks: Any = None

@@ -412,25 +412,34 @@ class ReplicaStep:
         """
         own = whole if whole is not None else sum(micro_batch.size for micro_batch in micro_batches)
         for number, micro_batch in enumerate(micro_batches, start=1):
-            seed = micro_batch_seed(self._seed, epoch, micro_batch.start)
-            for generator in self._generators:
-                generator.manual_seed(seed)
-            inputs, targets = as_pair(self._fetch(self.indices(epoch, micro_batch)))
+            inputs, targets = self._fetch_seeded(epoch, micro_batch)
             with self.batch_norm.micro_batch(micro_batch.size / batch):
                 last = number == len(micro_batches)
                 yield LoadedMicroBatch(inputs, targets, micro_batch.size, micro_batch.size / own, last)
             self._after_backward()
 
+    def _fetch_seeded(self, epoch: int, micro_batch: MicroBatch) -> tuple[Any, Any]:
+        """The samples of a micro-batch; what is drawn at random in its pass follows from its place in the epoch."""
+        seed = micro_batch_seed(self._seed, epoch, micro_batch.start)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        return as_pair(self._fetch(self.indices(epoch, micro_batch)))
+
     def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
         """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""
+        weighted, count = self._run_backward(loss, micro_batch)
+        if self.meter is not None:
+            self.meter.close_micro_batch(micro_batch.samples, micro_batch.weight)
+        self._add(weighted, count, micro_batch.samples)
+
+    def _run_backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> tuple[torch.Tensor, Count]:
+        """The backward pass of a micro-batch; its weighted mean loss and what the loss sums over."""
         mean, count = mean_over_samples(loss, micro_batch.samples)
         weighted = mean * micro_batch.weight
         if self._sends(micro_batch):
             self._before_last()
         weighted.backward()  # type: ignore[no-untyped-call]
-        if self.meter is not None:
-            self.meter.close_micro_batch(micro_batch.samples, micro_batch.weight)
-        self._add(weighted.detach(), count, micro_batch.samples)
+        return weighted.detach(), count
 
     def _sends(self, micro_batch: LoadedMicroBatch) -> bool:
         """Whether gradients are sent while the backward pass of this micro-batch goes on."""

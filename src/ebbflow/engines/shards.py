@@ -1,4 +1,4 @@
-"""Gradients, statistics and states of a model that the ranks of a replica hold in shards.
+"""Gradients and statistics of a model that the ranks of a replica hold in shards.
 
 A *shard* is what one rank holds of a parameter. Ranks may hold the same shard: all of them hold everything under
 DistributedDataParallel, and tensor-parallel ranks hold the same layer norms. The first of these ranks owns the shard:
@@ -8,8 +8,7 @@ that each number counts once and all holders have the same bits.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +17,12 @@ import torch.distributed as dist
 
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.base import Gradients
-from ebbflow.engines.batches import as_pair, map_batch
-from ebbflow.engines.loss_sum import LossSum, mean_over_samples
+from ebbflow.engines.loss_sum import LossSum
 from ebbflow.engines.replica_ranks import ReplicaRanks, is_sharded, local_shard, samples_of_rank
-from ebbflow.engines.replica_step import LoadedMicroBatch, ReplicaStep, micro_batch_seed, trained_parameters
+from ebbflow.engines.replica_step import LoadedMicroBatch, ReplicaStep, trained_parameters
 from ebbflow.moments.meters import FlatMeter, FusedMeter, squared_norms
 
-__all__ = [
-    "ShardedGradients", "ShardedStep", "describe_shards", "shard_maker", "whole_state", "with_shards", "without_shards",
-]  # fmt: skip
+__all__ = ["ShardedGradients", "ShardedStep", "as_shard", "describe_shards"]
 
 
 class ShardedGradients:
@@ -208,9 +204,7 @@ class ShardedStep(ReplicaStep):
             part, active = self._divided(micro_batch)
             self._pass = micro_batch.size, micro_batch.size / own
             self._counted = active and ranks.counts
-            for generator in self._generators:
-                generator.manual_seed(micro_batch_seed(self._seed, epoch, part.start))
-            inputs, targets = as_pair(self._fetch(self.indices(epoch, part)))
+            inputs, targets = self._fetch_seeded(epoch, part)
             with self.batch_norm.micro_batch(part.size / batch if self._counted else 0.0):
                 weight = ranks.data_size * part.size / own if active else 0.0
                 yield LoadedMicroBatch(inputs, targets, part.size, weight, number == len(micro_batches))
@@ -218,17 +212,13 @@ class ShardedStep(ReplicaStep):
 
     def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
         """Add the gradient of a micro-batch; `loss` is the mean over this rank's samples, or a sum with its count."""
-        mean, count = mean_over_samples(loss, micro_batch.samples)
-        weighted = mean * micro_batch.weight
-        if self._sends(micro_batch):
-            self._before_last()
-        weighted.backward()  # type: ignore[no-untyped-call]
+        weighted, count = self._run_backward(loss, micro_batch)
         samples, weight = self._pass
         if self.meter is not None and self.meter.on:
             self.gradients.collect()
             self.meter.close_micro_batch(samples, weight)
         if self._counted:
-            self.loss = self.loss + weighted.detach() / self.ranks.data_size
+            self.loss = self.loss + weighted / self.ranks.data_size
             self.count = self.count + count
         self.samples += samples
 
@@ -242,9 +232,6 @@ class ShardedStep(ReplicaStep):
         self.gradients.clear()
 
 
-# States ---------------------------------------------------------------------------------------------------------------
-
-
 def as_shard(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A DTensor that is divided like another one, from this rank's shard; a plain tensor if the other one is."""
     if not is_sharded(like):
@@ -255,81 +242,3 @@ def as_shard(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(
         local, dtensor.device_mesh, dtensor.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-
-
-def without_shards(state: Any) -> Any:
-    """A state in plain containers, with this rank's shards as plain tensors in the place of DTensors."""
-    return map_batch(state, lambda value: value.to_local() if is_sharded(value) else value)
-
-
-def whole_state(state: Any, ranks: ReplicaRanks) -> Any:
-    """A state with whole tensors in the memory of the host of rank 0, in the place of DTensors; all ranks call this.
-
-    On the other ranks they are None. One tensor after the other is collected, so that a device holds one at a time.
-    """
-
-    def whole(value: Any) -> Any:
-        if not is_sharded(value):
-            return value
-        mesh = value.device_mesh
-        if all(dist.get_backend(mesh.get_group(dimension)) == "gloo" for dimension in range(mesh.ndim)):
-            value = value.cpu()  # what gloo would do with the memory of a GPU here, it does not check
-        full = value.full_tensor()
-        return full.cpu() if ranks.leads else None
-
-    return map_batch(state, whole)
-
-
-def with_shards(state: Mapping[str, Any], model: torch.nn.Module, inner: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of a flow that `without_shards` made plain on the same rank of another replica, with DTensors again."""
-    like: dict[str, Any] = {**dict(model.named_parameters()), **model.state_dict()}
-    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-
-    def by_name(tensors: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        return None if tensors is None else {name: _divided(t, like.get(name)) for name, t in tensors.items()}
-
-    divided = dict(state)
-    for key in ("model", "average", "sum"):
-        if key in divided:
-            divided[key] = by_name(divided[key])
-    if "inner" in state.get("optimizer", {}):
-        optimizer = dict(state["optimizer"])
-        of_parameters = {
-            index: {name: _divided(value, parameters[index]) for name, value in values.items()}
-            for index, values in optimizer["inner"]["state"].items()
-        }
-        divided["optimizer"] = {**optimizer, "inner": {**optimizer["inner"], "state": of_parameters}}
-    for key in ("snapshot", "unconfirmed", "start", "best", "last", "branches"):  # states that the flow keeps
-        if divided.get(key) is not None:
-            divided[key] = with_shards(divided[key], model, inner)
-    return divided
-
-
-_KEPT = re.compile(r"^(snapshot|unconfirmed|branches)\.((start|best|last)\.)?")
-"""Where the states that a flow keeps lie in a checkpoint."""
-
-
-def shard_maker(model: torch.nn.Module, inner: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
-    """Make the function with which the shards of this rank are read from a checkpoint (`load_state`).
-
-    A tensor is divided like the parameter that it belongs to, if it has its shape; any other is whole.
-    """
-    like: dict[str, Any] = {**dict(model.named_parameters()), **model.state_dict()}
-    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-
-    def make(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        part, _, own = _KEPT.sub("", name).partition(".")
-        found: Any = like.get(own) if part in ("model", "average", "sum") else None
-        if state := re.match(r"optimizer\.inner\.state\.(\d+)\.", f"{part}.{own}"):
-            found = parameters[int(state[1])]
-        if not is_sharded(found) or found.shape != size:
-            return torch.empty(size, dtype=dtype)
-        return torch.empty_like(found, dtype=dtype, requires_grad=False)
-
-    return make
-
-
-def _divided(value: Any, like: Any) -> Any:
-    if not is_sharded(like) or not isinstance(value, torch.Tensor) or is_sharded(value):
-        return value
-    return as_shard(value.to(like.device), like) if value.shape == like.to_local().shape else value

@@ -16,7 +16,7 @@ from ebbflow.errors import CheckpointError, ConfigError
 from ebbflow.live.agreement import describe_difference
 from ebbflow.live.equality import memory_formats, sample_digest, structure_digest
 from ebbflow.live.protocol import ReplicaConfig
-from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.optim.rule_optimizer import RuleOptimizer
 from ebbflow.plan.policies import make_policy
 from ebbflow.run.config import RunConfig
 from ebbflow.workloads.sources import Source
@@ -30,7 +30,7 @@ _CHANGEABLE = {"epochs", "max_steps", "schedule", "clip", "policy", "micro_batch
 def describe_job(
     name: str,
     model: torch.nn.Module,
-    optimizer: ElasticOptimizer,
+    optimizer: RuleOptimizer,
     config: RunConfig,
     *,
     samples: int,
@@ -74,7 +74,7 @@ def describe_job(
 
 
 def describe_replica(
-    fleet: ReplicaConfig, model: torch.nn.Module, optimizer: ElasticOptimizer, data: Source, device: torch.device
+    fleet: ReplicaConfig, model: torch.nn.Module, optimizer: RuleOptimizer, data: Source, device: torch.device
 ) -> dict[str, str]:
     """What else must be the same for all replicas that compute together; a checkpoint does not know of it."""
     if fleet.transport == "nccl" and device.type != "cuda":

@@ -32,7 +32,6 @@ from ebbflow.engines.base import Engine, EngineParts
 from ebbflow.engines.batches import map_batch
 from ebbflow.engines.replica_ranks import local_shard, replica_ranks
 from ebbflow.engines.replica_step import Loss
-from ebbflow.engines.shards import shard_maker, whole_state, with_shards, without_shards
 from ebbflow.errors import (
     CheckpointError,
     ConfigError,
@@ -69,6 +68,7 @@ from ebbflow.run.header import make_header
 from ebbflow.run.loop import Callbacks, TrainingLoop
 from ebbflow.run.session import Session
 from ebbflow.run.sharded_checkpoint import whole_tensor
+from ebbflow.run.sharded_state import shard_maker, whole_state, with_shards, without_shards
 from ebbflow.run.torchrun import RankGroup, rank_info
 
 __all__ = ["LiveSession", "OnEpoch", "Stateful", "join", "join_workload"]

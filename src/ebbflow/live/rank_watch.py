@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from ebbflow.core.key_store import KeyStore, KeyStoreClient, StoreLost
@@ -61,9 +60,7 @@ class RankWatch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_LEAVE_S)

@@ -82,7 +82,9 @@ class Applier:
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
         if isinstance(inner, torch.optim.LBFGS):
-            raise ConfigError("LBFGS calls the model itself and cannot follow a plan of batches; use sgd or adamw")
+            raise ConfigError(
+                "LBFGS evaluates the loss several times per step, each time on all samples; use another, such as adamw"
+            )
         self.adaptive = optimizer_family(name_of_optimizer(type(inner))) == "adam"
         """Whether the optimizer normalises the gradient."""
         self.refresh()
@@ -126,8 +128,7 @@ class Applier:
     def check(self, scaling: Scaling, rule: object) -> None:
         """Refuse a scaling that the optimizer does not support; `rule` is named in the error."""
         name = type(self.inner).__name__
-        inside = scaling.gradient if isinstance(scaling.gradient, tuple) else (scaling.gradient,)
-        if (least := min(*scaling.layers, *inside)) < 0:
+        if (least := min(*scaling.layers, *scaling.inside)) < 0:
             raise ConfigError(f"the rule {rule} returned the multiplier {least:g}; expected 0 or more: a step that is "
                               f"scaled by less climbs the loss")  # fmt: skip
         if isinstance(scaling.lr, tuple) or isinstance(scaling.gradient, tuple):

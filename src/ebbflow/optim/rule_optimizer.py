@@ -33,7 +33,7 @@ OnNonfinite = Literal["ignore", "skip", "stop"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What one step of an `ElasticOptimizer` did."""
+    """What one step of a `RuleOptimizer` did."""
 
     lr_base: float
     """Base rate of the step, of the first parameter group."""
@@ -77,8 +77,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         for name, value in {"memory_steps": memory_steps, "measure_every": measure_every, "clip": clip}.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}; expected a number above 0")
-        if isinstance(inner, torch.optim.LBFGS):
-            raise ConfigError("LBFGS evaluates the loss several times per step, each time on all samples; use another")
         if not any(group["params"] for group in inner.param_groups):
             raise ConfigError("the optimizer has no parameters; give it some of a model (are all of them frozen?)")
         if on_nonfinite not in ("ignore", "skip", "stop"):
@@ -227,11 +225,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         Engines call this directly, with the position of the ledger in the context. `norm` is the norm of the mean
         gradient and `slopes` what `slopes()` returned there, if the gradient itself is elsewhere.
         """
-        stats: dict[str, float] = {}
-        clipped = 1.0
         follows = self.follows_slopes
-        if follows:
-            context = replace(context, slopes=slopes or self._slopes.measure())
+        if follows and slopes is None:
+            slopes = self._slopes.measure()
+        clipped = 1.0
+        stats: dict[str, float] = {}
         if self.needs_norm:
             if norm is None:
                 norm = gradient_norm(self._applier.parameters) if measurement is None else measurement.norm
@@ -239,25 +237,11 @@ class RuleOptimizer(torch.optim.Optimizer):
                 if self.on_nonfinite == "stop":
                     raise Diverged(f"the norm of the gradient is {norm} at step {context.step}")
                 return self.skip_step(context)
-            if self.clip is not None:
-                stats = {"gradient_norm": norm, "clipped": float(norm > self.clip)}
-                if norm > self.clip:
-                    clipped = self.clip / norm
-                    scale_gradients(self._applier.parameters, clipped)
-        averages, moments = self._averages, None
-        context = replace(context, adaptive=self._applier.adaptive)
-        if self.rule.needs:
-            if measurement is None:
-                averages = averages.passed(context.batch)
-            else:
-                averages = averages.updated(measurement, memory=self.memory)
-            moments = averages.moments()
-            context = replace(context, moments=moments)
-        scaling, rule_state = self.rule.scale(context, self._rule_state)
-        if context.shortfall < 1:
-            exponent = self._applier.noise_exponent
-            scaling = damp(scaling, self.rule, context, self._rule_state, exponent=exponent)
-        self._applier.check(scaling, self.rule)
+            clipped, stats = self._clip(norm)
+        averages = self._averages_after(context.batch, measurement)
+        moments = averages.moments() if self.rule.needs else None
+        context = replace(context, adaptive=self._applier.adaptive, moments=moments, slopes=slopes if follows else None)
+        scaling, rule_state = self._ask_rule(context)
         self._set_base_rates(context)
         if follows:
             self._slopes.begin()
@@ -281,6 +265,33 @@ class RuleOptimizer(torch.optim.Optimizer):
             moments=moments,
         )
         return self._advance(context, update)
+
+    def _clip(self, norm: float) -> tuple[float, dict[str, float]]:
+        """Shorten the gradient, which is `norm` long, to the length allowed; the factor, and values for the record."""
+        if self.clip is None:
+            return 1.0, {}
+        factor = 1.0
+        if norm > self.clip:
+            factor = self.clip / norm
+            scale_gradients(self._applier.parameters, factor)
+        return factor, {"gradient_norm": norm, "clipped": float(norm > self.clip)}
+
+    def _averages_after(self, batch: int, measurement: Measurement | None) -> Averages:
+        """The averages of noise and signal after a step of `batch` samples, which may not have been measured."""
+        if not self.rule.needs:
+            return self._averages
+        if measurement is None:
+            return self._averages.passed(batch)
+        return self._averages.updated(measurement, memory=self.memory)
+
+    def _ask_rule(self, context: StepContext) -> tuple[Scaling, State]:
+        """What the rule returns for a step, smaller where the step lost samples, and the state of the rule after it."""
+        scaling, rule_state = self.rule.scale(context, self._rule_state)
+        if context.shortfall < 1:
+            exponent = self._applier.noise_exponent
+            scaling = damp(scaling, self.rule, context, self._rule_state, exponent=exponent)
+        self._applier.check(scaling, self.rule)
+        return scaling, rule_state
 
     def review(self, context: StepContext, loss: float) -> Verdict:
         """Ask a rule that guards what follows from the loss of the latest step; engines do, your own loops do not."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ebbflow.core.plugins import naming_the_part
+from ebbflow.core.plugins import raise_naming
 from ebbflow.core.spec import Call, Registry, bind, param, parse_call
 from ebbflow.core.units import whole_number
 from ebbflow.errors import PlanError, SpecError
@@ -187,8 +187,10 @@ class GrowingPolicy(Policy):
 
     def ask(self, seen: Observation, state: PolicyState) -> tuple[int, PolicyState]:
         """What `requested` returns, checked: steps of less than one sample would never reach the end of an epoch."""
-        with naming_the_part(self, lambda: f"{self}: requested()"):
+        try:
             answer = self.requested(seen, state)
+        except Exception as error:
+            raise_naming(error, self, f"{self}: requested()")
         if not isinstance(answer, tuple | list) or len(answer) != 2:
             raise PlanError(f"{self}: requested() returned {answer!r}; expected a pair: the batch, and the state")
         batch, state = answer

@@ -203,10 +203,8 @@ class Inside(Modifier):
         """Move the multipliers from `lr` to `gradient`."""
         if not isinstance(scaling.lr, tuple) and not isinstance(scaling.gradient, tuple):
             return replace(scaling, lr=1.0, gradient=scaling.gradient * scaling.lr), state
-        inner = scaling.gradient if isinstance(scaling.gradient, tuple) else (scaling.gradient,)
-        count = max(len(inner), len(scaling.layers))
-        pairs = zip(spread(inner, count), spread(scaling.layers, count), strict=True)
-        return replace(scaling, lr=1.0, gradient=tuple(gradient * m for gradient, m in pairs)), state
+        count = max(len(scaling.inside), len(scaling.layers))
+        return replace(scaling, lr=1.0, gradient=tuple(scaling.by_layer(count))), state
 
 
 @register_modifier("cap", cite="a safeguard, not a published method")

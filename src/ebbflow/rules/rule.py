@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ebbflow.core.plugins import naming_the_part
+from ebbflow.core.plugins import raise_naming
 from ebbflow.core.spec import Entry, Registry, bind, parse_calls
 from ebbflow.errors import ConfigError, SpecError
 from ebbflow.moments.estimate import Moments
@@ -129,16 +129,17 @@ class Scaling:
         """
         if not isinstance(self.lr, tuple) and not isinstance(self.gradient, tuple):
             return self.lr * self.gradient
-        count = max(len(self.layers), len(self._inside))
+        count = max(len(self.layers), len(self.inside))
         return sum(self.by_layer(count)) / count
 
     @property
-    def _inside(self) -> tuple[float, ...]:
+    def inside(self) -> tuple[float, ...]:
+        """The multipliers inside the momentum as a tuple, with a single entry if all layers share one."""
         return self.gradient if isinstance(self.gradient, tuple) else (self.gradient,)
 
     def by_layer(self, count: int) -> list[float]:
         """The factor of the whole step, `lr` times `gradient`, for each of `count` layers."""
-        pairs = zip(spread(self.layers, count), spread(self._inside, count), strict=True)
+        pairs = zip(spread(self.layers, count), spread(self.inside, count), strict=True)
         return [lr * gradient for lr, gradient in pairs]
 
     def map_lr(self, change: Callable[[float], float]) -> Scaling:
@@ -266,27 +267,35 @@ class RuleChain(Rule):
         """The states of all parts, in order."""
         states = []
         for part in (self.rule, *self.modifiers):
-            with naming_the_part(part, lambda: f"{self.text}: init()"):
+            try:
                 states.append(part.init())
+            except Exception as error:
+                raise_naming(error, part, f"{self.text}: init()")
         return states
 
     def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
         """The scaling of the rule, changed by each modifier in turn."""
-        with naming_the_part(self.rule, lambda: f"{self.text}: scale()"):
+        try:
             answer = self.rule.scale(context, state[0])
+        except Exception as error:
+            raise_naming(error, self.rule, f"{self.text}: scale()")
         scaling, first = checked(answer, f"{self.text}: scale()")
         states = [first]
         for modifier, old in zip(self.modifiers, state[1:], strict=True):
-            with naming_the_part(modifier, lambda: f"{self.text}: modify()"):
+            try:
                 answer = modifier.modify(context, scaling, old)
+            except Exception as error:
+                raise_naming(error, modifier, f"{self.text}: modify()")
             scaling, new = checked(answer, f"{self.text}: modify()")
             states.append(new)
         return scaling, states
 
     def review(self, context: StepContext, loss: float, state: State) -> tuple[Verdict, State]:
         """The verdict of the rule; modifiers have none."""
-        with naming_the_part(self.rule, lambda: f"{self.text}: review()"):
+        try:
             verdict, first = self.rule.review(context, loss, state[0])
+        except Exception as error:
+            raise_naming(error, self.rule, f"{self.text}: review()")
         return verdict, [first, *state[1:]]
 
     def after_restore(self, snapshot: State, state: State) -> State:

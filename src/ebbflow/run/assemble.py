@@ -23,6 +23,7 @@ from ebbflow.moments.meters import why_unmeasurable
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.optim.optimizers import build_optimizer, name_of_text
+from ebbflow.optim.rule_optimizer import RuleOptimizer
 from ebbflow.optim.schedules import Schedule, make_schedule
 from ebbflow.plan import BatchPlan, GrowingPolicy, Growth, make_policy
 from ebbflow.plan.policies import Drop, Policy
@@ -101,18 +102,18 @@ def check_names(configs: Sequence[RunConfig]) -> None:
 def with_rule(
     config: RunConfig,
     task: Task,
-    given: torch.optim.Optimizer | ElasticOptimizer | None = None,
+    given: torch.optim.Optimizer | None = None,
     *,
     engine: EngineMaker | None = None,
     planned: bool = True,
 ) -> RunConfig:
-    """The configuration with the rule that is used: that of a given ElasticOptimizer, the named one, or the default.
+    """The configuration with the rule that is used: that of a given RuleOptimizer, the named one, or the default.
 
     The default depends on the optimizer, and on whether the `engine` measures noise and signal; see `default_rule`.
     `planned`: whether the steps follow a plan, which says if any of them has two micro-batches; where the fleet itself
     decides, that is not known, and taken for granted.
     """
-    if isinstance(given, ElasticOptimizer):
+    if isinstance(given, RuleOptimizer):
         return config.replace(rule=str(given.rule))
     if config.rule is not None:
         return config
@@ -164,21 +165,21 @@ def default_rule_of(
 def make_optimizer(
     config: RunConfig,
     task: Task,
-    given: torch.optim.Optimizer | ElasticOptimizer | None = None,
+    given: torch.optim.Optimizer | None = None,
     *,
     rule: str | Rule | None = None,
     schedule: str | Schedule | None = None,
-) -> ElasticOptimizer:
+) -> RuleOptimizer:
     """The optimizer of a run: the given one, or the one that the settings name; its rate follows the batch.
 
     `rule`, `schedule`: objects instead of the texts of the settings, of which `with_rule` has filled in the rule.
     """
-    if isinstance(given, ElasticOptimizer):
-        if given.sampler is not None:
-            raise ConfigError(
-                "the ElasticOptimizer has a sampler of its own, but here the engine assigns the samples; make it "
-                "without sampler="
-            )
+    if isinstance(given, ElasticOptimizer) and given.sampler is not None:
+        raise ConfigError(
+            "the ElasticOptimizer has a sampler of its own, but here the engine assigns the samples; make it "
+            "without sampler="
+        )
+    if isinstance(given, RuleOptimizer):
         if given.on_nonfinite == "ignore":  # a run would go on, and save what nobody can go on from
             given.on_nonfinite = config.on_nonfinite
         return given
@@ -187,7 +188,7 @@ def make_optimizer(
     if given is None:
         assert config.optimizer is not None and config.lr is not None  # resolve() filled them in
         given = build_optimizer(config.optimizer, task.model, lr=config.lr)
-    return ElasticOptimizer(
+    return RuleOptimizer(
         given,
         rule if rule is not None else config.rule,
         base_batch=config.ref_batch,
@@ -206,7 +207,7 @@ def assemble(
     task: Task,
     engine: EngineMaker,
     *,
-    optimizer: ElasticOptimizer | None = None,
+    optimizer: RuleOptimizer | None = None,
     plan: BatchPlan | None = None,
     policy: Policy | None = None,
     ranks: Ranks | None = None,

@@ -11,11 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ebbflow.core.memory import free_memory
 from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.base import Engine, Gradients
-from ebbflow.engines.batches import map_batch
-from ebbflow.engines.replica_ranks import local_shard
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.optim.rule_optimizer import RuleOptimizer
@@ -25,13 +22,9 @@ from ebbflow.plan.policies import Drop
 from ebbflow.record import StepRow
 from ebbflow.rules.rule import StepContext
 from ebbflow.run.checkpoint import load_model
+from ebbflow.run.kept_states import KeptStates
 
 __all__ = ["Flow", "OpenStep", "Stateful", "check_loss"]
-
-_KEPT = ("snapshot", "unconfirmed", "branches")
-"""The states that a flow keeps for its rule; they are part of its own."""
-_PART_OF_MEMORY = 0.25
-"""Largest part of the free memory of the host that one of them may take; there are three at most."""
 
 
 class Stateful(Protocol):
@@ -84,17 +77,8 @@ class Flow:
     """The run ends after this many steps, if not before; 0 stands for no limit."""
     planned_steps: int | None = None
     """Steps of the plan, where a run that gives steps back goes on beyond its end; None: there is no such end."""
-    snapshot: Mapping[str, Any] | None = None
-    """The state to which the run goes back if the rule asks for it; tensors are in the memory of the host."""
-    unconfirmed: Mapping[str, Any] | None = None
-    """A later state, kept in the same way, which takes the place of the snapshot once the rule confirms it."""
-    branches: Mapping[str, Any] | None = None
-    """While the rule compares branches: the state at their `start`, the `best` end so far, the end of the `last` one,
-    which is being scored, all in the memory of the host; the `sum` of the weights of the present one and their
-    `count`."""
-    too_large: float = 0.0
-    """Gigabytes of a state that the rule asked for since the last row, and that takes too much of the memory."""
-    _told_too_large: bool = False
+    kept: KeptStates = field(default_factory=KeptStates)
+    """The states that are kept for the rule; they are part of its own."""
     on_gradients: Callable[[], None] | None = None
     """Called when the mean gradient of a committed step is in `.grad`, before the rule and the optimizer."""
 
@@ -129,8 +113,8 @@ class Flow:
         if self.growth is not None:
             self.engine.request(self.growth.useful)
         size = self.engine.participants(self.step)  #                    traces, plan: who, and how much
-        if self.step == 0 and self.snapshot is None and self.optimizer.rule.guards and self._fits():
-            self.snapshot = self._kept_state()
+        if self.step == 0:
+            self.kept.begin(self)
         if self.growth is not None:
             size = self.growth.allow(size)
         if self.drop is not None:
@@ -204,11 +188,10 @@ class Flow:
             self.growth.observe(batch=batch, workers=size.workers, seconds=seconds, **_observations(gradients))
         reviewed: dict[str, float] = {}
         if self.optimizer.rule.guards and (update.applied or diverged):
-            reviewed = self._review(context, gradients.loss if update.applied else math.nan)
+            reviewed = self.kept.review(self, context, gradients.loss if update.applied else math.nan)
         if diverged and "given_back" not in reviewed:
             raise diverged
-        if self.too_large:
-            reviewed, self.too_large = {**reviewed, "too_large_gb": self.too_large}, 0.0
+        reviewed |= self.kept.take_notes()
         self.wall_s += time.perf_counter() - step.began
         return StepRow(  #                                               record: what happened
             step=context.step,
@@ -226,93 +209,15 @@ class Flow:
             stats={**(self.growth.stats if self.growth is not None else {}), **update.stats, **drops, **reviewed},
         )
 
-    def _fits(self) -> bool:
-        """Whether the present state may be kept in the memory of the host; if not, the rule does without from now on.
+    def go_back(self, state: Mapping[str, Any]) -> float:
+        """Go on from a state that was kept for the rule; the samples that are given back.
 
-        How much memory is free differs between processes, which must decide alike: those of a group keep it, and only
-        say that it is large.
+        The steps go on counting, and so does the time: going back costs what was computed since.
         """
-        free = free_memory()
-        parts = (self.engine.model.state_dict(), self.optimizer.inner.state_dict()["state"])
-        size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(parts))
-        if free is None or size <= _PART_OF_MEMORY * free or self._told_too_large:
-            return True
-        self.too_large = size / 1e9
-        if not self.engine.single_process:
-            self._told_too_large = True
-            return True
-        self.optimizer.rule_unkept()
-        self.snapshot = self.unconfirmed = self.branches = None
-        return False
-
-    def _kept_state(self) -> dict[str, Any]:
-        """The present state, to be kept."""
-        state = _in_host_memory({name: part for name, part in self.state_dict().items() if name not in _KEPT})
-        return {**state, "known": self.engine.snapshot_taken()}
-
-    def _review(self, context: StepContext, loss: float) -> dict[str, float]:
-        """Do what the rule asks for after a step: keep the state, forget what was kept, or go back to it.
-
-        Returns the samples that were given back, under the name that they have in the record. The steps go on counting,
-        and so does the time: going back costs what was computed since.
-        """
-        verdict = self.optimizer.review(context, loss)
-        kept = dict(self.branches or {})
-        match verdict:
-            case "snapshot" | "branch" if not self._fits():
-                pass
-            case "snapshot":
-                self.snapshot, self.unconfirmed = self.unconfirmed or self.snapshot, self._kept_state()
-            case "confirm":
-                self.snapshot, self.unconfirmed = self.unconfirmed or self.snapshot, None
-            case "release":
-                self.snapshot = self.unconfirmed = self.branches = None
-            case "restore" if self.snapshot is not None:
-                self.unconfirmed = None
-                return self._go_back(self.snapshot)
-            case "branch":
-                self.branches = {"start": self._kept_state()}
-            case "average" | "score average" | "score":
-                self._score(verdict, kept)
-            case "next" | "lead":
-                best = kept.pop("last") if verdict == "lead" else kept.get("best")
-                self.branches = {"start": kept["start"], "best": best}
-                return self._go_back(kept["start"])
-            case "adopt" | "adopt last":
-                self.branches = None
-                return self._go_back(kept["best" if verdict == "adopt" else "last"])
-        return {}
-
-    def _score(self, verdict: str, kept: dict[str, Any]) -> None:
-        """Add the weights to the average of a branch; at its end keep the state, and put the average in its place."""
-        self.engine.sync()
-        weights = dict(self.engine.model.named_parameters())
-        if verdict != "score":
-            summed = kept.get("sum") or {name: torch.zeros_like(weight) for name, weight in weights.items()}
-            kept["sum"] = {name: summed[name].to(weight.device) + weight.detach() for name, weight in weights.items()}
-            kept["count"] = kept.get("count", 0) + 1
-        if verdict != "average":
-            kept["last"] = self._kept_state()
-        if verdict == "score average":
-            summed, count = kept.pop("sum"), kept.pop("count")
-            with torch.no_grad():
-                for name, weight in weights.items():
-                    weight.copy_(summed[name] / count)
-            if self.engine.replicated:
-                self.engine.snapshot_loaded(kept["last"]["known"])
-        self.branches = kept
-
-    def _go_back(self, state: Mapping[str, Any]) -> dict[str, float]:
-        """Go on from a state that was kept; what the rule has learned since goes on."""
-        kept = (self.snapshot, self.unconfirmed, self.branches)
         step, wall_s, done = self.step, self.wall_s, self.ledger.total
-        reviewed = self.optimizer.state_dict()["rule_state"]
-        # A copy: torch's optimizers go on with the tensors that they load.
-        self.load_state_dict(_in_host_memory(state), origin="the snapshot")
-        self.optimizer.rule_restored(reviewed)
-        (self.snapshot, self.unconfirmed, self.branches), self.step, self.wall_s = kept, step, wall_s
-        self.engine.snapshot_loaded(state["known"])
-        return {"given_back": float(done - self.ledger.total)}
+        self.load_state_dict(state, origin="the snapshot")
+        self.step, self.wall_s = step, wall_s
+        return float(done - self.ledger.total)
 
     @property
     def finished(self) -> bool:
@@ -326,11 +231,12 @@ class Flow:
 
     # State --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self, *, weights: bool = True) -> dict[str, Any]:
+    def state_dict(self, *, weights: bool = True, kept: bool = True) -> dict[str, Any]:
         """Everything at the last committed step, in plain containers that `torch.load(weights_only=True)` reads.
 
         Where replicas elsewhere apply the steps, model and optimizer of this process are brought up to date before.
-        Without `weights`, what the caller keeps itself is left out: the model and the state of the inner optimizer.
+        Without `weights`, what the caller keeps itself is left out: the model, the state of the inner optimizer and the
+        states that are kept for the rule. Without `kept`, only the latter are.
         """
         self.engine.sync()
         optimizer = self.optimizer.state_dict()
@@ -344,11 +250,11 @@ class Flow:
             "step": self.step,
             "wall_s": self.wall_s,
         }
-        if weights:
-            state |= {name: kept for name in _KEPT if (kept := getattr(self, name)) is not None}
         if not weights:
             del optimizer["inner"]
             return state
+        if kept:
+            state |= self.kept.state_dict()
         return {"model": self.engine.model.state_dict(), **state, "rng": torch.get_rng_state()}
 
     def load_state_dict(
@@ -385,22 +291,10 @@ class Flow:
             self.extras[name].load_state_dict(extras[name])
         self.step = int(state["step"])
         self.wall_s = float(state["wall_s"])
-        self.snapshot, self.unconfirmed, self.branches = (state.get(name) for name in _KEPT)
-        if self.branches is None:
+        self.kept.load_state_dict(state)
+        if self.kept.branches is None:
             self.optimizer.rule_interrupted()
         self.engine.load_state_dict(state.get("engine") or {})
-
-
-def _in_host_memory(state: Any) -> Any:
-    """A copy of a state in plain containers, whose tensors no step changes."""
-    return map_batch(state, lambda value: value.detach().to("cpu", copy=True) if hasattr(value, "detach") else value)
-
-
-def _tensors(state: Any) -> list[torch.Tensor]:
-    """The tensors in a state; of a sharded one those of this rank."""
-    found: list[torch.Tensor] = []
-    map_batch(state, lambda value: found.append(local_shard(value)) if isinstance(value, torch.Tensor) else None)
-    return found
 
 
 def _observations(gradients: Gradients) -> dict[str, float]:

@@ -29,6 +29,7 @@ from ebbflow.engines.loss_sum import LossSum, check_scalar, rescaled
 from ebbflow.engines.replica_step import LoadedMicroBatch, Loss
 from ebbflow.errors import ConfigError, Diverged, EbbflowError
 from ebbflow.optim.elastic import ElasticOptimizer, multiply_rates
+from ebbflow.optim.rule_optimizer import RuleOptimizer
 from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer, with_rule
 from ebbflow.run.config import RunConfig, shows_settings
@@ -187,7 +188,7 @@ def own_task(model: torch.nn.Module, data: Any, loss: Loss | None, *, workers: i
     return Task(model=model, train=source, loss=loss)
 
 
-def _check_parameters(model: torch.nn.Module, optimizer: ElasticOptimizer) -> None:
+def _check_parameters(model: torch.nn.Module, optimizer: RuleOptimizer) -> None:
     """Refuse an optimizer that trains tensors of something else than the model."""
     own = {id(parameter) for parameter in model.parameters()}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]

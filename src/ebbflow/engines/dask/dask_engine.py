@@ -89,7 +89,7 @@ class DaskEngine(Engine):
         """`data`: a function from sample numbers to (inputs, targets); pickled, and sent once to each worker.
 
         `plan`: a batch plan, whose virtual workers share the real ones; or a policy, which is given the number of real
-        ones. A growing policy is also given to the Flow. `optimizer`: the ElasticOptimizer of the Flow, for
+        ones. A growing policy is also given to the Flow. `optimizer`: the RuleOptimizer of the Flow, for
         "allreduce". `samples`: size of an epoch. `min_workers`: steps wait for that many, at most `wait_s` seconds;
         `max_workers`: no more take part. `scale`: ask the cluster for as many workers as the batch needs, between the
         two. `micro_batch`, `needs`, `parameters`, `precision`: as for the emulated engines. `device`: of the workers'

@@ -65,7 +65,7 @@ class ReplicaBlueprint:
     model: torch.nn.Module
     loss: Loss
     optimizer: Any
-    """An ElasticOptimizer over the model's parameters, where replicas apply the steps themselves; else None."""
+    """A RuleOptimizer over the model's parameters, where replicas apply the steps themselves; else None."""
     samples: int
     seed: int
     trained_numbers: tuple[int, ...]
