@@ -164,6 +164,8 @@ def test_bad_input_is_refused() -> None:
     w, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     with pytest.raises(ConfigError, match="no parameters"):
         AllReduce([])
+    with pytest.raises(ConfigError, match="complex parameters"):
+        AllReduce([w, nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
     with pytest.raises(ConfigError, match="other parameters"):
         AllReduce([w], meter=HookMeter([other], layers=False))
     with pytest.raises(ConfigError, match="9 of a step's 8 samples"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ebbflow.errors import ConfigError
-from ebbflow.optim.apply import Applier
+from ebbflow.optim.apply import Applier, gradient_norm
 from ebbflow.rules.rule import Scaling
 
 SHAPES = [(7, 5), (5,), (4, 3, 2), (1,), (6, 6)]
@@ -308,3 +308,9 @@ def test_optimizers_that_a_scaling_does_not_fit_are_refused() -> None:
         Applier(torch.optim.SGD(net)).check(Scaling(betas=2.0), "adamsde")
     with pytest.raises(ConfigError, match="changes eps, which SGD does not have"):
         Applier(torch.optim.SGD(net)).check(Scaling(eps=2.0), "mine")
+
+
+def test_a_complex_gradient_has_the_norm_of_its_two_parts() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(1, dtype=kind)) for kind in (torch.complex64, torch.float32)]
+    weights[0].grad, weights[1].grad = torch.tensor([2.0 - 3.0j]), torch.tensor([6.0])
+    assert gradient_norm(weights) == pytest.approx(7.0)  # 4 + 9 + 36 = 49

@@ -299,6 +299,19 @@ def test_a_gradient_that_was_left_out_says_nothing_about_the_next_one() -> None:
     assert optimizer.updates == 2
 
 
+def test_a_gradient_of_a_step_of_one_micro_batch_says_nothing_about_the_next_one() -> None:
+    """Steps of two, one and two micro-batches; the last tensor has a gradient in the second step only."""
+    net = nn.Sequential(nn.Linear(6, 2), nn.Linear(6, 2)).double()
+    sampler = ElasticSampler(6, 2, local_batch=2)
+    optimizer = ElasticOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), "sqrt", base_batch=2, sampler=sampler)
+    x, _ = data()
+    for number, indices in enumerate(itertools.chain(sampler, sampler)):
+        net[int(number == 2)](x[indices]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.updates == 4
+
+
 def test_a_step_too_many_is_refused() -> None:
     net = model()
     optimizer, sampler = elastic(net)

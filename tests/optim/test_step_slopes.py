@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ebbflow.optim.elastic import ElasticOptimizer
+from ebbflow.optim.step_slopes import StepSlopes
 from ebbflow.rules.rule import StepContext
 
 # The loss is 2 w^2: its gradient is 4 w, and a step of rate 0.1 goes from w to 0.6 w.
@@ -71,3 +72,15 @@ def test_where_the_gradient_is_elsewhere_the_slopes_come_from_there() -> None:
     context = StepContext(step=0, batch=1, ref_batch=1, samples=0, total_samples=100)
     optimizer.update(context, slopes=(-1.0, -0.5))
     assert optimizer.state_dict()["rule_state"][0]["slopes"] == [-1.0, -0.5, 1]
+
+
+def test_a_complex_weight_has_the_slope_of_its_two_parts() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0 + 1.0j]))
+    slopes = StepSlopes([weight])
+    weight.grad = torch.tensor([2.0 - 3.0j])
+    slopes.begin()
+    with torch.no_grad():
+        weight -= 0.1 * weight.grad
+    slopes.end()
+    # The loss changes by Re(g) Re(d) + Im(g) Im(d): -0.1 (2^2 + 3^2).
+    assert slopes.measure() == pytest.approx((-1.3, -1.3))

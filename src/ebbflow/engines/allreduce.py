@@ -28,7 +28,7 @@ from ebbflow.moments.estimate import Measurement
 from ebbflow.moments.meters import Meter, squared_norms
 from ebbflow.torch_api import foreach_add_, foreach_copy_, foreach_mul_
 
-__all__ = ["AllReduce", "BeginAllReduce", "StepAllReduce", "StepPart"]
+__all__ = ["AllReduce", "BeginAllReduce", "StepAllReduce", "StepPart", "check_real"]
 
 BeginAllReduce = Callable[[torch.Tensor], Callable[[], None]]
 """Begins to add up a tensor over the processes, in place; the result is called to wait for the sum."""
@@ -106,6 +106,7 @@ class AllReduce:
         self._failure: Exception | None = None
         if not self.parameters:
             raise ConfigError("there are no gradients to combine: no parameters were given")
+        check_real(self.parameters)
         if meter is not None and {*map(id, meter.parameters)} != {*map(id, self.parameters)}:
             raise ConfigError("the meter measures other parameters than those that are combined; give both the same")
         self.renew()
@@ -363,6 +364,15 @@ class AllReduce:
         *mean_sq, count, mismatch = statistics
         meter.check(mismatch)
         return Measurement(batch=batch, micro_batches=round(count), mean_sq=tuple(mean_sq), sq_mean=tuple(sq_mean))
+
+
+def check_real(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse complex parameters: the imaginary part of their gradients would be lost in the message."""
+    if any(parameter.is_complex() for parameter in parameters):
+        raise ConfigError(
+            "the model has complex parameters, whose gradients several processes do not add up; hold them as real "
+            "tensors (torch.view_as_real) and use torch.view_as_complex in forward()"
+        )
 
 
 def _lying_as(parameter: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:

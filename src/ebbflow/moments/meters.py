@@ -32,7 +32,7 @@ from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Measurement
 from ebbflow.torch_api import foreach_add_, foreach_norm, foreach_zero_
 
-__all__ = ["FlatMeter", "FusedMeter", "HookMeter", "Meter", "Tally", "meter_for", "squared_norms"]
+__all__ = ["FlatMeter", "FusedMeter", "HookMeter", "Meter", "Tally", "as_real", "meter_for", "squared_norms"]
 
 # The error of a float32 `dot` depends on the length and on the kernel that the CPU gets: 2e-7 to 6e-6 at 2^20 numbers,
 # 2e-4 at 4 * 10^7. (linalg.vector_norm has an error of 4e-4 at 4 * 10^6 and of 7e-3 at 4 * 10^7.) Tensors above
@@ -94,7 +94,12 @@ def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     """The numbers of a gradient; those of a sparse one with each row once."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    return as_real(gradient.coalesce().values() if gradient.is_sparse else gradient)
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor; each complex one as two real ones."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 # -- the contract ------------------------------------------------------------------------------------------------------

@@ -349,8 +349,11 @@ class ElasticOptimizer(RuleOptimizer):
 
     def _check_gradients(self, *, alone: bool) -> None:
         """Refuse gradients that were changed, unless the step has this micro-batch alone."""
+        assert self._watched is not None
         if self._ranks is None:
-            if not alone and self._watched is not None and self._watched.changed():
+            if alone:
+                self._watched.forget()
+            elif self._watched.changed():
                 raise ConfigError(
                     "the gradients were changed between backward() and step(), as clip_grad_norm_ and unscale_ do; "
                     "that would change every micro-batch of the step instead of their mean. Give clip= (and scaler=) "
@@ -364,7 +367,6 @@ class ElasticOptimizer(RuleOptimizer):
                 "a parameter is trained that was frozen when the optimizer was made, so that its gradient would not be "
                 "combined over the ranks; make a new optimizer"
             )
-        assert self._watched is not None
         if self._watched.changed(thoroughly=self._steps < _FIRST_STEPS):
             raise ConfigError(
                 "the gradients were changed between backward() and step(), but they are combined over the ranks in "

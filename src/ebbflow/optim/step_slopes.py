@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ebbflow.moments.meters import as_real
 from ebbflow.torch_api import foreach_add_, foreach_copy_, foreach_mul_
 
 __all__ = ["StepSlopes"]
@@ -69,7 +70,7 @@ class StepSlopes:
     def _along(self, step: list[torch.Tensor]) -> float:
         """The product of the gradient and a step."""
         products = [
-            torch.sum(_single(parameter.grad) * part, dtype=torch.float64)
+            torch.sum(_single(as_real(parameter.grad)) * as_real(part), dtype=torch.float64)
             for parameter, part in zip(self.parameters, step, strict=True)
             if parameter.grad is not None
         ]
