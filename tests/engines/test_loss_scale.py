@@ -13,6 +13,7 @@ from ebbflow import workloads
 from ebbflow.data.ledger import Ledger
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.emulated import FusedEngine
+from ebbflow.engines.loss_sum import LossSum
 from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.run import loop, training
 from ebbflow.run.config import RunConfig
@@ -61,6 +62,19 @@ def test_a_batch_that_no_scale_makes_finite_costs_the_others_none_of_theirs(bad:
     assert not math.isfinite(norms[1])
     assert norms[0] > 0
     assert norms[2:] == pytest.approx([norms[0]] * 2, rel=1e-2), "at scale 1 nothing is left of them"
+
+
+def test_a_sum_over_many_pixels_finds_a_scale_below_one() -> None:
+    x, y = torch.ones(SAMPLES, 20_000, 2), torch.zeros(SAMPLES, 20_000, 1)
+
+    def summed(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> LossSum:
+        return LossSum(10 * (model(x).float() - y).sum(), y.numel())
+
+    engine = FusedEngine(
+        nn.Linear(2, 1), lambda i: (x[i], y[i]), summed, BatchPlan.constant(4, 8), samples=SAMPLES, precision="fp16"
+    )
+    assert steps_of(engine, 2) == pytest.approx([10 * math.sqrt(2)] * 2, rel=1e-2)
+    assert engine.state_dict()["scale"] < 1
 
 
 def test_the_scale_is_doubled_after_many_steps_that_it_suited(monkeypatch: pytest.MonkeyPatch) -> None:

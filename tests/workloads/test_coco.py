@@ -170,6 +170,28 @@ def test_a_box_that_is_outside_because_the_size_of_its_image_is_wrong_is_an_erro
         read_coco(write(tmp_path, annotations), "train2017")
 
 
+def test_boxes_that_are_fractions_of_their_images_are_an_error(tmp_path):
+    annotations = content()
+    for annotation in annotations["annotations"]:
+        x, y, width, height = annotation["bbox"]
+        annotation["bbox"] = [x / 40, y / 30, width / 40, height / 30]
+    with pytest.raises(DataError, match=r"instances_train2017\.json: no bbox reaches beyond 1, .* in pixels: correct"):
+        read_coco(write(tmp_path, annotations), "train2017")
+
+
+def test_an_image_that_only_viewers_turn_is_said_to_be_one(tmp_path):
+    folder = write(tmp_path, content())
+    path = folder / "train2017" / "9.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.open(path).save(path, exif=exif)
+    split = read_coco(folder, "train2017")
+    check_headers(split.folder, split.names, split.ids, split.sizes)  # its pixels are those of the annotations
+    last = slice(2, 3)
+    with pytest.raises(DataError, match=r"9\.jpg .*: 40x30 pixels; expected 30x40: viewers turn it as its EXIF"):
+        check_headers(split.folder, split.names[last], split.ids[last], split.sizes[last, ::-1])
+
+
 def test_headers_of_images_are_checked_and_the_others_counted(tmp_path):
     folder = write(tmp_path, content())
     split = read_coco(folder, "train2017")

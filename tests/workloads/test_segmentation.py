@@ -172,6 +172,17 @@ def test_wrong_files_are_named_before_training(folder, change, says):
         workloads.build("ade20k-fcn(classes=11, void=11, size=32)", data=folder)
 
 
+def test_an_image_that_only_viewers_turn_is_said_to_be_one(folder):
+    path, mask = folder / "train" / "images" / "0.jpg", folder / "train" / "masks" / "0.png"
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    Image.open(path).save(path, exif=exif)
+    opened(folder)
+    Image.open(mask).transpose(Image.Transpose.ROTATE_90).save(mask)
+    with pytest.raises(DataError, match=r"0\.jpg has 40x30 pixels, but .*0\.png has 30x40; .*: viewers turn it as its"):
+        opened(folder)
+
+
 def test_hidden_files_are_ignored_and_several_problems_are_counted(folder):
     write("images/.DS_Store", b"")(folder)
     assert len(opened(folder)) == 4

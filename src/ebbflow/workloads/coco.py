@@ -145,6 +145,11 @@ def read_coco(data: Path, split: str) -> CocoSplit:
 
     numbers = np.array([row[:2] for row in rows], dtype=np.int64)
     corners = np.array(boxes, dtype=np.float64)
+    if corners.max() <= 1:  # every box in the first pixel of its image
+        raise DataError(
+            f"{path}: no bbox reaches beyond 1, as if they were fractions of the image; expected x, y, width, height "
+            f"in pixels: correct the file"
+        )
     clipped, bad, left_out = _clip(corners, sizes[numbers[:, 0]])
     names = np.array([os.fsencode(image["file_name"]) for image in images])
     ids = np.array([image["id"] for image in images], dtype=np.int64)

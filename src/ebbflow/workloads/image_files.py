@@ -32,8 +32,9 @@ from ebbflow.errors import DataError
 from ebbflow.workloads.disk_cache import disk_cached
 
 __all__ = [
-    "IMAGENET_MEAN", "IMAGENET_STD", "IMAGE_SUFFIXES", "Images", "check_all", "check_header", "decode_image",
-    "decode_jpegs", "open_image", "read_cifar10", "read_cifar100", "read_idx", "read_mnist_folder",
+    "IMAGENET_MEAN", "IMAGENET_STD", "IMAGE_SUFFIXES", "TURNED", "Images", "check_all", "check_header",
+    "decode_image", "decode_jpegs", "is_turned", "open_image", "read_cifar10", "read_cifar100", "read_idx",
+    "read_mnist_folder",
 ]  # fmt: skip
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
@@ -44,6 +45,12 @@ IMAGENET_MEAN = torch.tensor((123.675, 116.28, 103.53))[:, None, None]
 IMAGENET_STD = torch.tensor((58.395, 57.12, 57.375))[:, None, None]
 """Their standard deviation."""
 
+TURNED = (
+    "viewers turn it as its EXIF orientation says, and here pixels are read as they are stored: store it as it is shown"
+)
+"""What to do about an image whose annotations were made as viewers show it."""
+
+_ORIENTATION = 0x0112  # the number of the tag in EXIF
 _IDX_BYTES = 0x08  # the idx code of unsigned bytes, the only type that the image sets use
 _CIFAR_SIDE = 32
 _CIFAR_PIXELS = 3 * _CIFAR_SIDE * _CIFAR_SIDE
@@ -108,6 +115,7 @@ def open_image(file: Path | BinaryIO, where: Path | str) -> Iterator[Any]:
 def decode_image(file: Path | BinaryIO, where: Path | str, *, size: tuple[int, int] | None = None) -> Any:
     """Return an image of Pillow in RGB; greyscale, palette and CMYK images are converted, transparency is dropped.
 
+    Pixels are as they are stored: an orientation in EXIF is not followed, as in torchvision's data sets.
     An image that cannot be read, or whose width and height are not `size`, raises DataError, which names it as `where`.
     """
     with open_image(file, where) as image:
@@ -123,6 +131,11 @@ def check_header(file: Path | BinaryIO, where: Path | str, *, size: tuple[int, i
         return width, height
 
 
+def is_turned(image: Any) -> bool:
+    """Whether the file says that a viewer should turn the image by a quarter, as those of cameras do."""
+    return image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
+
+
 def check_all(problem: Callable[[int], str | None], count: int, what: str) -> None:
     """Call `problem` for the numbers below `count`, several at once; raise DataError with the first that it returns."""
     with ThreadPoolExecutor(8) as pool:
@@ -135,7 +148,8 @@ def check_all(problem: Callable[[int], str | None], count: int, what: str) -> No
 def _check(image: Any, where: Path | str, size: tuple[int, int] | None) -> None:
     if size is not None and image.size != size:
         found, expected = ("{}x{}".format(*sides) for sides in (image.size, size))
-        raise DataError(f"{where}: {found} pixels; expected {expected}: get the original image")
+        cure = TURNED if image.size[::-1] == size and is_turned(image) else "get the original image"
+        raise DataError(f"{where}: {found} pixels; expected {expected}: {cure}")
     if image.mode.startswith(("I", "F")):  # Pillow would cut every value above 255
         raise DataError(f"{where}: pixels of type {image.mode}; expected 8 bits per channel, convert the image")
 

@@ -32,9 +32,11 @@ from ebbflow.workloads.image_files import (
     IMAGE_SUFFIXES,
     IMAGENET_MEAN,
     IMAGENET_STD,
+    TURNED,
     check_all,
     check_header,
     decode_image,
+    is_turned,
     open_image,
 )  # fmt: skip
 from ebbflow.workloads.prefetch import DatasetSource
@@ -217,7 +219,11 @@ def _size_problem(image: Path, image_size: tuple[int, ...], mask: Path, mask_siz
     sizes = " pixels, but ".join(
         f"{path} has {width}x{height}" for path, (width, height) in ((image, image_size), (mask, mask_size))
     )
-    return f"{sizes}; expected a mask of the image's own size: make it again from the original image"
+    cure = "make it again from the original image"
+    if image_size[::-1] == mask_size:
+        with open_image(image, image) as opened:
+            cure = TURNED if is_turned(opened) else cure
+    return f"{sizes}; expected a mask of the image's own size: {cure}"
 
 
 def random_scale_crop(size: int) -> Transform:

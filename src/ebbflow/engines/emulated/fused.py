@@ -317,7 +317,7 @@ class FusedEngine(EmulatedEngine):
             except torch.OutOfMemoryError as error:
                 self._halve_passes([shape for _, _, shape in passes], error)
             else:
-                if self._unscale(scale):
+                if self._unscale(scale, step.batch, count):
                     return total, len(passes), count
             self._begin()
 
@@ -423,18 +423,19 @@ class FusedEngine(EmulatedEngine):
         if self._device_type == "cuda":
             torch.cuda.empty_cache()
 
-    def _unscale(self, before: float) -> bool:
+    def _unscale(self, before: float, samples: int, count: Count) -> bool:
         """Take the loss scale of fp16 out of the gradients; False where it was too large and the step must be repeated.
 
         A gradient that is not finite even at scale 1 is left as it is, for the optimizer to judge. No scale was too
-        large for it, so the next step begins with the scale of `before` again.
+        large for it, so the next step begins with the scale of `before` again. A sum over many boxes or pixels is
+        divided by their count only after the step, so that its scale may be as much smaller.
         """
         if self.precision != "fp16":
             return True
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not math.isfinite(squared_norms(gradients).sum().item()):
             self._since_overflow = 0
-            too_large = self._scale > 1
+            too_large = self._scale * float(count) > min(samples, float(count))
             self._scale = self._scale / 2 if too_large else before
             return not too_large
         foreach_mul_(gradients, 1 / self._scale)
