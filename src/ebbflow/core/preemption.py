@@ -78,7 +78,7 @@ class AwsNotice(NoticeSource):
     _token: str = field(default="", init=False, repr=False)
 
     def check(self) -> str | None:
-        """Ask with a session token, and once more with a new one if it has expired. Without a notice there is no page."""
+        """Ask with a session token, and once more with a new one if it has expired; 404 stands for no notice."""
         for _ in range(2):
             self._token = self._token or self._new_token()
             try:

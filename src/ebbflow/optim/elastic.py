@@ -549,7 +549,9 @@ class ElasticOptimizer(RuleOptimizer):
         """Restore what `state_dict` returned; a state of another version, rule or reference batch is refused."""
         saved = dict(state_dict)
         if fresh := saved.get("fresh"):
-            states = {} if fresh is True else saved["inner"]["state"]  # True: by an earlier version, none means anything
+            states = (
+                {} if fresh is True else saved["inner"]["state"]
+            )  # True: by an earlier version, none means anything
             known = {number: state for number, state in states.items() if number not in fresh}
             saved["inner"] = {**saved["inner"], "state": known}
         saved |= {name: saved[name][0] for name in _CHANGING if isinstance(saved.get(name), tuple)}
