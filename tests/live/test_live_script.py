@@ -382,6 +382,16 @@ def test_a_checkpoint_of_another_job_is_refused(script: Any) -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    "setting", [{"memory_steps": 10.0}, {"measure_every": 1}, {"on_nonfinite": "skip"}, {"ema": 0.9}], ids=str
+)
+def test_settings_by_which_replicas_would_come_to_other_weights_are_compared(
+    script: Any, setting: dict[str, Any]
+) -> None:
+    said, other = (script(**settings)[1]._connection.membership.job for settings in ({}, setting))
+    assert {key for key in said if said[key] != other[key]} == {*setting}
+
+
 # Endings -------------------------------------------------------------------------------------------------------------
 
 
