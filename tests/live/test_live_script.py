@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -250,6 +251,20 @@ def test_what_else_belongs_to_the_state_is_kept_with_it(script: Any) -> None:
     with script(model=model, extras={"counter": later})[1]:
         pass
     assert later.count == counter.count > 0
+
+
+def test_a_state_that_would_be_saved_and_not_read_back_is_refused_at_the_start_or_when_it_becomes_one(
+    script: Any,
+) -> None:
+    counter = Counter()
+    counter.count = np.float64(3)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"'counter' among the extras .* \(numpy\._core\.multiarray\.scalar\)"):
+        script(extras={"counter": counter})
+    counter.count = 3
+    with script(extras={"counter": counter})[1] as fleet:
+        counter.count = np.float64(4)  # type: ignore[assignment]
+        with pytest.raises(ConfigError, match="is not read back from a checkpoint"):
+            fleet.pack()
 
 
 def test_what_else_belongs_to_the_state_goes_back_to_a_snapshot_with_it(script: Any) -> None:
