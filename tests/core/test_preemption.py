@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -162,6 +163,13 @@ def test_azure_announces_events_of_this_machine() -> None:
         assert source.check() is None
         service.announce("Preempt", "FrontEnd_IN_0")
         assert source.check() == "Azure announces Preempt of this VM after Mon, 11 Apr 2022 22:26:58 GMT"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
+def test_a_machine_of_another_cloud_is_not_taken_for_one_without_a_notice(cloud: str) -> None:
+    with serving(lambda *_: NOT_FOUND) as url, pytest.raises(urllib.error.HTTPError, match="404"):
+        NOTICES.make(f"{cloud}({url})").check()
 
 
 # In a script ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from ebbflow.core.key_store import KeyStore
 from ebbflow.live import fleet_questions
 from ebbflow.live.fleet_questions import FleetQuestions
 from ebbflow.live.link_probe import LinkProbe, is_reached
-from ebbflow.live.membership_events import CheckLinks, LinksChecked
+from ebbflow.live.membership_events import AskLighthouse, CheckLinks, LinksChecked, QuorumFormed
 from ebbflow.live.protocol import ReplicaConfig
 from ebbflow.live.registration import Registration, asked_again_key
 
@@ -119,3 +120,21 @@ def test_a_replica_tells_others_in_their_stores_to_which_request_it_lacks_the_an
     finally:
         registration.close()
     questions.tell([store], asked_again_key("a"), "8")  # a store that has ended is no error
+
+
+@pytest.mark.parametrize("address", [f"{'a' * 70}:80", "a..b:80", f"127.0.0.1:{'9' * 5000}"])
+def test_the_address_of_a_store_that_can_be_none_is_one_that_does_not_answer(address: str) -> None:
+    """It is a part of the name of a replica, and whoever reaches the lighthouse may choose one."""
+    questions = FleetQuestions("", b"secret of the job", heartbeat_timeout_s=TIMEOUT_S)
+    assert questions.read_stores([f"r0:1@{address}"], "key") == {f"r0:1@{address}": None}
+
+
+def test_a_number_that_cannot_be_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = SimpleNamespace(replica_id="r0", store_address="", data={"step": "9" * 5000, "attempt": "7"})
+    quorum = SimpleNamespace(quorum_id=1, participants=[member])
+    monkeypatch.setattr(fleet_questions.torchft_api, "request_quorum", lambda *_, **__: quorum)
+    request = AskLighthouse(step=0, group="", established=False, attempt=7)
+    formed = FleetQuestions("", b"", heartbeat_timeout_s=TIMEOUT_S).ask_for_quorum(
+        request, client=lambda: None, name="r0", store=""
+    )
+    assert isinstance(formed, QuorumFormed) and formed.steps == (0,) and formed.attempts == (7,)

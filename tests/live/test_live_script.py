@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -252,6 +253,20 @@ def test_what_else_belongs_to_the_state_is_kept_with_it(script: Any) -> None:
     assert later.count == counter.count > 0
 
 
+def test_a_state_that_would_be_saved_and_not_read_back_is_refused_at_the_start_or_when_it_becomes_one(
+    script: Any,
+) -> None:
+    counter = Counter()
+    counter.count = np.float64(3)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"'counter' among the extras .* \(numpy\._core\.multiarray\.scalar\)"):
+        script(extras={"counter": counter})
+    counter.count = 3
+    with script(extras={"counter": counter})[1] as fleet:
+        counter.count = np.float64(4)  # type: ignore[assignment]
+        with pytest.raises(ConfigError, match="is not read back from a checkpoint"):
+            fleet.pack()
+
+
 def test_what_else_belongs_to_the_state_goes_back_to_a_snapshot_with_it(script: Any) -> None:
     """An epoch of 97 samples is 13 steps of 8; the rate falls after each of them, and the seven that were given back do
     not count."""
@@ -380,6 +395,16 @@ def test_a_checkpoint_of_another_job_is_refused(script: Any) -> None:
                 step.backward(loss_fn(model(x), y))
     with pytest.raises(CheckpointError, match="seed is '5' here and '0' in the saved state"), script(seed=5)[1]:
         pass
+
+
+@pytest.mark.parametrize(
+    "setting", [{"memory_steps": 10.0}, {"measure_every": 1}, {"on_nonfinite": "skip"}, {"ema": 0.9}], ids=str
+)
+def test_settings_by_which_replicas_would_come_to_other_weights_are_compared(
+    script: Any, setting: dict[str, Any]
+) -> None:
+    said, other = (script(**settings)[1]._connection.membership.job for settings in ({}, setting))
+    assert {key for key in said if said[key] != other[key]} == {*setting}
 
 
 # Endings -------------------------------------------------------------------------------------------------------------

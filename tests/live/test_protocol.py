@@ -21,6 +21,7 @@ from ebbflow.live.protocol import (
     FleetConfig,
     LighthouseStatus,
     ReplicaConfig,
+    fetch_heartbeat_ages,
     fetch_lighthouse_status,
     find_folder,
     is_loopback,
@@ -108,6 +109,13 @@ def test_heartbeats_are_read_from_the_page_of_the_lighthouse() -> None:
     assert parse_heartbeat_ages("nothing of the kind") == {}
 
 
+def test_a_name_that_looks_like_the_age_of_a_heartbeat_is_a_name() -> None:
+    """Whoever reaches the lighthouse may choose it, and must not end those who read the page."""
+    lines = ("x: seen ..s ago: seen 0.5s ago", "y: seen 0.1s ago")
+    page = "".join(f'<li class="heartbeat">\n {line}\n</li>' for line in lines)
+    assert parse_heartbeat_ages(page) == {"x: seen ..s ago": 0.5, "y": 0.1}
+
+
 @pytest.fixture
 def lighthouse() -> Iterator[tuple[str, Any]]:
     pytest.importorskip("torchft", reason="the live extra is not installed")
@@ -134,20 +142,29 @@ def test_a_real_lighthouse_is_asked(lighthouse: tuple[str, Any]) -> None:
 
 
 @pytest.mark.process
-def test_what_is_not_a_lighthouse_is_recognized() -> None:
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (b"HTTP/1.0 200 OK\r\n\r\nhello", "is not a lighthouse"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "not that of a web server"),
+    ],
+)
+def test_what_is_not_a_lighthouse_is_recognized(said: bytes, problem: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
 
         def answer() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(10_000)
-                connection.sendall(b"HTTP/1.0 200 OK\r\n\r\nhello")
+            for _ in range(2):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(10_000)
+                    connection.sendall(said)
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ConfigError, match="is not a lighthouse"):
+        with pytest.raises(ConfigError, match=problem):
             fetch_lighthouse_status(address)
+        assert fetch_heartbeat_ages(address, timeout_s=10) == {}
         thread.join()
     with pytest.raises(ConfigError, match=f"no lighthouse answers at {address}"):
         fetch_lighthouse_status(address)

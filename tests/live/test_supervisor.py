@@ -123,6 +123,7 @@ def test_an_error_that_may_pass_is_not_final() -> None:
         raised("OSError: [Errno 28] No space left on device"),
         raised("ebbflow.errors.OutputError: weights.pt cannot be written", code=2, state="training"),
         raised("ModuleNotFoundError: No module named 'x'", code=-9),
+        raised("DataError: sample 70 of Images cannot be read: OSError: Stale file handle", code=2),
     ):
         assert RestartPolicy(max_failures=5).judge(end, 1, 1) == ("restart", 0.0)
 

@@ -135,6 +135,46 @@ def test_a_state_before_the_first_step_leaves_the_optimizer_as_it_was(tmp_path: 
     assert torch.equal(first_step(net, loaded), first_step(*fresh()))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_parameter_that_had_no_gradient_yet_is_saved_and_begins_as_if_nothing_had_been_saved(tmp_path: Path) -> None:
+    """Its first step of SGD with dampening differs from one whose momentum exists and is zero."""
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(model() for _ in range(2))
+            self.used = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.heads[self.used](x)
+            return output
+
+    def made() -> tuple[TwoHeads, ElasticOptimizer]:
+        net, sampler = TwoHeads(), ElasticSampler(SAMPLES, 3, local_batch=8)
+        inner = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, dampening=0.5)
+        return net, ElasticOptimizer(inner, base_batch=8, sampler=sampler)
+
+    def step(net: nn.Module, optimizer: ElasticOptimizer) -> None:
+        (x, y), sampler = data(), optimizer.sampler
+        assert sampler is not None
+        for indices, _ in zip(sampler, range(3), strict=False):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x[indices]), y[indices]).backward()
+            optimizer.step()
+
+    net, optimizer = made()
+    step(net, optimizer)
+    held = len(optimizer.inner.state)
+    dcp.save({"net": net, "optimizer": optimizer}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert len(optimizer.inner.state) == held, "saving changes nothing"
+    other, resumed = made()
+    dcp.load({"net": other, "optimizer": resumed}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    for each, its in ((net, optimizer), (other, resumed)):
+        each.used = 1
+        step(each, its)
+    assert torch.equal(weights(net), weights(other))
+
+
 # Three ranks ----------------------------------------------------------------------------------------------------------
 
 

@@ -286,8 +286,8 @@ class KeyStoreClient:
         self._lock = threading.Lock()
         try:
             connected = socket.create_connection((host, port), timeout=timeout_s)
-        except OSError as error:
-            raise StoreLost(f"no store at {host}:{port}: {error.strerror or error}") from None
+        except (OSError, UnicodeError) as error:  # the latter for what can be no host
+            raise StoreLost(f"no store at {host}:{port}: {getattr(error, 'strerror', None) or error}") from None
         try:
             self._connection = AuthenticatedConnection(connected, secret, serves=False, timeout_s=timeout_s)
         except NotAuthenticated as error:

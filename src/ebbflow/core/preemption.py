@@ -77,7 +77,7 @@ class AwsNotice(NoticeSource):
     _token: str = field(default="", init=False, repr=False)
 
     def check(self) -> str | None:
-        """Ask with a session token, and once more with a new one if it has expired."""
+        """Ask with a session token, and once more with a new one if it has expired; 404 stands for no notice."""
         for _ in range(2):
             self._token = self._token or self._new_token()
             try:
@@ -85,17 +85,19 @@ class AwsNotice(NoticeSource):
                     f"{self.url}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": self._token}
                 )
             except urllib.error.HTTPError as error:
+                if error.code == 404:
+                    return None
                 if error.code != 401:
                     raise
                 self._token = ""
                 continue
-            action = json.loads(text) if text else None
-            return None if action is None else f"AWS will {action['action']} this instance at {action['time']}"
+            action = json.loads(text)
+            return f"AWS will {action['action']} this instance at {action['time']}"
         raise OSError("the metadata service refuses the token that it has just given")
 
     def _new_token(self) -> str:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": _AWS_TOKEN_S}
-        return _get(f"{self.url}/latest/api/token", headers, method="PUT") or ""
+        return _get(f"{self.url}/latest/api/token", headers, method="PUT")
 
 
 @register_notice("gcp", cite="Compute Engine documentation, Preemptible VM instances; Host events")
@@ -115,8 +117,7 @@ class GcpNotice(NoticeSource):
 
     def _value(self, name: str) -> str:
         flavor = {"Metadata-Flavor": "Google"}
-        found = _get(f"{self.url}/computeMetadata/v1/instance/{name}", flavor, answers=flavor)
-        return (found or "").strip()
+        return _get(f"{self.url}/computeMetadata/v1/instance/{name}", flavor, answers=flavor).strip()
 
 
 @register_notice("azure", cite="Azure documentation, Scheduled Events for Linux VMs")
@@ -132,9 +133,9 @@ class AzureNotice(NoticeSource):
         headers = {"Metadata": "true"}
         if not self._name:
             about = f"{self.url}/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-            self._name = (_get(about, headers) or "").strip()
+            self._name = _get(about, headers).strip()
         text = _get(f"{self.url}/metadata/scheduledevents?api-version=2020-07-01", headers)
-        for event in json.loads(text)["Events"] if text else ():
+        for event in json.loads(text)["Events"]:
             ends = event["EventType"] in ("Preempt", "Terminate", "Redeploy", "Reboot")
             if ends and self._name in event["Resources"]:
                 when = f" after {event['NotBefore']}" if event.get("NotBefore") else ""
@@ -142,23 +143,16 @@ class AzureNotice(NoticeSource):
         return None
 
 
-def _get(
-    url: str, headers: dict[str, str], *, method: str = "GET", answers: dict[str, str] | None = None
-) -> str | None:
-    """The text at an address; None if there is none (404). `answers`: headers that the answer must have."""
+def _get(url: str, headers: dict[str, str], *, method: str = "GET", answers: dict[str, str] | None = None) -> str:
+    """The text at an address. `answers`: headers that the answer must have."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, headers=headers, method=method)
-    try:
-        with opener.open(request, timeout=_TIMEOUT_S) as answer:
-            for name, value in (answers or {}).items():
-                if answer.headers.get(name) != value:
-                    raise ValueError(f"the answer of {url} has no header {name}: {value}")
-            text: str = answer.read(1 << 16).decode()
-            return text
-    except urllib.error.HTTPError as error:
-        if error.code == 404:
-            return None
-        raise
+    with opener.open(request, timeout=_TIMEOUT_S) as answer:
+        for name, value in (answers or {}).items():
+            if answer.headers.get(name) != value:
+                raise ValueError(f"the answer of {url} has no header {name}: {value}")
+        text: str = answer.read(1 << 16).decode()
+        return text
 
 
 # Watching -------------------------------------------------------------------------------------------------------------

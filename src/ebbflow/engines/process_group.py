@@ -39,6 +39,7 @@ Fault = Callable[[str], None]
 NcclFactory = Callable[["TorchStore", int, int, timedelta], Any]
 """(store, rank, size, timeout) -> an NCCL group whose collectives can be aborted."""
 
+_LONGEST_PORT = 5  # digits
 _CONNECT_SLACK_S = 1.0  # after which gloo itself should have said why it could not connect
 _POLL = timedelta(seconds=0.5)  # how often it is asked who has stopped
 CHUNK_BYTES = 1 << 20
@@ -74,7 +75,7 @@ def open_store(rendezvous: str, secret: bytes, *, timeout_s: float) -> KeyStoreC
     """
     address, _, prefix = rendezvous.partition("/")
     host, _, port = address.rpartition(":")
-    if not port.isdecimal():
+    if not port.isdecimal() or len(port) > _LONGEST_PORT:
         raise StoreLost(f"{address!r} is not the address of a store")
     return KeyStoreClient(host.strip("[]"), int(port), secret, prefix=prefix, timeout_s=timeout_s)
 

@@ -36,6 +36,7 @@ CONNECTED_KEY = "ebbflow/connected"
 """Key, in the store of a replica, of the name of the group in which it is connected, or connects; empty if in none."""
 _QUORUM_TIMEOUT = timedelta(minutes=5)  # then the lighthouse is asked again: an answer may have been lost
 _STORE_TIMEOUT_S = 2.0  # for reading from the store of another replica
+_LONGEST_NUMBER = 18  # digits of a number that anybody may have said to the lighthouse
 _WAIT_FOR_LINK_S = 0.5  # while a replica is left out: do those that it does not reach still send heartbeats?
 
 
@@ -176,7 +177,7 @@ class FleetQuestions:
 
 def _number(said: object) -> int:
     """A number that a replica has said to the lighthouse, which takes anything from anybody."""
-    return int(text) if (text := str(said)).isdecimal() else 0
+    return int(text) if (text := str(said)).isdecimal() and len(text) <= _LONGEST_NUMBER else 0
 
 
 def _published(text: bytes | None) -> PublishedGroup | None:

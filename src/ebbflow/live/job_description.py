@@ -74,7 +74,12 @@ def describe_job(
 
 
 def describe_replica(
-    fleet: ReplicaConfig, model: torch.nn.Module, optimizer: RuleOptimizer, data: Source, device: torch.device
+    fleet: ReplicaConfig,
+    model: torch.nn.Module,
+    optimizer: RuleOptimizer,
+    data: Source,
+    device: torch.device,
+    config: RunConfig,
 ) -> dict[str, str]:
     """What else must be the same for all replicas that compute together; a checkpoint does not know of it."""
     if fleet.transport == "nccl" and device.type != "cuda":
@@ -86,6 +91,12 @@ def describe_replica(
         "memory formats": memory_formats(optimizer.layers),
         "data": sample_digest(data),
         "transport": auto if fleet.transport == "auto" else fleet.transport,
+        # By these, every replica comes to its weights, buffers and averages from the same sums.
+        "memory_steps": f"{optimizer.memory / optimizer.base_batch:g}",
+        "measure_every": str(optimizer.measure_every),
+        "on_nonfinite": optimizer.on_nonfinite,
+        "ema": str(config.ema),
+        "bn_follows_batch": str(config.bn_follows_batch),
         # Two groups must never train at the same time because one of them is content with fewer replicas.
         "min_replicas": str(fleet.min_replicas),
     }

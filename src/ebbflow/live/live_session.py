@@ -163,7 +163,7 @@ class LiveSession(Session):
             own_sizes=self._sizes is not None, max_steps=self._max_steps, groups=self._initial_groups,
             ranks=self._ranks,
         )  # fmt: skip
-        compared = describe_replica(self.fleet, self.model, self._optimizer, self.task.train, device)
+        compared = describe_replica(self.fleet, self.model, self._optimizer, self.task.train, device, self.config)
         self._checkpoints = Checkpoints(
             self.fleet.checkpoint_place, on_event=self._event, ranks=self._ranks, pinned=device.type == "cuda"
         )

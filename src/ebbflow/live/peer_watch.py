@@ -22,12 +22,16 @@ _LOOK_EVERY_S = 5.0  # while a replica waits for its peers: do they answer, and 
 
 
 class PeerWatch:
-    """Finds out, while this replica waits for its peers, which of them will not answer any more."""
+    """Finds out, while this replica waits for its peers, which of them will not answer any more.
+
+    Several threads may wait at once, for a sum and for the transfer of a state.
+    """
 
     def __init__(self, questions: FleetQuestions) -> None:
         self._questions = questions
         self._asked_at = self._looks_at = 0.0  # when it was last asked who has stopped; when the peers are looked at
         self._away: frozenset[str] = frozenset()  # peers that did not answer then, or were not in the group
+        self._looking = threading.Lock()  # what two threads see at the same time is not seen twice in a row
 
     def stopped(self, own: str, others: Sequence[str], group: str, *, lost: Sequence[str]) -> list[str]:
         """The peers that will not answer any more. This is asked every half second while they are waited for.
@@ -40,13 +44,22 @@ class PeerWatch:
         now, asked_at = monotonic(), self._asked_at
         if now - asked_at > _LOOK_EVERY_S:  # another wait has begun
             self._looks_at, self._away = now + _LOOK_EVERY_S, frozenset()
-        elif not stopped and now > self._looks_at:
-            said = self._questions.read_stores(others, CONNECTED_KEY)
-            away = frozenset(name for name, connected in said.items() if connected != group.encode())
-            stopped = sorted(away & self._away)  # twice in a row: a peer may just have gone on, after the same step
-            self._looks_at, self._away = monotonic() + _LOOK_EVERY_S, away
+        elif not stopped and self._looking.acquire(blocking=False):
+            try:
+                if now > self._looks_at:
+                    stopped = self._gone(others, group)
+            finally:
+                self._looking.release()
         self._asked_at = monotonic()
         return stopped
+
+    def _gone(self, others: Sequence[str], group: str) -> list[str]:
+        """The peers that are not in the group twice in a row: one may just have gone on, after the same step."""
+        said = self._questions.read_stores(others, CONNECTED_KEY)
+        away = frozenset(name for name, connected in said.items() if connected != group.encode())
+        gone = sorted(away & self._away)
+        self._looks_at, self._away = monotonic() + _LOOK_EVERY_S, away
+        return gone
 
 
 class HangWatch:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import html
+import http.client
 import ipaddress
 import json
 import math
@@ -458,8 +459,8 @@ _MEMBER = re.compile(
     re.DOTALL,
 )
 _HEARTBEAT = re.compile(
-    r'<li class="heartbeat\s*(?P<kind>[^"]*?)\s*">\s*(?P<id>.*?): seen (?P<age>[\d.eE+-]+)s ago', re.DOTALL
-)
+    r'<li class="heartbeat\s*(?P<kind>[^"]*?)\s*">\s*(?P<id>.*?): seen (?P<age>[\d.eE+-]+)s ago\s*</li>', re.DOTALL
+)  # a name may have ": seen 1s ago" in it: the lighthouse takes any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -550,8 +551,11 @@ def fetch_lighthouse_status(lighthouse: str) -> LighthouseStatus:
 
 
 def _fetch_page(lighthouse: str, timeout_s: float) -> str:
-    with _OPENER.open(f"http://{lighthouse}/status", timeout=timeout_s) as answer:
-        return str(answer.read(_PAGE_BYTES).decode("utf-8", "replace"))
+    try:
+        with _OPENER.open(f"http://{lighthouse}/status", timeout=timeout_s) as answer:
+            return str(answer.read(_PAGE_BYTES).decode("utf-8", "replace"))
+    except http.client.HTTPException as problem:  # another program has the port
+        raise OSError(f"the answer is not that of a web server: {problem}"[:200]) from None
 
 
 def fetch_statuses(lighthouse: LighthouseStatus, secret: bytes) -> dict[str, ReplicaStatus]:

@@ -20,7 +20,7 @@ from ebbflow.core.endings import Ending
 from ebbflow.core.signals import StopSignal
 from ebbflow.core.storage import Storage
 from ebbflow.core.units import plural
-from ebbflow.errors import ConfigError, InputError, OutputError, StorageUnreachable
+from ebbflow.errors import ConfigError, DataError, InputError, OutputError, StorageUnreachable
 from ebbflow.live.checkpoint_names import list_checkpoints
 from ebbflow.live.processes import LighthouseProcess, ReplicaProcesses, describe_exit
 from ebbflow.live.protocol import (
@@ -120,7 +120,10 @@ class ProcessEnd:
         """Whether every other start would end in the same way: a missing package, a wrong option, a syntax error.
 
         Exit code 2 stands for wrong input, for this command as for argparse; after joining it may have other reasons.
+        So may samples that cannot be read then: a disk that does not answer, or a process that reads and was killed.
         """
+        if self._error_name == DataError.__name__ and self.step is not None:
+            return False
         wrong_input = self.code == 2 and self.state is None and not self.passes
         return self.code > 0 and (self._error_name in _permanent_errors() or wrong_input)
 

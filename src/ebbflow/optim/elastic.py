@@ -8,7 +8,8 @@ import logging
 import math
 import re
 import weakref
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
@@ -522,26 +523,39 @@ class ElasticOptimizer(RuleOptimizer):
         """The state after the last complete step, in plain containers that `torch.load(weights_only=True)` reads.
 
         `torch.distributed.checkpoint` loads into the state of an optimizer that has not stepped yet, and only what it
-        finds there. With a sampler, such a state therefore has all tensors of the inner optimizer, filled with what one
-        step without gradients makes of them; `load_state_dict` knows that they mean nothing.
+        finds there, all of which must have been saved. With a sampler, a state therefore has all tensors of the inner
+        optimizer: of a parameter that never had a gradient, what one step without gradients makes of them. `fresh` are
+        the numbers of these parameters, by which `load_state_dict` knows that they mean nothing.
         """
         state = super().state_dict() | {
-            "fresh": self.sampler is not None and not self._steps and not self.inner.state,
+            "fresh": self._without_state() if self.sampler is not None else (),
             "measuring": self._meter is None or self._meter.on,
             "sampler": self.sampler.state_dict() if self.sampler is not None else None,
         }
         if state["fresh"]:
-            state["inner"] = _stepped_once(self.inner).state_dict()
+            inner = state["inner"]
+            state["inner"] = {**inner, "state": {**inner["state"], **_states_after_a_step(self.inner, state["fresh"])}}
         if self.sampler is not None:
             # Tuples, since their keys may change from step to step, and those of a dictionary must not.
             state |= {name: (state[name],) for name in _CHANGING}
         return state
 
+    def _without_state(self) -> tuple[int, ...]:
+        """The numbers of trained parameters of which the inner optimizer has no state, though it has one of others."""
+        if self._steps and not any(self.inner.state.values()):
+            return ()  # as SGD without momentum
+        parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        return tuple(i for i, one in enumerate(parameters) if one.requires_grad and not self.inner.state.get(one))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; a state of another version, rule or reference batch is refused."""
         saved = dict(state_dict)
-        if saved.get("fresh"):
-            saved["inner"] = {**saved["inner"], "state": {}}
+        if fresh := saved.get("fresh"):
+            states = (
+                {} if fresh is True else saved["inner"]["state"]
+            )  # True: by an earlier version, none means anything
+            known = {number: state for number, state in states.items() if number not in fresh}
+            saved["inner"] = {**saved["inner"], "state": known}
         saved |= {name: saved[name][0] for name in _CHANGING if isinstance(saved.get(name), tuple)}
         if self.sampler is not None and saved.get("sampler") is not None:
             self.sampler.check_state(saved["sampler"])  # what is refused changes nothing
@@ -557,11 +571,16 @@ class ElasticOptimizer(RuleOptimizer):
         return super()._settings() | {"reduction": self.reduction, "accumulation": self.accumulation}
 
 
-def _stepped_once(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A copy of an optimizer and its parameters after a step with gradients of zero, which has all of its state."""
-    stepped = copy.deepcopy(inner)
+def _states_after_a_step(inner: torch.optim.Optimizer, numbers: Collection[int]) -> dict[int, Any]:
+    """What a step with gradients of zero makes of parameters that have no state, by their numbers in a state."""
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    kept: dict[int, Any] = {id(one): one for number, one in enumerate(parameters) if number not in numbers}
+    stepped = copy.deepcopy(inner, {**kept, id(inner.state): defaultdict(dict)})
+    copies = [parameter for group in stepped.param_groups for parameter in group["params"]]
     for group in stepped.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in kept]
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            parameter.grad = torch.zeros_like(parameter)
+    stepped.param_groups = [group for group in stepped.param_groups if group["params"]]
     stepped.step()
-    return stepped
+    return {number: stepped.state[copies[number]] for number in numbers if copies[number] in stepped.state}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -24,7 +26,7 @@ from ebbflow.rules.rule import StepContext
 from ebbflow.run.checkpoint import load_model
 from ebbflow.run.kept_states import KeptStates
 
-__all__ = ["Flow", "OpenStep", "Stateful", "check_loss"]
+__all__ = ["Flow", "OpenStep", "Stateful", "check_loss", "states_of"]
 
 
 class Stateful(Protocol):
@@ -35,6 +37,25 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Restore what `state_dict` described."""
+
+
+def states_of(extras: Mapping[str, Stateful]) -> dict[str, Any]:
+    """The states of what else belongs to a script; ConfigError for one that could be saved and not be read back."""
+    states = {name: extra.state_dict() for name, extra in extras.items()}
+    for name, state in states.items():
+        file = io.BytesIO()
+        try:
+            torch.save(map_batch(state, lambda value: None if isinstance(value, torch.Tensor) else value), file)
+            torch.load(io.BytesIO(file.getbuffer()), weights_only=True)
+        except Exception as error:  # what pickle and torch raise is of many kinds
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))
+            what = named[1] if named else f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+            raise ConfigError(
+                f"the state of {name!r} among the extras has something that is not read back from a checkpoint, nor by "
+                f"a replica that joins ({what}); let its state_dict() return tensors, numbers, texts and plain "
+                f"containers of them: float(x) of a number of numpy, torch.from_numpy(x) of an array"
+            ) from None
+    return states
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +267,7 @@ class Flow:
             "growth": self.growth.state_dict() if self.growth is not None else None,
             "engine": self.engine.state_dict(),
             "ledger": self.ledger.state(),
-            "extras": {name: extra.state_dict() for name, extra in self.extras.items()},
+            "extras": states_of(self.extras),
             "step": self.step,
             "wall_s": self.wall_s,
         }

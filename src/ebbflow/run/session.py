@@ -34,7 +34,7 @@ from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer, with_rule
 from ebbflow.run.config import RunConfig, shows_settings
 from ebbflow.run.device import cpu_settings
-from ebbflow.run.flow import Flow, OpenStep, Stateful
+from ebbflow.run.flow import Flow, OpenStep, Stateful, states_of
 from ebbflow.run.header import make_header
 from ebbflow.run.loop import Callbacks, Evaluate, TrainingLoop
 from ebbflow.run.planning import make_plan
@@ -267,6 +267,7 @@ class Session:
             raise ConfigError("epochs is missing: how many passes over the data? Or give max_steps")
         self._max_steps = max_steps or 0
         self._extras = dict(extras or {})
+        states_of(self._extras)  # now, and not at the first checkpoint
         self.task = own_task(model, data, loss, workers=loader_workers(self.config))
         self._maker = engine_maker(engine) if isinstance(engine, str) else engine
         self.config = with_rule(self.config, self.task, optimizer, engine=self._maker, planned=self._planned)
