@@ -276,7 +276,7 @@ def _settings() -> str:
             if front_end in verbs:
                 shown = _option(name) if name in inspect.signature(verbs[front_end]).parameters else None
             cells.append(f"`{shown}`" if shown is not None else "-")
-        meaning = (field.description or "").replace("|", "\\|")
+        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
         lines.append(f"| `{name}` | {default} | {meaning} | {' | '.join(cells)} |")
         for kind, reason in extra.get("not_for", {}).items():
             names, kinds = reasons.setdefault(reason, ([], []))

@@ -10,11 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from cli.answers import Ebbflow
+from ebbflow.cli.main import app
 from ebbflow.core.files import hold_lock
 
 TRACE = "time_s,accelerators\n0,4\n600,2\n1200,2\n"
@@ -106,6 +110,28 @@ def test_version_and_help(ebbflow: Ebbflow) -> None:
     for verb in ("demo", "trace", "plan", "rules", "workloads", "train", "study", "report"):
         assert verb in ebbflow("--help").out
         assert ebbflow(verb, "--help").code == 0
+
+
+def verbs(command: Any, *path: str) -> Iterator[tuple[str, ...]]:
+    for name, below in command.commands.items():
+        yield from verbs(below, *path, name) if hasattr(below, "commands") else [(*path, name)]
+
+
+@pytest.mark.parametrize("verb", [*verbs(get_command(app))], ids=" ".join)
+def test_the_help_of_a_verb_fits_eighty_columns_whole_with_its_examples(
+    verb: tuple[str, ...], ebbflow: Ebbflow
+) -> None:
+    text = ebbflow(*verb, "--help", width=80).out
+    assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
+    assert "…" not in text, "a word was cut"
+    command: Any = get_command(app)
+    for name in verb:
+        command = command.commands[name]
+    for paragraph in command.help.split("\n\n"):
+        if paragraph.lstrip().startswith("ebbflow "):
+            assert all(f"  {line.strip()}" in text for line in paragraph.strip().splitlines())
+        else:
+            assert " ".join(paragraph.split()) in " ".join(text.split())
 
 
 def test_the_table_of_workloads_fits_eighty_columns_and_says_what_data_each_needs(ebbflow: Ebbflow) -> None:

@@ -1,4 +1,4 @@
-"""Links and paths on the pages: what they point to is there."""
+"""The pages as Markdown: links and paths point to what is there, tables are whole, no merge was left half done."""
 
 from __future__ import annotations
 
@@ -47,3 +47,12 @@ def test_every_link_and_path_of_a_page_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_page_has_both_sides_of_a_merge(page: Path) -> None:
     assert not re.findall(r"^(?:<{7}|={7}|>{7})(?: .*)?$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_row_of_a_table_has_the_columns_of_its_head_on_one_line(page: Path) -> None:
+    columns = 0
+    for line in prose(page).splitlines():
+        bars = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        assert not (bars and columns) or (bars == columns and line.rstrip().endswith("|")), f"{page.name}: {line}"
+        columns = bars

@@ -34,3 +34,10 @@ def test_every_option_of_a_command_on_a_page_exists(page: Path) -> None:
         if verb in APP.commands:
             unknown = set(OPTION.findall(found[0])) - options(verb, sub)
             assert not unknown, f"{page.name}: {found[0].strip()}: {', '.join(sorted(unknown))}"
+
+
+@pytest.mark.parametrize("verb", APP.commands)
+def test_every_option_of_an_example_in_a_help_exists(verb: str) -> None:
+    for command in [APP.commands[verb], *getattr(APP.commands[verb], "commands", {}).values()]:
+        for found in COMMAND.finditer((command.help or "").replace("\\\n", " ")):
+            assert set(OPTION.findall(found[0])) <= options(found[1], found[2])

@@ -44,6 +44,9 @@ def choose_verb(
     Candidates train for 5, 15 and 45 % of the epochs, each with its complete schedule, and the best third goes on. The
     same command continues after a kill, and with a larger budget. Exit code 4: nothing was decided within the budget,
     and choice.toml holds the fallback.
+
+    ebbflow choose digits-mlp --trace spot.csv --budget 5min
+    ebbflow train digits-mlp --trace spot.csv --choice runs/.../choice.toml
     """
     from ebbflow.studies.choosing import choose
     from ebbflow.studies.tournament import ChooseProgress

@@ -1,7 +1,8 @@
-"""What the verbs share: arguments and options that mean the same everywhere, where output goes, answers as JSON."""
+"""What the verbs share: their help, arguments and options that mean the same everywhere, where output goes, JSON."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import shlex
 import signal
@@ -9,12 +10,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import indent
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand
 
 from ebbflow.core.endings import Ending
 from ebbflow.core.printable import printable
@@ -22,8 +27,8 @@ from ebbflow.run.config import RunConfig
 from ebbflow.traces.formats import FORMATS
 
 __all__ = [
-    "TRACE", "AsJson", "FormatName", "PluginFiles", "TraceText", "command_line", "err", "interruptible", "out",
-    "print_json",
+    "TRACE", "AsJson", "FormatName", "PluginFiles", "TraceText", "Verb", "command_line", "err", "interruptible",
+    "out", "print_json",
 ]  # fmt: skip
 
 
@@ -40,6 +45,33 @@ out = _PrintableConsole(highlight=False)
 """Answers."""
 err = _PrintableConsole(stderr=True, highlight=False)
 """Progress, notes and errors: never mixed into an answer that a script reads."""
+
+
+class Verb(TyperCommand):
+    """A verb whose help has the names in one column and the sentences in the other.
+
+    Typer's own has five columns: in a terminal of 80 they leave 24 for the sentences, and cut words that are longer.
+    """
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the usage, the docstring, whose examples keep their lines, and arguments and options."""
+        out.print(Text(self.get_usage(ctx)))
+        for paragraph in inspect.cleandoc(self.help or "").split("\n\n"):
+            example = paragraph.startswith("ebbflow ")
+            out.print(Text("\n" + (indent(paragraph, "  ") if example else " ".join(paragraph.split()))))
+        sections: dict[str, Table] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                plain = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                title = getattr(parameter, "rich_help_panel", None) or plain
+                section = sections.setdefault(title, Table.grid(padding=(0, 2, 0, 0)))
+                name, sentences = f"  {record[0]}", " ".join(record[1].split())
+                section.add_row(Text(name, no_wrap=True), Text(sentences, overflow="fold"))
+        for title in sorted(sections, key="Options".__eq__):  # those that are not of a panel are last
+            out.print(Text(f"\n{title}:", style="bold"))
+            out.print(sections[title])
+
 
 TRACE = typer.Argument(
     metavar="TRACE", help="A trace file, a generator such as 'gcp-a100-like(seed=3)', or gcp-a100-2022-05."

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from ebbflow.cli.common import Verb
 from ebbflow.core.units import parse_seconds
 from ebbflow.errors import ConfigError
 from ebbflow.live.protocol import HEARTBEAT_INTERVAL_S, Transport
@@ -138,7 +138,7 @@ def script_position(arguments: Sequence[str], *, flags: Collection[str], options
     return len(arguments)
 
 
-class ScriptCommand(TyperCommand):
+class ScriptCommand(Verb):
     """A verb that runs a script, to which everything behind its name belongs, as with torchrun."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

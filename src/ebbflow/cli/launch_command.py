@@ -78,12 +78,14 @@ def launch(
 ) -> None:
     """Run a script as a fleet: a lighthouse and replicas on this machine, restarted when they die.
 
-    Ctrl-C asks all replicas to leave, so that they write a checkpoint; the same
-    command continues. A second Ctrl-C kills them. With --join, one replica is
-    run as part of a fleet elsewhere.
+    Ctrl-C asks all replicas to leave, so that they write a checkpoint; the same command continues. A second Ctrl-C
+    kills them. With --join, one replica is run as part of a fleet elsewhere.
 
-    Exit codes: 0 finished, 1 failed, 2 wrong input, 3 stopped (the same command
-    continues), 4 incomplete, 5 diverged.
+    Exit codes: 0 finished, 1 failed, 2 wrong input, 3 stopped (the same command continues), 4 incomplete, 5 diverged.
+
+    ebbflow launch --replicas 4 train.py
+    ebbflow launch --replicas 3 --workload digits-mlp --rule adascale
+    ebbflow launch --join 10.0.0.7:29510 --name node3 train.py
     """
     require_torchft("ebbflow launch")
     if plugin and workload is None:

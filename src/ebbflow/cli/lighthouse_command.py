@@ -30,6 +30,8 @@ def lighthouse(
 
     Its port asks for no secret: whoever reaches it can delay the fleet, though not change what it trains. Bind it to an
     address of the fleet's own network.
+
+    ebbflow lighthouse --bind 10.0.0.7:29510
     """
     require_torchft("ebbflow lighthouse")
     host, port = parse_address(bind, default_port=DEFAULT_PORT)

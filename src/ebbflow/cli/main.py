@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from ebbflow import __version__
 from ebbflow.cli.choose_command import choose_verb
-from ebbflow.cli.common import err
+from ebbflow.cli.common import Verb, err
 from ebbflow.cli.compare_command import compare
 from ebbflow.cli.demo_command import demo
 from ebbflow.cli.doctor_command import doctor
@@ -43,25 +44,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo)
-app.add_typer(trace_app, name="trace")
-app.command("plan")(plan)
-app.command("simulate")(simulate_verb)
-app.command("compare")(compare)
-app.command("profile")(profile)
-app.command("whatif")(whatif)
-app.add_typer(rules_app, name="rules")
-app.command("workloads")(workloads)
-app.command("train")(train)
-app.command("study")(study)
-app.command("choose")(choose_verb)
-app.command("report")(report)
-app.command("launch", cls=ScriptCommand, context_settings=PASS_THROUGH)(launch)
-app.command("status")(status)
-app.command("replay", cls=ScriptCommand, context_settings=PASS_THROUGH)(replay)
-app.command("lighthouse")(lighthouse)
-app.command("doctor")(doctor)
-app.command("replica", hidden=True)(replica)
+_VERBS: dict[str, dict[str, Callable[..., None]]] = {
+    "Begin": {"demo": demo, "doctor": doctor},
+    "Train, and find the rule": {
+        "workloads": workloads, "train": train, "study": study, "choose": choose_verb, "report": report,
+    },
+    "Live fleets": {"launch": launch, "status": status, "replay": replay, "lighthouse": lighthouse},
+    "Traces, time and money": {
+        "plan": plan, "simulate": simulate_verb, "compare": compare, "whatif": whatif, "profile": profile,
+    },
+}  # fmt: skip
+for _panel, _verbs in _VERBS.items():
+    for _name, _verb in _verbs.items():
+        _of_a_script = _verb in (launch, replay)
+        app.command(
+            _name,
+            cls=ScriptCommand if _of_a_script else Verb,
+            context_settings=PASS_THROUGH if _of_a_script else None,
+            rich_help_panel=_panel,
+        )(_verb)
+app.command("replica", cls=Verb, hidden=True)(replica)
+app.add_typer(rules_app, name="rules", rich_help_panel="Train, and find the rule")
+app.add_typer(trace_app, name="trace", rich_help_panel="Traces, time and money")
 
 
 def _print_version(requested: bool) -> None:

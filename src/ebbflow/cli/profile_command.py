@@ -58,7 +58,11 @@ def profile(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Measure how long a step of one worker takes here, by its samples, or fit the steps of a record."""
+    """Measure how long a step of one worker takes here, by its samples, or fit the steps of a record.
+
+    ebbflow profile digits-cnn --out profile.json
+    ebbflow profile --from runs/train
+    """
     if (workload is None) == (record is None):
         raise ConfigError("give a workload to measure, or a record to fit with --from, one of the two")
     _refuse_what_is_ignored(typed, measures=record is None)

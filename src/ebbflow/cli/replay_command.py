@@ -69,10 +69,12 @@ def replay(
 ) -> None:
     """Start and kill real replicas on this machine as an availability trace says, and end with an account.
 
-    The account is made from the replicas' own records: steps, samples committed
-    exactly once, what was lost, and how long each change delayed the fleet.
+    The account is made from the replicas' own records: steps, samples committed exactly once, what was lost, and how
+    long each change delayed the fleet.
 
     Exit codes are those of launch; 4 (incomplete) if the trace is over first.
+
+    ebbflow replay spot.csv --speed 60 --max-workers 4 train.py
     """
     require_torchft("ebbflow replay")
     load_plugins(plugin or [])

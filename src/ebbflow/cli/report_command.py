@@ -54,10 +54,11 @@ def report(
 ) -> None:
     """Make the report of a study or a run: the table, one self-contained HTML page, figures as SVG and PNG.
 
-    It reads records only, so it can be made while a study is running, after a
-    crash, and again at any time. With a step model (--step-time, --profile or
-    --compute-sample, and --network) it also shows how long the steps of the
-    records would have taken with it.
+    It reads records only, so it can be made while a study is running, after a crash, and again at any time. With a step
+    model (--step-time, --profile or --compute-sample, and --network) it also shows how long the steps of the records
+    would have taken with it.
+
+    ebbflow report runs/study --target 0.95
     """
     load_plugins(plugin or [])
     settings = ScenarioSettings(

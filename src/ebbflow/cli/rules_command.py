@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ebbflow.cli.common import AsJson, PluginFiles, out, print_json
+from ebbflow.cli.common import AsJson, PluginFiles, Verb, out, print_json
 from ebbflow.core.files import write_whole
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.spec import Entry
@@ -64,7 +64,7 @@ def _listing(entries: list[Entry[Rule | Modifier]], title: str) -> Table:
     return shown
 
 
-@app.command()
+@app.command(cls=Verb)
 def show(
     name: Annotated[str, typer.Argument(help="Name of a rule or modifier; ebbflow rules lists them.")],
     to: Annotated[Path | None, typer.Option("--out", help="Also draw into this .svg, .png or .pdf file.")] = None,
@@ -92,7 +92,7 @@ def show(
         out.print(f"wrote {to}", markup=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(cls=Verb)
 def cards(
     folder: Annotated[Path, typer.Argument(help="Folder of the pages, for example docs/rules.")],
     plugin: PluginFiles = None,

@@ -36,11 +36,13 @@ def simulate_verb(
     out_folder: OutFolder = None,
     json: AsJson = False,
 ) -> None:
-    """Estimate how long a training takes on a trace and what it costs, next to an on-demand cluster.
+    r"""Estimate how long a training takes on a trace and what it costs, next to an on-demand cluster.
 
-    Where the time goes: compute; network (what computing does not hide);
-    waiting (for workers, a booting worker, the slowest worker, data); lost
-    (steps that did not count); restart; checkpoint (writing them).
+    Where the time goes: compute; network (what computing does not hide); waiting (for workers, a booting worker, the
+    slowest worker, data); lost (steps that did not count); restart; checkpoint (writing them).
+
+    ebbflow simulate gcp-a100-2022-05 --local-batch 128 --step-time 0.6s \
+        --samples 1281167 --epochs 90 --spot-price 0.744 --price 2.48
     """
     found = simulate(settings.scenario(trace))
     cluster = comparison_cluster(found, settings)

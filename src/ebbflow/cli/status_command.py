@@ -56,6 +56,9 @@ def status(
     """Show the replicas of a fleet, its step, batch, rate and samples per second.
 
     Where noise is measured, it also says what a further worker is worth.
+
+    ebbflow status runs/train
+    ebbflow status 10.0.0.7:29510 --json
     """
     if Path(fleet).is_dir():
         folder = Path(fleet)

@@ -83,6 +83,9 @@ def study(
     """Run rules x traces x workloads x seeds in parallel and report. The same command continues after a kill.
 
     The report shows what there is. Exit code 1: some arms failed; 5: some diverged; 4: --budget left some.
+
+    ebbflow study study.toml --jobs 4
+    ebbflow study lena-table1 --stand-in digits
     """
     if listed:
         _list(as_json=json)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ebbflow.cli.common import AsJson, FormatName, PluginFiles, TraceText, out, print_json
+from ebbflow.cli.common import AsJson, FormatName, PluginFiles, TraceText, Verb, out, print_json
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.units import Seconds, format_seconds, parse_seconds
 from ebbflow.errors import TraceError
@@ -21,7 +21,7 @@ __all__ = ["app"]
 app = typer.Typer(help="Draw availability traces, convert them, generate them.", no_args_is_help=True)
 
 
-@app.command()
+@app.command(cls=Verb)
 def show(
     trace: TraceText,
     to: Annotated[Path | None, typer.Option("--out", help="Also draw into this .svg, .png or .pdf file.")] = None,
@@ -31,7 +31,10 @@ def show(
     format: FormatName = None,
     plugin: PluginFiles = None,
 ) -> None:
-    """Draw a trace in the terminal, and into a file."""
+    """Draw a trace in the terminal, and into a file.
+
+    ebbflow trace show gcp-a100-2022-05 --out trace.svg
+    """
     load_plugins(plugin or [])
     loaded = load(trace, format=format)
     if to is not None:
@@ -43,7 +46,7 @@ def show(
         out.print(f"wrote {to}", markup=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(cls=Verb)
 def stats(trace: TraceText, format: FormatName = None, plugin: PluginFiles = None, json: AsJson = False) -> None:
     """Duration, smallest, mean and largest count, changes, accelerator-hours, part of the time without workers."""
     load_plugins(plugin or [])
@@ -67,7 +70,7 @@ def stats(trace: TraceText, format: FormatName = None, plugin: PluginFiles = Non
     out.print(table)
 
 
-@app.command()
+@app.command(cls=Verb)
 def convert(
     trace: TraceText,
     to: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; compressed if it ends in .gz.")],
@@ -77,7 +80,10 @@ def convert(
     max_workers: Annotated[int | None, typer.Option(help="Scale the counts so that the largest is this one.")] = None,
     plugin: PluginFiles = None,
 ) -> None:
-    """Write a trace in the canonical format (time_s,accelerators); optionally a part of it, or scaled."""
+    """Write a trace in the canonical format (time_s,accelerators); optionally a part of it, or scaled.
+
+    ebbflow trace convert gcp-a100-2022-05 small.csv --stop 2h --max-workers 8
+    """
     load_plugins(plugin or [])
     part = load(trace, format=format).slice(parse_seconds(start), None if stop is None else parse_seconds(stop))
     _write(part if max_workers is None else part.scale(max_workers=max_workers), to)
@@ -96,7 +102,7 @@ def _list_generators(wanted: bool) -> None:
     raise typer.Exit
 
 
-@app.command()
+@app.command(cls=Verb)
 def make(
     text: Annotated[str, typer.Argument(metavar="GENERATOR", help="Such as 'poisson(workers=8, seed=1)'.")],
     to: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; compressed if it ends in .gz.")],
@@ -105,7 +111,10 @@ def make(
     ] = False,
     plugin: PluginFiles = None,
 ) -> None:
-    """Write a generated trace in the canonical format."""
+    """Write a generated trace in the canonical format.
+
+    ebbflow trace make "gcp-a100-like(seed=3)" spot.csv
+    """
     load_plugins(plugin or [])
     if Path(text).exists():
         raise TraceError(f"{text} is a file, not a generator; use: ebbflow trace convert {text} {to}")

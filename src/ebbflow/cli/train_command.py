@@ -38,8 +38,9 @@ def train(
 ) -> None:
     """Train one workload on one trace by one rule. The same command continues a run that was interrupted.
 
-    Exit codes: 0 finished, 1 failed, 2 wrong input, 3 stopped (the same command
-    continues), 5 diverged.
+    Exit codes: 0 finished, 1 failed, 2 wrong input, 3 stopped (the same command continues), 5 diverged.
+
+    ebbflow train digits-mlp --trace spot.csv --rule "linear+warmup(2ep)"
     """
     every = parse_seconds(checkpoint_every)
     from ebbflow.run import torchrun, training

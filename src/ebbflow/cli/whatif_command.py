@@ -35,9 +35,13 @@ def whatif(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Find the best workers to rent, local batch and policy, and show what the answer depends on.
+    r"""Find the best workers to rent, local batch and policy, and show what the answer depends on.
 
     With a noise scale it also says what a further worker is worth.
+
+    ebbflow whatif gcp-a100-2022-05 --deadline 6h --max-workers 8:56:8 \
+        --local-batch 128 --step-time 0.6s --samples 1281167 --epochs 30 \
+        --spot-price 0.744
     """
     goal = Goal(deadline=None if deadline is None else parse_seconds(deadline), budget=budget)
     grid = settings_grid(
