@@ -15,6 +15,7 @@ import torch
 
 from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.base import Engine, Gradients
+from ebbflow.engines.batches import map_batch
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.optim.ema import RunningStatistics, WeightAverage
 from ebbflow.optim.rule_optimizer import RuleOptimizer
