@@ -613,9 +613,13 @@ def test_a_terminal_that_is_closed_tells_all_replicas_to_leave(fake_job: MakeJob
         return ()
 
     console = Console(file=io.StringIO())
-    with Supervisor(fake_job("train", 10**6)) as fleet:
-        fleet.request("r0")
-        run = run_fleet(fleet, grace_s=20, console=console, title=lambda: "", act=when_trained)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, the tests themselves ignore it
+    try:
+        with Supervisor(fake_job("train", 10**6)) as fleet:
+            fleet.request("r0")
+            run = run_fleet(fleet, grace_s=20, console=console, title=lambda: "", act=when_trained)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert (run.ending, run.signalled, run.counts["left"]) == (Ending.STOPPED, True, 1)
 
 
