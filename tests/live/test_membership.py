@@ -1036,6 +1036,22 @@ def test_if_all_who_have_the_state_leave_the_first_of_them_saves_it() -> None:
     assert react(listened_to((3, 9, True)), committed(frozenset({0}))) == [LeaveFleet(save_state=False)]
 
 
+def test_one_whose_peers_had_come_further_and_left_before_their_state_was_here_looks_for_their_last_checkpoint() -> (
+    None
+):
+    """Else it would go on from its own older state, and the steps that they have committed would be lost."""
+    membership = computing("a", "b")
+    react(membership, committed(), requested(step=1, lineage=8))
+    met = handshakes((1, 8, True), (9, 9, True))
+    received = react(membership, *accepted("a", "b", number=2), met, GroupConnected(now=0))
+    assert received[-1] == ReceiveState(1, listen=True)
+    react(membership, ConnectionFailed(now=0, reason="a replica left"))
+    membership.objections.watch.answered(0, about_quorum=False, ages={})
+    alone = (*accepted("a", number=3, now=9), handshakes((1, 8, True), now=9), GroupConnected(now=9))
+    assert react(membership, *alone) == [LoadCheckpoint()]
+    assert isinstance(react(membership, NoNewerCheckpoint(now=9))[-1], ComputeStep)
+
+
 def test_a_peer_lost_while_the_state_is_sent_costs_the_group() -> None:
     membership, _ = connected((3, 9, True), (0, 5, False))
     assert react(membership, ConnectionFailed(now=0, reason="connection closed")) == [

@@ -527,9 +527,10 @@ class Membership:
             self.phase = MembershipPhase.IDLE
             return [RecordEvent("members", " ".join(self.group.names))]
         assert self._agreement is not None
-        # Those who went on without this replica may have finished meanwhile, and left nothing but a checkpoint.
+        # Those who went on without this replica may have finished meanwhile, and those who had come further may have
+        # left before their state was here: then they have left nothing but a checkpoint.
         left_alone = self._was_away and len(self.group.names) == 1
-        if left_alone or not self._agreement.established:
+        if left_alone or self.objections.met_further or not self._agreement.established:
             self.phase = MembershipPhase.LOADING
             return [LoadCheckpoint()]
         return self._heal()

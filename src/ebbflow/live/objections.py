@@ -98,7 +98,12 @@ class Objections:
         self._left_behind = not trained or max(*quorum.steps, self._met) > self._furthest
         # If possible, one that knows the lighthouse for long.
         first = quorum.established.index(True) if trained else 0
-        self._asks = quorum.rank == first or self._met > self._furthest
+        self._asks = quorum.rank == first or self.met_further
+
+    @property
+    def met_further(self) -> bool:
+        """Whether this replica has met one that had come further than the established ones of the quorum."""
+        return self._met > self._furthest
 
     @property
     def asks(self) -> bool:
@@ -163,7 +168,7 @@ class Objections:
         when it asks for its next step.
         """
         waited = self._since is not None and now - self._since > self._patience_s and self._number >= _MAX_OBJECTIONS
-        return name not in self.participants or not waited or self._met > self._furthest
+        return name not in self.participants or not waited or self.met_further
 
     def objected(self, now: float) -> None:
         """A replica of the quorum has objected."""
@@ -172,7 +177,8 @@ class Objections:
 
     def meet(self, handshakes: Iterable[Handshake]) -> None:
         """Take note of how far the replicas of a quorum have come."""
-        self._met = max(self._met, *(one.state.step for one in handshakes if one.state.established), -1)
+        self._furthest = max((one.state.step for one in handshakes if one.state.established), default=-1)
+        self._met = max(self._met, self._furthest)
 
     def committed(self, participants: tuple[str, ...]) -> None:
         """A step was committed: what spoke against quorums before has come to an end."""
