@@ -125,6 +125,28 @@ def test_the_sender_goes_while_a_replica_listens_to_it(fleet: Any, tmp_path: Pat
     assert "from r1" in received, "what came from r0 is forgotten"
 
 
+def test_the_only_one_with_the_newest_state_leaves_while_one_that_stood_still_listens_to_it(
+    fleet: Any, tmp_path: Path
+) -> None:
+    """The one that stood still has an older state of its own, and must not go on from there."""
+    group = fleet(all=OLD, hold=2, note=True, epochs=EPOCHS, soon_s=0.1)
+    group.start("r0")
+    group.start("r1", receive_later=True)
+    group.trains(*OLD)
+    group.signal("r1", signal.SIGSTOP)
+    commit(group, steps=4)
+    group.signal("r1", signal.SIGCONT)
+    eventually((tmp_path / "r1.receiving").exists, "a transfer to r1")
+    commit(group, steps=2)
+    group.signal("r0", signal.SIGTERM)
+    assert group.wait("r0") == {"r0": 0}
+    (tmp_path / "release").touch()
+    group.stop_holding()
+    assert group.wait("r1") == {"r1": 0}
+    account, _ = check(tmp_path, "r1", epochs=EPOCHS)
+    assert account.given_up == 0, "the state that r0 saved when it left"
+
+
 def test_a_replica_that_is_told_to_leave_while_it_listens_leaves_at_once(fleet: Any, tmp_path: Path) -> None:
     group = start(fleet)
     commit(group, steps=3)
