@@ -69,7 +69,7 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
     for name, task in skypilot_tasks():
         for words in shell_lines(task["run"]):
             yield name, words
-    for path in (DOCS / "deploy.md", DOCS / "live.md"):
+    for path in (DOCS / "deploy.md", *sorted(DOCS.glob("live*.md"))):
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL):
             if language in ("", "sh"):
                 for words in shell_lines(block):
@@ -82,7 +82,7 @@ LINES = list(command_lines())
 def test_every_file_has_a_command_line() -> None:
     files = {name for name, _ in LINES}
     assert files >= {"lighthouse.sbatch", "replicas.sbatch", "lighthouse.yaml", "replica.yaml", "group.yaml"}
-    assert files >= {"deploy.md", "live.md"}
+    assert files >= {"deploy.md", "live.md", "live-operations.md", "live-ranks.md"}
 
 
 @pytest.mark.parametrize(("file", "words"), LINES, ids=[f"{name}: {' '.join(words)}"[:80] for name, words in LINES])

@@ -54,7 +54,7 @@ def test_a_replica_reads_what_the_launcher_writes() -> None:
 
 
 def test_the_documentation_names_every_variable_of_a_replica() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "live.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs" / "live-operations.md").read_text()
     for variable, one in ReplicaConfig.variables():
         default = "" if one.default in (dataclasses.MISSING, "") else f" ({one.default})"
         assert f"| `{variable}` | {one.metadata['doc']}{default} |" in text
