@@ -157,6 +157,8 @@ class Replica:
     """Whether nothing comes any more over its connection to the lighthouse, although nobody has told it so."""
     differs: bool = False
     """Whether its weights are not those of its lineage."""
+    disbelieved: float = -1.0
+    """When the others last found out that they are not, so that its state no longer counted."""
     told: dict[str, int] = field(default_factory=dict)
     """Replicas that lack an answer of the lighthouse, as they have said -> to which request."""
     committed: list[Commit] = field(default_factory=list)
@@ -666,6 +668,9 @@ class SimulatedFleet:
         It may lose steps that it committed only if it was paused, cut off or without heartbeats after the participants
         of the first of them last asked the lighthouse, or shortly before, or if that is true of all that already had
         the other branch then and are not dead. If nobody had it yet, it must be true of one that began it.
+
+        Or its own weights turned out to be wrong, and that is true of all others that have the step. Or it is
+        a step that it computed alone, in which it hung without letting its threads run until nobody waited any longer.
         """
         kept = [*self.ancestry(model.number)]
         dropped = []
@@ -694,6 +699,13 @@ class SimulatedFleet:
             return still or one.unresponsive >= lost.asked - JUST_BEFORE_S
 
         if taken_for_dead(replica):
+            return True
+        if replica.disbelieved >= lost.time:
+            others = {id(one): one for one in self.replicas.values() if one is not replica}.values()
+            have_it = [one for one in others if lost.state in self.ancestry(one.model.number)]
+            return all(one.dead or taken_for_dead(one) for one in have_it)
+        hung_s = replica.hangs_until - lost.asked if replica.holds_lock else 0.0
+        if lost.group == (replica.name,) and hung_s > 2 * CONNECT_TIMEOUT_S and lost.decided >= replica.hangs_until:
             return True
         if had:
             return all(one.dead or taken_for_dead(one) for one in had)
@@ -973,6 +985,7 @@ class SimulatedFleet:
         if not differ or len(computing) == 1:
             return False
         for one in differ if 2 * len(differ) < len(computing) else computing[1:]:
+            one.disbelieved = self.now
             one.membership.handle(m.WeightsDiffer(now=self.now))
             forked = fork_lineage(one.state.lineage, computing.index(one))
             one.membership.state = dataclasses.replace(one.state, lineage=forked)

@@ -858,8 +858,10 @@ def test_blocked_ports_are_reported_and_named_when_two_replicas_give_up_because_
     assert isinstance(ended[-1], GiveUp) and ended[-1].reason.startswith("duplicate GPU; connections with b fail")
 
 
-@pytest.mark.parametrize("others", ["", "b"])
-def test_one_that_comes_back_after_the_others_have_finished_looks_for_their_last_checkpoint(others: str) -> None:
+@pytest.mark.parametrize(("others", "further", "looks"), [("", 0, True), ("b", 0, True), ("b", 1, False)])
+def test_one_that_comes_back_after_the_others_have_finished_looks_for_their_last_checkpoint(
+    others: str, further: int, looks: bool
+) -> None:
     """Else it would repeat the steps that they have committed meanwhile, alone, and write other final weights."""
     membership = computing("a", "b", "c")
     react(membership, committed(), requested(step=1))
@@ -867,12 +869,11 @@ def test_one_that_comes_back_after_the_others_have_finished_looks_for_their_last
     react(membership, LinksChecked(now=10, unreachable=()), Registered(now=10, name="a", store="store-a"))
     for now in (10.5, 11.0, 11.5):
         membership.objections.watch.answered(now, about_quorum=False, ages={})
-    met = [(1, membership.state.lineage, True)] * (1 + len(others))
-    connected = react(
-        membership, *accepted("a", *others, number=3, now=12), handshakes(*met, now=12), GroupConnected(now=12)
-    )
-    assert (connected == [LoadCheckpoint()]) == (not others)
-    if not others:
+    own = membership.state.lineage
+    met = handshakes((1, own, True), *[(1 + further, own + further, True) for _ in others], now=12)
+    connected = react(membership, *accepted("a", *others, number=3, now=12), met, GroupConnected(now=12))
+    assert connected == [LoadCheckpoint() if looks else ReceiveState(1, listen=True)]
+    if looks:
         assert isinstance(react(membership, NoNewerCheckpoint(now=12))[-1], ComputeStep)
 
 
@@ -1027,7 +1028,10 @@ def test_a_replica_that_has_just_applied_what_it_heard_comes_back_through_the_li
     react(membership, StateReceived(now=0, step=3, lineage=9, size=1000))
     (recorded, dropped) = react(membership, committed(frozenset({2})))
     assert isinstance(recorded, RecordEvent) and dropped == DropConnections()
-    assert membership.state.established and asks(membership, requested(step=4), step=4)
+    assert membership.state.established and asks(membership, requested(step=4, lineage=9), step=4)
+    states = ((4, 9, True), (0, 5, False))
+    formed = react(membership, *accepted("a", "b", number=2), handshakes(*states), GroupConnected(now=0))
+    assert formed == [LoadCheckpoint()], "those who went on may have left meanwhile"
 
 
 def test_if_all_who_have_the_state_leave_the_first_of_them_saves_it() -> None:

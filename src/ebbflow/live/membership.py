@@ -218,7 +218,7 @@ class Membership:
         self._suspects: tuple[str, ...] = ()  # peers that are to be tried before the lighthouse is asked
         self._unreachable: tuple[str, ...] = ()  # those of them that did not answer
         self._blocked: tuple[str, ...] = ()  # those of them that are reached at their stores only
-        self._was_away = False  # has stopped its heartbeats since its last committed step, so that others went on
+        self._was_away = False  # others may have gone on without it since its last committed step
         self._met_others = False  # has exchanged handshakes, so that its secret is that of the fleet
         self._foreign = 0  # attempts that failed because another replica has another secret
         self._reported = ""
@@ -527,10 +527,10 @@ class Membership:
             self.phase = MembershipPhase.IDLE
             return [RecordEvent("members", " ".join(self.group.names))]
         assert self._agreement is not None
-        # Those who went on without this replica may have finished meanwhile, and those who had come further may have
-        # left before their state was here: then they have left nothing but a checkpoint.
-        left_alone = self._was_away and len(self.group.names) == 1
-        if left_alone or self.objections.met_further or not self._agreement.established:
+        # Those who went on without this replica may have finished or left meanwhile, and so may those who had come
+        # further, before their state was here: then they have left nothing but a checkpoint.
+        left_behind = self._was_away and self.group.rank not in self._agreement.transfers
+        if left_behind or self.objections.met_further or not self._agreement.established:
             self.phase = MembershipPhase.LOADING
             return [LoadCheckpoint()]
         return self._heal()
@@ -613,6 +613,7 @@ class Membership:
             self.phase = MembershipPhase.LEFT
             return [LeaveFleet(save_state=not stay and group.rank == holders[0])]
         if group.rank not in stay:
+            self._was_away = True
             return self._fail("a replica left the group while this one listened to its steps")
         return self._continue_without(group, stay, event)
 
