@@ -98,4 +98,4 @@ def write_page(found: Mapping[str, Simulation], *, folder: Path | None, name: st
         from ebbflow.report.simulation_page import write_simulations
 
         page = write_simulations(found, out=folder, name=name, command=command_line())
-        err.print(f"page: {page}", markup=False, soft_wrap=True)
+        err.print(f"page: {page}", soft_wrap=True)

@@ -77,7 +77,7 @@ def status(
             return fleet_view(found, history, price=price, note=problem)
 
         def tell(url: str) -> None:
-            err.print(f"the page is at {url}; Ctrl-C ends it, the job goes on", markup=False, soft_wrap=True)
+            err.print(f"the page is at {url}; Ctrl-C ends it, the job goes on", soft_wrap=True)
 
         name = folder.name if folder else address
         with contextlib.suppress(KeyboardInterrupt):
@@ -117,6 +117,6 @@ def _ask(address: str, folder: Path | None, *, price: float | None) -> tuple[Fle
     try:
         statuses = fetch_statuses(lighthouse, find_secret(None))
     except ConfigError as problem:
-        err.print(f"only the lighthouse was asked, not the replicas: {problem}", markup=False, soft_wrap=True)
+        err.print(f"only the lighthouse was asked, not the replicas: {problem}", soft_wrap=True)
         statuses = {}
     return combine(address, lighthouse, statuses, price=price), ""
