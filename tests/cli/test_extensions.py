@@ -180,7 +180,8 @@ engine = "counted"
 """
 TRAINING = ("--rule", "mine(2)+halved", "--optimizer", "plain(momentum=0.5)", "--schedule", "half")
 WORK = ("--samples", "640", "--epochs", "1", "--step-time", "10s", "--local-batch", "32")
-MONEY = ("--spot-price", "first-minute-free(36)", "--price", "72", "--policy", "pairs")
+SPOT = ("--spot-price", "first-minute-free(36)", "--policy", "pairs")
+MONEY = (*SPOT, "--price", "72")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "all at once": (
         "train", "halves", *TRAINING, "--policy", "pairs", "--engine", "counted", "--trace", "stairs(workers=3)",
@@ -197,7 +198,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "plan": ("plan", "trace.txt", *WORK, "--policy", "pairs", "--json"),
     "simulate": ("simulate", "trace.txt", *WORK, *MONEY, "--json"),
     "compare": ("compare", "trace.txt", "stairs(workers=2)", *WORK, *MONEY, "--json"),
-    "whatif": ("whatif", "trace.txt", "--budget", "100", *WORK, *MONEY, "--json"),
+    "whatif": ("whatif", "trace.txt", "--budget", "100", *WORK, *SPOT, "--json"),
     "profile": ("profile", "halves", "--rule", "mine", "--local-batch", "8", "--steps", "2", "--json"),
     "rules": ("rules", "--json"),
     "rule": ("rules", "show", "halved"),

@@ -26,7 +26,7 @@ from ebbflow.simulate.simulation import (
 __all__ = ["simulate_verb"]
 
 
-@takes_scenario
+@takes_scenario()
 def simulate_verb(
     settings: ScenarioSettings,
     trace: TraceText,

@@ -21,7 +21,10 @@ from ebbflow.simulate.search import Goal, Outcome, SearchResult, find_setting, s
 __all__ = ["whatif"]
 
 
-@takes_scenario
+@takes_scenario(
+    refused=("price", "on_demand_workers", "on_demand_step_time"),
+    why="is for the on-demand cluster that simulate and compare add, and whatif tries settings on the trace alone",
+)
 def whatif(
     settings: ScenarioSettings,
     trace: TraceText,

@@ -66,6 +66,15 @@ def compare_fleets(
     """
     if len(prices) > 1 and len(prices) != len(traces):
         raise ConfigError(f"{len(prices)} spot prices for {len(traces)} traces; give one, or one for each trace")
+    of_a_cluster = {
+        "--on-demand-workers": settings.on_demand_workers,
+        "--on-demand-step-time": settings.on_demand_step_time,
+    }
+    if settings.price is None and (given := [name for name, value in of_a_cluster.items() if value is not None]):
+        raise ConfigError(
+            f"{given[0]} is for an on-demand cluster, which is compared only if its workers have a price; give it, "
+            f"such as --price 2.48, or leave {given[0]} out"
+        )
     each = list(prices) if len(prices) == len(traces) else [prices[0] if prices else None] * len(traces)
     fleets = [(trace, price, _fleet_name(trace, price, traces)) for trace, price in zip(traces, each, strict=True)]
     scenarios: dict[str, tuple[tuple[str, str], Scenario]] = {}
