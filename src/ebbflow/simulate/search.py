@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ebbflow.core.units import Seconds, format_seconds
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.goodput import BatchValue, FurtherWorker, further_worker, value_of
-from ebbflow.plan.policies import Policy, computed_samples, make_policy
+from ebbflow.plan.policies import Policy, computed_samples, make_policy, sizes_of
 from ebbflow.plan.steptime import ConstantStepTime
 from ebbflow.simulate.prices import ScaledPrice
 from ebbflow.simulate.scenario import LARGEST_EXACT, Scenario, ScenarioSettings
@@ -281,7 +281,7 @@ def check_step_time(scenarios: Sequence[tuple[str, Scenario]]) -> None:
     for name, scenario in scenarios:
         if isinstance(scenario.model, WholeStep) and isinstance(scenario.model.step_time, ConstantStepTime):
             levels = np.unique(np.minimum(scenario.trace.workers, scenario.max_workers or LARGEST_EXACT))
-            workers, samples = scenario.policy.sizes(levels)
+            workers, samples = sizes_of(scenario.policy, levels)
             computed = computed_samples(scenario.policy, workers, samples)
             largest = int((-(-computed // np.maximum(workers, 1))).max())
             found.setdefault(largest, name)
@@ -332,7 +332,7 @@ def worth_of_workers(scenario: Scenario, *, until: float) -> list[FurtherWorker]
     price = float(scenario.price.integral(np.array([until]))[0]) / until * 3600
 
     def values(fleets: Ints) -> Iterator[BatchValue]:
-        workers, samples = scenario.fleet_policy.sizes(fleets)
+        workers, samples = sizes_of(scenario.fleet_policy, fleets)
         spent = scenario.model.breakdown(workers, samples)
         slowest = 1.0 if scenario.stragglers is None else scenario.stragglers.slowest(workers)[0]
         seconds = spent.total + spent.compute * (slowest - 1.0)
