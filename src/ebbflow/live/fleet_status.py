@@ -70,6 +70,8 @@ class FleetStatus:
     worth: FurtherWorker | None = None
     """What one further worker is worth, where the noise scale is measured. A step is assumed to take no longer with it,
     so this is the most that it can be worth."""
+    problem: str | None = None
+    """Why the lighthouse could not be asked although the job is not finished: the replicas are as their files say."""
 
 
 def combine(
