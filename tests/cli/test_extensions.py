@@ -180,7 +180,8 @@ engine = "counted"
 """
 TRAINING = ("--rule", "mine(2)+halved", "--optimizer", "plain(momentum=0.5)", "--schedule", "half")
 WORK = ("--samples", "640", "--epochs", "1", "--step-time", "10s", "--local-batch", "32")
-MONEY = ("--spot-price", "first-minute-free(36)", "--price", "72", "--policy", "pairs")
+SPOT = ("--spot-price", "first-minute-free(36)", "--policy", "pairs")
+MONEY = (*SPOT, "--price", "72")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "all at once": (
         "train", "halves", *TRAINING, "--policy", "pairs", "--engine", "counted", "--trace", "stairs(workers=3)",
@@ -197,7 +198,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "plan": ("plan", "trace.txt", *WORK, "--policy", "pairs", "--json"),
     "simulate": ("simulate", "trace.txt", *WORK, *MONEY, "--json"),
     "compare": ("compare", "trace.txt", "stairs(workers=2)", *WORK, *MONEY, "--json"),
-    "whatif": ("whatif", "trace.txt", "--budget", "100", *WORK, *MONEY, "--json"),
+    "whatif": ("whatif", "trace.txt", "--budget", "100", *WORK, *SPOT, "--json"),
     "profile": ("profile", "halves", "--rule", "mine", "--local-batch", "8", "--steps", "2", "--json"),
     "rules": ("rules", "--json"),
     "rule": ("rules", "show", "halved"),
@@ -375,7 +376,7 @@ def points(samples):
 BROKEN = """
 from dataclasses import dataclass
 from ebbflow import register_policy, register_rule
-from ebbflow.plan import GrowingPolicy
+from ebbflow.plan import GrowingPolicy, Policy
 from ebbflow.rules import Rule
 
 
@@ -391,6 +392,22 @@ class Broken(Rule):
 class Shrinking(GrowingPolicy):
     def requested(self, seen, state):
         return 64 // seen.batch, state
+
+
+@register_policy("uneven")
+@dataclass(frozen=True)
+class Uneven(Policy):
+    local_batch: int
+
+    def sizes(self, workers):
+        return workers, workers * self.batch
+
+
+@register_policy("half")
+@dataclass(frozen=True)
+class Half(Policy):
+    def sizes(self, workers):
+        return workers, workers * 0.5
 """
 
 
@@ -408,6 +425,13 @@ def test_an_error_in_a_rule_or_policy_of_a_plugin_names_the_line_of_the_plugin(s
     shell.run(*options, "--rule", "linear", "--policy", "shrinking").assert_refused(
         f"requested() raised ZeroDivisionError: integer division or modulo by zero ({plugin}:{policy}, in requested)"
     )
+    uneven = lines.index("        return workers, workers * self.batch") + 1
+    planned = ("plan", "0s:3 1h", "--plugin", "broken.py", "--samples", 99, "--epochs", 1, "--step-time", "1s")
+    for command in ((*options, "--rule", "linear"), (*planned, "--local-batch", 32)):
+        shell.run(*command, "--policy", "uneven").assert_refused(
+            f"sizes() raised AttributeError: 'Uneven' object has no attribute 'batch' ({plugin}:{uneven}, in sizes)"
+        )
+        shell.run(*command, "--policy", "half").assert_refused("half: sizes() returned (array(", "integer arrays")
 
 
 @pytest.mark.process

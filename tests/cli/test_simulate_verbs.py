@@ -255,6 +255,14 @@ def test_every_setting_of_a_scenario_is_an_option_of_each_verb(verb: str) -> Non
     assert settings | {"--plugin", "--json"} <= options
 
 
+@pytest.mark.parametrize(("verb", "offered"), [("simulate", True), ("compare", True), ("whatif", False)])
+def test_the_help_offers_the_on_demand_cluster_where_there_is_one(ebbflow: Ebbflow, verb: str, offered: bool) -> None:
+    text = ebbflow(f"{verb} --help").text
+    assert "--spot-price" in text
+    for option in ("--price ", "--on-demand-workers", "--on-demand-step-time"):
+        assert (option in text) == offered
+
+
 PLUGIN = """
 from dataclasses import dataclass
 
@@ -375,6 +383,12 @@ def test_a_workload_of_a_plugin_is_profiled(ebbflow: Ebbflow, tmp_path: Path, mo
         (f"simulate {TASK} {PRICES} --profile missing.json", "missing.json: no such file"),
         (f"simulate --samples 9999999999 --epochs 9999999 --local-batch 1 {STEP} {PRICES}", "more than 2^53 samples"),
         (f"simulate --samples 1000 --epochs 99 --local-batch 1 {STEP} {PRICES}", "the trace is too short"),
+        (f"compare {TASK} {STEP} --spot-price 1 --on-demand-workers 4", "such as --price 2.48, or leave --on-demand-w"),
+        (f"compare {TASK} {STEP} --spot-price 1 --on-demand-step-time 1s", "--on-demand-step-time is for an on-demand"),
+        (f"{WHATIF} --local-batch 10 --budget 5 --price 1", "--price is for the on-demand cluster that simulate and"),
+        (f"{WHATIF} --local-batch 10 --budget 5 --price 0", "--price is for the on-demand cluster that simulate and"),
+        (f"{WHATIF} --local-batch 10 --budget 5 --on-demand-workers 4", "--on-demand-workers is for the on-demand"),
+        (f"{WHATIF} --local-batch 10 --budget 5 --on-demand-step-time 1s", "--on-demand-step-time is for the on"),
         (f"{WHATIF} --local-batch 10", "give a deadline"),
         (f"{WHATIF} --local-batch 10 --deadline 5", "has no unit"),
         (f"{WHATIF} --local-batch 10 --budget -5", "cannot be met"),

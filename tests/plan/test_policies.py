@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.errors import EbbflowError, PlanError, SpecError
-from ebbflow.plan.policies import POLICIES, Capped, FixedTotal, Follow, Policy, make_policy
+from ebbflow.errors import ConfigError, EbbflowError, PlanError, SpecError
+from ebbflow.plan.policies import POLICIES, Capped, FixedTotal, Follow, Policy, make_policy, sizes_of
 
 EXAMPLES = {
     "follow": "follow(32)",
@@ -28,6 +30,42 @@ def test_sizes_derived_by_hand() -> None:
     assert workers.tolist() == [0, 1, 2, 5, 6, 6]  # six whole local batches of 32 fit into 200
     assert samples.tolist() == [0, 32, 64, 160, 192, 192]
     assert Capped(32, max_batch=200, max_workers=4).sizes(COUNTS)[0].tolist() == [0, 1, 2, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        COUNTS, (COUNTS,), (COUNTS, COUNTS[1:]), (COUNTS, COUNTS * 0.5), (COUNTS, 8), (COUNTS, COUNTS.tolist()),
+        (COUNTS, COUNTS > 0), (COUNTS, COUNTS, COUNTS), None,
+    ],
+    ids=["one array", "one in a pair", "short", "floats", "a number", "a list", "truth values", "three", "nothing"],
+)  # fmt: skip
+def test_what_sizes_returns_is_checked(answer: Any) -> None:
+    class Own(Policy):
+        def sizes(self, workers: Any) -> Any:
+            return answer
+
+        def __str__(self) -> str:
+            return "own"
+
+    with pytest.raises(PlanError, match=r"own: sizes\(\) returned .* for 6 counts .*pair of integer arrays"):
+        sizes_of(Own(), COUNTS)
+
+
+def test_an_exception_in_sizes_is_an_error_of_a_policy_of_ones_own_alone() -> None:
+    class Own(Policy):
+        def sizes(self, workers: Any) -> Any:
+            return workers, workers["x"]
+
+        def __str__(self) -> str:
+            return "own"
+
+    with pytest.raises(ConfigError, match=r"own: sizes\(\) raised IndexError: .*test_policies.py:\d+, in sizes"):
+        sizes_of(Own(), COUNTS)
+    with pytest.raises(TypeError):  # a defect of Ebbflow keeps its traceback
+        sizes_of(Follow(32), cast(Any, object()))
+    with pytest.raises(PlanError, match="does not say how many samples"):  # what Ebbflow raises on purpose stays
+        sizes_of(make_policy("geo"), COUNTS)
 
 
 def test_a_fixed_total_of_one_sample_has_one_worker() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress
 from rich.table import Column, Table
 
-from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
+from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json, text_column
 from ebbflow.cli.options import takes_settings
 from ebbflow.cli.study_command import Jobs
 from ebbflow.core.endings import Ending
@@ -57,9 +57,9 @@ def choose_verb(
         interruptible(),
         Progress(
             # The leader goes on in a second line where the terminal is narrow; the bar is what can be short.
-            TextColumn("{task.description}"),
+            text_column("{task.description}"),
             BarColumn(bar_width=12),
-            TextColumn("{task.fields[leader]}", table_column=Column(overflow="fold")),
+            text_column("{task.fields[leader]}", table_column=Column(overflow="fold")),
             console=err,
         ) as bar,
     ):
@@ -67,7 +67,7 @@ def choose_verb(
 
         def on_progress(progress: ChooseProgress) -> None:
             if progress.message:
-                err.print(progress.message, markup=False, soft_wrap=True)
+                err.print(progress.message, soft_wrap=True)
             bar.update(
                 task, total=progress.arms, completed=progress.done, leader=progress.leader,
                 description=f"rung {progress.rung}/{progress.rungs}, {progress.epochs} epochs, {progress.spent}",
@@ -105,10 +105,10 @@ def _print(answer: dict[str, Any]) -> None:
     if answer["ranking"]:
         out.print(shown)
     if answer["note"]:
-        out.print(answer["note"], markup=False)
-    out.print(f"rule {answer['rule']}, base rate {answer['lr']:g}", markup=False, style="bold")
-    out.print(cost_text(answer), markup=False)
+        out.print(answer["note"])
+    out.print(f"rule {answer['rule']}, base rate {answer['lr']:g}", style="bold")
+    out.print(cost_text(answer))
     for text in answer["more"]:
-        out.print(f"With a larger budget: {text}", markup=False)
+        out.print(f"With a larger budget: {text}")
     for name in ("choice", "page"):
-        out.print(f"{name}: {answer[name]}", markup=False, soft_wrap=True)
+        out.print(f"{name}: {answer[name]}", soft_wrap=True)

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import TextColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -28,12 +29,18 @@ from ebbflow.traces.formats import FORMATS
 
 __all__ = [
     "TRACE", "AsJson", "FormatName", "PluginFiles", "TraceText", "Verb", "command_line", "err", "interruptible",
-    "out", "print_json",
+    "out", "print_json", "text_column",
 ]  # fmt: skip
 
 
-class _PrintableConsole(Console):
-    """A console on which the text of others, such as names in records and status files, is text and nothing else."""
+class _LiteralConsole(Console):
+    """A console on which text is text and nothing else: names in brackets are no styles, and `:smile:` is no emoji.
+
+    What is to have a style is printed as a `rich.text.Text`, or with `style=`.
+    """
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Replace control characters in the text; what rich adds for colours and positions stays."""
@@ -41,10 +48,15 @@ class _PrintableConsole(Console):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
-out = _PrintableConsole(highlight=False)
+out = _LiteralConsole()
 """Answers."""
-err = _PrintableConsole(stderr=True, highlight=False)
+err = _LiteralConsole(stderr=True)
 """Progress, notes and errors: never mixed into an answer that a script reads."""
+
+
+def text_column(form: str, **options: Any) -> TextColumn:
+    """A column of a progress bar, whose text is literal, too: rich reads its columns as markup on every console."""
+    return TextColumn(form, markup=False, **options)
 
 
 class Verb(TyperCommand):

@@ -20,7 +20,7 @@ from ebbflow.simulate.simulation import Simulation
 __all__ = ["compare"]
 
 
-@takes_scenario
+@takes_scenario()
 def compare(
     settings: ScenarioSettings,
     traces: Annotated[list[str], typer.Argument(metavar="TRACE...", help="One or more trace files or generators.")],

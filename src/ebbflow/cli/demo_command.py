@@ -26,7 +26,6 @@ def demo(
         f"Which learning-rate rule suits a small network when its workers come and go?\n"
         f"{len(study.arms())} runs: {', '.join(study.rules)} on {', '.join(study.traces)}; "
         f"{len(study.seeds)} seeds each.",
-        markup=False,
     )
     ended = run_with_progress(study, out_folder, jobs=jobs)
     show_report(out_folder, as_json=json)

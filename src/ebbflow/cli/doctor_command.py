@@ -108,10 +108,10 @@ def doctor(json: AsJson = False) -> None:
         print_json(found)
         raise typer.Exit(1 if lacking else 0)
     cuda = f"CUDA {found['cuda']}" if found["cuda"] else "without CUDA"
-    out.print(f"ebbflow {found['ebbflow']}, Python {found['python']}, torch {found['torch']} ({cuda})", markup=False)
-    out.print(found["platform"], markup=False)
+    out.print(f"ebbflow {found['ebbflow']}, Python {found['python']}, torch {found['torch']} ({cuda})")
+    out.print(found["platform"])
     for device in found["devices"]:
-        out.print(f"  {device}", markup=False)
+        out.print(f"  {device}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("extra", "state", "packages"):
         table.add_column(column, no_wrap=column != "packages")
@@ -122,7 +122,7 @@ def doctor(json: AsJson = False) -> None:
     out.print()
     if found["extras"]:
         out.print(table)
-        out.print("\nInstall what an extra lacks with: pip install 'ebbflow\\[EXTRA]'")
+        out.print("\nInstall what an extra lacks with: pip install 'ebbflow[EXTRA]'")
     else:
         err.print("ebbflow is not installed as a package here, so its extras are not known: see pyproject.toml")
     for name, there in found["tools"].items():

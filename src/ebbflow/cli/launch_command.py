@@ -132,7 +132,7 @@ def launch(
                 fleet.request(f"r{number}")
         config = fleet.job.fleet
         title = f"{config.job}: lighthouse {config.lighthouse}, folder {config.folder}"
-        err.print(title, markup=False, soft_wrap=True)
+        err.print(title, soft_wrap=True)
         run = run_fleet(fleet, grace_s=grace_s, console=err, title=lambda: title, notices=notices)
     seen = run.account(fleet)
     # The records of a fleet elsewhere may be elsewhere, too.
@@ -141,7 +141,7 @@ def launch(
         print_json({**seen, **(account.to_json() if account else {})})
     else:
         for line in account_lines(seen, account):
-            out.print(line, markup=False, soft_wrap=True)
+            out.print(line, soft_wrap=True)
         if run.reason:
-            out.print(run.reason, markup=False, soft_wrap=True)
+            out.print(run.reason, soft_wrap=True)
     raise typer.Exit(run.ending.code)

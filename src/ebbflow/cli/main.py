@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from ebbflow import __version__
 from ebbflow.cli.choose_command import choose_verb
@@ -91,13 +92,8 @@ def main() -> None:
         app()
     except EbbflowError as error:
         if not (isinstance(error, RankLost) and error.reported):
-            err.print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
+            err.print(Text("error:", style="bold red"), str(error), soft_wrap=True)
         sys.exit(Ending.of(error).code)
     except BrokenPipeError:  # the reader of our output left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-
-
-def _escape(text: str) -> str:
-    """Square brackets in a message are text, not markup."""
-    return text.replace("[", r"\[")

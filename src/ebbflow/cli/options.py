@@ -84,7 +84,7 @@ def _from_choice(
         texts.append(f"chosen for another workload, {workload}")
     if used:
         texts += compared(choice, RunConfig.for_front_end(front_end, given), origin=str(path), rate="lr" in used)
-    err.print(f"{path}: {'; '.join(texts)}", markup=False, soft_wrap=True)
+    err.print(f"{path}: {'; '.join(texts)}", soft_wrap=True)
     return used
 
 

@@ -95,7 +95,7 @@ def plan(
     if json:
         print_json(dataclasses.asdict(found))
     else:
-        out.print(trace or str(batch_plan), style="bold", markup=False, soft_wrap=True)
+        out.print(trace or str(batch_plan), style="bold", soft_wrap=True)
         out.print(_table(found))
 
 

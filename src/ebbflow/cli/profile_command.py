@@ -84,14 +84,14 @@ def profile(
     answer = {**found.as_json(), "recovery": None if recovery is None else str(recovery)}
     if out_file is not None:
         write_whole(out_file, (json_format.dumps(answer, indent=2) + "\n").encode())
-        err.print(f"wrote {out_file}", markup=False, soft_wrap=True)
+        err.print(f"wrote {out_file}", soft_wrap=True)
     if json:
         print_json(answer)
         return
     out.print(_table(found))
     out.print(f"\n{found.model}\nfits with an error of {found.error:.1%}", highlight=False)
     if recovery is not None:
-        out.print(f'changes of the fleet: --recovery "{recovery}"', highlight=False, markup=False, soft_wrap=True)
+        out.print(f'changes of the fleet: --recovery "{recovery}"', soft_wrap=True)
 
 
 def _refuse_what_is_ignored(typed: typer.Context, *, measures: bool) -> None:

@@ -100,7 +100,7 @@ def replay(
             available = len(schedule.running(now))
             return f"{config.job}: {now:.0f} of {format_seconds(played.end)}, {available} available by {trace}"
 
-        err.print(f"{title()}; folder {config.folder}", markup=False, soft_wrap=True)
+        err.print(f"{title()}; folder {config.folder}", soft_wrap=True)
         run = run_fleet(fleet, grace_s=grace_s, console=err, title=title, act=replayed.act)
     account = read_account(config.folder)
     seen = run.account(fleet)
@@ -126,7 +126,7 @@ def replay(
         print_json({**seen, **account.to_json()})
     else:
         for line in account_lines(seen, account):
-            out.print(line, markup=False, soft_wrap=True)
+            out.print(line, soft_wrap=True)
         if seen["reason"]:
-            out.print(seen["reason"], markup=False, soft_wrap=True)
+            out.print(seen["reason"], soft_wrap=True)
     raise typer.Exit(ending.code)

@@ -48,6 +48,6 @@ def replica(
             fleet.run()
     except (OutputError, StorageUnreachable) as error:
         # For other commands this is wrong input. The launcher of this one, which knows it by its name, tries again.
-        err.print(f"{type(error).__name__}: {error}", markup=False, soft_wrap=True)
+        err.print(f"{type(error).__name__}: {error}", soft_wrap=True)
         raise typer.Exit(EXIT_RESTART) from None
     raise typer.Exit((Ending.STOPPED if fleet.left else Ending.FINISHED).code)

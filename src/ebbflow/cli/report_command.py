@@ -91,15 +91,15 @@ def show_report(
     clocks = make_clocks(*step_model) if step_model else ()
     paths = write_report(folder, out=out_folder, targets=targets, clocks=clocks, usd_per_hour=usd_per_hour)
     for problem in paths.results.problems:
-        err.print(f"warning: {problem}", markup=False, soft_wrap=True)
+        err.print(f"warning: {problem}", soft_wrap=True)
     if as_json:
         print_json(paths.summary.as_json())
         return paths.page
     out.print(terminal(paths.summary, width=out.width))
     for text in takeaways(paths.summary):
-        out.print(text, markup=False)
+        out.print(text)
     for workload in paths.summary.workloads:
         for line in paths.results.left_out(workload):
-            out.print(f"{workload}: left out of the data, or changed: {line}", markup=False, soft_wrap=True)
-    out.print(f"\nreport: {paths.page}", markup=False, soft_wrap=True)
+            out.print(f"{workload}: left out of the data, or changed: {line}", soft_wrap=True)
+    out.print(f"\nreport: {paths.page}", soft_wrap=True)
     return paths.page

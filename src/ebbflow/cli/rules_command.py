@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ebbflow.cli.common import AsJson, PluginFiles, Verb, out, print_json
 from ebbflow.core.files import write_whole
@@ -49,8 +49,8 @@ def rules(context: typer.Context, plugin: PluginFiles = None, json: AsJson = Fal
         out.print(_listing([entry for entry in entries if entry.kind == kind], title))
         out.print()
     out.print("B is the batch, B0 the reference batch, S = B/B0; m multiplies the base rate.")
-    out.print("Write a modifier after a rule: [bold]linear+warmup(5ep)[/].")
-    out.print("More about one of them: [bold]ebbflow rules show NAME[/]")
+    out.print(Text.assemble("Write a modifier after a rule: ", ("linear+warmup(5ep)", "bold"), "."))
+    out.print("More about one of them:", Text("ebbflow rules show NAME", style="bold"))
 
 
 def _listing(entries: list[Entry[Rule | Modifier]], title: str) -> Table:
@@ -60,7 +60,7 @@ def _listing(entries: list[Entry[Rule | Modifier]], title: str) -> Table:
     shown.add_column("source", overflow="fold", ratio=1, style="dim")
     for entry in entries:
         # Authors and year only; `show` prints the whole citation.
-        shown.add_row(entry.name, escape(rule_pages.describe(entry).formula), escape(entry.cite.partition(", ")[0]))
+        shown.add_row(entry.name, rule_pages.describe(entry).formula, entry.cite.partition(", ")[0])
     return shown
 
 
@@ -75,21 +75,21 @@ def show(
     rule_entries()  # registers the rules
     entry = RULES.entry(name)
     about, lines = rule_pages.describe(entry), rule_pages.curves(entry)
-    out.print(f"[bold]{entry.name}[/] ({entry.kind})\n")
+    out.print(Text(entry.name, style="bold"), f"({entry.kind})\n")
     for paragraph in (about.formula, *about.explanation):
-        out.print(f"{paragraph}\n", markup=False)
+        out.print(f"{paragraph}\n")
     if about.suits:
-        out.print(f"[bold]Suits:[/]   {escape(about.suits)}")
-    out.print(f"[bold]Needs:[/]   {'; '.join(about.needs) or 'nothing but the batch size'}")
-    out.print(f"[bold]Source:[/]  {escape(entry.cite or 'not published')}")
-    out.print(f"[bold]Example:[/] {escape(about.example)}")
+        out.print(Text("Suits:  ", style="bold"), about.suits)
+    out.print(Text("Needs:  ", style="bold"), "; ".join(about.needs) or "nothing but the batch size")
+    out.print(Text("Source: ", style="bold"), entry.cite or "not published")
+    out.print(Text("Example:", style="bold"), about.example)
     for parameter, default, doc in entry.parameters:
-        out.print(f"[bold]{parameter}[/] ({f'default {default}' if default else 'required'}): {escape(doc)}")
+        out.print(Text(parameter, style="bold"), f"({f'default {default}' if default else 'required'}): {doc}")
     out.print()
-    out.print(rule_pages.chart(lines, width=min(out.width, 80)), markup=False, no_wrap=True)
+    out.print(rule_pages.chart(lines, width=min(out.width, 80)), no_wrap=True)
     if to is not None:
         rule_pages.figure(lines, to)
-        out.print(f"wrote {to}", markup=False, soft_wrap=True)
+        out.print(f"wrote {to}", soft_wrap=True)
 
 
 @app.command(cls=Verb)
@@ -106,4 +106,4 @@ def cards(
         raise OutputError(f"{folder}: cannot be created: {problem.strerror}") from None
     for name, text in pages.items():
         write_whole(folder / name, text.encode())
-    out.print(f"{len(pages)} pages in {folder}", markup=False)
+    out.print(f"{len(pages)} pages in {folder}", soft_wrap=True)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,42 +24,58 @@ OutFolder = Annotated[Path | None, typer.Option("--out", help="Write a page with
 _MOST_NUMBERS = 1_000_000
 
 
-def takes_scenario(verb: Callable[..., None]) -> Callable[..., None]:
-    """Make a command of a verb whose first argument is a `ScenarioSettings`, with one option per setting.
+def takes_scenario(
+    *, refused: Collection[str] = (), why: str = ""
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that makes a command of a verb whose first argument is a `ScenarioSettings`: one option per setting.
 
-    Options that the verb declares itself, under the same name, replace the shared ones.
+    Options that the verb declares itself, under the same name, replace the shared ones. Settings that are `refused`
+    have no effect on the verb: its help leaves them out, and whoever gives one is told why.
     """
-    hints = typing.get_type_hints(verb, include_extras=True)
-    own = [p.replace(annotation=hints[p.name]) for p in list(inspect.signature(verb).parameters.values())[1:]]
-    names = {parameter.name for parameter in own}
-    fields = [field for field in dataclasses.fields(ScenarioSettings) if field.name not in names]
-    types = typing.get_type_hints(ScenarioSettings)
-    shared = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
-            annotation=Annotated[types[field.name], _option(field, types[field.name])],
-        )
-        for field in fields
-    ]
-    plugin = inspect.Parameter("plugin", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=PluginFiles)
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *shared, plugin)]
 
-    @functools.wraps(verb)
-    def command(*, plugin: list[str] | None = None, **given: Any) -> None:
-        load_plugins(plugin or [])
-        verb(ScenarioSettings(**{field.name: given.pop(field.name) for field in fields}), **given)
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        hints = typing.get_type_hints(verb, include_extras=True)
+        own = [p.replace(annotation=hints[p.name]) for p in list(inspect.signature(verb).parameters.values())[1:]]
+        names = {parameter.name for parameter in own}
+        fields = [field for field in dataclasses.fields(ScenarioSettings) if field.name not in names]
+        types = typing.get_type_hints(ScenarioSettings)
+        shared = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+                annotation=Annotated[
+                    types[field.name], _option(field, types[field.name], hidden=field.name in refused)
+                ],
+            )
+            for field in fields
+        ]
+        plugin = inspect.Parameter("plugin", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=PluginFiles)
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *shared, plugin)]
 
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+        @functools.wraps(verb)
+        def command(*, plugin: list[str] | None = None, **given: Any) -> None:
+            for name in refused:
+                if given[name] is not None:
+                    raise ConfigError(f"{_long(name)} {why}; leave it out")
+            load_plugins(plugin or [])
+            verb(ScenarioSettings(**{field.name: given.pop(field.name) for field in fields}), **given)
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
 
 
-def _option(field: dataclasses.Field[Any], kind: Any) -> Any:
-    names = [f"--{field.name.replace('_', '-')}"] if kind is bool else []  # without these there would be --no-repeat
+def _option(field: dataclasses.Field[Any], kind: Any, *, hidden: bool) -> Any:
+    names = [_long(field.name)] if kind is bool else []  # without these there would be --no-repeat
     shown = field.metadata
-    return typer.Option(*names, help=shown["doc"], rich_help_panel=shown["group"], min=shown["minimum"])
+    return typer.Option(*names, help=shown["doc"], rich_help_panel=shown["group"], min=shown["minimum"], hidden=hidden)
+
+
+def _long(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def step_option(name: str) -> Any:
@@ -98,4 +114,4 @@ def write_page(found: Mapping[str, Simulation], *, folder: Path | None, name: st
         from ebbflow.report.simulation_page import write_simulations
 
         page = write_simulations(found, out=folder, name=name, command=command_line())
-        err.print(f"page: {page}", markup=False, soft_wrap=True)
+        err.print(f"page: {page}", soft_wrap=True)

@@ -26,7 +26,7 @@ from ebbflow.simulate.simulation import (
 __all__ = ["simulate_verb"]
 
 
-@takes_scenario
+@takes_scenario()
 def simulate_verb(
     settings: ScenarioSettings,
     trace: TraceText,
@@ -58,7 +58,7 @@ def simulate_verb(
             answer["seeds"] = {"count": seeds, **{name: dataclasses.asdict(part) for name, part in spread.items()}}
         print_json(answer)
         return
-    out.print(trace, style="bold", markup=False, soft_wrap=True)
+    out.print(trace, style="bold", soft_wrap=True)
     out.print(_table(found, cluster, spread))
     out.print(_time_table(found))
 

@@ -55,7 +55,8 @@ def status(
 ) -> None:
     """Show the replicas of a fleet, its step, batch, rate and samples per second.
 
-    Where noise is measured, it also says what a further worker is worth.
+    Where noise is measured, it also says what a further worker is worth. Exit code 2: no lighthouse answers, and the
+    job is not finished; the key "problem" of --json says so, which is null otherwise.
 
     ebbflow status runs/train
     ebbflow status 10.0.0.7:29510 --json
@@ -73,50 +74,45 @@ def status(
 
         def view() -> dict[str, Any]:
             history.read()
-            found, problem = _ask(address, folder, price=price)
-            return fleet_view(found, history, price=price, note=problem)
+            found, note = _ask(address, folder, price=price)
+            if found.problem and not found.members:
+                raise ConfigError(found.problem)
+            return fleet_view(found, history, price=price, note=note)
 
         def tell(url: str) -> None:
-            err.print(f"the page is at {url}; Ctrl-C ends it, the job goes on", markup=False, soft_wrap=True)
+            err.print(f"the page is at {url}; Ctrl-C ends it, the job goes on", soft_wrap=True)
 
         name = folder.name if folder else address
         with contextlib.suppress(KeyboardInterrupt):
             serve_page(fleet_page(name), view, bind=bind, port=port, on_start=tell)
         return
-    found, problem = _ask(address, folder, price=price)
-    if problem and not _finished(found):
-        err.print(members_table(found))
-        raise ConfigError(problem)
+    found, _ = _ask(address, folder, price=price)
     if json:
         print_json(dataclasses.asdict(found))
-    else:
-        out.print(members_table(found))
-
-
-def _finished(found: FleetStatus) -> bool:
-    """Whether a job has ended as it should: one replica that has trained to the end is enough."""
-    return any(member.state == "finished" for member in found.members)
+    elif found.members or not found.problem:
+        (err if found.problem else out).print(members_table(found))
+    if found.problem:
+        raise ConfigError(found.problem)
 
 
 def _ask(address: str, folder: Path | None, *, price: float | None) -> tuple[FleetStatus, str]:
     """What the lighthouse and the replicas say now.
 
-    If no lighthouse answers, what the files of the job say, and as a second value what is wrong or that the job is
-    finished; a ConfigError if there are no such files.
+    If no lighthouse answers, what the files of the job say, if there are some, and as a second value why: that the job
+    is finished, for which one replica that has trained to the end is enough, or what is wrong.
     """
     try:
         lighthouse = fetch_lighthouse_status(address)
     except ConfigError as problem:
-        statuses = read_statuses(folder) if folder is not None else {}
-        if not statuses:
-            raise
-        found = combine(address, None, statuses, price=price)
-        return found, "the job is finished" if _finished(found) else str(problem)
+        found = combine(address, None, read_statuses(folder) if folder is not None else {}, price=price)
+        if any(member.state == "finished" for member in found.members):
+            return found, "the job is finished"
+        return dataclasses.replace(found, problem=str(problem)), str(problem)
     if folder is not None:
         return combine(address, lighthouse, read_statuses(folder), price=price), ""
     try:
         statuses = fetch_statuses(lighthouse, find_secret(None))
     except ConfigError as problem:
-        err.print(f"only the lighthouse was asked, not the replicas: {problem}", markup=False, soft_wrap=True)
+        err.print(f"only the lighthouse was asked, not the replicas: {problem}", soft_wrap=True)
         statuses = {}
     return combine(address, lighthouse, statuses, price=price), ""

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from ebbflow.cli.common import AsJson, PluginFiles, command_line, err, interruptible, out, print_json
+from ebbflow.cli.common import AsJson, PluginFiles, command_line, err, interruptible, out, print_json, text_column
 from ebbflow.cli.options import ChoiceFile, compared
 from ebbflow.cli.report_command import show_report
 from ebbflow.core.choices import read_choice
@@ -147,15 +147,15 @@ def _with_choice(study: Study, path: Path, given: list[str]) -> Study:
     """The study with the rule of a choice and its base rate; a rate on the command line is used instead of it."""
     choice = read_choice(path)
     if any(text.partition("=")[0].strip() == "lr" for text in given):
-        err.print(f"{path}: rule {choice.rule}; not lr {choice.lr:g}, since --set lr was given", markup=False)
+        err.print(f"{path}: rule {choice.rule}; not lr {choice.lr:g}, since --set lr was given", soft_wrap=True)
         return replace(study, rules=tuple(dict.fromkeys((*study.rules, choice.rule))))
     err.print(
-        f"{path}: the runs of {choice.rule} take lr {choice.lr:g}, unless an override says otherwise", markup=False
+        f"{path}: the runs of {choice.rule} take lr {choice.lr:g}, unless an override says otherwise", soft_wrap=True
     )
     changed = with_choice(study, choice)
     taken = [arm.config for arm in changed.arms() if (arm.config.rule, arm.config.lr) == (choice.rule, choice.lr)]
     for text in dict.fromkeys(text for config in taken for text in compared(choice, config, origin=str(path))):
-        err.print(f"{path}: {text}", markup=False, soft_wrap=True)
+        err.print(f"{path}: {text}", soft_wrap=True)
     return changed
 
 
@@ -190,8 +190,8 @@ def run_with_progress(
     warned: set[str] = set()
     found = 0
     with interruptible(), Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"), console=err,
+        text_column("{task.description}"), BarColumn(), text_column("{task.percentage:3.0f} %"), TimeElapsedColumn(),
+        text_column("{task.fields[left]}"), console=err,
     ) as bar:  # fmt: skip
         task = bar.add_task(f"0/{len(arms)} arms", total=len(arms), left="")
 
@@ -205,10 +205,10 @@ def run_with_progress(
                 warned.add(progress.other_data)
                 err.print(
                     f"warning: {progress.arm} has ended before and is kept, but {progress.other_data}; for other data "
-                    f"choose another folder with --out", markup=False, soft_wrap=True,
+                    f"choose another folder with --out", soft_wrap=True,
                 )  # fmt: skip
             if progress.what in ("failed", "diverged"):
-                err.print(f"{progress.arm} {progress.what}: {progress.text}", markup=False)
+                err.print(f"{progress.arm} {progress.what}: {progress.text}", soft_wrap=True)
             left = f"{format_seconds(progress.left_s)} left" if progress.left_s else ""
             bar.update(task, completed=sum(fractions.values()), description=f"{len(ended)}/{len(arms)} arms", left=left)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from ebbflow.cli.common import AsJson, FormatName, PluginFiles, TraceText, Verb, out, print_json
 from ebbflow.core.plugins import load_plugins
@@ -39,11 +40,11 @@ def show(
     loaded = load(trace, format=format)
     if to is not None:
         figure(loaded, to)
-    out.print(loaded.name, style="bold", markup=False, soft_wrap=True)
-    out.print(chart(loaded, width=width or min(out.width, 80)), markup=False, soft_wrap=True)
+    out.print(loaded.name, style="bold", soft_wrap=True)
+    out.print(chart(loaded, width=width or min(out.width, 80)), soft_wrap=True)
     out.print(_summary(loaded))
     if to is not None:
-        out.print(f"wrote {to}", markup=False, soft_wrap=True)
+        out.print(f"wrote {to}", soft_wrap=True)
 
 
 @app.command(cls=Verb)
@@ -55,7 +56,7 @@ def stats(trace: TraceText, format: FormatName = None, plugin: PluginFiles = Non
     if json:
         print_json(dataclasses.asdict(found))
         return
-    out.print(loaded.name, style="bold", markup=False, soft_wrap=True)
+    out.print(loaded.name, style="bold", soft_wrap=True)
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
@@ -97,7 +98,7 @@ def _list_generators(wanted: bool) -> None:
     table.add_column("what it makes")
     for entry in GENERATORS:
         form = ", ".join(f"{name}={default}" if default else name for name, default, _ in entry.parameters)
-        table.add_row(entry.name, f"{entry.summary}\n[dim]({form})[/]")
+        table.add_row(entry.name, Text.assemble(entry.summary, "\n", (f"({form})", "dim")))
     out.print(table)
     raise typer.Exit
 
@@ -123,7 +124,7 @@ def make(
 
 def _write(trace: Trace, to: Path) -> None:
     write(trace, to)
-    out.print(f"wrote {to}: {_summary(trace)}", markup=False, soft_wrap=True)
+    out.print(f"wrote {to}: {_summary(trace)}", soft_wrap=True)
 
 
 def _summary(trace: Trace) -> str:

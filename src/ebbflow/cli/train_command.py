@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.text import Text
 
-from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
+from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json, text_column
 from ebbflow.cli.options import takes_settings
 from ebbflow.core.endings import Ending
 from ebbflow.core.memory import keep_freed_memory
@@ -51,10 +51,10 @@ def train(
     name = f"{config.workload}_{config.plan or config.trace}_{config.rule or 'default'}_s{config.seed}"
     folder = out_folder or Path("runs") / _slug(name)
     columns = (
-        TextColumn("{task.description}"),
+        text_column("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("samples"),
+        text_column("samples"),
         TimeRemainingColumn(),
     )
     with (
@@ -98,7 +98,7 @@ def train(
         except OutputError as error:
             if not trains:
                 raise
-            err.print(f"failed: {error}", markup=False, soft_wrap=True)
+            err.print(f"failed: {error}", soft_wrap=True)
             raise typer.Exit(Ending.FAILED.code) from None
     if prints:
         _print(run, folder, trained=trains, as_json=json)
@@ -108,22 +108,25 @@ def train(
 def _print(run: Run, folder: Path, *, trained: bool, as_json: bool) -> None:
     answer = _answer(run, folder)
     if not trained:
-        err.print(f"nothing was trained: {folder} holds this run, which has ended; give another --out to repeat it",
-                  markup=False, soft_wrap=True)  # fmt: skip
+        err.print(
+            f"nothing was trained: {folder} holds this run, which has ended; give another --out to repeat it",
+            soft_wrap=True,
+        )
     if as_json:
         print_json(answer)
         return
-    out.print(f"[bold]{run.status}[/] after {answer['steps']} steps, {answer['samples']:,} samples, "
+    out.print(Text(run.status, style="bold"), f"after {answer['steps']} steps, {answer['samples']:,} samples, "
               f"{format_seconds(answer['wall_s'])} of computing")  # fmt: skip
     if run.end is not None and run.end.text:
-        out.print(run.end.text, markup=False, soft_wrap=True)
+        out.print(run.end.text, soft_wrap=True)
     for name, value in answer["metrics"].items():
         out.print(f"  {name:10s} {value:.4f}" if value is not None else f"  {name:10s} not a number")
     if run.header.left_out:
-        out.print(f"left out of the data, or changed: {run.header.left_out}", markup=False, soft_wrap=True)
+        out.print(f"left out of the data, or changed: {run.header.left_out}", soft_wrap=True)
     # On one line each, whatever the terminal's width, and quoted: the command is there to be copied.
-    out.print(f"record: {run.path}", markup=False, soft_wrap=True)
-    out.print(f"report: [bold]{escape(shlex.join(['ebbflow', 'report', str(folder)]))}[/]", soft_wrap=True)
+    out.print(f"record: {run.path}", soft_wrap=True)
+    command = shlex.join(["ebbflow", "report", str(folder)])
+    out.print("report:", Text(command, style="bold"), soft_wrap=True)
 
 
 def _slug(text: str) -> str:

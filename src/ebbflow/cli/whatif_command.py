@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from ebbflow.cli.common import AsJson, TraceText, err, out, print_json
 from ebbflow.cli.scenario_options import numbers, takes_scenario
@@ -20,7 +21,10 @@ from ebbflow.simulate.search import Goal, Outcome, SearchResult, find_setting, s
 __all__ = ["whatif"]
 
 
-@takes_scenario
+@takes_scenario(
+    refused=("price", "on_demand_workers", "on_demand_step_time"),
+    why="is for the on-demand cluster that simulate and compare add, and whatif tries settings on the trace alone",
+)
 def whatif(
     settings: ScenarioSettings,
     trace: TraceText,
@@ -61,7 +65,7 @@ def whatif(
         print_json(found.as_json())
         return
     what = "cheapest" if goal.deadline is not None else "fastest"
-    out.print(f"the {what} of {found.tried:,} settings: [bold]{found.best.name}[/]", soft_wrap=True)
+    out.print(f"the {what} of {found.tried:,} settings:", Text(found.best.name, style="bold"), soft_wrap=True)
     if found.ended < found.tried:
         out.print(f"({found.tried - found.ended:,} settings outlast the trace or its prices)")
     out.print(f"{format_seconds(found.best.time_s)}, {found.best.cost_usd:,.2f} USD\n")

@@ -21,7 +21,7 @@ from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, largest_micro_ba
 from ebbflow.data.permutation import Permutation
 from ebbflow.errors import CheckpointError, ConfigError, DataError, PlanError, SpecError
 from ebbflow.plan.batch_plan import BatchPlan, StepSize
-from ebbflow.plan.policies import GrowingPolicy, Policy, make_policy
+from ebbflow.plan.policies import GrowingPolicy, Policy, make_policy, sizes_of
 
 __all__ = ["ElasticSampler", "MicroBatchInfo"]
 
@@ -190,7 +190,7 @@ def _plan_of(plan: BatchPlan | Policy | str | int, *, local_batch: int | None, w
                 f"the policy {policy} looks at the progress of training, and an ElasticSampler knows its steps "
                 f"beforehand; train with ebbflow.Session, or use follow, fixed or capped"
             )
-        workers, samples = (int(sizes[0]) for sizes in policy.sizes(np.array([world_size], np.int64)))
+        workers, samples = (int(sizes[0]) for sizes in sizes_of(policy, np.array([world_size], np.int64)))
         constant = BatchPlan.constant(workers, samples)
         plan = replace(constant, source={**constant.source, "policy": str(policy)})
     if not isinstance(plan, BatchPlan):

@@ -13,7 +13,7 @@ from ebbflow.core.units import whole_number
 from ebbflow.errors import ConfigError
 from ebbflow.plan import BatchPlan, make_policy
 from ebbflow.plan.growing import workers_for
-from ebbflow.plan.policies import POLICIES, FixedTotal, GrowingPolicy, Policy
+from ebbflow.plan.policies import POLICIES, FixedTotal, GrowingPolicy, Policy, sizes_of
 
 __all__ = ["DEFAULT_BATCH", "FitBatches", "make_batches"]
 
@@ -89,7 +89,7 @@ def make_batches(
         )
     policy = make_policy(text, local_batch=local)
     if not isinstance(policy, GrowingPolicy):
-        workers, batch = (int(value[0]) for value in policy.sizes(np.array([most or 1], np.int64)))
+        workers, batch = (int(value[0]) for value in sizes_of(policy, np.array([most or 1], np.int64)))
         plan, local = BatchPlan.constant(workers, batch), workers_for(batch, workers)
         return FitBatches(plan=plan, policy=policy, base_batch=base or batch, local_batch=local, text=str(policy))
     base = base or policy.initial or DEFAULT_BATCH

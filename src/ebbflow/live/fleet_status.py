@@ -70,6 +70,8 @@ class FleetStatus:
     worth: FurtherWorker | None = None
     """What one further worker is worth, where the noise scale is measured. A step is assumed to take no longer with it,
     so this is the most that it can be worth."""
+    problem: str | None = None
+    """Why the lighthouse could not be asked although the job is not finished: the replicas are as their files say."""
 
 
 def combine(
@@ -189,7 +191,7 @@ def members_table(status: FleetStatus) -> RenderableType:
     table = _table("replica", "state", "step", "heard")
     for member in status.members:
         table.add_row(
-            member.name,
+            Text(member.name),
             Text(member.state, style=_COLOURS.get(member.state, "")),
             "" if member.step is None else str(member.step),
             "" if member.heard_s is None else f"{member.heard_s:.1f} s ago",
@@ -211,7 +213,7 @@ def launcher_table(fleet: Supervisor, status: FleetStatus, *, title: str) -> Ren
         state = _state(fleet, replica.name)
         step = replica.status.step if replica.status else None
         table.add_row(
-            replica.name,
+            Text(replica.name),
             Text(state, style=_COLOURS.get(state, "")),
             "" if step is None else str(step),
             f"{now - replica.child.began:.0f} s" if replica.child else "",
@@ -305,7 +307,7 @@ class FleetDisplay:
     def say(self, text: str) -> None:
         """Print a line, if that is possible."""
         with contextlib.suppress(OSError):
-            self._console.print(text, markup=False, soft_wrap=True)
+            self._console.print(Text(text), soft_wrap=True)
 
     def on_poll(self) -> None:
         """Show the fleet if that is due."""

@@ -42,7 +42,7 @@ from ebbflow.live.listening import Hear, HeardStep, Listener
 from ebbflow.live.membership_events import ComputeStep, KeptPart
 from ebbflow.live.shares import computing_ranks, share_micro_batches, usable_parts
 from ebbflow.plan.batch_plan import StepSize
-from ebbflow.plan.policies import Policy
+from ebbflow.plan.policies import Policy, sizes_of
 
 __all__ = ["LiveEngine", "StepSizes", "by_policy"]
 
@@ -59,7 +59,7 @@ def by_policy(policy: Policy) -> StepSizes:
     """
 
     def sizes(step: int, replicas: int) -> tuple[int, int]:
-        workers, samples = policy.sizes(np.array([replicas]))
+        workers, samples = sizes_of(policy, np.array([replicas]))
         return int(workers[0]), int(samples[0])
 
     return sizes

@@ -22,7 +22,7 @@ from ebbflow.core.columns import Columns
 from ebbflow.core.files import read_text
 from ebbflow.core.units import MOST_SAMPLES, Seconds, format_seconds, parse_seconds, whole_number
 from ebbflow.errors import PlanError
-from ebbflow.plan.policies import Policy, make_policy
+from ebbflow.plan.policies import Policy, make_policy, sizes_of
 from ebbflow.plan.steptime import ConstantStepTime, StepTime, StepTimeLike, make_step_time
 from ebbflow.traces import TextFile, Trace, load
 
@@ -494,7 +494,7 @@ def trace_from(trace: Trace, offset: Seconds) -> Trace:
 
 def fleet_segments(trace: Trace, policy: Policy, step_time: StepTime) -> FleetSegments:
     """The segments of a trace with the steps that the policy makes of them; neighbours with equal steps are joined."""
-    workers, samples = policy.sizes(trace.workers)
+    workers, samples = sizes_of(policy, trace.workers)
     begins = np.flatnonzero(np.append(True, (workers[1:] != workers[:-1]) | (samples[1:] != samples[:-1])))
     workers, samples = workers[begins], samples[begins]
     seconds = step_time.seconds(np.maximum(workers, 1))

@@ -23,7 +23,7 @@ from ebbflow.errors import PlanError, SpecError
 
 __all__ = [
     "MAX_REQUEST", "POLICIES", "Capped", "Drop", "FixedTotal", "Follow", "GrowingPolicy", "Observation", "Policy",
-    "PolicyState", "computed_samples", "make_policy", "register_policy",
+    "PolicyState", "computed_samples", "make_policy", "register_policy", "sizes_of",
 ]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
@@ -95,6 +95,27 @@ def make_policy(text: str | Call | Policy, local_batch: int | None = None) -> Po
     if local_batch is not None and "local_batch" in fields and "local_batch" not in given:
         call = Call(call.name, call.args, (*call.kwargs, ("local_batch", str(local_batch))))
     return bind(call, make)
+
+
+def sizes_of(policy: Policy, workers: Ints) -> tuple[Ints, Ints]:
+    """What `policy.sizes` returns, checked; an exception in a policy of a plugin is a ConfigError with its line.
+
+    >>> sizes_of(Follow(32), np.array([0, 2]))
+    (array([0, 2]), array([ 0, 64]))
+    """
+    try:
+        answer: Any = policy.sizes(workers)
+    except Exception as error:
+        raise_naming(error, policy, f"{policy}: sizes()")
+    pair: Any = answer if isinstance(answer, tuple | list) and len(answer) == 2 else [None]
+    kinds = [(part.dtype.kind, part.shape) for part in pair if isinstance(part, np.ndarray)]
+    if len(kinds) != 2 or any(kind not in "iu" or shape != workers.shape for kind, shape in kinds):
+        found = " ".join(repr(answer).split())
+        raise PlanError(
+            f"{policy}: sizes() returned {found[:200]} for {len(workers)} counts of workers; expected a pair of "
+            f"integer arrays of that length: the workers that take part, and the samples of the whole step"
+        )
+    return pair[0], pair[1]
 
 
 # -- the base of growing policies --------------------------------------------------------------------------------------

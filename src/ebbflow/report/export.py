@@ -366,7 +366,7 @@ def _terminal_targets(summary: Summary, workload: str, number: int, width: int) 
             before = row[0]
             table.add_row(Text(name), *(Text(" ".join(row[i])) for i in (2, *block)))
             if any(published[i] for i in block):
-                table.add_row("    paper", "", *(published[i] for i in block), style="dim")
+                table.add_row("    paper", "", *(Text(published[i]) for i in block), style="dim")
         if table.row_count:
             tables.append(table)
     return tables

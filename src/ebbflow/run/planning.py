@@ -21,6 +21,7 @@ from ebbflow.plan import (
     plan_growing,
 )
 from ebbflow.plan.batch_plan import trace_from
+from ebbflow.plan.policies import sizes_of
 from ebbflow.rules.rule import Rule
 from ebbflow.run.config import RunConfig
 from ebbflow.traces import Trace
@@ -176,7 +177,7 @@ def unmeasured_trace(config: RunConfig, policy: GrowingPolicy | None) -> int:
     if policy is not None:
         return 0
     trace = trace_from(load_trace(config.trace), parse_seconds(config.offset))
-    workers, samples = make_policy(config.policy, config.local_batch).sizes(trace.workers)
+    workers, samples = sizes_of(make_policy(config.policy, config.local_batch), trace.workers)
     return _one_micro_batch(config, zip(workers.tolist(), samples.tolist(), strict=True))
 
 

@@ -19,7 +19,7 @@ from ebbflow.core.units import Seconds, parse_seconds
 from ebbflow.errors import ConfigError
 from ebbflow.plan.goodput import batch_candidates, efficiencies, efficiency
 from ebbflow.plan.growing import Goodput, workers_for
-from ebbflow.plan.policies import POLICIES, Drop, GrowingPolicy, Policy, make_policy
+from ebbflow.plan.policies import POLICIES, Drop, GrowingPolicy, Policy, make_policy, sizes_of
 from ebbflow.simulate.prices import Price, make_price, read_prices
 from ebbflow.simulate.profiles import read_noise_scale, read_profile
 from ebbflow.simulate.recovery import RECOVERIES, Ideal, Recovery
@@ -85,7 +85,7 @@ class SettledGoodput(Policy):
 
     def sizes(self, workers: Ints) -> tuple[Ints, Ints]:
         """The workers that take part, and their samples; fewer workers than the first batch needs all take part."""
-        there, local, highest = self.policy.sizes(workers)[1], self.policy.local_batch or 1, int(workers.max())
+        there, local, highest = sizes_of(self.policy, workers)[1], self.policy.local_batch or 1, int(workers.max())
         first = min(self.policy.initial or self.ref_batch, max(highest, 1) * local)
         most = min(highest * local, self.policy.max_batch or highest * local)
         batches = np.array(batch_candidates(first, local_batch=local, most=most))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ebbflow.core.units import Seconds, format_seconds
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.goodput import BatchValue, FurtherWorker, further_worker, value_of
-from ebbflow.plan.policies import Policy, computed_samples, make_policy
+from ebbflow.plan.policies import Policy, computed_samples, make_policy, sizes_of
 from ebbflow.plan.steptime import ConstantStepTime
 from ebbflow.simulate.prices import ScaledPrice
 from ebbflow.simulate.scenario import LARGEST_EXACT, Scenario, ScenarioSettings
@@ -66,6 +66,15 @@ def compare_fleets(
     """
     if len(prices) > 1 and len(prices) != len(traces):
         raise ConfigError(f"{len(prices)} spot prices for {len(traces)} traces; give one, or one for each trace")
+    of_a_cluster = {
+        "--on-demand-workers": settings.on_demand_workers,
+        "--on-demand-step-time": settings.on_demand_step_time,
+    }
+    if settings.price is None and (given := [name for name, value in of_a_cluster.items() if value is not None]):
+        raise ConfigError(
+            f"{given[0]} is for an on-demand cluster, which is compared only if its workers have a price; give it, "
+            f"such as --price 2.48, or leave {given[0]} out"
+        )
     each = list(prices) if len(prices) == len(traces) else [prices[0] if prices else None] * len(traces)
     fleets = [(trace, price, _fleet_name(trace, price, traces)) for trace, price in zip(traces, each, strict=True)]
     scenarios: dict[str, tuple[tuple[str, str], Scenario]] = {}
@@ -272,7 +281,7 @@ def check_step_time(scenarios: Sequence[tuple[str, Scenario]]) -> None:
     for name, scenario in scenarios:
         if isinstance(scenario.model, WholeStep) and isinstance(scenario.model.step_time, ConstantStepTime):
             levels = np.unique(np.minimum(scenario.trace.workers, scenario.max_workers or LARGEST_EXACT))
-            workers, samples = scenario.policy.sizes(levels)
+            workers, samples = sizes_of(scenario.policy, levels)
             computed = computed_samples(scenario.policy, workers, samples)
             largest = int((-(-computed // np.maximum(workers, 1))).max())
             found.setdefault(largest, name)
@@ -323,7 +332,7 @@ def worth_of_workers(scenario: Scenario, *, until: float) -> list[FurtherWorker]
     price = float(scenario.price.integral(np.array([until]))[0]) / until * 3600
 
     def values(fleets: Ints) -> Iterator[BatchValue]:
-        workers, samples = scenario.fleet_policy.sizes(fleets)
+        workers, samples = sizes_of(scenario.fleet_policy, fleets)
         spent = scenario.model.breakdown(workers, samples)
         slowest = 1.0 if scenario.stragglers is None else scenario.stragglers.slowest(workers)[0]
         seconds = spent.total + spent.compute * (slowest - 1.0)

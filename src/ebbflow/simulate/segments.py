@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ebbflow.core.columns import Columns
 from ebbflow.core.units import Seconds
 from ebbflow.errors import ConfigError
-from ebbflow.plan.policies import computed_samples
+from ebbflow.plan.policies import computed_samples, sizes_of
 from ebbflow.plan.steptime import ConstantStepTime
 from ebbflow.simulate.recovery import Ideal, Reaction
 from ebbflow.simulate.scenario import LARGEST_EXACT, Scenario
@@ -121,7 +121,7 @@ def _segments(
     With `requested`, no step has more samples, and neighbours with the same step are not joined.
     """
     levels, level = _distinct(counts)  # a step is computed once for each size of the fleet
-    workers, samples = scenario.fleet_policy.sizes(levels)
+    workers, samples = sizes_of(scenario.fleet_policy, levels)
     if requested is not None:
         workers, samples = limit_batches(workers, samples, requested)
     if int(samples.max()) > LARGEST_EXACT or int(samples.min()) < 0:  # above 2^63 a product of integers is negative

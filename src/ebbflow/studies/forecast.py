@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-__all__ = ["ArmPace", "StudyForecast", "remaining_s", "speed_of"]
+__all__ = ["ArmPace", "Speeds", "StudyForecast", "remaining_s"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +35,29 @@ class ArmPace:
         return self.epochs * (1 - self.done)
 
 
-def speed_of(kind: Sequence[str], known: Iterable[ArmPace]) -> float | None:
-    """Epochs per second of arms of a kind, from the most similar ones; None if nothing has been timed."""
-    timed = [arm for arm in known if arm.timed_epochs > 0 and arm.timed_s > 0]
-    for length in range(len(kind), -1, -1):
-        similar = [arm for arm in timed if arm.kind[:length] == tuple(kind[:length])]
-        if similar:
-            return sum(arm.timed_epochs for arm in similar) / sum(arm.timed_s for arm in similar)
-    return None
+class Speeds:
+    """How fast arms are, from those that were timed: all of them are read once, and every question is a look-up.
+
+    >>> timed = ArmPace(epochs=10, kind=("mlp", "spot"), timed_epochs=5, timed_s=20)
+    >>> Speeds([timed]).of(("mlp", "static")), Speeds([]).of(("mlp", "static"))
+    (0.25, None)
+    """
+
+    def __init__(self, known: Iterable[ArmPace]) -> None:
+        self._sums: dict[tuple[str, ...], tuple[float, float]] = {}
+        """Epochs and seconds of the timed arms by the first entries of their kind, from none to all of them."""
+        for arm in known:
+            if arm.timed_epochs > 0 and arm.timed_s > 0:
+                for length in range(len(arm.kind) + 1):
+                    epochs, seconds = self._sums.get(arm.kind[:length], (0.0, 0.0))
+                    self._sums[arm.kind[:length]] = (epochs + arm.timed_epochs, seconds + arm.timed_s)
+
+    def of(self, kind: Sequence[str]) -> float | None:
+        """Epochs per second of arms of a kind, from the most similar ones; None if nothing has been timed."""
+        for length in range(len(kind), -1, -1):
+            if found := self._sums.get(tuple(kind[:length])):
+                return found[0] / found[1]
+        return None
 
 
 def remaining_s(
@@ -56,17 +71,17 @@ def remaining_s(
     >>> remaining_s([one], [replace(one, done=0, timed_epochs=0)] * 2, [], jobs=2)       # 40 s beside it, then 40 s
     60.0
     """
-    known = [*running, *ended]
+    speeds = Speeds([*running, *ended])
     ends = []
     for arm in running:
-        speed = speed_of(arm.kind, [arm]) if arm.timed_epochs > 0 else speed_of(arm.kind, known)
+        speed = Speeds([arm]).of(arm.kind) if arm.timed_epochs > 0 else speeds.of(arm.kind)
         if speed is None:
             return None
         ends.append(arm.left / speed)
     ends += [0.0] * (jobs - len(ends))
     heapq.heapify(ends)
     for arm in waiting:
-        speed = speed_of(arm.kind, known)
+        speed = speeds.of(arm.kind)
         if speed is None:
             return None
         heapq.heappush(ends, heapq.heappop(ends) + arm.left / speed)
@@ -83,6 +98,8 @@ class StudyForecast:
     ended: list[ArmPace] = field(default_factory=list)
     _first_report: dict[str, tuple[float, float]] = field(default_factory=dict)
     """The time of the first report of each running arm, and the fraction that was done by then."""
+    _speeds: Speeds | None = None
+    """Of the running and ended arms as they are now; None where it is to be made again, since one of them changed."""
 
     def longest(self, names: Sequence[str]) -> str:
         """The waiting arm among these that is expected to take longest; the first one if several do."""
@@ -96,7 +113,9 @@ class StudyForecast:
     def expected_s(self, name: str) -> float | None:
         """Seconds that a waiting arm is expected to take, beside as many others as now; None if nothing was timed."""
         arm = self.waiting[name]
-        speed = speed_of(arm.kind, [*self.running.values(), *self.ended])
+        if self._speeds is None:
+            self._speeds = Speeds([*self.running.values(), *self.ended])
+        speed = self._speeds.of(arm.kind)
         return None if speed is None else arm.left / speed
 
     def fits(self, name: str, left_s: float) -> bool:
@@ -109,6 +128,7 @@ class StudyForecast:
     def start(self, name: str) -> None:
         """Note that an arm has started."""
         self.running[name] = self.waiting.pop(name)
+        self._speeds = None
 
     def move(self, name: str, done: float, now: float) -> None:
         """Note that an arm has done this fraction of its epochs at the time `now`."""
@@ -116,10 +136,12 @@ class StudyForecast:
         began, before = self._first_report.setdefault(name, (now, done))
         timed = max(0.0, done - before) * arm.epochs
         self.running[name] = replace(arm, done=done, timed_epochs=timed, timed_s=now - began)
+        self._speeds = None
 
     def end(self, name: str) -> None:
         """Note that an arm has ended, whether it succeeded or not."""
         self.ended.append(self.running.pop(name))
+        self._speeds = None
 
     def remaining_s(self, jobs: int) -> float | None:
         """Seconds until all arms have ended; None as long as nothing has been timed."""

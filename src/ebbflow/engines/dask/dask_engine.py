@@ -26,7 +26,7 @@ from ebbflow.engines.replica_step import Fetch, Loss, Precision, autocast, train
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.plan.batch_plan import BatchPlan, StepSize
 from ebbflow.plan.growing import workers_for
-from ebbflow.plan.policies import FixedTotal, GrowingPolicy, Policy, make_policy
+from ebbflow.plan.policies import FixedTotal, GrowingPolicy, Policy, make_policy, sizes_of
 
 __all__ = ["TRANSPORTS", "DaskEngine", "TransportName"]
 
@@ -150,7 +150,7 @@ class DaskEngine(Engine):
         """Ask the cluster for the workers that a step of `samples` samples needs, if it may be scaled."""
         self._requested = samples
         if self.scale and not isinstance(self.plan, BatchPlan) and not _unlimited(self.plan):
-            local = int(self.plan.sizes(np.ones(1, np.int64))[1][0])
+            local = int(sizes_of(self.plan, np.ones(1, np.int64))[1][0])
             self._scale_to(workers_for(samples, local))
 
     def _scale_to(self, workers: int) -> None:
@@ -171,7 +171,7 @@ class DaskEngine(Engine):
             return planned
         self._workers = self._present()
         policy = FixedTotal(self._requested) if _unlimited(self.plan) else self.plan
-        workers, samples = policy.sizes(np.array([len(self._workers)], np.int64))
+        workers, samples = sizes_of(policy, np.array([len(self._workers)], np.int64))
         now = time.monotonic() - self._began
         size = StepSize(workers=int(workers[0]), samples=int(samples[0]), time_s=round(now, 6), duration_s=0.0)
         return self.faults.present(step, size)
