@@ -44,6 +44,8 @@ from live.simulated_lighthouse import HEARTBEAT_TIMEOUT_S, Heartbeats, Simulated
 
 CONNECT_TIMEOUT_S = 10.0
 COLLECTIVE_TIMEOUT_S = 60.0
+PATIENCE_S = 2 * CONNECT_TIMEOUT_S
+"""For which a replica is waited for at least that sends heartbeats and does not answer."""
 STORE_TIMEOUT_S = 2.0
 NOTICE_CUT_S = 14.0
 """After which a replica that waits for its peers knows that it does not reach one, or that one is not in its group any
@@ -669,8 +671,8 @@ class SimulatedFleet:
         of the first of them last asked the lighthouse, or shortly before, or if that is true of all that already had
         the other branch then and are not dead. If nobody had it yet, it must be true of one that began it.
 
-        Or its own weights turned out to be wrong, and that is true of all others that have the step. Or it is
-        a step that it computed alone, in which it hung without letting its threads run until nobody waited any longer.
+        Or its own weights turned out to be wrong, and that is true of all others that have the step and are not dead.
+        Or it computed the step alone, and hung in it without letting its threads run until nobody waited any longer.
         """
         kept = [*self.ancestry(model.number)]
         dropped = []
@@ -701,11 +703,11 @@ class SimulatedFleet:
         if taken_for_dead(replica):
             return True
         if replica.disbelieved >= lost.time:
-            others = {id(one): one for one in self.replicas.values() if one is not replica}.values()
-            have_it = [one for one in others if lost.state in self.ancestry(one.model.number)]
-            return all(one.dead or taken_for_dead(one) for one in have_it)
-        hung_s = replica.hangs_until - lost.asked if replica.holds_lock else 0.0
-        if lost.group == (replica.name,) and hung_s > 2 * CONNECT_TIMEOUT_S and lost.decided >= replica.hangs_until:
+            others = (one for one in self.replicas.values() if one is not replica and not one.dead)
+            if all(taken_for_dead(one) for one in others if lost.state in self.ancestry(one.model.number)):
+                return True
+        hung_alone = replica.holds_lock and lost.group == (replica.name,) and lost.decided >= replica.hangs_until
+        if hung_alone and replica.hangs_until - lost.asked > PATIENCE_S:
             return True
         if had:
             return all(one.dead or taken_for_dead(one) for one in had)

@@ -1040,9 +1040,7 @@ def test_if_all_who_have_the_state_leave_the_first_of_them_saves_it() -> None:
     assert react(listened_to((3, 9, True)), committed(frozenset({0}))) == [LeaveFleet(save_state=False)]
 
 
-def test_one_whose_peers_had_come_further_and_left_before_their_state_was_here_looks_for_their_last_checkpoint() -> (
-    None
-):
+def test_one_that_listened_to_somebody_further_who_left_looks_for_the_last_checkpoint() -> None:
     """Else it would go on from its own older state, and the steps that they have committed would be lost."""
     membership = computing("a", "b")
     react(membership, committed(), requested(step=1, lineage=8))

@@ -218,7 +218,7 @@ class Membership:
         self._suspects: tuple[str, ...] = ()  # peers that are to be tried before the lighthouse is asked
         self._unreachable: tuple[str, ...] = ()  # those of them that did not answer
         self._blocked: tuple[str, ...] = ()  # those of them that are reached at their stores only
-        self._was_away = False  # others may have gone on without it since its last committed step
+        self._others_went_on = False  # without this replica, or may have, since its last committed step
         self._met_others = False  # has exchanged handshakes, so that its secret is that of the fleet
         self._foreign = 0  # attempts that failed because another replica has another secret
         self._reported = ""
@@ -257,7 +257,7 @@ class Membership:
         # others do not come, it just leaves.
         self._wait_for_others_until = event.now + (self.connect_timeout_s if self.group is not None else 0.0)
         if not event.registered:
-            self._was_away = True
+            self._others_went_on = True
             self.name = self.store = ""
             return [Unregister(), *self._fail("the others went on without this replica, which kept them waiting")]
         if self.group is not None and (self._independent_since is not None or self.listening):
@@ -331,7 +331,7 @@ class Membership:
         dropped = self._drop()
         self.name = self.store = ""
         self._failures, self._unreachable, self._blocked = 0, (), ()
-        self._was_away = True
+        self._others_went_on = True
         self.phase = MembershipPhase.LEFT_OUT
         told = f"left out of the fleet while {'; '.join(reasons)}. Tried again every {_LEFT_OUT_S:g} s"
         check = CheckLinks(names=tuple(dict.fromkeys(cut + blocked)), after_s=_LEFT_OUT_S)
@@ -529,8 +529,8 @@ class Membership:
         assert self._agreement is not None
         # Those who went on without this replica may have finished or left meanwhile, and so may those who had come
         # further, before their state was here: then they have left nothing but a checkpoint.
-        left_behind = self._was_away and self.group.rank not in self._agreement.transfers
-        if left_behind or self.objections.met_further or not self._agreement.established:
+        they_are_gone = self._others_went_on and self.group.rank not in self._agreement.transfers
+        if they_are_gone or self.objections.met_further or not self._agreement.established:
             self.phase = MembershipPhase.LOADING
             return [LoadCheckpoint()]
         return self._heal()
@@ -594,7 +594,7 @@ class Membership:
         self.phase = MembershipPhase.IDLE
         self.objections.committed(group.names)
         self._failures = 0
-        self._was_away = False
+        self._others_went_on = False
         self._repeated.forget()
         self._suspects = self._unreachable = self._blocked = ()
         self.state = ReplicaState(
@@ -613,7 +613,7 @@ class Membership:
             self.phase = MembershipPhase.LEFT
             return [LeaveFleet(save_state=not stay and group.rank == holders[0])]
         if group.rank not in stay:
-            self._was_away = True
+            self._others_went_on = True
             return self._fail("a replica left the group while this one listened to its steps")
         return self._continue_without(group, stay, event)
 
