@@ -207,6 +207,9 @@ def place(folder: str, cell: Cell) -> tuple[str, str, str]:
         names = {"constant": "no rule", "linear": "linear, warm-up", "adascale": "AdaScale", "lena": "LENA"}
         corner = "samples per step, 100 epochs" if folder.endswith("100") else "samples per step"
         return corner, BATCHES[cell.trace], names[cell.rule.partition("+")[0]]
+    if folder == "lena-table3-100":
+        alpha = cell.rule.removeprefix("lena+statewarmup(0.0").rstrip(")")
+        return "LENA's warm-up, 100 epochs", BATCHES[cell.trace], f"{alpha} %"
     if folder == "holt":
         return "largest batch", HOLT[cell.trace], "accuracy"
     if folder.startswith("small"):
@@ -349,7 +352,10 @@ def test_the_gains_of_the_defect_on_the_page_are_those_of_the_rows(evidence: Cal
     ("length", "batches"), [("", ["1,024", "8,192", "16,384"]), (", 100 epochs", ["8,192", "16,384"])]
 )
 def test_what_lenas_tables_have_in_common_is_the_same_in_both(length: str, batches: list[str]) -> None:
-    """Table 2 takes three of its nine combinations from Table 1, with one digit after the point."""
+    """Table 2 takes three of its nine combinations from Table 1, with one digit after the point.
+
+    Where its other rows have two seeds, it takes the deviation, too.
+    """
     page = tables((EVIDENCE / "lena.md").read_text())
     first = {row[""]: row for row in page[f"samples per step{length}"]}
     taken = {
@@ -360,9 +366,41 @@ def test_what_lenas_tables_have_in_common_is_the_same_in_both(length: str, batch
     for batch in batches:
         second = {row[""]: row for row in page[f"{batch} samples per step{length}"]}
         for column, (rule, warmup) in taken.items():
-            ours, paper = (Decimal(number) for number in re.findall(r"^[\d.]+|[\d.]+(?=\))", first[batch][column]))
-            tenth = Decimal("0.1")
-            assert second[rule][warmup] == f"{ours.quantize(tenth)} ({paper.quantize(tenth)})"
+            numbers = (
+                Decimal(number).quantize(Decimal("0.1")) for number in re.findall(r"[\d.]+", first[batch][column])
+            )
+            ours, deviation, paper = numbers
+            seeds = f" ± {deviation}" if "±" in second["linear"]["no warm-up"] else ""
+            assert second[rule][warmup] == f"{ours}{seeds} ({paper})"
+
+
+def test_lenas_table_3_has_the_other_ends_of_its_row_from_the_tables_before() -> None:
+    """No warm-up from Table 2 and 5 % from Table 1, without the deviations: the rest of the row is one seed."""
+    page = tables((EVIDENCE / "lena.md").read_text())
+    row = page["LENA's warm-up, 100 epochs"][0]
+    (first,) = [row for row in page["samples per step, 100 epochs"] if row[""] == "16,384"]
+    second = {row[""]: row for row in page["16,384 samples per step, 100 epochs"]}
+    assert row["none"] == re.sub(r" ± [\d.]+", "", second["LENA"]["no warm-up"])
+    assert row["5 %"] == re.sub(r" ± [\d.]+", "", first["LENA"])
+
+
+def test_the_ends_of_the_warm_up_in_lenas_table_3_are_those_of_the_rows(evidence: Callable[[str], Results]) -> None:
+    """The epoch, counted from one, at whose end half of the layers and the last one have ended it, by seed."""
+    rows = tables((EVIDENCE / "lena.md").read_text())["LENA's warm-up, 100 epochs"]
+    half, last = ({key: value.split(", ") for key, value in row.items()} for row in rows[1:])
+    arms = [
+        arm
+        for folder in ("lena-table1-100", "lena-table3-100")
+        for arm in finished(evidence(folder))
+        if arm.trace == "batch 16384" and arm.rule.startswith("lena+")
+    ]
+    assert len(arms) == 6
+    for arm in arms:
+        warming, epochs = arm.columns["warming"], arm.columns["epoch"].astype(int) + 1
+        alpha = f"{arm.rule.removeprefix('lena+statewarmup(0.0').rstrip(')')} %"
+        assert warming[0] == 62
+        assert half[alpha][arm.seed] == str(epochs[warming <= 31][0])
+        assert last[alpha][arm.seed] == (str(epochs[warming > 0][-1]) if warming[-1] == 0 else "not")
 
 
 def convert(source: str, target: Path, *options: str) -> None:
