@@ -32,7 +32,7 @@ format: $(VENV)/.dev         ## let ruff rewrite what it can
 docs: $(VENV)/.dev           ## generated pages (API, rules), and all pages as a site in build/site
 	$(BIN)/python docs/generate_api.py
 	$(BIN)/ebbflow rules cards docs/rules
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 dist: $(VENV)/.dev           ## wheel and sdist in build/dist; the wheel must run the demo in an environment of its own
 	rm -rf build/dist build/clean
