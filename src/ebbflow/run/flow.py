@@ -209,11 +209,12 @@ class Flow:
             seconds = gradients.seconds if gradients.seconds is not None else size.duration_s or None
             self.growth.observe(batch=batch, workers=size.workers, seconds=seconds, **_observations(gradients))
         reviewed: dict[str, float] = {}
-        if self.optimizer.rule.guards and (update.applied or diverged):
-            reviewed = self.kept.review(self, context, gradients.loss if update.applied else math.nan)
+        if self.optimizer.rule.guards:
+            if update.applied or diverged:
+                reviewed = self.kept.review(self, context, gradients.loss if update.applied else math.nan)
+            reviewed |= self.kept.take_notes()
         if diverged and "given_back" not in reviewed:
             raise diverged
-        reviewed |= self.kept.take_notes()
         self.wall_s += time.perf_counter() - step.began
         return StepRow(  #                                               record: what happened
             step=context.step,
