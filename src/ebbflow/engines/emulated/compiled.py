@@ -63,7 +63,6 @@ class CompiledPasses:
 
         self._batch_norm = batch_norm
         self._runs: dict[Execution, Run] = {
-            "eager": run,
             "static": torch.compile(_copy(run), dynamic=False),
             "dynamic": torch.compile(_copy(run)),
         }
@@ -86,7 +85,7 @@ class CompiledPasses:
     def __call__(
         self, inputs: torch.Tensor, targets: torch.Tensor, shape: PassShape, execution: Execution
     ) -> torch.Tensor | LossSum:
-        """The loss of a pass."""
+        """The loss of a pass by one of the graphs; the engine itself computes those that are "eager"."""
         dimensions = self._dimensions(shape)
         inputs, targets = (tensor.reshape(*dimensions, *tensor.shape[1:]) for tensor in (inputs, targets))
         if execution == "dynamic":

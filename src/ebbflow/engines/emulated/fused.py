@@ -394,9 +394,8 @@ class FusedEngine(EmulatedEngine):
 
     def _forward(self, inputs: Any, targets: Any, shape: PassShape, execution: Execution) -> torch.Tensor | LossSum:
         self._groups.groups = shape.count
-        plain = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
         with self._autocast:
-            if self._compiled is not None and plain:
+            if self._compiled is not None and execution != "eager":
                 try:
                     return self._compiled(inputs, targets, shape, execution)
                 except compiler_error() as error:
