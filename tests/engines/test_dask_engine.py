@@ -30,7 +30,7 @@ from contract.suite import weights_of
 from ebbflow.core.units import Span
 from ebbflow.data.ledger import Ledger, MicroBatch
 from ebbflow.engines.dask import DaskEngine, connect
-from ebbflow.engines.dask.dask_worker import ApplyStep, DaskReplica, ReplicaBlueprint, WorkerTask
+from ebbflow.engines.dask.dask_worker import ApplyStep, DaskReplica, FlatState, ReplicaBlueprint, WorkerTask
 from ebbflow.engines.emulated import LoopEngine
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.optim.elastic import ElasticOptimizer
@@ -672,3 +672,24 @@ def test_a_replica_that_skips_a_step_leaves_batch_norm_alone(value: float) -> No
     replica.apply(ApplyStep(attempt=0, context=context, groups=({},), momenta=(0.1,)))
     assert model[0].num_batches_tracked == (1 if value == 1.0 else 0)
     assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
+
+
+def test_a_batch_without_targets_is_all_inputs() -> None:
+    """The mean of x w^2 over x = 0, 1, 2, 3 is 1.5 w^2, with the slope 3 w."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 3.0)
+    seen = []
+
+    def loss(model: nn.Module, inputs: torch.Tensor, targets: object) -> torch.Tensor:
+        seen.append(targets)
+        return (model(inputs.sqrt()) ** 2).mean()
+
+    blueprint = ReplicaBlueprint(
+        model=model, loss=loss, optimizer=None, samples=4, seed=0, trained_numbers=(0,), needs=frozenset(),
+        precision="fp32", device="cpu",
+    )  # fmt: skip
+    replica = DaskReplica(blueprint, lambda i: torch.from_numpy(i).float().view(-1, 1))
+    micro_batches = (MicroBatch(0, 0, 2), MicroBatch(0, 2, 4))
+    replica.gradients(FlatState(model).read(), WorkerTask(attempt=0, epoch=0, batch=4, micro_batches=micro_batches))
+    assert seen == [None, None]
+    assert model.weight.grad.item() == pytest.approx(9.0)

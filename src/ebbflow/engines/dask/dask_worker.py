@@ -25,7 +25,7 @@ from ebbflow.core.key_store import KeyStore
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.allreduce import StepAllReduce, StepPart
 from ebbflow.engines.base import Gradients
-from ebbflow.engines.batches import as_pair, move_batch
+from ebbflow.engines.batches import move_batch
 from ebbflow.engines.dask.distributed_api import (
     add_handler,
     dumps,
@@ -166,8 +166,8 @@ class DaskReplica:
         self.group: ProcessGroup | None = None
         self.model = blueprint.model.to(blueprint.device)
 
-        def to_device(indices: Any) -> tuple[Any, Any]:
-            return as_pair(move_batch(fetch(indices), blueprint.device))
+        def to_device(indices: Any) -> Any:
+            return move_batch(fetch(indices), blueprint.device)
 
         self._step = ReplicaStep(
             self.model, to_device, blueprint.loss, samples=blueprint.samples, seed=blueprint.seed,
