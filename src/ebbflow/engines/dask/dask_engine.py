@@ -56,8 +56,8 @@ class DaskEngine(Engine):
     "centralized": the model is here; weights go out and gradients come back with every step, over Dask's connections.
     Slower, and the only way where something in this process must see or change every gradient.
 
-    *Limits.* The loss must be a mean over samples. Model, loss and data are pickled once. Data that do not fit into a
-    worker's memory must be read by sample number from wherever they are.
+    *Limits.* Model, loss and data are pickled once. Data that do not fit into a worker's memory must be read by sample
+    number from wherever they are.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class DaskEngine(Engine):
         direct: bool = True,
         on_event: Callable[[str, str], None] = lambda what, text: None,
     ) -> None:
-        """`data`: a function from sample numbers to (inputs, targets); pickled, and sent once to each worker.
+        """`data`: a function from sample numbers to (inputs, targets), or to inputs alone; sent once to each worker.
 
         `plan`: a batch plan, whose virtual workers share the real ones; or a policy, which is given the number of real
         ones. A growing policy is also given to the Flow. `optimizer`: the RuleOptimizer of the Flow, for
