@@ -27,11 +27,11 @@ from ebbflow.torch_api import BatchNorm, foreach_add_, foreach_copy_, foreach_le
 
 __all__ = [
     "Fetch", "LoadedMicroBatch", "LocalBatchNorm", "Loss", "ModelReset", "Precision", "ReplicaStep", "autocast",
-    "generators", "measuring", "micro_batch_seed", "trained_parameters",
+    "fetch_seeded", "generators", "measuring", "micro_batch_seed", "trained_parameters",
 ]  # fmt: skip
 
-Fetch = Callable[[npt.NDArray[np.int64]], tuple[Any, Any]]
-"""Inputs and targets of the samples with these numbers, on the model's device."""
+Fetch = Callable[[npt.NDArray[np.int64]], Any]
+"""(inputs, targets) of the samples with these numbers, on the model's device; anything else is inputs alone."""
 Loss = Callable[[torch.nn.Module, Any, Any], torch.Tensor | LossSum]
 """Loss of the model over inputs and targets: the mean over the samples, or a sum with its count."""
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -65,6 +65,20 @@ def generators(model: torch.nn.Module) -> list[torch.Generator]:
     """
     gpus = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     return [torch.default_generator, *(torch.cuda.default_generators[gpu.index or 0] for gpu in gpus)]
+
+
+def fetch_seeded(
+    fetch: Fetch, indices: npt.NDArray[np.int64], generators: Iterable[torch.Generator],
+    *, seed: int, epoch: int, start: int,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Inputs and targets of the backward pass that starts at a position of an epoch; None if a batch has no targets.
+
+    The generators are seeded before, so that what is drawn at random, here and in the pass, depends on the place alone.
+    """
+    own_seed = micro_batch_seed(seed, epoch, start)
+    for generator in generators:
+        generator.manual_seed(own_seed)
+    return as_pair(fetch(indices))
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
@@ -419,11 +433,9 @@ class ReplicaStep:
             self._after_backward()
 
     def _fetch_seeded(self, epoch: int, micro_batch: MicroBatch) -> tuple[Any, Any]:
-        """The samples of a micro-batch; what is drawn at random in its pass follows from its place in the epoch."""
-        seed = micro_batch_seed(self._seed, epoch, micro_batch.start)
-        for generator in self._generators:
-            generator.manual_seed(seed)
-        return as_pair(self._fetch(self.indices(epoch, micro_batch)))
+        indices = self.indices(epoch, micro_batch)
+        start = micro_batch.start
+        return fetch_seeded(self._fetch, indices, self._generators, seed=self._seed, epoch=epoch, start=start)
 
     def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
         """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""

@@ -467,7 +467,7 @@ class LiveEngine(Engine):
             micro_batches = micro_batches_of(assignment, size, limit=self.micro_batch)
             share = [micro_batches[i] for i in share_micro_batches(micro_batches, ranks, {})[quorum.rank]]
 
-    def _fetch_next(self, indices: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+    def _fetch_next(self, indices: npt.NDArray[np.int64]) -> Any:
         self._fetches += 1
         return self._fetch(indices)
 

@@ -392,7 +392,7 @@ class LoopEngine(EmulatedEngine):
     def _fetches(self, step: EmulatedStep) -> list[tuple[int, int]]:
         return [(micro_batch.start, micro_batch.stop) for (micro_batch,) in step.parts]
 
-    def _fetch_next(self, indices: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+    def _fetch_next(self, indices: npt.NDArray[np.int64]) -> Any:
         assert self._current is not None
         self._fetched = (self._current, next(self._starts))
         return self.fetch(indices)

@@ -22,7 +22,7 @@ import torch
 from ebbflow.core.spec import nearest
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.base import Engine, EngineParts, Faults, register_engine
-from ebbflow.engines.batches import as_pair, map_batch, tensors_in
+from ebbflow.engines.batches import map_batch, tensors_in
 from ebbflow.engines.captured import CapturedPasses, Count
 from ebbflow.engines.emulated.compiled import CompiledPasses, Execution, PassShape
 from ebbflow.engines.emulated.emulated_engine import EmulatedEngine, EmulatedStep, LoopEngine, Ranks
@@ -33,8 +33,8 @@ from ebbflow.engines.replica_step import (
     Loss,
     ModelReset,
     Precision,
+    fetch_seeded,
     measuring,
-    micro_batch_seed,
     trained_parameters,
 )
 from ebbflow.errors import ConfigError
@@ -282,14 +282,9 @@ class FusedEngine(EmulatedEngine):
             for generator, state in zip(self._generators, ready.generator_states, strict=True):
                 generator.set_state(state)
             return ready.fetched
-        seed = micro_batch_seed(self.seed, step.assignment.epoch, start)
-        for generator in self._generators:
-            generator.manual_seed(seed)
         self._fetched = (step, start)
-        first = step.assignment.start
-        fetched = self.fetch(step.indices[start - first : stop - first])
-        usual = type(fetched) is tuple and len(fetched) == 2 and fetched[1] is not None
-        return fetched if usual else as_pair(fetched)
+        indices, epoch = step.samples(start, stop), step.assignment.epoch
+        return fetch_seeded(self.fetch, indices, self._generators, seed=self.seed, epoch=epoch, start=start)
 
     # Computing ----------------------------------------------------------------------------------------------------
 
