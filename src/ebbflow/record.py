@@ -155,8 +155,7 @@ def layers_due(row: StepRow, *, total_samples: int, rows: int = LAYER_ROWS) -> b
     always among them; a run that goes on beyond its samples keeps the distance.
 
     >>> row = StepRow(step=0, time_s=0, wall_s=0, epoch=0, samples=32, workers=1, batch=32, micro_batches=1,
-    ...       lr_base=0.1,
-    ...               lr=0.1, multiplier=1.0, loss=1.0)
+    ...               lr_base=0.1, lr=0.1, multiplier=1.0, loss=1.0)
     >>> layers_due(row, total_samples=100_000)
     True
     >>> later = dataclasses.replace(row, step=1, samples=64)

@@ -97,9 +97,7 @@ class AllReduce:
         """Norm of the mean gradient of the latest step, if it was wanted and the step was not measured."""
         self._indices = {id(parameter): index for index, parameter in enumerate(self._sources)}
         self._hooked = False
-        self._arrivals: Counter[int] | None = (
-            None  # by parameter: gradients of the last backward pass, if it is watched
-        )
+        self._arrivals: Counter[int] | None = None  # by parameter: gradients of a backward pass that is watched
         self._missing: list[int] = []  # by bucket: gradients that this pass has not found yet
         self._repeats = False  # whether a parameter gets several gradients in one backward pass
         self._begun: list[Callable[[], None]] = []  # waits for each bucket that is on its way

@@ -29,10 +29,10 @@ from ebbflow.errors import CheckpointError, ConfigError
 
 __all__ = ["Averages", "Measurement", "Moments", "decay"]
 
-_FULL_WEIGHT = 1 - math.exp(-1)  # weight of averages over as many samples as their memory
-_OBSERVATIONS = (
-    32  # fewest measured steps within the memory; the deviation of their mean is a sixth of that of one step
-)
+_FULL_WEIGHT = 1 - math.exp(-1)
+"""Weight of averages over as many samples as their memory."""
+_OBSERVATIONS = 32
+"""Fewest measured steps within the memory; the deviation of their mean is a sixth of that of one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

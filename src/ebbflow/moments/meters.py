@@ -461,8 +461,7 @@ def _on_arrival(parameter: torch.Tensor) -> Callable[[torch.Tensor], Any]:
     """What a hook does with the gradients of this parameter.
 
     On a CPU it measures them while they are in the cache. On a device it keeps an alias until the micro-batch is
-    closed;
-    if the gradient itself were kept, autograd could not use it as the first `.grad` of a step and would copy it.
+    closed: if the gradient itself were kept, autograd could not use it as the first `.grad` of a step, but copy it.
     """
     if parameter.device.type != "cpu":
         return torch.Tensor.detach

@@ -405,8 +405,7 @@ class ElasticOptimizer(RuleOptimizer):
             if self.schedule is not None and self._rates_set is not None and rates not in (self._rates_set, initial):
                 raise ConfigError(
                     f"the learning rate is {rates[0]:g}, but the schedule {self.schedule} had set "
-                    f"{self._rates_set[0]:g}: "
-                    f"use either schedule= or a scheduler of torch"
+                    f"{self._rates_set[0]:g}: use either schedule= or a scheduler of torch"
                 )
         elif rates != self._open.rates:
             raise ConfigError(
@@ -551,9 +550,8 @@ class ElasticOptimizer(RuleOptimizer):
         """Restore what `state_dict` returned; a state of another version, rule or reference batch is refused."""
         saved = dict(state_dict)
         if fresh := saved.get("fresh"):
-            states = (
-                {} if fresh is True else saved["inner"]["state"]
-            )  # True: by an earlier version, none means anything
+            # An earlier version saved True: none of the states means anything.
+            states = {} if fresh is True else saved["inner"]["state"]
             known = {number: state for number, state in states.items() if number not in fresh}
             saved["inner"] = {**saved["inner"], "state": known}
         saved |= {name: saved[name][0] for name in _CHANGING if isinstance(saved.get(name), tuple)}

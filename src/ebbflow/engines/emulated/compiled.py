@@ -25,7 +25,8 @@ _COMPILE_AFTER = 500
 
 On an H200, with ResNet-18 and 2,048 samples, compiling takes 40 s and an uncompiled pass 55 ms longer: it pays after
 700 passes (later where such passes are replayed from a CUDA graph, which was not measured). The end of an epoch alone
-does not get there in most runs; a changing number of workers soon does. """
+does not get there in most runs; a changing number of workers soon does.
+"""
 
 
 @dataclass(frozen=True, slots=True)
