@@ -53,7 +53,7 @@ def test_an_unknown_name_is_refused(ebbflow: Ebbflow) -> None:
 def test_show_draws_into_a_file(ebbflow: Ebbflow) -> None:
     assert ebbflow("rules", "show", "surge", "--out", "surge.png").code == 0
     assert Path("surge.png").read_bytes().startswith(b"\x89PNG")
-    ebbflow("rules", "show", "surge", "--out", "surge.doc").assert_refused("written as .svg, .png, .pdf")
+    ebbflow("rules", "show", "surge", "--out", "surge.doc").assert_refused("expected .svg, .png, .pdf")
 
 
 def test_cards_can_be_written_anywhere(ebbflow: Ebbflow) -> None:

@@ -75,6 +75,13 @@ def test_a_figure_is_the_same_every_time(name: str, tmp_path: Path) -> None:
     assert all(label in text for label in lines.lines)
 
 
+def test_a_figure_of_a_rule_in_another_format_is_the_same_every_time_too(tmp_path: Path) -> None:
+    lines = curves(RULES.entry("linear"))
+    for file in ("one.PDF", "two.pdf"):
+        figure(lines, tmp_path / file)
+    assert (tmp_path / "one.PDF").read_bytes() == (tmp_path / "two.pdf").read_bytes()
+
+
 def test_the_cards_are_up_to_date() -> None:
     folder = ROOT / "docs" / "rules"
     written = {page.name: page.read_text(encoding="utf-8") for page in folder.glob("*.md")}

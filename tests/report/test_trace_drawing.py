@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.errors import OutputError, TraceError
+from ebbflow.errors import OutputError
 from ebbflow.report.trace_drawing import chart, figure
 from ebbflow.traces.availability import Trace
 from ebbflow.traces.synthetic import load
@@ -53,7 +53,7 @@ def test_a_figure_is_of_the_kind_of_its_suffix_and_the_same_each_time(suffix: st
 
 
 def test_a_figure_that_cannot_be_drawn_or_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"x\.bmp: .* expected \.svg, \.png, \.pdf"):
+    with pytest.raises(OutputError, match=r"x\.bmp: .* expected \.svg, \.png, \.pdf"):
         figure(load("constant(1)"), tmp_path / "x.bmp")
     with pytest.raises(OutputError, match="cannot be written"):
         figure(load("constant(1)"), tmp_path / "no" / "x.svg")

@@ -9,6 +9,7 @@ keeps no global state.
 from __future__ import annotations
 
 import copy
+import io
 import math
 import re
 import textwrap
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.files import write_whole
+from ebbflow.errors import OutputError
 from ebbflow.report.results import ArmResult
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ __all__ = [
     "changes",
     "drawing_style",
     "envelope",
+    "file_format",
     "legend",
     "log_if_wide",
     "outer_labels",
@@ -54,10 +58,12 @@ __all__ = [
     "smooth",
     "ticks_at_powers_of_two",
     "time_unit",
+    "write_figure",
 ]
 
 Array = npt.NDArray[np.float64]
 
+_SUFFIXES = (".svg", ".png", ".pdf")
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d3f", "#7a7a7a")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (6, 1.6, 1.4, 1.6)), (0, (1.4, 1.4)))
 MARKERS = "osD^vPX"
@@ -341,6 +347,23 @@ def save(figure: Figure, folder: Path, stem: str) -> tuple[Path, Path]:
         figure.set_layout_engine("none")  # computing the layout again would take as long as drawing
         figure.savefig(png, format="png", dpi=200, facecolor="white", metadata={"Software": None})
     return svg, png
+
+
+def file_format(path: Path) -> str:
+    """What a figure is written as, svg, png or pdf, by the suffix of its file; OutputError for any other."""
+    suffix = path.suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise OutputError(f"{path}: a figure cannot be drawn as {suffix or 'a file without a suffix'}; "
+                          f"expected {', '.join(_SUFFIXES)}")  # fmt: skip
+    return suffix[1:]
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write the figure as its suffix says, completely or not at all. The same figure gives the same bytes."""
+    kind, data = file_format(path), io.BytesIO()
+    date = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    figure.savefig(data, format=kind, metadata=date)
+    write_whole(path, data.getvalue())
 
 
 def slug(text: str) -> str:

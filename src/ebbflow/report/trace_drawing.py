@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
 
-from ebbflow.core.files import write_whole
 from ebbflow.core.units import Seconds
-from ebbflow.errors import TraceError
+from ebbflow.report.plotting import file_format, write_figure
 from ebbflow.traces.availability import Trace
 
 __all__ = ["chart", "figure"]
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def chart(trace: Trace, *, width: int = 80, height: int = 12) -> str:
@@ -76,9 +73,7 @@ def _round_step(least: float) -> float:
 def figure(trace: Trace, path: Path | str) -> None:
     """Draw the trace into an SVG, PNG or PDF file; the suffix decides. It is written completely or not at all."""
     path = Path(path)
-    if path.suffix.lower() not in _SUFFIXES:
-        raise TraceError(f"{path}: a figure cannot be drawn as {path.suffix or 'a file without a suffix'}; "
-                         f"expected {', '.join(_SUFFIXES)}")  # fmt: skip
+    file_format(path)  # before anything is drawn
     import matplotlib as mpl  # takes half a second, and most commands draw nothing
     from matplotlib.figure import Figure
 
@@ -91,8 +86,4 @@ def figure(trace: Trace, path: Path | str) -> None:
         axes.step(times, counts, where="post", linewidth=1.2, color="#1f6f8b")
         axes.set(xlabel=f"time ({unit})", ylabel="workers", title=trace.name, xlim=(0, times[-1]), ylim=(0, None))
         axes.spines[["top", "right"]].set_visible(False)
-        buffer = io.BytesIO()
-        kind = path.suffix.lower()[1:]
-        date = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)  # the same trace gives the same bytes
-        drawing.savefig(buffer, format=kind, metadata=date)
-    write_whole(path, buffer.getvalue())
+        write_figure(drawing, path)
