@@ -27,7 +27,7 @@ from ebbflow.torch_api import BatchNorm, foreach_add_, foreach_copy_, foreach_le
 
 __all__ = [
     "Fetch", "LoadedMicroBatch", "LocalBatchNorm", "Loss", "ModelReset", "Precision", "ReplicaStep", "autocast",
-    "fetch_seeded", "generators", "measuring", "micro_batch_seed", "trained_parameters",
+    "fetch_seeded", "generators", "micro_batch_seed", "needed_meter", "trained_parameters",
 ]  # fmt: skip
 
 Fetch = Callable[[npt.NDArray[np.int64]], Any]
@@ -94,7 +94,7 @@ def trained_parameters(
     return [*(parameters if parameters is not None else (p for p in model.parameters() if p.requires_grad))]
 
 
-def measuring(parameters: Sequence[torch.nn.Parameter], needs: Collection[str]) -> Meter | None:
+def needed_meter(parameters: Sequence[torch.nn.Parameter], needs: Collection[str]) -> Meter | None:
     """The meter for what rule and policy need ("moments", "layers"); None if they need nothing."""
     if {"moments", "layers"}.isdisjoint(needs):
         return None
@@ -356,7 +356,7 @@ class ReplicaStep:
         """
         self.model = model
         self.parameters = trained_parameters(model, parameters)
-        self.meter = measuring(self.parameters, needs)
+        self.meter = needed_meter(self.parameters, needs)
         self.batch_norm = LocalBatchNorm(model)
         self.loss_function = loss
         self.loss: torch.Tensor | float = 0.0

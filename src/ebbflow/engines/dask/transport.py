@@ -16,7 +16,7 @@ from ebbflow.engines.allreduce import StepAllReduce, StepPart
 from ebbflow.engines.base import Gradients
 from ebbflow.engines.dask.cluster import DaskCluster, Message
 from ebbflow.engines.dask.dask_worker import ApplyStep, FlatState, ReplicaBlueprint, WorkerFailure, WorkerTask
-from ebbflow.engines.replica_step import LocalBatchNorm, measuring
+from ebbflow.engines.replica_step import LocalBatchNorm, needed_meter
 
 __all__ = ["AllReduceTransport", "CentralizedTransport", "GradientTransport"]
 
@@ -83,7 +83,7 @@ class CentralizedTransport(_Caller):
         self._rows: Sequence[npt.NDArray[Any]] = ()
         self._combine = StepAllReduce(
             blueprint.trained,
-            meter=measuring(blueprint.trained, blueprint.needs),
+            meter=needed_meter(blueprint.trained, blueprint.needs),
             sums=self.batch_norm.sums,
             all_reduce=self._add_rows,
         )

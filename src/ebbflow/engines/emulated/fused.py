@@ -34,7 +34,7 @@ from ebbflow.engines.replica_step import (
     ModelReset,
     Precision,
     fetch_seeded,
-    measuring,
+    needed_meter,
     trained_parameters,
 )
 from ebbflow.errors import ConfigError
@@ -162,7 +162,7 @@ class FusedEngine(EmulatedEngine):
         self._scale = 2.0**16 if precision == "fp16" else 1.0
         self._since_overflow = 0
         trained = trained_parameters(model, parameters)
-        self.meter = measuring(trained, needs)
+        self.meter = needed_meter(trained, needs)
         self._groups = self._batch_norm = GroupedBatchNorm(model, batch_norm)
         self._share_with_ranks(trained)
         self._reset = ModelReset(model)
