@@ -135,6 +135,7 @@ class Flow:
         if self.growth is not None:
             self.engine.request(self.growth.useful)
         size = self.engine.participants(self.step)  #                    traces, plan: who, and how much
+        self._check("participants", size, StepSize)
         if self.step == 0:
             self.kept.begin(self)
         if self.growth is not None:
@@ -159,12 +160,14 @@ class Flow:
         """Whether the step counts; if so, the mean gradient is in `.grad`, and `apply` follows."""
         with step.restore:  #                                            engines, moments: mean gradient, noise, signal
             committed = self.engine.commit()
+        self._check("commit", committed, bool)  # nothing would repeat the step for ever
         if not committed:  # an assignment that is not committed leaves no trace: its samples are assigned again
             self.wall_s += time.perf_counter() - step.began
         return committed
 
     def apply(self, step: OpenStep, gradients: Gradients) -> StepRow:
         """Take a committed step with the gradient in `.grad`."""
+        self._check("gradients", gradients, Gradients)
         size, assignment, batch = step.size, step.assignment, step.batch
         context = StepContext(
             step=self.step,
@@ -230,6 +233,12 @@ class Flow:
             loss=gradients.loss,
             stats={**(self.growth.stats if self.growth is not None else {}), **update.stats, **drops, **reviewed},
         )
+
+    def _check(self, method: str, answer: object, kind: type) -> None:
+        """Refuse what an engine of one's own returned, if it is of another kind."""
+        if not isinstance(answer, kind):
+            name = type(self.engine).__name__
+            raise ConfigError(f"the engine {name}: {method}() returned {answer!r}; expected a {kind.__name__}")
 
     def go_back(self, state: Mapping[str, Any]) -> float:
         """Go on from a state that was kept for the rule; the samples that are given back.
