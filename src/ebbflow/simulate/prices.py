@@ -111,15 +111,18 @@ def usd_until(price: Price, times: Floats) -> Floats:
 
 def _why_impossible(times: Floats, usd: Floats) -> str:
     """The first of these costs from 0 s to each of the times that cannot be one; empty if all of them can."""
-    order = np.argsort(times, kind="stable")
-    at, spent = np.append(0.0, times[order]), np.append(0.0, usd[order])  # nothing is spent before the start
-    rounding = 1e-9 * np.abs(spent).max()
-    with np.errstate(invalid="ignore"):  # infinite prices are refused, whatever their difference
-        change = np.diff(spent)
-    wrong = ~np.isfinite(spent[1:]) | (change < -rounding) | ((at[1:] == 0) & (change > rounding))
-    if not wrong.any():
+    if not len(usd):
         return ""
-    first = int(np.argmax(wrong))
+    order = np.argsort(times, kind="stable")
+    at, spent = (np.concatenate([[0.0], values[order]]) for values in (times, usd))  # nothing is spent before the start
+    rounding = 1e-9 * abs(spent[-1]) if math.isfinite(spent[-1]) else 0.0
+    with np.errstate(invalid="ignore"):  # infinite costs are refused, whatever their difference
+        change = spent[1:] - spent[:-1]
+    right = (change >= -rounding) & (change < math.inf)
+    right[0] &= at[1] > 0 or change[0] <= rounding
+    if right.all():
+        return ""
+    first = int(np.argmin(right))
     before = f" after {spent[first]:g} USD for {at[first]:g} s" if first else ""
     return f"{spent[first + 1]:g} USD for {at[first + 1]:g} s{before}"
 
