@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Averages, Measurement, Moments
-from ebbflow.optim.schedules import Schedule, TrainingProgress, make_schedule
+from ebbflow.optim.schedules import Schedule, TrainingProgress, factor_of, make_schedule
 from ebbflow.rules.rule import Rule, Scaling, StepContext, make_rule
 
 __all__ = ["NoisyQuadratic", "SecondMoments", "Trajectory", "best_rate", "expected_run"]
@@ -191,7 +191,7 @@ def expected_run(
             second = second.stepped(
                 model,
                 batch=batch,
-                lr=lr * base.value(position) * _by_coordinate(scaling.lr, model.layers),
+                lr=lr * factor_of(base, position) * _by_coordinate(scaling.lr, model.layers),
                 momentum=momentum,
                 weight_decay=weight_decay * scaling.weight_decay,
                 gradient=_by_coordinate(scaling.gradient, model.layers),

@@ -530,6 +530,15 @@ def test_growing_policies_are_simulated_compared_and_searched(ebbflow: Ebbflow) 
     assert (json.loads(tried.out)["time_s"], json.loads(tried.out)["setting"]["max_workers"]) == (50.0, 2)
 
 
+@pytest.mark.parametrize("verb", ["simulate", "compare", "whatif --deadline 1h"])
+def test_a_reference_batch_on_which_nothing_depends_is_refused(ebbflow: Ebbflow, verb: str) -> None:
+    task = f"{STEP} --spot-price 3.6 --samples 500 --epochs 2 --local-batch 10 --ref-batch 20"
+    task += " --price 36" if verb == "simulate" else ""
+    ebbflow(f"{verb} {task}", FLEET).assert_refused("--ref-batch 20 would change nothing", "add --noise-scale or a gr")
+    assert ebbflow(f"{verb} {task} --noise-scale 100", FLEET).code == 0
+    assert ebbflow(f"{verb} {task} --policy geo(1ep)", FLEET).code == 0
+
+
 @pytest.mark.parametrize(
     ("policy", "message"),
     [

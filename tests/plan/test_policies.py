@@ -52,6 +52,28 @@ def test_what_sizes_returns_is_checked(answer: Any) -> None:
         sizes_of(Own(), COUNTS)
 
 
+@pytest.mark.parametrize(
+    ("workers", "samples"),
+    [([0, 3], [0, 12]), ([0, -2], [0, 8]), ([0, 2], [0, -8]), ([0, 2], [0, 0]), ([0, 0], [0, 8]), ([0, 2], [4, 8])],
+    ids=["more workers", "negative workers", "negative samples", "no samples", "no workers", "samples of nobody"],
+)
+def test_sizes_that_no_fleet_can_have_are_refused(workers: list[int], samples: list[int]) -> None:
+    class Own(Policy):
+        def sizes(self, workers_there: Any) -> Any:
+            return np.array(workers), np.array(samples)
+
+        def __str__(self) -> str:
+            return "own"
+
+    with pytest.raises(PlanError, match=r"own: sizes\(\) returned .* available workers; expected at most as many"):
+        sizes_of(Own(), np.array([0, 2]))
+
+
+def test_a_step_that_64_bits_cannot_count_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"returned 3 workers and -\d+ samples .*above 2\^63 is negative"):
+        sizes_of(Follow(2**62), np.array([3]))
+
+
 def test_an_exception_in_sizes_is_an_error_of_a_policy_of_ones_own_alone() -> None:
     class Own(Policy):
         def sizes(self, workers: Any) -> Any:

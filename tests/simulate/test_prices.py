@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ebbflow.core.units import Seconds
 from ebbflow.errors import ConfigError, PlanError
-from ebbflow.simulate.prices import FlatPrice, PriceHistory, cost, cost_over_time, read_prices
+from ebbflow.simulate.prices import FlatPrice, PriceHistory, cost, cost_over_time, read_prices, usd_until
 from ebbflow.traces import Trace
 
 HOURS = 3600.0
@@ -106,6 +108,40 @@ def test_a_history_that_ends_too_early_says_how_far_it_reaches() -> None:
 def test_a_price_that_is_no_price_is_refused(usd: float) -> None:
     with pytest.raises(ConfigError, match="expected a finite number that is not negative"):
         FlatPrice(usd)
+
+
+@dataclass
+class Given:
+    usd: list[float]
+
+    def integral(self, times: Any) -> Any:
+        return np.array(self.usd)
+
+
+TIMES = np.array([20.0, 0.0, 10.0])
+"""Not in order, since nobody promises that."""
+
+
+def test_an_integral_that_never_falls_is_accepted_up_to_rounding() -> None:
+    assert usd_until(Given([2.0, 0.0, 2.0 + 1e-12]), TIMES).tolist() == [2.0, 0.0, 2.0 + 1e-12]
+    assert usd_until(Given([]), np.array([])).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("usd", "message"),
+    [
+        ([2.0, 0.5, 1.0], r"returned 0\.5 USD for 0 s; expected"),
+        ([1.0, 0.0, 2.0], "returned 1 USD for 20 s after 2 USD for 10 s; expected"),
+        ([-1.0, 0.0, -1.0], "returned -1 USD for 10 s after 0 USD for 0 s; expected"),
+        ([2.0, 0.0, np.nan], "returned nan USD for 10 s after 0 USD for 0 s; expected"),
+        ([np.nan, 0.0, 1.0], "returned nan USD for 20 s after 1 USD for 10 s; expected"),
+        ([np.inf, 0.0, np.inf], "returned inf USD for 10 s after 0 USD for 0 s; expected"),
+        ([-np.inf, 0.0, 1.0], "returned -inf USD for 20 s after 1 USD for 10 s; expected"),
+    ],
+)
+def test_an_integral_that_no_price_has_is_refused(usd: list[float], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"the price model Given: integral\(\) {message}"):
+        usd_until(Given(usd), TIMES)
 
 
 def test_the_real_history_lies_between_its_extremes(shared: Path) -> None:

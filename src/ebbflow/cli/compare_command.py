@@ -52,8 +52,10 @@ def compare(
         few = len(combinations) < 20
         return track(combinations, description="simulating", console=err, transient=True, disable=few)
 
+    policies = policy or ["follow"]
+    settings.check_ref_batch(policies)
     found = compare_fleets(
-        settings, traces, policies=policy or ["follow"], recoveries=recovery or ["ideal"], prices=spot_price or [],
+        settings, traces, policies=policies, recoveries=recovery or ["ideal"], prices=spot_price or [],
         progress=progress,
     )  # fmt: skip
     front = pareto([(one.time_s, round_to_cents(one.cost_usd)) for one in found.values()])

@@ -34,6 +34,7 @@ from ebbflow.cli.train_command import train
 from ebbflow.cli.whatif_command import whatif
 from ebbflow.cli.workloads_command import workloads
 from ebbflow.core.endings import Ending
+from ebbflow.core.plugins import raised_in_plugin
 from ebbflow.errors import EbbflowError, RankLost
 
 __all__ = ["app", "main"]
@@ -97,3 +98,9 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except Exception as error:
+        said = raised_in_plugin(error)
+        if not said:
+            raise
+        err.print(Text("error:", style="bold red"), f"a plugin raised {said}", soft_wrap=True)
+        sys.exit(Ending.of(error).code)

@@ -44,6 +44,7 @@ def simulate_verb(
     ebbflow simulate gcp-a100-2022-05 --local-batch 128 --step-time 0.6s \
         --samples 1281167 --epochs 90 --spot-price 0.744 --price 2.48
     """
+    settings.check_ref_batch([settings.policy])
     found = simulate(settings.scenario(trace))
     cluster = comparison_cluster(found, settings)
     spread = None

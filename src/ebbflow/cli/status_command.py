@@ -74,9 +74,10 @@ def status(
 
         def view() -> dict[str, Any]:
             history.read()
-            found, note = _ask(address, folder, price=price)
+            found, finished = _ask(address, folder, price=price)
             if found.problem and not found.members:
                 raise ConfigError(found.problem)
+            note = "the job is finished" if finished else found.problem or ""
             return fleet_view(found, history, price=price, note=note)
 
         def tell(url: str) -> None:
@@ -95,24 +96,24 @@ def status(
         raise ConfigError(found.problem)
 
 
-def _ask(address: str, folder: Path | None, *, price: float | None) -> tuple[FleetStatus, str]:
-    """What the lighthouse and the replicas say now.
+def _ask(address: str, folder: Path | None, *, price: float | None) -> tuple[FleetStatus, bool]:
+    """What the lighthouse and the replicas say now, and whether no lighthouse answers because the job is finished.
 
-    If no lighthouse answers, what the files of the job say, if there are some, and as a second value why: that the job
-    is finished, for which one replica that has trained to the end is enough, or what is wrong.
+    If none answers, it is what the files of the job say, if there are some, with the problem. One replica that has
+    trained to the end is enough for the job to be finished, which is no problem.
     """
     try:
         lighthouse = fetch_lighthouse_status(address)
     except ConfigError as problem:
         found = combine(address, None, read_statuses(folder) if folder is not None else {}, price=price)
         if any(member.state == "finished" for member in found.members):
-            return found, "the job is finished"
-        return dataclasses.replace(found, problem=str(problem)), str(problem)
+            return found, True
+        return dataclasses.replace(found, problem=str(problem)), False
     if folder is not None:
-        return combine(address, lighthouse, read_statuses(folder), price=price), ""
+        return combine(address, lighthouse, read_statuses(folder), price=price), False
     try:
         statuses = fetch_statuses(lighthouse, find_secret(None))
     except ConfigError as problem:
         err.print(f"only the lighthouse was asked, not the replicas: {problem}", soft_wrap=True)
         statuses = {}
-    return combine(address, lighthouse, statuses, price=price), ""
+    return combine(address, lighthouse, statuses, price=price), False

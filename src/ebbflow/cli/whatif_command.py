@@ -53,6 +53,7 @@ def whatif(
         [None] if local_batch is None else numbers(local_batch, what="--local-batch"),
         policy or ["follow"],
     )
+    settings.check_ref_batch(setting.policy for setting in grid)
     first = grid[0]
     scenario = dataclasses.replace(settings, local_batch=first.local_batch, policy=first.policy).scenario(trace)
     found = find_setting(

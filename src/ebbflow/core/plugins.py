@@ -13,10 +13,12 @@ from typing import Any, NoReturn
 
 from ebbflow.errors import ConfigError, EbbflowError
 
-__all__ = ["line_of", "load_plugins", "plugin_digests", "raise_naming"]
+__all__ = ["line_of", "load_plugins", "plugin_digests", "raise_naming", "raised_in_plugin"]
 
 _DIGEST = "__sha256__"
 """The attribute of a plugin's module with the digest of the file as it was imported."""
+_PREFIX = "ebbflow_plugin_"
+"""How the names of the modules begin that plugins are imported as."""
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -70,9 +72,8 @@ def raise_naming(error: Exception, part: Any, what: str) -> NoReturn:
     for them), which are no mistake of the part. So does an exception in a part of Ebbflow: that is our defect, of which
     the whole traceback is wanted.
     """
-    by_torch = "torch" in type(error).__module__.split(".")
     ours = str(part.__module__).partition(".")[0] == "ebbflow"
-    if ours or by_torch or isinstance(error, EbbflowError | MemoryError):
+    if ours or not _is_mistake(error):
         raise error
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     theirs = [file for file in files if not file.startswith(("<string>", _PACKAGE))]
@@ -80,8 +81,31 @@ def raise_naming(error: Exception, part: Any, what: str) -> NoReturn:
     raise ConfigError(f"{what} raised {type(error).__name__}: {error}{where and f' ({where})'}") from error
 
 
+def raised_in_plugin(error: Exception) -> str:
+    """What an exception says, and the line of the plugin that raised it; empty if it was not raised by a plugin.
+
+    This is for what no `raise_naming` has named, such as a loss, a model or a method of an engine. Of the plugins and
+    Ebbflow the innermost one counts: where a plugin calls Ebbflow, and the exception is raised there, the whole
+    traceback is wanted. What a library raises belongs to the plugin that called it.
+    """
+    if not _is_mistake(error):
+        return ""
+    plugins = {str(module.__file__) for name, module in [*sys.modules.items()] if name.startswith(_PREFIX)}
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    known = [file for file in files if file in plugins or file.startswith(_PACKAGE)]
+    if not known or known[-1] not in plugins:
+        return ""
+    return f"{type(error).__name__}: {error} ({line_of(error, known[-1])})"
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Whether an exception is a mistake of the part that raised it; see `raise_naming`."""
+    by_torch = "torch" in type(error).__module__.split(".")
+    return not (by_torch or isinstance(error, EbbflowError | MemoryError))
+
+
 def _module_name(text: str) -> str:
-    return f"ebbflow_plugin_{hashlib.sha256(str(Path(text).resolve()).encode()).hexdigest()[:12]}"
+    return f"{_PREFIX}{hashlib.sha256(str(Path(text).resolve()).encode()).hexdigest()[:12]}"
 
 
 def _read(text: str) -> tuple[bytes, str]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from ebbflow.core.plugins import raised_in_plugin
 from ebbflow.core.signals import StopSignal
 from ebbflow.core.spec import Registry, param
 
@@ -179,7 +180,7 @@ def watching(
             return known[number].check()
         except Exception as error:  # whatever a server answers, or a source of the user does: others may have a notice
             if number not in failed:
-                text = str(error) or type(error).__name__
+                text = raised_in_plugin(error) or str(error) or type(error).__name__
                 _LOG.warning("%s could not be asked for a notice (%s); it is asked again", known[number], text)
             failed.add(number)
             return None

@@ -128,7 +128,13 @@ class Applier:
     def check(self, scaling: Scaling, rule: object) -> None:
         """Refuse a scaling that the optimizer does not support; `rule` is named in the error."""
         name = type(self.inner).__name__
-        if (least := min(*scaling.layers, *scaling.inside)) < 0:
+        try:
+            least = min(*scaling.layers, *scaling.inside)
+        except TypeError:  # a rule of one's own may return anything
+            raise ConfigError(f"the rule {rule} returned a Scaling with lr={scaling.lr!r} and "
+                              f"gradient={scaling.gradient!r}; expected numbers, or a tuple with one per "
+                              f"layer") from None  # fmt: skip
+        if least < 0:
             raise ConfigError(f"the rule {rule} returned the multiplier {least:g}; expected 0 or more: a step that is "
                               f"scaled by less climbs the loss")  # fmt: skip
         if isinstance(scaling.lr, tuple) or isinstance(scaling.gradient, tuple):

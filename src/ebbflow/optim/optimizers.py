@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ebbflow.core.extras import require
-from ebbflow.core.spec import Registry
+from ebbflow.core.plugins import raise_naming
+from ebbflow.core.spec import Registry, parse_call
 from ebbflow.errors import SpecError
 from ebbflow.rules.families import known_optimizer, name_of_optimizer
 from ebbflow.torch_api import NormBase
@@ -177,7 +178,10 @@ def build_optimizer(
     parameter groups, theirs the second. If plain parameters are given instead of a model, scalars and vectors count as
     biases and norm parameters. Values that torch refuses, such as nesterov without momentum, are a SpecError.
     """
-    choice = OPTIMIZERS.make(text)
+    choice: Any = OPTIMIZERS.make(text)
+    if not isinstance(choice, OptimizerChoice):
+        raise SpecError(f"the optimizer {text} is a {type(choice).__name__}; expected that its function returns an "
+                        f"OptimizerChoice(make=..., settings=...)")  # fmt: skip
     parameters = list(model.parameters() if isinstance(model, torch.nn.Module) else model)
     groups: list[Any] = parameters
     if choice.norms:
@@ -192,6 +196,12 @@ def build_optimizer(
         ]
         groups = [group for group in both if group["params"]]
     try:
-        return choice.make(groups, lr=lr, **choice.settings)
+        made: Any = choice.make(groups, lr=lr, **choice.settings)
     except ValueError as error:  # torch checks the values only here
         raise SpecError(f"the optimizer {text} cannot be made: {error}; change its values") from None
+    except Exception as error:
+        raise_naming(error, OPTIMIZERS.entry(parse_call(text).name).make, f"the optimizer {text}: make()")
+    if not isinstance(made, torch.optim.Optimizer):
+        raise SpecError(f"the optimizer {text} cannot be made: make() returned a {type(made).__name__}; expected a "
+                        f"torch.optim.Optimizer")  # fmt: skip
+    return made

@@ -19,7 +19,7 @@ from ebbflow.errors import CheckpointError, ConfigError, Diverged
 from ebbflow.moments.estimate import Averages, Measurement, Moments
 from ebbflow.moments.meters import why_unmeasurable
 from ebbflow.optim.apply import Applier, gradient_norm, scale_gradients
-from ebbflow.optim.schedules import Schedule, TrainingProgress, make_schedule
+from ebbflow.optim.schedules import Schedule, TrainingProgress, factor_of, make_schedule
 from ebbflow.optim.step_slopes import StepSlopes
 from ebbflow.rules.families import default_rule, name_of_optimizer, tell_default_rule
 from ebbflow.rules.rule import Rule, Scaling, State, StepContext, Verdict, checked, damp, make_rule
@@ -331,13 +331,14 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _set_base_rates(self, context: StepContext) -> None:
         if self.schedule is None:
             return
-        factor = self.schedule.value(
+        factor = factor_of(
+            self.schedule,
             TrainingProgress(
                 samples=self._progress * context.ref_batch if self.by_gain else context.samples,
                 epoch_samples=context.epoch_samples,
                 total_samples=context.total_samples,
                 ref_batch=context.ref_batch,
-            )
+            ),
         )
         for group, initial in zip(self.param_groups, self._initial_lrs, strict=True):
             group["lr"] = initial * factor

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ebbflow.core.plugins import raise_naming
 from ebbflow.core.spec import Registry, bind, param, parse_calls
 from ebbflow.core.units import Span
 from ebbflow.errors import ConfigError, SpecError
 
-__all__ = ["SCHEDULES", "Schedule", "TrainingProgress", "make_schedule", "register_schedule"]
+__all__ = ["SCHEDULES", "Schedule", "TrainingProgress", "factor_of", "make_schedule", "register_schedule"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +53,10 @@ class Schedule(ABC):
 
     @abstractmethod
     def value(self, progress: TrainingProgress) -> float:
-        """The factor at a point of training; 1 leaves the base rate unchanged."""
+        """The factor at a point of training, 0 or more; 1 leaves the base rate unchanged."""
+
+    def __str__(self) -> str:
+        return SCHEDULES.text(self)
 
 
 SCHEDULES: Registry[Schedule] = Registry("schedule")
@@ -61,6 +65,29 @@ SCHEDULES: Registry[Schedule] = Registry("schedule")
 def register_schedule(name: str, *, cite: str = "") -> Callable[[Any], Any]:
     """Return a decorator that adds a schedule, a subclass of `Schedule` that is a frozen dataclass."""
     return SCHEDULES.register(name, cite=cite)
+
+
+def factor_of(schedule: Schedule, progress: TrainingProgress) -> float:
+    """What `schedule.value` returns, checked; an exception in a schedule of a plugin is a ConfigError with its line.
+
+    >>> progress = TrainingProgress(samples=50, epoch_samples=100, total_samples=100, ref_batch=10)
+    >>> factor_of(PolynomialSchedule(power=2), progress)
+    0.25
+    """
+    try:
+        factor: Any = schedule.value(progress)
+    except Exception as error:
+        raise_naming(error, schedule, f"the schedule {schedule}: value()")
+    try:
+        number = math.nan if isinstance(factor, str) else float(factor)
+    except Exception:  # what the conversion raises depends on the type that was returned
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ConfigError(
+            f"the schedule {schedule}: value() returned {factor!r} after {progress.samples:g} samples; expected the "
+            f"factor of the base rate, a finite number of 0 or more"
+        )
+    return number
 
 
 def _not_negative(schedule: str, **values: float) -> None:
@@ -176,7 +203,7 @@ class ProductSchedule(Schedule):
 
     def value(self, progress: TrainingProgress) -> float:
         """The product of all factors."""
-        return math.prod(part.value(progress) for part in self.parts)
+        return math.prod(factor_of(part, progress) for part in self.parts)
 
     def __str__(self) -> str:
         return self.text

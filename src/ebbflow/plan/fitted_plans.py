@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ebbflow.core.units import Seconds
+from ebbflow.core.units import Seconds, whole_number
 from ebbflow.errors import PlanError
 from ebbflow.plan.batch_plan import (
     BatchPlan,
@@ -185,7 +185,11 @@ def _steps(
             requested, state = policy.ask(seen, state)
             size = allow(here, requested, policy.max_batch)
             # Steps that leave two samples or more of the epoch take what was planned; see `cut_step`.
-            equal = min(policy.unchanged_steps(seen, size.samples), (remaining - 2) // size.samples)
+            unchanged: Any = policy.unchanged_steps(seen, size.samples)
+            if type(unchanged) is not int or unchanged < 1:
+                what = f"{policy}: the number of steps that unchanged_steps() returned"
+                unchanged = whole_number(unchanged, what, most=None, error=PlanError)
+            equal = min(unchanged, (remaining - 2) // size.samples)
             equal = max(1, equal if run.stop is None else min(equal, run.stop - seen.step))
             taken = cut_step(size.samples, remaining) if equal == 1 else size.samples
             yield replace(size, time_s=run.start_s + (seen.step - run.first) * run.step_s), equal

@@ -494,7 +494,10 @@ class Growth:
     @property
     def stats(self) -> dict[str, float]:
         """Values of the policy for the record, after the last committed step."""
-        return self.policy.stats(self._state)
+        stats: Any = self.policy.stats(self._state)
+        if not isinstance(stats, Mapping):
+            raise PlanError(f"{self.policy}: stats() returned {stats!r}; expected values by name, such as {{}}")
+        return stats  # type: ignore[return-value]
 
     def observe(
         self,

@@ -115,7 +115,16 @@ def sizes_of(policy: Policy, workers: Ints) -> tuple[Ints, Ints]:
             f"{policy}: sizes() returned {found[:200]} for {len(workers)} counts of workers; expected a pair of "
             f"integer arrays of that length: the workers that take part, and the samples of the whole step"
         )
-    return pair[0], pair[1]
+    used, samples = pair
+    wrong = (used < 0) | (used > workers) | (samples < 0) | ((used > 0) != (samples > 0))
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        raise PlanError(
+            f"{policy}: sizes() returned {used[first]} workers and {samples[first]} samples for {workers[first]} "
+            f"available workers; expected at most as many workers, with samples above 0, or none of both (a product of "
+            f"integers above 2^63 is negative)"
+        )
+    return used, samples
 
 
 # -- the base of growing policies --------------------------------------------------------------------------------------

@@ -257,7 +257,10 @@ class RuleChain(Rule):
 
     def suited(self, *, adaptive: bool) -> Rule:
         """The chain with the rule that suits the optimizer; modifiers are the same for all."""
-        return replace(self, rule=self.rule.suited(adaptive=adaptive))
+        rule: Any = self.rule.suited(adaptive=adaptive)
+        if not isinstance(rule, Rule):
+            raise ConfigError(f"{self.text}: suited() returned {rule!r}; expected a rule, such as self")
+        return replace(self, rule=rule)
 
     def follows_slopes(self, state: State) -> bool:
         """Whether the rule does; modifiers do not."""

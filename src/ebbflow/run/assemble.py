@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from ebbflow.core.trackers import Tracker, check_tracker, open_tracker
 from ebbflow.core.units import parse_seconds
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines import emulated
-from ebbflow.engines.base import ENGINES, EngineMaker, EngineParts
+from ebbflow.engines.base import ENGINES, Engine, EngineMaker, EngineParts
 from ebbflow.engines.emulated import Ranks
 from ebbflow.errors import ConfigError, UnitError
 from ebbflow.moments.meters import why_unmeasurable
@@ -228,7 +228,7 @@ def assemble(
     needs = optimizer.rule.needs | (growth.policy.needs if growth is not None else frozenset())
     if needs and plan is not None:
         check_measurable(config, plan, samples, growth.policy if growth is not None else None, optimizer.rule)
-    made = engine(
+    made: Any = engine(
         EngineParts(
             model=task.model,
             fetch=partial(task.train.batch, train=True),
@@ -244,6 +244,8 @@ def assemble(
             on_event=on_event,
         )
     )
+    if not isinstance(made, Engine):
+        raise ConfigError(f"the function of the engine {config.engine!r} returned {made!r}; expected an Engine")
     if isinstance(task.train, workloads.DatasetSource):
         task.train.prefetch_from(made.upcoming)
     skips = optimizer.on_nonfinite == "skip"

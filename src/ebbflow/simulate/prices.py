@@ -22,12 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from ebbflow.core.files import read_text
+from ebbflow.core.plugins import raise_naming
 from ebbflow.core.spec import Registry, nearest, param, parse_call, render
 from ebbflow.core.units import Seconds, Usd, format_seconds
 from ebbflow.errors import ConfigError, PlanError
@@ -35,7 +36,7 @@ from ebbflow.traces import Trace
 
 __all__ = [
     "PRICES", "FlatPrice", "Price", "PriceHistory", "ScaledPrice", "cost", "cost_over_time", "make_price",
-    "read_prices", "register_price",
+    "read_prices", "register_price", "usd_until",
 ]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
@@ -47,7 +48,7 @@ class Price(Protocol):
     """The price of one worker as a function of time."""
 
     def integral(self, times: Floats) -> Floats:
-        """USD that one worker costs from 0 s to each time; 0 s is the start of training."""
+        """USD that one worker costs from 0 s to each time, which never falls; 0 s is the start of training."""
         ...
 
 
@@ -83,6 +84,49 @@ def make_price(text: str | float) -> Price:
     return FlatPrice(usd)
 
 
+def usd_until(price: Price, times: Floats) -> Floats:
+    """What `price.integral` returns, checked; an exception in a price model of a plugin is a ConfigError with its line.
+
+    >>> usd_until(FlatPrice(3600.0), np.array([0.0, 2.0]))
+    array([0., 2.])
+    """
+    what = f"the price model {type(price).__name__}: integral()"
+    try:
+        usd: Any = price.integral(times)
+    except Exception as error:
+        raise_naming(error, price, what)
+    if not isinstance(usd, np.ndarray) or usd.dtype.kind not in "fiu" or usd.shape != times.shape:
+        found = " ".join(repr(usd).split())
+        raise ConfigError(
+            f"{what} returned {found[:200]} for {len(times)} times; expected an array of as many numbers: the USD that "
+            f"one worker costs from 0 s to each time"
+        )
+    if problem := _why_impossible(times, usd):
+        raise ConfigError(
+            f"{what} returned {problem}; expected the USD that one worker costs from 0 s to each time: 0 at 0 s, "
+            f"finite, and never less than at an earlier time"
+        )
+    return usd
+
+
+def _why_impossible(times: Floats, usd: Floats) -> str:
+    """The first of these costs from 0 s to each of the times that cannot be one; empty if all of them can."""
+    if not len(usd):
+        return ""
+    order = np.argsort(times, kind="stable")
+    at, spent = (np.concatenate([[0.0], values[order]]) for values in (times, usd))  # nothing is spent before the start
+    rounding = 1e-9 * abs(spent[-1]) if math.isfinite(spent[-1]) else 0.0
+    with np.errstate(invalid="ignore"):  # infinite costs are refused, whatever their difference
+        change = spent[1:] - spent[:-1]
+    right = (change >= -rounding) & (change < math.inf)
+    right[0] &= at[1] > 0 or change[0] <= rounding
+    if right.all():
+        return ""
+    first = int(np.argmin(right))
+    before = f" after {spent[first]:g} USD for {at[first]:g} s" if first else ""
+    return f"{spent[first + 1]:g} USD for {at[first + 1]:g} s{before}"
+
+
 def _check_price(usd: float, where: str) -> None:
     if not (math.isfinite(usd) and usd >= 0):
         raise ConfigError(f"{where} is {usd:g} USD per hour; expected a finite number that is not negative")
@@ -115,7 +159,7 @@ class ScaledPrice:
 
     def integral(self, times: Floats) -> Floats:
         """The integral of the other price times the factor."""
-        return self.price.integral(times) * self.factor
+        return usd_until(self.price, times) * self.factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,13 +274,13 @@ def cost(trace: Trace, until: float, price: Price, *, minimum: Seconds = _NONE) 
     first, which costs most.
     """
     high = int(np.searchsorted(trace.times, until, side="right"))
-    usd = float(np.einsum("i,i", np.diff(price.integral(np.append(trace.times[:high], until))), trace.workers[:high]))
+    usd = float(np.einsum("i,i", np.diff(usd_until(price, np.append(trace.times[:high], until))), trace.workers[:high]))
     if minimum > 0:
         # Within a history the minimum is billed at the price of the last moment of the rental.
         short = _short_rentals(trace, until, minimum)
         if len(short):
             ends, missing = short.T
-            rate = price.integral(ends) - price.integral(np.maximum(ends - 1.0, 0.0))
+            rate = usd_until(price, ends) - usd_until(price, np.maximum(ends - 1.0, 0.0))
             usd += float((missing * rate / np.minimum(ends, 1.0)).sum())
     return Usd(usd)
 
@@ -246,10 +290,10 @@ def cost_over_time(trace: Trace, times: Floats, price: Price) -> Floats:
     last = float(times.max()) if len(times) else 0.0
     high = int(np.searchsorted(trace.times, last, side="right"))
     starts, workers = trace.times[:high], trace.workers[:high].astype(np.float64)
-    at = price.integral(starts)
+    at = usd_until(price, starts)
     before = np.append(0.0, np.cumsum(workers[:-1] * np.diff(at)))
     index = np.searchsorted(starts, times, side="right") - 1
-    spent: Floats = before[index] + workers[index] * (price.integral(times) - at[index])
+    spent: Floats = before[index] + workers[index] * (usd_until(price, times) - at[index])
     return spent
 
 

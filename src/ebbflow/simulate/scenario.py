@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,17 @@ class ScenarioSettings:
             noise_scale=math.inf if self.noise_scale is None else read_noise_scale(self.noise_scale),
             ref_batch=self.ref_batch,
         )
+
+    def check_ref_batch(self, policies: Iterable[str]) -> None:
+        """Refuse a reference batch on which nothing depends, whichever of the policies is simulated."""
+        if self.ref_batch is None or self.noise_scale is not None:
+            return
+        if not any(isinstance(make_policy(text, self.local_batch or 1), GrowingPolicy) for text in policies):
+            raise ConfigError(
+                f"--ref-batch {self.ref_batch} would change nothing: it is the batch at which the epochs are enough "
+                f"where the noise scale is known, and with which growing policies begin; add --noise-scale or a "
+                f"growing policy, or leave it out"
+            )
 
     def step_model(self) -> StepModel:
         """The step model: a measured step time, a profile, or times for computing and network."""

@@ -19,7 +19,7 @@ from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.goodput import BatchValue, FurtherWorker, further_worker, value_of
 from ebbflow.plan.policies import Policy, computed_samples, make_policy, sizes_of
 from ebbflow.plan.steptime import ConstantStepTime
-from ebbflow.simulate.prices import ScaledPrice
+from ebbflow.simulate.prices import ScaledPrice, usd_until
 from ebbflow.simulate.scenario import LARGEST_EXACT, Scenario, ScenarioSettings
 from ebbflow.simulate.simulation import Simulation, comparison_cluster, simulate
 from ebbflow.simulate.step_models import StepBreakdown, StepModel, WholeStep
@@ -329,7 +329,7 @@ def worth_of_workers(scenario: Scenario, *, until: float) -> list[FurtherWorker]
         return []
     most = min(scenario.trace.stats().max, scenario.max_workers or LARGEST_EXACT)
     rented = np.array(sorted({*itertools.takewhile(lambda n: n < most, (2**k for k in range(63))), most}))
-    price = float(scenario.price.integral(np.array([until]))[0]) / until * 3600
+    price = float(usd_until(scenario.price, np.array([until]))[0]) / until * 3600
 
     def values(fleets: Ints) -> Iterator[BatchValue]:
         workers, samples = sizes_of(scenario.fleet_policy, fleets)

@@ -124,7 +124,7 @@ def _segments(
     workers, samples = sizes_of(scenario.fleet_policy, levels)
     if requested is not None:
         workers, samples = limit_batches(workers, samples, requested)
-    if int(samples.max()) > LARGEST_EXACT or int(samples.min()) < 0:  # above 2^63 a product of integers is negative
+    if int(samples.max()) > LARGEST_EXACT:
         raise ConfigError("a step has more than 2^53 samples; check the local batch and the number of workers")
     someone = np.maximum(workers, 1)
     computed = computed_samples(scenario.policy, workers, samples)

@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from ebbflow.core.files import hold_lock, write_whole
 from ebbflow.core.memory import keep_freed_memory
+from ebbflow.core.plugins import raised_in_plugin
 from ebbflow.core.signals import StopSignal
 from ebbflow.errors import CodeChanged, ConfigError, EbbflowError, OutputError, RecordError
 from ebbflow.record import End, Header, RecordWriter, Run, StepRow, read_record
@@ -384,7 +385,8 @@ def run_arm(
                     run = train(arm.config, folder, callbacks=callbacks, **options)
             return run.status, run.end.text if run.end else ""
         except Exception as error:  # whatever a user's model raises: the study goes on with the other arms
-            text = str(error) if isinstance(error, EbbflowError) else f"{type(error).__name__}: {error}"
+            named = raised_in_plugin(error) or f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, EbbflowError) else named
             record_failure(arm, folder, text)  # while the folder is held, since another study may wait for it
             return "failed", text
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from ebbflow.core.files import read_text, write_whole
+from ebbflow.core.plugins import raise_naming
 from ebbflow.core.spec import nearest
 from ebbflow.core.units import Seconds
 from ebbflow.errors import InputError, SpecError, TraceError
@@ -142,16 +143,35 @@ def read(path: Path | str, format: str | None = None) -> Trace:
             "is a batch plan (step,batchsize), not an availability trace; "
             "read it with BatchPlan.read, or with ebbflow plan --plan FILE"
         )
-    asked = [FORMATS[format]] if format else [known for known in reversed(FORMATS.values()) if known.matches(file)]
+    asked = [FORMATS[format]] if format else [known for known in reversed(FORMATS.values()) if _matches(known, file)]
     if not asked:
         raise file.error(
             f"is in no known trace format; it begins with {file.beginning[:40]!r}; expected for example "
             f"the header {_HEADER!r}. Known formats: {', '.join(FORMATS)}",
             line=1,
         )
-    trace = asked[0].read(file)
+    trace = _trace_of(asked[0], file)
     name = path.name.removesuffix(".gz")
     return Trace(trace.times, trace.workers, trace.end, trace.final, Path(name).stem)
+
+
+def _matches(known: TraceFormat, file: TextFile) -> bool:
+    try:
+        return known.matches(file)
+    except Exception as error:
+        raise_naming(error, known.matches, f"{file.path}: matches() of the trace format {known.name}")
+
+
+def _trace_of(known: TraceFormat, file: TextFile) -> Trace:
+    """What the reader of a format returns, checked; an exception in one of a plugin is a ConfigError with its line."""
+    try:
+        trace: object = known.read(file)
+    except Exception as error:
+        raise_naming(error, known.read, f"{file.path}: the reader of the trace format {known.name}")
+    if not isinstance(trace, Trace):
+        raise file.error(f"the reader of the trace format {known.name} returned a {type(trace).__name__}; expected a "
+                         f"Trace, from Trace.from_points for example")  # fmt: skip
+    return trace
 
 
 def write(trace: Trace, path: Path | str) -> None:

@@ -66,7 +66,13 @@ def load(text_or_path: str | Path, *, format: str | None = None) -> Trace:
         raise TraceError(f"{text!r} is neither a file nor the text of a generator: {error}{constant}") from None
     if call.name not in GENERATORS:
         raise TraceError(f"{text!r} is neither a file nor a generator; {nearest(call.name, GENERATORS.names())}")
-    return replace(GENERATORS.make(call), name=text)
+    trace: object = GENERATORS.make(call)
+    if not isinstance(trace, Trace):
+        raise TraceError(
+            f"the generator {call} returned a {type(trace).__name__}; expected a Trace: return "
+            f"Trace.from_points([(0, 4), (60, 2)], end=120), for example"
+        )
+    return replace(trace, name=text)
 
 
 def _every(period: float, duration: float) -> npt.NDArray[np.float64]:

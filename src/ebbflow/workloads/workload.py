@@ -194,7 +194,10 @@ class Task:
         """
         valid = _required(source or self.valid, "valid", "source of validation samples")
         modes = [(module, module.training) for module in model.modules()]  # a frozen module keeps its own mode
-        metric = self.validation() if self.validation is not None else None
+        metric: Any = self.validation() if self.validation is not None else None
+        if self.validation is not None and not all(hasattr(metric, name) for name in ("update", "compute")):
+            raise ConfigError(f"the validation of the task returned {metric!r}; expected a metric with the methods "
+                              f"update and compute")  # fmt: skip
         sums: dict[str, list[tuple[Tensor, Tensor | float]]] = {}
         batches = torch.split(torch.arange(len(valid)), self.eval_batch)
         model.eval()
@@ -202,7 +205,7 @@ class Task:
             with torch.no_grad():
                 for indices, batch in zip(batches, _validation_batches(valid, batches), strict=True):
                     x, y = as_pair(batch)
-                    for name, value in self._batch_scores(model, x, y).items():
+                    for name, value in _by_name(self._batch_scores(model, x, y), "the scores of a batch").items():
                         mean, count = mean_over_samples(value, len(indices))
                         sums.setdefault(name, []).append((mean * len(indices), count))
                     if metric is not None:
@@ -212,7 +215,8 @@ class Task:
                 module.training = training
         scores = {name: _ratio(parts) for name, parts in sums.items()}
         if metric is not None:
-            scores |= {name: float(value) for name, value in metric.compute().items()}
+            found = _by_name(metric.compute(), "what the validation metric computed")
+            scores |= {name: _score(name, value) for name, value in found.items()}
         if self.recipe is not None and self.recipe.metric not in scores:
             raise ConfigError(f"the metric is {self.recipe.metric!r}, but the scores are {', '.join(sorted(scores))}")
         return scores
@@ -242,6 +246,19 @@ class Task:
             "recipe": None if self.recipe is None else asdict(self.recipe),
             **({"left_out": dict(self.left_out)} if self.left_out else {}),
         }
+
+
+def _by_name(scores: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(scores, Mapping):
+        raise ConfigError(f"{what}: found {scores!r}; expected scores by name, such as {{'accuracy': 0.9}}")
+    return scores
+
+
+def _score(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"the validation metric computed {name}={value!r}; expected a number") from None
 
 
 def _required(value: T | None, name: str, expected: str) -> T:
