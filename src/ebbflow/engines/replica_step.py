@@ -423,7 +423,7 @@ class ReplicaStep:
         seed = micro_batch_seed(self._seed, epoch, micro_batch.start)
         for generator in self._generators:
             generator.manual_seed(seed)
-        return as_pair(self._fetch(self.indices(epoch, micro_batch)))
+        return as_pair(self._fetch(self.indices(epoch, micro_batch)), named=self.loss_function is not None)
 
     def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
         """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""

@@ -465,7 +465,7 @@ class DatasetSource:
         """
         batches = self._copy.move(self._reader.read(_make_request(indices, _draw_seed() if train else 0)))
         if self.collate_fn is not None or not self.pairs:
-            inputs, targets = as_pair(batches[0])
+            inputs, targets = as_pair(batches[0], named=self.pairs)
         else:
             inputs, targets = (_concatenate(side) for side in zip(*batches, strict=True))
         if self.mean is not None or self.std is not None:
