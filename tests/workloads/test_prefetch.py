@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from drawing_examples import examples
 from ebbflow.engines.batches import DeviceCopy
@@ -360,6 +360,12 @@ def test_batches_that_are_no_pairs_are_refused_with_what_takes_them():
         DatasetSource(Named()).batch(np.arange(2), train=False)
     batch = DatasetSource(Named(), collate_fn=default_collate).batch(np.arange(2), train=False)
     assert {name: tensor.shape for name, tensor in batch.items()} == {"x": (2, 5)}
+
+
+def test_a_loader_without_batches_is_refused_as_such():
+    loader = DataLoader(Drawing(), batch_size=None)
+    with pytest.raises(ConfigError, match=r"has batch_size=None, .* or give the data set"):
+        DatasetSource.from_loader(loader, torch.device("cpu"))
 
 
 # Samples on their way from the processes that read them --------------------------------------------------------------

@@ -480,6 +480,11 @@ class DatasetSource:
         """
         if isinstance(loader.dataset, IterableDataset):
             return cls(loader.dataset, device)  # which refuses it
+        if loader.batch_sampler is None:
+            raise ConfigError(
+                "the DataLoader has batch_size=None, so that its items are no batches; give it a batch_size, or give "
+                "the data set, of which every item is one sample"
+            )
         sampler = loader.sampler
         shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None
         if loader.batch_size is None or not (shuffles or isinstance(sampler, SequentialSampler)):
