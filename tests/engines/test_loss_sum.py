@@ -56,8 +56,8 @@ def test_a_negative_count_is_refused() -> None:
         (torch.zeros(3), r"the loss has the shape \(3,\); expected one number"),
         (LossSum(torch.zeros(3), 2), r"the loss has the shape \(3,\); expected one number"),
         (LossSum(torch.zeros(()), torch.ones(2)), r"the count of the loss has the shape \(2,\); expected one number"),
-        (1.0, "the loss is a float; expected a tensor with one number, or a LossSum"),
-        ((torch.zeros(()), 3), "the loss is a tuple; expected a tensor with one number, or a LossSum"),
+        (1.0, "the loss is of type float; expected a tensor with one number, or a LossSum"),
+        ((torch.zeros(()), 3), "the loss is of type tuple; expected a tensor with one number, or a LossSum"),
     ],
 )
 def test_what_is_no_loss_is_named(loss: Any, message: str) -> None:

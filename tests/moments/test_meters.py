@@ -397,6 +397,8 @@ def test_impossible_parameters_are_refused() -> None:
         HookMeter([w * 2], layers=False)
     with pytest.raises(ConfigError, match="several devices"):
         HookMeter([w, nn.Parameter(torch.ones(2, device="meta"))], layers=False)
+    with pytest.raises(ConfigError, match="parameter 1 has no shape yet"):
+        HookMeter([w, nn.LazyLinear(3).weight], layers=False)
 
 
 def test_a_micro_batch_without_a_gradient_and_a_step_with_other_samples_are_refused() -> None:

@@ -188,6 +188,22 @@ def test_a_state_of_another_rule_or_batch_is_refused() -> None:
         elastic(model(), base_batch=32)[0].load_state_dict(state)
 
 
+def test_a_state_of_another_kind_of_optimizer_or_of_other_groups_is_refused() -> None:
+    net = model()
+    optimizer, sampler = elastic(net)
+    torch.optim.lr_scheduler.ConstantLR(optimizer.inner)  # leaves a note in the groups, which makes no other kind
+    train_elastic(net, optimizer, sampler)
+    state = copy.deepcopy(optimizer.state_dict())
+    sampler, net = ElasticSampler(SAMPLES, 3, local_batch=8), model()
+    settings = {"rule": "linear", "base_batch": 16, "sampler": sampler}
+    adam = torch.optim.Adam(net.parameters())
+    with pytest.raises(CheckpointError, match=r"has dampening, momentum, nesterov, but Adam has amsgrad, .* instead"):
+        ElasticOptimizer(adam, **settings).load_state_dict(state)
+    groups = torch.optim.SGD([{"params": [parameter]} for parameter in net.parameters()], lr=0.1)
+    with pytest.raises(CheckpointError, match=r"does not fit this SGD: .*groups.* with the same groups of parameters"):
+        ElasticOptimizer(groups, **settings).load_state_dict(state)
+
+
 def test_a_state_that_is_refused_changes_nothing_and_one_of_plain_torch_says_what_it_is() -> None:
     net = model()
     optimizer, sampler = elastic(net)

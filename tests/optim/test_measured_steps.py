@@ -210,6 +210,8 @@ def test_unsuitable_optimizers_are_refused_when_the_optimizer_is_made() -> None:
         elastic(net, "adamsde")
     with pytest.raises(ConfigError, match="clip is 0"):
         elastic(net, "linear", clip=0.0)
+    with pytest.raises(ConfigError, match=r"clip is '1\.0'; expected a number above 0"):
+        elastic(net, "linear", clip="1.0")
     with pytest.raises(ConfigError, match="did you mean 'skip'"):
         elastic(net, "linear", on_nonfinite="skipp")
 

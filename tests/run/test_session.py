@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import ebbflow
 from contract.suite import SAMPLES, BackAndForth, make_data, make_model, weights_of
@@ -85,6 +85,19 @@ def test_a_session_that_is_left_continues_where_it_was(tmp_path: Path) -> None:
         ebbflow.Session(again, sgd(again), TensorSource(*make_data()), out=tmp_path, **SETTINGS),
     ):
         pass
+
+
+def test_another_setting_is_named_as_it_is_given(tmp_path: Path) -> None:
+    model = make_model()
+    for micro_batch in (None, 2):
+        settings = {**SETTINGS, "micro_batch": micro_batch, "out": tmp_path}
+        session = ebbflow.Session(model, sgd(model), TensorSource(*make_data()), loss=cross_entropy, **settings)
+        if micro_batch is None:
+            with session:
+                next(iter(session))
+        else:
+            with pytest.raises(CheckpointError, match=r"other settings \(micro_batch is 2, was None\)"):
+                session.__enter__()
 
 
 def test_a_run_that_diverged_has_ended_and_does_not_go_on_with_its_old_rates(tmp_path: Path) -> None:
@@ -214,6 +227,47 @@ def test_a_loss_that_is_a_sum_is_refused_or_divided(kind: str) -> None:
     torch.testing.assert_close(weights(sums[kind], reduction="sum"), mean)
     classes = weights(lambda output, y: (output.log_softmax(1) * functional.one_hot(y, output.shape[1])).mean(0).sum())
     assert classes.isfinite().all()
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: int
+
+
+class Points(Dataset[Point]):
+    """Named pairs of two."""
+
+    def __len__(self) -> int:
+        return len(make_data()[0])
+
+    def __getitem__(self, index: int) -> Point:
+        x, y = make_data()
+        return Point(x[index], int(y[index]))
+
+
+def test_a_loop_gets_named_tuples_and_a_loss_their_fields() -> None:
+    models = make_model(), make_model()
+    with ebbflow.Session(models[0], sgd(models[0]), Points(), loader_workers=0, **SETTINGS) as session:
+        for step in session:
+            for batch in step:
+                step.backward(nn.functional.cross_entropy(models[0](batch.x), batch.y))
+    settings = {**SETTINGS, "loss": cross_entropy, "engine": "loop"}
+    with ebbflow.Session(models[1], sgd(models[1]), Points(), loader_workers=0, **settings) as session:
+        session.run()
+    torch.testing.assert_close(weights_of(models[0]), weights_of(models[1]))
+
+
+def test_a_model_whose_parameters_are_all_frozen_is_refused() -> None:
+    model = make_model().requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"the \d+ tensors of the optimizer are all frozen .* nothing to train"):
+        ebbflow.Session(model, sgd(model), TensorSource(*make_data()), rule="sqrt", **SETTINGS)
+
+
+def test_a_rule_that_measures_refuses_parameters_without_a_shape() -> None:
+    model = nn.Sequential(nn.LazyLinear(3, dtype=torch.float64), nn.Linear(3, 3, dtype=torch.float64))
+    session = ebbflow.Session(model, sgd(model), TensorDataset(*make_data()), rule="adascale", **SETTINGS)
+    with pytest.raises(ConfigError, match=r"parameter 0 has no shape yet .* call the model once with a batch"):
+        session.__enter__()
 
 
 def test_a_source_of_ones_own_needs_a_length_and_batches_only() -> None:

@@ -6,10 +6,12 @@ import gc
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from drawing_examples import examples
 from ebbflow.engines.batches import DeviceCopy
@@ -358,6 +360,57 @@ def test_batches_that_are_no_pairs_are_refused_with_what_takes_them():
         DatasetSource(Named()).batch(np.arange(2), train=False)
     batch = DatasetSource(Named(), collate_fn=default_collate).batch(np.arange(2), train=False)
     assert {name: tensor.shape for name, tensor in batch.items()} == {"x": (2, 5)}
+
+
+def test_a_loader_without_batches_is_refused_as_such():
+    loader = DataLoader(Drawing(), batch_size=None)
+    with pytest.raises(ConfigError, match=r"has batch_size=None, .* or give the data set"):
+        DatasetSource.from_loader(loader, torch.device("cpu"))
+
+
+# Samples on their way from the processes that read them --------------------------------------------------------------
+
+
+class Parts(Drawing):
+    """Samples of many tensors."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        parts = {name: torch.tensor(float(number)) for number, name in enumerate("abcdef")}
+        return {**parts, "trained": torch.ones(2, requires_grad=True)} if index < 2 else parts  # which torch sends
+
+
+@pytest.mark.process
+def test_samples_of_many_tensors_do_not_need_a_file_descriptor_for_each_of_them():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 150, hard))
+    try:
+        source = DatasetSource(Parts(), loader_workers=1, collate_fn=default_collate)
+        batch = source.batch(np.arange(2, 66), train=False)  # 64 samples of six tensors
+        assert [float(batch[name].mean()) for name in "abcdef"] == [0, 1, 2, 3, 4, 5]
+        assert source.batch(np.arange(2), train=False)["trained"].sum() == 4
+        source.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Unpicklable(Drawing):
+    def __getitem__(self, index: int) -> Callable[[], int]:  # type: ignore[override]
+        return lambda: index
+
+
+def numbers_of(samples: list[Callable[[], int]]) -> torch.Tensor:
+    return torch.tensor([sample() for sample in samples])
+
+
+@pytest.mark.process
+def test_samples_that_cannot_be_pickled_are_an_error_and_no_hang():
+    reader = SampleReader(Unpicklable(), loader_workers=1, prefetch=32, collate_fn=numbers_of)
+    with pytest.raises(ConfigError, match=r"samples of Unpicklable cannot be sent .*pickle.* loader_workers=0"):
+        reader.read(Request(0, (3, 4)))
+    reader.close()
+    here = SampleReader(Unpicklable(), loader_workers=0, prefetch=32, collate_fn=numbers_of)
+    assert here.read(Request(0, (3, 4)))[0].tolist() == [3, 4]
 
 
 # Pinned memory and the copy to a device -------------------------------------------------------------------------------

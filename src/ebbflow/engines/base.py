@@ -102,7 +102,8 @@ class Engine(ABC):
     def open(self, assignment: Assignment, size: StepSize) -> None:
         """Begin a step whose backward passes the user does: `micro_batches`, `backward` for each, then `combine`."""
         raise ConfigError(
-            f"{type(self).__name__} computes the backward passes itself: give the loss (loss=...) and call run()"
+            f"{type(self).__name__} computes the backward passes itself: give the loss (loss=...) and call run(), "
+            f"without a loop over the micro-batches of a step"
         )
 
     def micro_batches(self) -> Iterator[Any]:

@@ -10,13 +10,16 @@ import torch
 __all__ = ["DeviceCopy", "as_pair", "map_batch", "move_batch", "pin_batch", "tensors_in"]
 
 
-def as_pair(batch: Any) -> tuple[Any, Any]:
+def as_pair(batch: Any, *, named: bool = True) -> tuple[Any, Any]:
     """A batch as (inputs, targets); one that is no pair is all inputs, with None as targets.
+
+    `named`: whether a named tuple of two is a pair. A user's own loop asks for its fields by their names.
 
     >>> as_pair([1, 2]), as_pair({"x": 1, "y": 2})
     ((1, 2), ({'x': 1, 'y': 2}, None))
     """
-    if isinstance(batch, tuple | list) and len(batch) == 2 and batch[1] is not None:
+    pair = isinstance(batch, tuple | list) and (named or not hasattr(batch, "_fields"))
+    if pair and len(batch) == 2 and batch[1] is not None:
         return batch[0], batch[1]
     return batch, None
 

@@ -41,7 +41,7 @@ def check_scalar(loss: object) -> None:
             raise ConfigError(f"the count of the loss has the shape {tuple(count.shape)}; expected one number")
         loss = loss.total
     if not isinstance(loss, torch.Tensor):
-        raise ConfigError(f"the loss is a {type(loss).__name__}; expected a tensor with one number, or a LossSum")
+        raise ConfigError(f"the loss is of type {type(loss).__name__}; expected a tensor with one number, or a LossSum")
     if loss.numel() != 1:
         raise ConfigError(
             f"the loss has the shape {tuple(loss.shape)}; expected one number, the mean over the samples of the "

@@ -69,16 +69,17 @@ def generators(model: torch.nn.Module) -> list[torch.Generator]:
 
 def fetch_seeded(
     fetch: Fetch, indices: npt.NDArray[np.int64], generators: Iterable[torch.Generator],
-    *, seed: int, epoch: int, start: int,
+    *, seed: int, epoch: int, start: int, named: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Inputs and targets of the backward pass that starts at a position of an epoch; None if a batch has no targets.
 
     The generators are seeded before, so that what is drawn at random, here and in the pass, depends on the place alone.
+    `named`: see `as_pair`.
     """
     own_seed = micro_batch_seed(seed, epoch, start)
     for generator in generators:
         generator.manual_seed(own_seed)
-    return as_pair(fetch(indices))
+    return as_pair(fetch(indices), named=named)
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
@@ -434,8 +435,10 @@ class ReplicaStep:
 
     def _fetch_seeded(self, epoch: int, micro_batch: MicroBatch) -> tuple[Any, Any]:
         indices = self.indices(epoch, micro_batch)
-        start = micro_batch.start
-        return fetch_seeded(self._fetch, indices, self._generators, seed=self._seed, epoch=epoch, start=start)
+        return fetch_seeded(
+            self._fetch, indices, self._generators, seed=self._seed, epoch=epoch, start=micro_batch.start,
+            named=self.loss_function is not None,
+        )  # fmt: skip
 
     def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
         """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ebbflow.errors import ConfigError
@@ -193,6 +194,11 @@ def _device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
     if not parameters:
         raise ConfigError("there are no parameters to measure; expected those that the optimizer trains")
     for index, parameter in enumerate(parameters):
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"parameter {index} has no shape yet (of a LazyLinear, for example); call the model once with a batch "
+                f"before the optimizer is made"
+            )
         if not parameter.is_floating_point():
             raise ConfigError(
                 f"parameter {index} of shape {tuple(parameter.shape)} is of type {parameter.dtype}; gradient "
@@ -724,6 +730,7 @@ def meter_for(parameters: Sequence[torch.nn.Parameter], *, layers: bool) -> Mete
     On a GPU and in small models a hook per tensor costs more than the arithmetic. In large models on a CPU, a hook is
     called at the only time at which the gradient is in the cache.
     """
+    _device_of(parameters)  # before they are asked for their sizes
     if FlatMeter.suits(parameters):
         return FlatMeter(parameters, layers=layers)
     if any(parameter.device.type != "cpu" for parameter in parameters):

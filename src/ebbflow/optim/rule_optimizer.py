@@ -28,6 +28,9 @@ __all__ = ["OnNonfinite", "RuleOptimizer", "Update"]
 
 STATE_VERSION = 4
 
+_NOTES_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""What torch's schedulers add to the groups of an optimizer."""
+
 OnNonfinite = Literal["ignore", "skip", "stop"]
 
 
@@ -74,9 +77,10 @@ class RuleOptimizer(torch.optim.Optimizer):
     ) -> None:
         """The arguments are those of `ElasticOptimizer`."""
         whole_number(base_batch, "base_batch, the batch at which the rate was tuned,")
-        for name, value in {"memory_steps": memory_steps, "measure_every": measure_every, "clip": clip}.items():
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}; expected a number above 0")
+        numbers: dict[str, Any] = {"memory_steps": memory_steps, "measure_every": measure_every, "clip": clip}
+        for name, value in numbers.items():
+            if value is not None and (isinstance(value, str) or not value > 0):
+                raise ConfigError(f"{name} is {value!r}; expected a number above 0")
         if not any(group["params"] for group in inner.param_groups):
             raise ConfigError("the optimizer has no parameters; give it some of a model (are all of them frozen?)")
         if on_nonfinite not in ("ignore", "skip", "stop"):
@@ -403,8 +407,15 @@ class RuleOptimizer(torch.optim.Optimizer):
                     f"the optimizer state was saved with {key} {state_dict.get(key)!r}, this optimizer has {own!r}; "
                     f"create it with the saved one, or start anew"
                 )
+        self._check_kind(state_dict["inner"])
         averages = Averages.restore(state_dict["averages"])
-        self.inner.load_state_dict(state_dict["inner"])
+        try:
+            self.inner.load_state_dict(state_dict["inner"])
+        except ValueError as error:  # torch found other groups or tensors
+            raise CheckpointError(
+                f"the optimizer state does not fit this {type(self.inner).__name__}: {error}; create the optimizer "
+                f"that was saved, with the same groups of parameters, or start anew"
+            ) from error
         self._share_with_inner()
         self._averages = averages
         self._slopes.load_state_dict(state_dict.get("slopes"))
@@ -417,6 +428,23 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._progress = state_dict["progress"]
         self._rates_set = None
         self.inner.zero_grad()  # gradients of an incomplete step belong to another position
+
+    def _check_kind(self, inner: Mapping[str, Any]) -> None:
+        """Refuse the state of an optimizer of another kind, which torch would load.
+
+        Versions of torch add settings, and schedulers notes of their own. So two kinds are different if each has
+        settings that the other lacks.
+        """
+        own, saved = (
+            {name for group in groups for name in group if name != "params" and name not in _NOTES_OF_SCHEDULERS}
+            for groups in (self.inner.param_groups, inner["param_groups"])
+        )
+        if own - saved and saved - own:
+            raise CheckpointError(
+                f"the optimizer state was saved with an optimizer that has {', '.join(sorted(saved - own))}, but "
+                f"{type(self.inner).__name__} has {', '.join(sorted(own - saved))} instead; create the optimizer that "
+                f"was saved, or start anew"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle everything but what belongs to a process, such as a sampler.

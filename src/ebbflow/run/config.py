@@ -305,7 +305,8 @@ class RunConfig(BaseModel):
     def _other_values(self, recorded: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
         own = self._computing()
         before = {key: recorded.get(key, _DEFAULTS[key]) for key in keys}
-        return [f"{key} is {own[key]!r}, was {value!r}" for key, value in before.items() if own[key] != value]
+        names = {_recorded_key(name): name for name in type(self).model_fields}
+        return [f"{names[key]} is {own[key]!r}, was {value!r}" for key, value in before.items() if own[key] != value]
 
     def other_data(self, recorded: Mapping[str, Any]) -> str:
         """Where a recorded run found its data, if that was another place, as a phrase; empty if it was the same place.

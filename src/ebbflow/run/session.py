@@ -197,6 +197,11 @@ def _check_parameters(model: torch.nn.Module, optimizer: RuleOptimizer) -> None:
             f"{foreign} of the {len(given)} tensors of the optimizer do not belong to the model; make the optimizer "
             f"with model.parameters() after the model is built and moved, and put several models into one nn.ModuleList"
         )
+    if not any(parameter.requires_grad for parameter in given):
+        raise ConfigError(
+            f"the {len(given)} tensors of the optimizer are all frozen (requires_grad is False), so that there is "
+            f"nothing to train; expected one that requires a gradient"
+        )
 
 
 @shows_settings("session")

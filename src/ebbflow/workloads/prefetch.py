@@ -49,6 +49,7 @@ from torch.utils.data import (
 from ebbflow.engines.batches import DeviceCopy, as_pair, pin_batch
 from ebbflow.engines.replica_step import micro_batch_seed
 from ebbflow.errors import ConfigError, DataError
+from ebbflow.workloads.packed_samples import PackedSamples, pack_samples
 from ebbflow.workloads.sources import Indices, move_all, standardise
 
 __all__ = ["MAX_SUB_REQUEST", "DatasetSource", "Request", "SampleReader", "seeded"]
@@ -122,13 +123,6 @@ def _read_samples(dataset: Dataset[Any], sub_request: Request) -> list[Any] | Re
     return samples
 
 
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """Samples that are to be collated together with those of other sub-requests."""
-
-    samples: list[Any]
-
-
 def _collate_any(samples: list[Any], dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> Any:
     """Return the samples as a DataLoader would."""
     try:
@@ -164,11 +158,33 @@ def _checked_pair(pair: Any, dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
     return pair[0], pair[1]
 
 
+def _pack(samples: list[Any], dataset: Dataset[Any]) -> PackedSamples:
+    """Return samples as they are sent to the training process, which collates them with those of other sub-requests."""
+    try:
+        return pack_samples(samples)
+    except Exception as error:  # whatever the pickling of a user's classes raises
+        raise _unsendable(dataset, error) from error
+
+
+def _unpack(packed: PackedSamples, dataset: Dataset[Any]) -> list[Any]:
+    try:
+        return packed.unpack()
+    except Exception as error:  # the same
+        raise _unsendable(dataset, error) from error
+
+
+def _unsendable(dataset: Dataset[Any], error: Exception) -> ConfigError:
+    return ConfigError(
+        f"samples of {type(dataset).__name__} cannot be sent by the process that reads them: {type(error).__name__}: "
+        f"{error}; expected what can be pickled. With loader_workers=0 the training process reads them itself"
+    )
+
+
 Prediction = Callable[[], Iterator[Request]]
 """Returns an iterator over the requests that are expected, beginning with the present one. It may be wrong, and it may
 end early."""
 
-ReadResult = tuple[Tensor, Tensor] | _Samples | ReadFailure | ConfigError
+ReadResult = tuple[Tensor, Tensor] | PackedSamples | ReadFailure | ConfigError
 
 _LOG = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
@@ -185,10 +201,8 @@ class _SubRequestDataset(Dataset[ReadResult]):
         samples = _read_samples(self.dataset, sub_request)
         if isinstance(samples, ReadFailure):
             return samples
-        if not self.collates:
-            return _Samples(samples)
         try:
-            return _collate(samples, self.dataset)
+            return _collate(samples, self.dataset) if self.collates else _pack(samples, self.dataset)
         except ConfigError as error:
             return ConfigError(str(error))  # without its cause, which perhaps cannot be sent between processes
 
@@ -280,7 +294,8 @@ class SampleReader:
             batches.append(result)
         if self.collate_fn is None:
             return batches  # pinned by the loader
-        samples = [sample for part in batches if isinstance(part, _Samples) for sample in part.samples]
+        packed = [part for part in batches if isinstance(part, PackedSamples)]
+        samples = [sample for part in packed for sample in _unpack(part, self.dataset)]
         return [self._pinned(_collate_any(samples, self.dataset, self.collate_fn))]
 
     def _pinned(self, batch: Any) -> Any:
@@ -294,7 +309,7 @@ class SampleReader:
             taken.popleft()
             return [next(self._results) for _ in request.split()]
         except (RuntimeError, OSError, EOFError) as error:  # a process died before or while it sent its samples
-            failure = str(error)
+            failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         except BaseException:  # interrupted between two sub-requests: the remaining ones would be taken for another's
             self.close()
             raise
@@ -450,7 +465,7 @@ class DatasetSource:
         """
         batches = self._copy.move(self._reader.read(_make_request(indices, _draw_seed() if train else 0)))
         if self.collate_fn is not None or not self.pairs:
-            inputs, targets = as_pair(batches[0])
+            inputs, targets = as_pair(batches[0], named=self.pairs)
         else:
             inputs, targets = (_concatenate(side) for side in zip(*batches, strict=True))
         if self.mean is not None or self.std is not None:
@@ -465,6 +480,11 @@ class DatasetSource:
         """
         if isinstance(loader.dataset, IterableDataset):
             return cls(loader.dataset, device)  # which refuses it
+        if loader.batch_sampler is None:
+            raise ConfigError(
+                "the DataLoader has batch_size=None, so that its items are no batches; give it a batch_size, or give "
+                "the data set, of which every item is one sample"
+            )
         sampler = loader.sampler
         shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None
         if loader.batch_size is None or not (shuffles or isinstance(sampler, SequentialSampler)):
