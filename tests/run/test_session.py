@@ -100,6 +100,26 @@ def test_another_setting_is_named_as_it_is_given(tmp_path: Path) -> None:
                 session.__enter__()
 
 
+def test_a_stopped_run_does_not_silently_go_on_with_its_old_rate(tmp_path: Path) -> None:
+    """Torch restores the rate of an optimizer, whatever it was made with."""
+
+    def session(lr: float) -> ebbflow.Session:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        return ebbflow.Session(
+            model, optimizer, TensorSource(*make_data()), loss=cross_entropy, out=tmp_path, rule="linear", **SETTINGS
+        )
+
+    with session(lr=0.1) as first:
+        next(iter(first))
+    expected = r"made with the learning rate 0\.1, this one was made with 0\.5; go on with that of the run"
+    with pytest.raises(CheckpointError, match=expected):
+        session(lr=0.5).__enter__()
+    with session(lr=0.1) as again:
+        again.run()
+    assert ebbflow.read_record(tmp_path / "record.jsonl").status == "finished"
+
+
 def test_a_run_that_diverged_has_ended_and_does_not_go_on_with_its_old_rates(tmp_path: Path) -> None:
     def train(lr: float) -> None:
         model = make_model()

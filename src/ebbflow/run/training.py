@@ -157,6 +157,15 @@ class RunFiles:
                 f"{path} belongs to a run with other settings ({'; '.join(other)}); go on with those, or choose "
                 f"another folder"
             )
+        # Torch restores the rates of an optimizer, whatever it was made with: a new one would be ignored.
+        optimizers = (state["optimizer"], flow.optimizer.state_dict())
+        saved, made = ([float(rate) for rate in optimizer["initial_lrs"]] for optimizer in optimizers)
+        if len(saved) == len(made) and saved != made:
+            was, now = (", ".join(f"{rate:g}" for rate in rates) for rates in (saved, made))
+            raise CheckpointError(
+                f"{path} belongs to a run whose optimizer was made with the learning rate {was}, this one was made "
+                f"with {now}; go on with that of the run, or choose another folder"
+            )
         changes = self.check_code(state["settings"], flow.engine.model)
         flow.load_state_dict(state, origin=f"the checkpoint {path}")
         return int(state["record_bytes"]), changes
