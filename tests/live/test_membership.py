@@ -657,7 +657,8 @@ def ask(membership: Membership) -> AskLighthouse:
 def fail(membership: Membership, number: int, *replicas: str, backend: bool = False, at: float = 0.0) -> list[str]:
     """Let the sum of the gradients fail with the replicas of the quorum that was asked for; the reasons to wait."""
     equal = handshakes(*[(0, 5, True)] * len(replicas))
-    react(membership, *accepted(*replicas, number=number), equal, GroupConnected(now=at))
+    if react(membership, *accepted(*replicas, number=number), equal, GroupConnected(now=at)) == [LoadCheckpoint()]:
+        react(membership, NoNewerCheckpoint(now=at))  # one that is gone might have gone on alone
     failed = react(membership, StepFailed(now=at, reason="duplicate GPU", backend=backend))
     assert failed[-1] == DropConnections()
     return [one.text for one in failed if isinstance(one, RecordEvent) and one.what == "waiting"]
@@ -732,7 +733,9 @@ def test_a_peer_that_cannot_be_reached_other_replicas_and_committed_steps_are_no
         fail(membership, number, "a", "b", backend=True, at=60.0 * number)
         ask(membership)
         equal = handshakes((0, 5, True), (0, 5, True))
-        react(membership, *accepted("a", "b"), equal, GroupConnected(now=0), committed())
+        if react(membership, *accepted("a", "b"), equal, GroupConnected(now=0)) == [LoadCheckpoint()]:
+            react(membership, NoNewerCheckpoint(now=0))
+        react(membership, committed())
 
 
 def test_a_newcomer_with_another_secret_gives_up_and_one_that_met_others_does_not() -> None:
@@ -1052,6 +1055,20 @@ def test_one_that_listened_to_somebody_further_who_left_looks_for_the_last_check
     alone = (*accepted("a", number=3, now=9), handshakes((1, 8, True), now=9), GroupConnected(now=9))
     assert react(membership, *alone) == [LoadCheckpoint()]
     assert isinstance(react(membership, NoNewerCheckpoint(now=9))[-1], ComputeStep)
+
+
+@pytest.mark.parametrize(("failed_at", "looks"), [(1.0, False), (11.0, True)])
+def test_one_that_was_held_up_in_a_step_looks_for_the_last_checkpoint_of_the_others(
+    failed_at: float, looks: bool
+) -> None:
+    """They may have gone on without it, and have finished: a backend that fails at one replica may block at another."""
+    membership = computing("a", "b")
+    react(membership, StepFailed(now=failed_at, reason="connection closed", backend=True))
+    membership.objections.watch.answered(failed_at, about_quorum=False, ages={})
+    now = failed_at + 9
+    react(membership, requested(now=failed_at))
+    alone = (*accepted("a", number=2, now=now), handshakes((0, 0, True), now=now), GroupConnected(now=now))
+    assert (react(membership, *alone) == [LoadCheckpoint()]) == looks
 
 
 def test_a_peer_lost_while_the_state_is_sent_costs_the_group() -> None:

@@ -105,6 +105,7 @@ _MAX_FAILURES = 2  # in a row, before a replica looks for peers that it does not
 _LEFT_OUT_S = 5.0  # between two attempts of a replica that was left out to reach its peers
 _FIRST_CONTACT_S = 2.0  # after which a replica that waits for a quorum looks whether the lighthouse still answers
 _CONTACT_EVERY_S = 5.0  # between two such looks
+_HELD_UP_S = 5.0  # in a step that then fails: the lighthouse lets the others wait about twice as long
 _EXPLAIN_AFTER_S = 10.0  # for which a replica waits for the others without a word
 _ANSWER_HOLDS_S = 10.0  # if it was asked for before the step began: others that it names wait for a handshake as long
 _ALONE_HOLDS_S = 1.0  # the same, if it names nobody else
@@ -219,6 +220,8 @@ class Membership:
         self._unreachable: tuple[str, ...] = ()  # those of them that did not answer
         self._blocked: tuple[str, ...] = ()  # those of them that are reached at their stores only
         self._others_went_on = False  # without this replica, or may have, since its last committed step
+        self._held_up_with: frozenset[str] = frozenset()
+        """The replicas of a step that failed late: those of them that are gone by then may have gone on, too."""
         self._met_others = False  # has exchanged handshakes, so that its secret is that of the fleet
         self._foreign = 0  # attempts that failed because another replica has another secret
         self._reported = ""
@@ -529,7 +532,8 @@ class Membership:
         assert self._agreement is not None
         # Those who went on without this replica may have finished or left meanwhile, and so may those who had come
         # further, before their state was here: then they have left nothing but a checkpoint.
-        they_are_gone = self._others_went_on and self.group.rank not in self._agreement.transfers
+        went_on = self._others_went_on or not self._held_up_with <= {*self.group.names}
+        they_are_gone = went_on and self.group.rank not in self._agreement.transfers
         if they_are_gone or self.objections.met_further or not self._agreement.established:
             self.phase = MembershipPhase.LOADING
             return [LoadCheckpoint()]
@@ -594,7 +598,7 @@ class Membership:
         self.phase = MembershipPhase.IDLE
         self.objections.committed(group.names)
         self._failures = 0
-        self._others_went_on = False
+        self._others_went_on, self._held_up_with = False, frozenset()
         self._repeated.forget()
         self._suspects = self._unreachable = self._blocked = ()
         self.state = ReplicaState(
@@ -669,6 +673,8 @@ class Membership:
         group = self.group or self._forming
         explained: list[Instruction] = []
         if group is not None:
+            if event.now - self._waiting_since > _HELD_UP_S:
+                self._held_up_with = frozenset(group.names)
             self._repeated.add(group.names, event.reason, event.now, backend=event.backend)
             if self._repeated.explanation_due:
                 reason = f"it fails again and again with the same replicas, which are all here: {event.reason}"
