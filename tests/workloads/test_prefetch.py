@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -232,6 +233,46 @@ def test_an_error_names_the_sample_that_cannot_be_read(workers):
     assert "drawing.py" in e.value.__notes__[0]  # where it happened
     assert len(source.batch(np.arange(60), train=True)[1]) == 60
     source.close()
+
+
+class Together(Drawing):
+    """A data set that reads several samples at once, as those of Hugging Face do; `asked` are the numbers."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.asked: list[list[int]] = []
+        self.broken = broken
+
+    def __getitem__(self, index):
+        if self.broken == "one" and index == 70:
+            raise OSError("cannot identify it")
+        return super().__getitem__(index)
+
+    def __getitems__(self, indices):
+        self.asked.append(indices)
+        samples = [self[index] for index in indices]
+        if self.broken == "all":
+            raise KeyError("a column")
+        return samples[1:] if self.broken == "short" else samples
+
+
+def test_a_data_set_that_reads_several_samples_at_once_is_asked_for_them_together():
+    together, indices = Together(), np.arange(40, 110)
+    found = DatasetSource(together, loader_workers=0).batch(indices, train=False)
+    assert together.asked == [[*range(40, 72)], [*range(72, 104)], [*range(104, 110)]]
+    assert equal(found, DatasetSource(Drawing(), loader_workers=0).batch(indices, train=False))
+
+
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [
+        ("one", "sample 70 of Together cannot be read: OSError: cannot identify it; repair it"),
+        ("all", "sample 60 of Together cannot be read: __getitems__ raised KeyError: 'a column'; it was asked for 32"),
+        ("short", "sample 60 of Together cannot be read: __getitems__ returned 31 samples for 32 numbers"),
+    ],
+)
+def test_samples_that_cannot_be_read_together_are_an_error_that_says_which(broken, expected):
+    with pytest.raises(DataError, match=re.escape(expected)):
+        DatasetSource(Together(broken), loader_workers=0).batch(np.arange(60, 100), train=True)
 
 
 @pytest.mark.process

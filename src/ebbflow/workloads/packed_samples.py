@@ -90,13 +90,6 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and not special
 
 
-def _shared_bytes(size: int) -> Tensor:
-    """Memory that can be sent without another copy, as torch's default collation uses it."""
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))  # type: ignore[no-untyped-call]
-
-
 def pack_samples(samples: list[Any]) -> PackedSamples:
     """Pack samples to be sent to another process of this machine.
 
@@ -107,7 +100,7 @@ def pack_samples(samples: list[Any]) -> PackedSamples:
     file = io.BytesIO()
     packer = _Packer(file)
     packer.dump(samples)
-    block = _shared_bytes(packer.size)
+    block = torch.empty(packer.size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
     for tensor, place in zip(packer.tensors, packer.places, strict=True):
         place.of(block).copy_(tensor)
     return PackedSamples(file.getvalue(), tuple(packer.places), block)

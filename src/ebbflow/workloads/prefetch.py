@@ -89,7 +89,8 @@ class ReadFailure:
     def error(self, dataset: Dataset[Any]) -> DataError:
         """Return the error to raise; its note is the traceback of the data set's own error."""
         error = DataError(f"sample {self.index} of {type(dataset).__name__} cannot be read: {self.reason}")
-        error.add_note(self.trace)
+        if self.trace:
+            error.add_note(self.trace)
         return error
 
 
@@ -109,7 +110,28 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _read_samples(dataset: Dataset[Any], sub_request: Request) -> list[Any] | ReadFailure:
-    """Return the samples of a sub-request, or why the first unreadable one of them cannot be read."""
+    """Return the samples of a sub-request, or why the first unreadable one of them cannot be read.
+
+    A data set that reads several at once, by `__getitems__` as torch's loader knows it, is asked for all of them.
+    """
+    if not (read_together := getattr(dataset, "__getitems__", None)):
+        return _read_one_by_one(dataset, sub_request)
+    indices = [*sub_request.indices]
+    try:
+        with seeded(sub_request.seed):
+            samples = [*read_together(indices)]
+        if len(samples) == len(indices):
+            return samples
+        reason, trace = f"__getitems__ returned {len(samples)} samples for {len(indices)} numbers", ""
+    except Exception as error:  # whatever the data set's own code raises
+        found = _read_one_by_one(dataset, sub_request)  # to name the sample that cannot be read
+        if isinstance(found, ReadFailure):
+            return found
+        reason, trace = f"__getitems__ raised {type(error).__name__}: {error}", traceback.format_exc()
+    return ReadFailure(indices[0], f"{reason}; it was asked for {len(indices)} from this one on", trace)
+
+
+def _read_one_by_one(dataset: Dataset[Any], sub_request: Request) -> list[Any] | ReadFailure:
     samples = []
     with seeded(sub_request.seed):
         for index in sub_request.indices:
@@ -410,10 +432,11 @@ class DatasetSource:
     of whatever a `collate_fn` makes batches of.
 
     Worker processes read the samples of upcoming batches, so that decoding and transforms cost no time as long as they
-    are faster than computing. The data set's own transforms are applied in training and validation alike: use two data
-    sets where they should differ. Transforms may draw from the global generators of torch, numpy and Python. These are
-    seeded, in training from one number of torch's generator and in validation always equally, so that samples depend
-    neither on the number of processes nor on what was read before.
+    are faster than computing. A data set with `__getitems__`, such as one of Hugging Face, is asked for up to 32 at
+    once. The data set's own transforms are applied in training and validation alike: use two data sets where they
+    should differ. Transforms may draw from the global generators of torch, numpy and Python. These are seeded, in
+    training from one number of torch's generator and in validation always equally, so that samples depend neither on
+    the number of processes nor on what was read before.
     """
 
     dataset: Dataset[Any]
