@@ -188,7 +188,7 @@ def test_a_rank_killed_with_kill_9_ends_all_and_any_number_of_ranks_continues(tm
         ("fails=data, rank=-1", "error: the workload 'test-ranks' cannot be built: DataError: there is no data here"),
         ("fails=data", "error: the workload 'test-ranks' cannot be built: DataError: there is no data here"),
         ("fails=memory", "error: the memory of the device cpu does not suffice"),
-        ("fails=error", "RuntimeError: boom"),
+        ("fails=error", "error: a plugin raised RuntimeError: boom"),
         ("fails=kill", "error: another rank has ended in the middle of a step"),
     ],
 )

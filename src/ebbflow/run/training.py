@@ -157,17 +157,16 @@ class RunFiles:
                 f"{path} belongs to a run with other settings ({'; '.join(other)}); go on with those, or choose "
                 f"another folder"
             )
-        # Torch restores the rates of an optimizer, whatever it was made with: a new one would be ignored.
-        optimizers = (state["optimizer"], flow.optimizer.state_dict())
-        saved, made = ([float(rate) for rate in optimizer["initial_lrs"]] for optimizer in optimizers)
-        if len(saved) == len(made) and saved != made:
-            was, now = (", ".join(f"{rate:g}" for rate in rates) for rates in (saved, made))
+        changes = self.check_code(state["settings"], flow.engine.model)
+        made_with = flow.optimizer.state_dict()["initial_lrs"]
+        flow.load_state_dict(state, origin=f"the checkpoint {path}")
+        # Torch restores the rates of an optimizer, whatever it was made with: other ones would be ignored.
+        if (restored := flow.optimizer.state_dict()["initial_lrs"]) != made_with:
+            was, now = (", ".join(f"{float(rate):g}" for rate in rates) for rates in (restored, made_with))
             raise CheckpointError(
                 f"{path} belongs to a run whose optimizer was made with the learning rate {was}, this one was made "
                 f"with {now}; go on with that of the run, or choose another folder"
             )
-        changes = self.check_code(state["settings"], flow.engine.model)
-        flow.load_state_dict(state, origin=f"the checkpoint {path}")
         return int(state["record_bytes"]), changes
 
     def save(self, flow: Flow) -> None:
