@@ -104,6 +104,8 @@ def tiny(environment: dict[str, str], arguments: dict[str, Any]) -> None:
     change(model, x, arguments.get("change", ""))
     if (said := arguments.get("backend_says")) is not None:
         break_backend(said)
+    if arguments.get("notices_late"):
+        notice_late(folder / "release")
     equality.CHECK_EVERY = arguments.get("check_every", equality.CHECK_EVERY)
     hold, full_speed = arguments.get("hold"), folder / "full-speed"
 
@@ -173,6 +175,18 @@ def break_backend(said: str) -> None:
             raise RuntimeError(said)
 
     process_group.gloo_group = Broken  # type: ignore[assignment]
+
+
+def notice_late(file: Path) -> None:
+    """Let this process learn that a step has failed only when the file is there, as from a backend that blocks."""
+    failed = FleetConnection.failed
+
+    def waiting(*arguments: Any) -> None:
+        while not file.exists():
+            time.sleep(0.01)
+        failed(*arguments)
+
+    FleetConnection.failed = waiting  # type: ignore[method-assign]
 
 
 def receive_later(folder: Path, own: str) -> None:

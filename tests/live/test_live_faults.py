@@ -411,6 +411,22 @@ def test_a_replica_that_hangs_while_it_sends_heartbeats_is_left_behind_and_comes
     check(tmp_path, *others, "r1")
 
 
+def test_a_replica_that_was_held_up_until_the_others_had_finished_goes_on_from_their_checkpoint(
+    fleet: Any, tmp_path: Path
+) -> None:
+    """The step fails at r0, which r1 notices late. It must not train to the end once more, from its own state."""
+    group = fleet(all=ALL)
+    group.start("r0", fault="fail:allreduce@6")
+    group.start("r1", notices_late=True)
+    group.start("r2")
+    assert group.wait("r0", "r2") == {"r0": 0, "r2": 0}
+    (tmp_path / "release").touch()
+    assert group.wait("r1") == {"r1": 0}
+    account, runs = check(tmp_path, *ALL)
+    assert account.given_up == 0
+    assert runs["r1"].steps[-1].step == 5, "it computes none of the steps after it was held up"
+
+
 def test_a_replica_that_is_told_to_leave_finishes_its_step(fleet: Any, tmp_path: Path) -> None:
     group = fleet(all=ALL, hold=2)
     group.start(*ALL)
