@@ -121,8 +121,8 @@ def sizes_of(policy: Policy, workers: Ints) -> tuple[Ints, Ints]:
         first = int(np.argmax(wrong))
         raise PlanError(
             f"{policy}: sizes() returned {used[first]} workers and {samples[first]} samples for {workers[first]} "
-            f"available workers; expected at most as many workers, with samples above 0, or none of both (a product of "
-            f"integers above 2^63 is negative)"
+            f"available workers; expected at most as many workers and a sample or more, or 0 and 0; a product above "
+            f"2^63 is negative"
         )
     return used, samples
 
