@@ -63,7 +63,12 @@ __all__ = [
 
 Array = npt.NDArray[np.float64]
 
-_SUFFIXES = (".svg", ".png", ".pdf")
+_NO_METADATA: dict[str, dict[str, None]] = {
+    "svg": {"Date": None, "Creator": None},
+    "png": {"Software": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+"""By the format of a file, what is kept out of it so that the same figure gives the same bytes, on any day."""
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d3f", "#7a7a7a")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (6, 1.6, 1.4, 1.6)), (0, (1.4, 1.4)))
 MARKERS = "osD^vPX"
@@ -342,27 +347,26 @@ def ticks_at_powers_of_two(axis: Axis) -> None:
 def save(figure: Figure, folder: Path, stem: str) -> tuple[Path, Path]:
     """Write the figure as SVG and as PNG (on white, for slides and papers). The same figure gives the same SVG."""
     svg, png = folder / f"{stem}.svg", folder / f"{stem}.png"
-    with drawing_style():
-        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-        figure.set_layout_engine("none")  # computing the layout again would take as long as drawing
-        figure.savefig(png, format="png", dpi=200, facecolor="white", metadata={"Software": None})
+    write_figure(figure, svg, background="none")  # the page has its own, which may be dark
+    figure.set_layout_engine("none")  # computing the layout again would take as long as drawing
+    write_figure(figure, png)
     return svg, png
 
 
 def file_format(path: Path) -> str:
     """What a figure is written as, svg, png or pdf, by the suffix of its file; OutputError for any other."""
     suffix = path.suffix.lower()
-    if suffix not in _SUFFIXES:
+    if suffix[1:] not in _NO_METADATA:
         raise OutputError(f"{path}: a figure cannot be drawn as {suffix or 'a file without a suffix'}; "
-                          f"expected {', '.join(_SUFFIXES)}")  # fmt: skip
+                          f"expected {', '.join(f'.{kind}' for kind in _NO_METADATA)}")  # fmt: skip
     return suffix[1:]
 
 
-def write_figure(figure: Figure, path: Path) -> None:
+def write_figure(figure: Figure, path: Path, *, background: str = "white") -> None:
     """Write the figure as its suffix says, completely or not at all. The same figure gives the same bytes."""
     kind, data = file_format(path), io.BytesIO()
-    date = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    figure.savefig(data, format=kind, metadata=date)
+    with drawing_style():
+        figure.savefig(data, format=kind, dpi=200, facecolor=background, metadata=_NO_METADATA[kind])
     write_whole(path, data.getvalue())
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ebbflow.core.spec import Entry, parse_calls
 from ebbflow.moments.estimate import Moments
-from ebbflow.report.plotting import file_format, write_figure
+from ebbflow.report.plotting import RuleStyle, drawing_style, file_format, write_figure
 from ebbflow.rules.families import fallback_rule
 from ebbflow.rules.rule import Modifier, Rule, Scaling, StepContext, make_rule
 
@@ -242,15 +242,15 @@ def _ticks(curves: RuleCurves, columns: int) -> str:
 def figure(curves: RuleCurves, path: Path) -> None:
     """Draw the lines into an SVG, PNG or PDF file; the suffix decides."""
     file_format(path)  # before anything is drawn
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     low, high = _bounds(curves)
-    with rc_context({"svg.hashsalt": "ebbflow", "svg.fonttype": "none"}):  # the same rule gives the same bytes
+    style = RuleStyle([*curves.lines])
+    with drawing_style():
         drawing = Figure(figsize=(6.4, 3.6), layout="constrained")
         axes = drawing.add_subplot()
         for label, y in curves.lines.items():
-            axes.plot(curves.x, y, label=label)
+            axes.plot(curves.x, y, **style.line(label))
         axes.set_yscale("log", base=2)
         powers = range(low, high + 1)
         axes.set_yticks([2.0**e for e in powers], [_power(e) for e in powers])
@@ -260,11 +260,10 @@ def figure(curves: RuleCurves, path: Path) -> None:
             axes.set_xticks([2.0**e for e in powers], [_power(e) for e in powers])
         axes.minorticks_off()
         axes.set_xlabel(curves.x_label)
-        axes.set_title(curves.title, fontsize="medium")
-        axes.grid(alpha=0.3)
+        axes.set_title(curves.title)
         if len(curves.lines) > 1:
-            axes.legend(frameon=False)
-        write_figure(drawing, path)
+            axes.legend()
+    write_figure(drawing, path)
 
 
 # -- the cards of docs/rules -------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ebbflow.core.units import Seconds
-from ebbflow.report.plotting import file_format, write_figure
+from ebbflow.report.plotting import PALETTE, drawing_style, file_format, write_figure
 from ebbflow.traces.availability import Trace
 
 __all__ = ["chart", "figure"]
@@ -74,16 +74,14 @@ def figure(trace: Trace, path: Path | str) -> None:
     """Draw the trace into an SVG, PNG or PDF file; the suffix decides. It is written completely or not at all."""
     path = Path(path)
     file_format(path)  # before anything is drawn
-    import matplotlib as mpl  # takes half a second, and most commands draw nothing
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # takes half a second, and most commands draw nothing
 
     per, unit = _unit(trace.end)
     times, counts = np.append(trace.times, trace.end) / per, np.append(trace.workers, trace.workers[-1])
-    with mpl.rc_context({"svg.hashsalt": "ebbflow", "svg.fonttype": "none", "font.size": 9}):
-        drawing = Figure(figsize=(6.4, 2.4), dpi=150, layout="constrained")
+    with drawing_style():
+        drawing = Figure(figsize=(6.4, 2.4), layout="constrained")
         axes = drawing.add_subplot()
-        axes.fill_between(times, counts, step="post", alpha=0.25, linewidth=0, color="#1f6f8b")
-        axes.step(times, counts, where="post", linewidth=1.2, color="#1f6f8b")
+        axes.fill_between(times, counts, step="post", alpha=0.25, linewidth=0, color=PALETTE[0])
+        axes.step(times, counts, where="post", linewidth=1.2, color=PALETTE[0])
         axes.set(xlabel=f"time ({unit})", ylabel="workers", title=trace.name, xlim=(0, times[-1]), ylim=(0, None))
-        axes.spines[["top", "right"]].set_visible(False)
-        write_figure(drawing, path)
+    write_figure(drawing, path)
