@@ -397,16 +397,10 @@ class ElasticOptimizer(RuleOptimizer):
 
     def _check_rates(self, *, first: bool) -> None:
         """Refuse rates that somebody else has changed where nobody may."""
-        rates = [float(group["lr"]) for group in self.param_groups]
-        initial = [float(rate) for rate in self._initial_lrs]
+        rates = [float(rate) for rate in self._rates()]
         if first:
             self._open.rates = rates
-            # A constant scheduler, which transformers' Trainer cannot do without, sets the initial rates again.
-            if self.schedule is not None and self._rates_set is not None and rates not in (self._rates_set, initial):
-                raise ConfigError(
-                    f"the learning rate is {rates[0]:g}, but the schedule {self.schedule} had set "
-                    f"{self._rates_set[0]:g}: use either schedule= or a scheduler of torch"
-                )
+            self.check_schedule_alone()
         elif rates != self._open.rates:
             raise ConfigError(
                 f"the learning rate was changed from {self._open.rates[0]:g} to {rates[0]:g} in the middle of a step, "

@@ -157,6 +157,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         return self._applier.layers
 
     @property
+    def adaptive(self) -> bool:
+        """Whether the optimizer divides gradients by their own size, as Adam does."""
+        return self._applier.adaptive
+
+    @property
     def unfrozen(self) -> bool:
         """Whether a tensor is trained that was frozen when the optimizer was made, and is not among the layers."""
         return any(p.requires_grad for p in self._applier.frozen)
@@ -335,6 +340,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _set_base_rates(self, context: StepContext) -> None:
         if self.schedule is None:
             return
+        self.check_schedule_alone()
         factor = factor_of(
             self.schedule,
             TrainingProgress(
@@ -346,7 +352,23 @@ class RuleOptimizer(torch.optim.Optimizer):
         )
         for group, initial in zip(self.param_groups, self._initial_lrs, strict=True):
             group["lr"] = initial * factor
-        self._rates_set = [float(group["lr"]) for group in self.param_groups]
+        self._rates_set = [float(rate) for rate in self._rates()]
+
+    def check_schedule_alone(self) -> None:
+        """Refuse rates that somebody else has set beside the schedule, such as a scheduler of torch.
+
+        A constant scheduler, which transformers' Trainer cannot do without, sets the initial rates again."""
+        if self.schedule is None or self._rates_set is None:
+            return
+        rates, initial = ([float(rate) for rate in found] for found in (self._rates(), self._initial_lrs))
+        if rates not in (self._rates_set, initial):
+            raise ConfigError(
+                f"the learning rate is {rates[0]:g}, but the schedule {self.schedule} had set "
+                f"{self._rates_set[0]:g}: use either schedule= or a scheduler of torch"
+            )
+
+    def _rates(self) -> list[Any]:
+        return [group["lr"] for group in self.param_groups]
 
     # State ------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from ebbflow.plan.policies import Drop, Policy
 from ebbflow.record import RowTracker
 from ebbflow.rules.families import default_rule, name_of_optimizer, optimizer_family, tell_default_rule
 from ebbflow.rules.rule import Rule, make_rule
-from ebbflow.run.config import RunConfig, recipe_settings
+from ebbflow.run.config import RunConfig, recipe_settings, settings_of
 from ebbflow.run.flow import Flow
 from ebbflow.run.planning import check_measurable, make_plan, unmeasured_step
 from ebbflow.traces import load as load_trace
@@ -114,7 +114,7 @@ def with_rule(
     decides, that is not known, and taken for granted.
     """
     if isinstance(given, RuleOptimizer):
-        return config.replace(rule=str(given.rule))
+        return _with_settings_of(given, config)
     if config.rule is not None:
         return config
     assert given is not None or config.optimizer is not None  # resolve() filled it in
@@ -129,6 +129,36 @@ def with_rule(
 
     rule = default_rule_of(config, name, trained=trained, engine=engine, one_micro_batch=one_micro_batch)
     return config.replace(rule=tell_default_rule(*rule))
+
+
+def _with_settings_of(optimizer: RuleOptimizer, config: RunConfig) -> RunConfig:
+    """The configuration with what a given RuleOptimizer has settled; ConfigError where the two contradict."""
+    schedule = make_schedule(config.schedule) if config.schedule is not None else None
+    rule = make_rule(config.rule) if config.rule is not None else None
+    asked = {  # by the settings, in the form that the optimizer has
+        "rule": None if rule is None else str(rule.suited(adaptive=optimizer.adaptive)),
+        "ref_batch": config.ref_batch, "schedule": None if schedule is None else str(schedule), "clip": config.clip,
+        "memory_steps": config.memory_steps, "measure_every": config.measure_every,
+        "on_nonfinite": config.on_nonfinite,
+    }  # fmt: skip
+    settled: dict[str, Any] = {
+        "rule": str(optimizer.rule),
+        "ref_batch": optimizer.base_batch,
+        "schedule": str(optimizer.schedule) if optimizer.schedule is not None else None,
+        "clip": optimizer.clip,
+        "memory_steps": optimizer.memory / optimizer.base_batch,
+        "measure_every": optimizer.measure_every,
+        # A run would go on, and save what nobody can go on from.
+        "on_nonfinite": config.on_nonfinite if optimizer.on_nonfinite == "ignore" else optimizer.on_nonfinite,
+    }
+    for name, value in settled.items():
+        if asked[name] not in (value, RunConfig.model_fields[name].default):
+            known = {own: theirs for theirs, own in settings_of("session").items()}.get(name, name)
+            raise ConfigError(
+                f"{known} is {getattr(config, name)!r}, but the {type(optimizer).__name__} was made with "
+                f"{known}={value!r}, by which it goes; give it to the optimizer alone"
+            )
+    return config.replace(**settled)
 
 
 def default_rule_of(
@@ -180,8 +210,7 @@ def make_optimizer(
             "without sampler="
         )
     if isinstance(given, RuleOptimizer):
-        if given.on_nonfinite == "ignore":  # a run would go on, and save what nobody can go on from
-            given.on_nonfinite = config.on_nonfinite
+        given.on_nonfinite = config.on_nonfinite
         return given
     if config.ref_batch is None:
         raise ConfigError("base_batch is missing: at how many samples per step was the optimizer's rate tuned?")
