@@ -215,6 +215,7 @@ class LocalBatchNorm:
             if self._counts_kept:
                 foreach_copy_(self._counted(layers), [self._counts[number] for number in numbers])
             foreach_add_(self._counted(layers), 1)
+        self._began = False
 
     def rollback(self) -> None:
         """Put back the buffers of before the step; without a step there is nothing to put back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import re
@@ -74,6 +75,45 @@ class OpenStep:
     """Closed at the end of the step: puts back what was set for its duration."""
 
 
+class _BeforeStep:
+    """What a script may change while a step is under way, as it was before: the extras, and the rates they set.
+
+    A scheduler that the loop steps before the step is complete would otherwise count a step that was lost. Extras whose
+    state has tensors are left alone, since a copy in every step would be dear.
+    """
+
+    def __init__(self, extras: Mapping[str, Stateful], groups: list[dict[str, Any]]) -> None:
+        self._extras = [
+            (extra, state) for extra in extras.values() if (state := _copied(extra.state_dict())) is not None
+        ]
+        self._groups = groups
+        self._settings = [_settings(group) for group in groups] if self._extras else []
+
+    def put_back(self) -> None:
+        """Let everything be as it was before the step."""
+        for extra, state in self._extras:
+            extra.load_state_dict(state)
+        for group, settings in zip(self._groups, self._settings, strict=False):
+            for name, value in settings.items():
+                if isinstance(value, torch.Tensor):  # the optimizer may have it in a graph
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any] | None:
+    """A copy of a state without tensors; None if it has any."""
+    tensors: list[Any] = []
+    map_batch(state, lambda value: tensors.append(value) if isinstance(value, torch.Tensor) else None)
+    return None if tensors else copy.deepcopy(state)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a parameter group: its rate and the like."""
+    own = {name: value for name, value in group.items() if name != "params"}
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in own.items()}
+
+
 @dataclass
 class Flow:
     """The parts of a run that meet in a step, and its position."""
@@ -103,6 +143,14 @@ class Flow:
     """The states that are kept for the rule; they are part of its own."""
     on_gradients: Callable[[], None] | None = None
     """Called when the mean gradient of a committed step is in `.grad`, before the rule and the optimizer."""
+    incomplete: bool = False
+    """Whether a step was committed and its row is not in the record yet: this state must not be saved, since it may be
+    half of the one before and half of the one after."""
+    validation_due: tuple[int, float] | None = None
+    """Samples and time at a step that ended an epoch, until the model is evaluated; a run that goes on makes up for
+    it."""
+    _before: _BeforeStep | None = field(default=None, init=False, repr=False)
+    """While a step is open: what it may have changed apart from the engine."""
 
     def __post_init__(self) -> None:
         if self.average is not None and self.engine.replicated:
@@ -121,7 +169,12 @@ class Flow:
         """
         step = self.open()
         with step.restore:
-            return self.close(step, self.engine.gradients(step.assignment, step.size))
+            try:
+                gradients = self.engine.gradients(step.assignment, step.size)
+            except BaseException:
+                self.abandon()
+                raise
+            return self.close(step, gradients)
 
     def open(self) -> OpenStep:
         """The first half of a step, up to the backward passes."""
@@ -149,6 +202,7 @@ class Flow:
         restore = ExitStack()
         if self.statistics is not None:
             restore.enter_context(self.statistics.step(batch, self.optimizer.base_batch))
+        self._before = _BeforeStep(self.extras, self.optimizer.inner.param_groups)
         return OpenStep(size, assignment, batch, began, measured, restore)
 
     def close(self, step: OpenStep, gradients: Gradients) -> StepRow | None:
@@ -157,11 +211,23 @@ class Flow:
 
     def commit(self, step: OpenStep) -> bool:
         """Whether the step counts; if so, the mean gradient is in `.grad`, and `apply` follows."""
+        before, self._before = self._before, None
+        self.incomplete = True
         with step.restore:  #                                            engines, moments: mean gradient, noise, signal
             committed = self.engine.commit()
         if not committed:  # an assignment that is not committed leaves no trace: its samples are assigned again
+            if before is not None:
+                before.put_back()
+            self.incomplete = False
             self.wall_s += time.perf_counter() - step.began
         return committed
+
+    def abandon(self) -> None:
+        """Give up the open step, if there is one: nothing of it has happened."""
+        before, self._before = self._before, None
+        if before is not None:
+            self.engine.abandon()
+            before.put_back()
 
     def apply(self, step: OpenStep, gradients: Gradients) -> StepRow:
         """Take a committed step with the gradient in `.grad`."""
@@ -215,6 +281,8 @@ class Flow:
             reviewed |= self.kept.take_notes()
         if diverged and "given_back" not in reviewed:
             raise diverged
+        if "given_back" not in reviewed and (self.ledger.position == 0 or self.finished):
+            self.validation_due = (done, size.time_s)
         self.wall_s += time.perf_counter() - step.began
         return StepRow(  #                                               record: what happened
             step=context.step,
@@ -270,6 +338,7 @@ class Flow:
             "engine": self.engine.state_dict(),
             "ledger": self.ledger.state(),
             "extras": states_of(self.extras),
+            "validation_due": list(self.validation_due) if self.validation_due is not None else None,
             "step": self.step,
             "wall_s": self.wall_s,
         }
@@ -312,6 +381,8 @@ class Flow:
             self.ledger = Ledger(samples=self.ledger.samples, epoch=int(state["ledger"]["epoch"]))
         for name in self.extras.keys() & extras.keys():
             self.extras[name].load_state_dict(extras[name])
+        due = state.get("validation_due")
+        self.validation_due = (int(due[0]), float(due[1])) if due is not None else None
         self.step = int(state["step"])
         self.wall_s = float(state["wall_s"])
         self.kept.load_state_dict(state)

@@ -113,6 +113,7 @@ class TrainingLoop:
         """All epochs, or all the gain where the rule counts that; the last row of the record says how it ended."""
         flow = self.flow
         self.callbacks.on_start(flow.ledger.total, flow.total_samples)
+        self.validate()  # what was interrupted in the evaluation of an epoch makes up for it
         try:
             while not flow.finished:
                 if flow.ledger.total >= MAX_EPOCHS * flow.total_samples:
@@ -152,6 +153,7 @@ class TrainingLoop:
         update = self.flow.optimizer.last
         if update is not None and update.moments is not None and update.moments.layer_noise:
             self._write_layers(row, update)
+        self.flow.incomplete = False
         self.callbacks.on_step(row)
         if "skipped" in row.stats and "given_back" not in row.stats:
             self.event("skipped step", "its gradient was not finite", step=row.step)
@@ -172,8 +174,7 @@ class TrainingLoop:
                 "went back", f"the loss was {row.loss:.4g}: back to the last confirmed snapshot, {back}", step=row.step
             )
         check_loss(row)
-        if "given_back" not in row.stats and (self.flow.ledger.position == 0 or self.flow.finished):
-            self.validate(row)
+        self.validate()
         stop = self._should_stop()
         if stop or time.monotonic() - self._saved_at >= self.checkpoint_every_s:
             self.save()
@@ -189,12 +190,16 @@ class TrainingLoop:
             multiplier = update.scaling.by_layer(len(noise))
             self.record.write(LayersRow.of(row, noise=noise, signal=signal, multiplier=multiplier))
 
-    def validate(self, row: StepRow) -> None:
-        """Evaluate the model, if this epoch is one that is validated."""
+    def validate(self) -> None:
+        """Evaluate the model, if an epoch has ended since it was evaluated last, and this epoch is one that counts."""
         flow, ledger = self.flow, self.flow.ledger
+        if flow.validation_due is None:
+            return
         due = flow.finished or ledger.epoch % self.validate_every == 0
         if self.evaluate is None or not due or not flow.engine.writes_files:
+            flow.validation_due = None
             return
+        samples, time_s = flow.validation_due
         began = time.perf_counter()
         flow.engine.sync()
         with flow.engine.autocast():
@@ -205,16 +210,18 @@ class TrainingLoop:
             metrics |= {f"ema_{name}": value for name, value in averaged.items()}
         flow.wall_s += time.perf_counter() - began
         if not metrics:
+            flow.validation_due = None
             return
         validation = ValidationRow(
             step=flow.step,
             epoch=ledger.total / ledger.samples,
-            samples=row.samples,
-            time_s=row.time_s,
+            samples=samples,
+            time_s=time_s,
             wall_s=round(flow.wall_s, 6),
             metrics=metrics,
         )
         self.record.write(validation)
+        flow.validation_due = None
         self.callbacks.on_validation(validation)
 
     def event(self, what: str, text: str, *, step: int | None = None) -> None:

@@ -70,6 +70,7 @@ class SessionStep:
         self._earlier_losses: torch.Tensor | None = None
         self._current: LoadedMicroBatch | None = None
         self._own_loop = False
+        self._seen: list[tuple[int, int] | None] = []
 
     @property
     def assignment(self) -> Assignment:
@@ -90,11 +91,38 @@ class SessionStep:
         """Each micro-batch as a DataLoader would yield it; call `backward` on its loss before the next one."""
         self._own_loop = True
         self._engine.open(self._opened.assignment, self._opened.size)
-        for micro_batch in self._engine.micro_batches():
+        rates = self._rates()
+        for number, micro_batch in enumerate(self._engine.micro_batches()):
+            if self._rates() != rates:
+                raise ConfigError(
+                    f"the learning rate was changed from {rates[0]:g} to {self._rates()[0]:g} in the middle of a step, "
+                    f"so that it would follow the micro-batches; step schedulers once per step, behind "
+                    f"`for x, y in step`, or give schedule= to the session instead"
+                )
             self._current = micro_batch
+            self._seen = self._gradients_seen()
             pair = micro_batch.targets is not None
             yield (micro_batch.inputs, micro_batch.targets) if pair else micro_batch.inputs
+            if not micro_batch.last or (number and self._engine.single_process):
+                self._check_gradients()
         self._current = None
+
+    def _gradients_seen(self) -> list[tuple[int, int] | None]:
+        """What tells whether the gradients of two tensors are still those that a backward pass has left."""
+        gradients = [parameter.grad for parameter in self._session._watched]
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+
+    def _check_gradients(self) -> None:
+        """Refuse gradients that the loop has changed since the latest backward pass."""
+        if self._gradients_seen() != self._seen:
+            raise ConfigError(
+                "the gradients were changed between the micro-batches of a step, as clip_grad_norm_ and zero_grad do; "
+                "they are the sum so far, which becomes the mean of the step. Leave zero_grad() out and give clip= to "
+                "the session instead, or change the mean gradient in a hook of optimizer.register_step_pre_hook"
+            )
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._session.flow.optimizer.param_groups]
 
     def backward(
         self,
@@ -114,6 +142,8 @@ class SessionStep:
         if self._current is None:
             raise ConfigError("backward() was called outside of `for x, y in step`; call it once for each micro-batch")
         check_scalar(loss)
+        if self._earlier_losses is None:
+            self._check_gradients()
         samples, self._loss_scale = self._current.samples, loss_scale
         loss = (self._mean(loss, samples) if count is None else loss / samples) * loss_scale
         if not last:
@@ -125,6 +155,7 @@ class SessionStep:
         mean = loss if self._earlier_losses is None else loss + self._earlier_losses
         self._engine.backward(mean if count is None else LossSum(mean * samples, count), self._current)
         self._current = self._earlier_losses = None
+        self._seen = self._gradients_seen()
 
     def _mean(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
         """The mean loss over the samples."""
@@ -145,7 +176,11 @@ class SessionStep:
         session calls both; loops that have steps from `Session.next_step` do it themselves.
         """
         engine, opened = self._engine, self._opened
-        gradients = engine.combine() if self._own_loop else engine.gradients(opened.assignment, opened.size)
+        try:
+            gradients = engine.combine() if self._own_loop else engine.gradients(opened.assignment, opened.size)
+        except BaseException:
+            self._session.flow.abandon()
+            raise
         self._gradients = rescaled(gradients, 1 / self._loss_scale) if self._loss_scale != 1 else gradients
         if self._session.flow.commit(opened):
             return True
@@ -176,6 +211,11 @@ def own_task(model: torch.nn.Module, data: Any, loss: Loss | None, *, workers: i
         raise ConfigError(
             "the model is wrapped in DistributedDataParallel, but the engine adds up the gradients: give model.module"
         )
+    if isinstance(data, tuple) and data and all(hasattr(part, "shape") for part in data):
+        raise ConfigError(
+            f"the data is a tuple of {len(data)} arrays, which would be taken for a data set of {len(data)} samples; "
+            f"make one of their rows: torch.utils.data.TensorDataset(x, y)"
+        )
     device = next(model.parameters()).device
     if isinstance(data, DataLoader):
         source: Source = DatasetSource.from_loader(data, device, pairs=loss is not None)
@@ -186,6 +226,23 @@ def own_task(model: torch.nn.Module, data: Any, loss: Loss | None, *, workers: i
     if isinstance(source, DatasetSource):
         source = source.with_loader_workers(workers)
     return Task(model=model, train=source, loss=loss)
+
+
+def _check_kinds(model: Any, optimizer: Any, evaluate: Any, extras: Mapping[str, Any]) -> None:
+    """Refuse arguments of another kind, such as in another order, before anything is asked of them."""
+    for name, value, kind in (("model", model, torch.nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"the {name} is a {type(value).__name__}; expected a torch.{kind.__module__.split('.')[1]}."
+                f"{kind.__name__}: Session(model, optimizer, data, ...)"
+            )
+    if evaluate is not None and not callable(evaluate):
+        raise ConfigError(
+            f"evaluate is a {type(evaluate).__name__}; expected a function that returns the scores by name"
+        )
+    for name, extra in extras.items():
+        if missing := [method for method in ("state_dict", "load_state_dict") if not hasattr(extra, method)]:
+            raise ConfigError(f"{name!r} among the extras is a {type(extra).__name__}, which has no {missing[0]}()")
 
 
 def _check_parameters(model: torch.nn.Module, optimizer: RuleOptimizer) -> None:
@@ -259,6 +316,7 @@ class Session:
         `load_state_dict`: schedulers, a second optimizer. They are saved and restored with it, also where the rule goes
         back to a snapshot (`auto`); what is not among them is not. `out`: the folder of the run. `config`: all
         settings at once instead of `settings`."""
+        _check_kinds(model, optimizer, evaluate, extras or {})
         self.model = model
         if isinstance(data, DataLoader) and config is None and data.batch_size is not None:
             settings = {"local_batch": data.batch_size, **settings}
@@ -278,6 +336,9 @@ class Session:
         self.config = with_rule(self.config, self.task, optimizer, engine=self._maker, planned=self._planned)
         self._optimizer = make_optimizer(self.config, self.task, optimizer)
         _check_parameters(model, self._optimizer)
+        trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._watched = [*{id(p): p for p in (trained[0], trained[-1])}.values()]
+        """The parameters in whose gradients it is seen that a loop changed them."""
         self._reduction = reduction
         self._evaluate = evaluate
         self._callbacks = callbacks or Callbacks()
@@ -354,6 +415,9 @@ class Session:
                 if loop.ended:
                     files.remove_checkpoint()
                     return
+                if flow.incomplete:  # half a step has happened; the last checkpoint is of a whole one
+                    return
+                flow.abandon()  # a loop that asks for its steps itself leaves them open
                 try:
                     files.save(flow)
                 except EbbflowError as problem:
@@ -406,7 +470,7 @@ class Session:
                 try:
                     yield step
                 except GeneratorExit:  # the loop was left with `break`, return or an error
-                    step._engine.abandon()
+                    self.flow.abandon()
                     raise
                 if step.combine():
                     step.apply()
@@ -421,6 +485,7 @@ class Session:
 
     def _continues(self) -> bool:
         """Whether there is another step; ends the run if there is none."""
+        self.loop.validate()  # what was interrupted in the evaluation of an epoch makes up for it
         if not self.flow.finished:
             return True
         if not self.loop.ended:

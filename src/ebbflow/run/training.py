@@ -216,6 +216,11 @@ def train(
         run = ebbflow.train(ebbflow.RunConfig(workload="digits-mlp", rule="sqrt"), "runs/first")
         run.validations[-1].metrics
     """
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"config is a {type(config).__name__}; expected the settings of a run: "
+            f"ebbflow.RunConfig(workload='digits-mlp', ...)"
+        )
     callbacks = callbacks or Callbacks()
     with joined(config.device) as ranks:
         load_plugins(config.plugins)
