@@ -417,7 +417,6 @@ class Session:
                     return
                 if flow.incomplete:  # half a step has happened; the last checkpoint is of a whole one
                     return
-                flow.abandon()  # a loop that asks for its steps itself leaves them open
                 try:
                     files.save(flow)
                 except EbbflowError as problem:
@@ -440,6 +439,8 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
+            if self._loop is not None:
+                self._loop.flow.abandon()  # the step that the loop has left open
             if self._loop is not None and isinstance(error, Diverged):
                 self._loop.end("diverged", str(error))
             elif self._loop is not None and error is None:
