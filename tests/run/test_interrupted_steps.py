@@ -101,14 +101,16 @@ def test_a_step_interrupted_in_the_loss_leaves_batch_norm_as_it_was() -> None:
 def test_an_own_loop_that_is_interrupted_leaves_batch_norm_as_it_was() -> None:
     model = make_model(batch_norm=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with (
-        pytest.raises(Interrupted),
-        ebbflow.Session(model, sgd(model), TensorSource(*make_data()), **SETTINGS) as session,
-    ):
-        while (step := session.next_step()) is not None:
-            for x, y in step:
-                step.backward(cross_entropy(model, x, y))
-                raise Interrupted
+
+    def loop() -> None:
+        with ebbflow.Session(model, sgd(model), TensorSource(*make_data()), **SETTINGS) as session:
+            while (step := session.next_step()) is not None:
+                for x, y in step:
+                    step.backward(cross_entropy(model, x, y))
+                    raise Interrupted
+
+    with pytest.raises(Interrupted):
+        loop()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 

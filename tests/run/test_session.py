@@ -395,3 +395,84 @@ def test_a_checkpoint_without_the_state_of_an_extra_is_refused(tmp_path: Path) -
     counting(tmp_path, steps=2)
     with pytest.raises(CheckpointError, match=r"has no state of counter among its extras; leave them out"):
         counting(tmp_path, counter=Counter())
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"rule": "sqrt"}, r"rule is 'sqrt', but the ElasticOptimizer was made with rule='linear', by which it goes"),
+        ({"base_batch": 16}, r"base_batch is 16, but the ElasticOptimizer was made with base_batch=8"),
+        ({"clip": 1.0}, r"clip is 1\.0, but the ElasticOptimizer was made with clip=None"),
+        ({"schedule": "constant"}, r"schedule is 'constant', but the ElasticOptimizer was made with schedule='cosine"),
+    ],
+)
+def test_settings_that_contradict_an_elastic_optimizer_are_refused(setting: dict[str, Any], message: str) -> None:
+    model = make_model()
+    optimizer = ebbflow.ElasticOptimizer(
+        sgd(model), "linear", base_batch=8, epochs=2, epoch_samples=SAMPLES, schedule="cosine"
+    )
+    settings = {name: value for name, value in SETTINGS.items() if name != "base_batch"}
+    with pytest.raises(ConfigError, match=message):
+        ebbflow.Session(model, optimizer, TensorSource(*make_data()), **{**settings, **setting})
+    session = ebbflow.Session(model, optimizer, TensorSource(*make_data()), **settings)
+    assert session.config.ref_batch == 8
+    assert session.config.rule == "linear"
+
+
+def each_micro_batch(between: str, *, schedule: str | None = None) -> None:
+    """A loop that does something between the micro-batches of a step, as loops of one process may."""
+    model = make_model()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    data = TensorDataset(*make_data())
+    with ebbflow.Session(model, optimizer, data, rule="linear", schedule=schedule, **SETTINGS) as session:
+        for step in session:
+            for x, y in step:
+                step.backward(nn.functional.cross_entropy(model(x), y))
+                if between == "clip":
+                    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                elif between == "zero_grad":
+                    optimizer.zero_grad()
+                elif between == "scheduler":
+                    optimizer.param_groups[0]["lr"] *= 0.9
+            if between == "scheduler per step" and session.step:
+                scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("between", "message"),
+    [
+        ("clip", r"the gradients were changed between the micro-batches.*give clip= to the session"),
+        ("zero_grad", r"the gradients were changed between the micro-batches.*Leave zero_grad\(\) out"),
+        ("scheduler", r"the learning rate was changed from 0\.1 to 0\.09 in the middle of a step"),
+    ],
+)
+def test_changes_between_the_micro_batches_of_a_step_are_refused(between: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        each_micro_batch(between)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_scheduler_beside_a_schedule_is_refused() -> None:
+    each_micro_batch("scheduler per step")
+    with pytest.raises(ConfigError, match=r"but the schedule cosine.* had set .*: use either schedule= or a scheduler"):
+        each_micro_batch("scheduler per step", schedule="cosine")
+
+
+def test_arguments_of_another_kind_are_refused() -> None:
+    model, (x, y) = make_model(), make_data()
+    with pytest.raises(ConfigError, match=r"the data is a tuple of 2 arrays.*utils\.data\.TensorDataset\(x, y\)"):
+        ebbflow.Session(model, sgd(model), (x, y), **SETTINGS)
+    with pytest.raises(ConfigError, match=r"the model is a SGD; expected a torch\.nn\.Module: Session\(model, optim"):
+        ebbflow.Session(sgd(model), model, TensorDataset(x, y), **SETTINGS)
+    with pytest.raises(ConfigError, match=r"the optimizer is a generator; expected a torch\.optim\.Optimizer"):
+        ebbflow.Session(model, model.parameters(), TensorDataset(x, y), **SETTINGS)
+    with pytest.raises(ConfigError, match="evaluate is a dict; expected a function that returns the scores by name"):
+        ebbflow.Session(model, sgd(model), TensorDataset(x, y), evaluate={"score": 1.0}, **SETTINGS)
+    with pytest.raises(ConfigError, match=r"'epoch' among the extras is a int, which has no state_dict\(\)"):
+        ebbflow.Session(model, sgd(model), TensorDataset(x, y), extras={"epoch": 1}, **SETTINGS)
+    with pytest.raises(ConfigError, match=r"config is a str; expected the settings of a run: ebbflow\.RunConfig\("):
+        ebbflow.train("digits-mlp", "runs/first")
