@@ -21,10 +21,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from drawing_examples import examples
-from ebbflow.engines.batches import DeviceCopy
+from ebbflow.engines.batches import DeviceCopy, missing_samples
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads import DatasetSource
 from ebbflow.workloads.prefetch import MAX_SUB_REQUEST, Request, SampleReader, seeded
@@ -535,3 +535,74 @@ def test_copies_are_made_on_a_stream_of_their_own_for_which_the_current_one_wait
     done.clear()
     copy.move(batch[2:])
     assert done == ["on copies", "back", "current waits for copies", "moved"]
+
+
+class SomeBad(Dataset[Any]):
+    """Images with labels; every fourth sample is bad."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.full((3, 8, 8), float(index)), index) if index % 4 else None
+
+
+def without_bad(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if sample is not None])
+
+
+def without_bad_in_place(samples: list[Any]) -> Any:
+    samples[:] = [sample for sample in samples if sample is not None]
+    return {"image": default_collate([image for image, _ in samples]), "label": [label for _, label in samples]}
+
+
+def lists_without_bad(samples: list[Any]) -> Any:
+    return tuple(zip(*(sample for sample in samples if sample is not None), strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.process)])
+@pytest.mark.parametrize("collate", [without_bad, without_bad_in_place, lists_without_bad])
+def test_a_collation_that_returns_fewer_samples_than_it_was_given_is_refused(
+    collate: Callable[[list[Any]], Any], workers: int
+) -> None:
+    """Samples 0, 4, ... are bad: 8 of 32."""
+    source = DatasetSource(SomeBad(), loader_workers=workers, collate_fn=collate)
+    try:
+        expected = "collate_fn for SomeBad was given 32 samples and returned a batch of 24, .*leave bad samples out"
+        with pytest.raises(ConfigError, match=expected):
+            source.batch(np.arange(32), train=True)
+        assert len(source.batch(np.array([1, 2, 3]), train=True)) == 2
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize(
+    ("batch", "missing"),
+    [
+        ((torch.zeros(31, 32), torch.zeros(31)), 31),  # 32 features are no samples
+        ((torch.zeros(32, 7), torch.zeros(32)), None),
+        ((torch.zeros(9, 32), torch.zeros(9, 32)), None),  # time, samples
+        ((torch.zeros(9, 32, 5), torch.zeros(32)), None),
+        ({"ids": torch.zeros(1, 500), "labels": torch.zeros(1, 500)}, None),  # all in one row
+        ((torch.zeros(1, 500), torch.zeros(1)), 1),  # one of 32
+        ((torch.zeros(0, 5), torch.zeros(0)), 0),
+        (None, 0),
+        ((torch.zeros(64, 5), torch.zeros(64)), None),  # two views of each
+        ([[torch.zeros(32), torch.zeros(32)], torch.zeros(32)], None),  # an input of two fields
+        ([[torch.zeros(31), torch.zeros(31)], torch.zeros(31)], 31),
+        (torch.tensor(1.0), None),
+        (({"words": ["a"] * 30}, torch.zeros(30)), 30),
+        ({"rows": torch.zeros(4, 99), "lengths": torch.zeros(32)}, None),
+    ],
+)
+def test_the_samples_of_a_batch_are_counted_by_the_length_that_all_its_parts_have(
+    batch: Any, missing: int | None
+) -> None:
+    assert missing_samples(batch, 32) == missing
+
+
+def test_a_loader_that_drops_the_last_batch_is_told_that_none_is_dropped() -> None:
+    data = TensorDataset(torch.arange(10.0), torch.zeros(10))
+    with pytest.warns(UserWarning, match=r"^drop_last=True of the DataLoader has no effect here: every sample counts"):
+        source = DatasetSource.from_loader(DataLoader(data, batch_size=4, drop_last=True), torch.device("cpu"))
+    assert len(source) == 10

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
 
-__all__ = ["DeviceCopy", "as_pair", "map_batch", "move_batch", "pin_batch", "tensors_in"]
+__all__ = ["DeviceCopy", "as_pair", "map_batch", "missing_samples", "move_batch", "pin_batch", "tensors_in"]
 
 
 def as_pair(batch: Any, *, named: bool = True) -> tuple[Any, Any]:
@@ -116,3 +117,41 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     elif isinstance(batch, tuple | list):
         for value in batch:
             yield from tensors_in(value)
+
+
+def missing_samples(batch: Any, given: int) -> int | None:
+    """How many samples a batch has, if these are fewer than the `given` ones that it was made of; else None.
+
+    All its parts then have one length, by their first dimension or as a list, that is smaller. A batch is complete if
+    anything in it has an entry for each sample, or if samples are the second dimension of all its tensors; and a single
+    row may hold several samples, one behind the other. What is in objects of a user's own is not known.
+
+    >>> x, y = torch.zeros(7, 3, 8, 8), torch.zeros(7)
+    >>> missing_samples((x, y), 8), missing_samples({"x": x, "lengths": torch.zeros(8)}, 8), missing_samples(None, 8)
+    (7, None, 0)
+    """
+    if batch is None:
+        return 0
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
+    parts = list(parts) if isinstance(parts, tuple | list) else [parts]
+    lengths = [found for part in parts if (found := _lengths(part))]
+    tensors = list(tensors_in(batch))
+    second = bool(tensors) and all(tensor.ndim > 1 and tensor.shape[1] == given for tensor in tensors)
+    if not lengths or second or given in {length for found in lengths for length in found}:
+        return None
+    common = [length for length in reduce(set.intersection, lengths) if length < given]
+    if not common:
+        return None
+    packed = max(common) == 1 and bool(tensors) and all(tensor.numel() >= given for tensor in tensors)
+    return None if packed else max(common)
+
+
+def _lengths(part: Any) -> set[int]:
+    """What may be the number of samples in a part of a batch: its length, and those of what it contains."""
+    if isinstance(part, torch.Tensor):
+        return {len(part)} if part.ndim else set()
+    if isinstance(part, Mapping):
+        return {length for value in part.values() for length in _lengths(value)}
+    if isinstance(part, tuple | list):
+        return {len(part)} | {length for value in part for length in _lengths(value)}
+    return set()

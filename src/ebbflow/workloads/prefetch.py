@@ -26,6 +26,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ebbflow.engines.batches import DeviceCopy, as_pair, pin_batch
+from ebbflow.engines.batches import DeviceCopy, as_pair, missing_samples, pin_batch
 from ebbflow.engines.replica_step import micro_batch_seed
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads.packed_samples import PackedSamples, pack_samples
@@ -147,13 +148,22 @@ def _read_one_by_one(dataset: Dataset[Any], sub_request: Request) -> list[Any] |
 
 def _collate_any(samples: list[Any], dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> Any:
     """Return the samples as a DataLoader would."""
+    given = len(samples)  # before: a collation may take bad ones out of the list itself
     try:
-        return collate_fn(samples)
+        batch = collate_fn(samples)
     except Exception as error:  # whatever a user's collation raises
         raise ConfigError(
             f"samples of {type(dataset).__name__} cannot be collated: {type(error).__name__}: {error}; give a "
             f"DataLoader with a collate_fn that makes a batch of them"
         ) from error
+    if (left := missing_samples(batch, given)) is not None:
+        raise ConfigError(
+            f"the collate_fn for {type(dataset).__name__} was given {given} samples and returned a batch of {left}, "
+            f"but every sample counts once per epoch and in the mean of its step; leave bad samples out of the data "
+            f"set instead (torch.utils.data.Subset). If the batch has all {given}, return something with one entry for "
+            f"each in it, too, such as their lengths"
+        )
+    return batch
 
 
 def _collate(samples: list[Any], dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
@@ -515,6 +525,12 @@ class DatasetSource:
             raise ConfigError(
                 f"the DataLoader has a sampler of its own ({kind}), but here every sample counts once per epoch, in an "
                 f"order that follows from the seed; give the data set, or a DataLoader with batch_size and shuffle only"
+            )
+        if loader.drop_last:
+            warnings.warn(
+                "drop_last=True of the DataLoader has no effect here: every sample counts once per epoch, so that the "
+                "last step of an epoch takes the samples that are left; leave it out",
+                stacklevel=2,
             )
         own = loader.collate_fn if loader.collate_fn is not default_collate else None
         return cls(
