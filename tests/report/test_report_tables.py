@@ -7,6 +7,7 @@ import io
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,27 @@ def test_a_cell_whose_runs_all_diverged_says_so() -> None:
     assert cell_text(all_lost.cells[0], all_lost.number_format("w")) == "diverged"
 
 
-def test_a_finished_run_without_a_finite_result_counts_as_diverged_and_without_any_as_failed() -> None:
+def test_a_finished_run_without_a_finite_result_counts_as_diverged_and_without_any_as_not_validated() -> None:
     assert outcome(arm(None)) == "diverged"
     assert outcome(arm(0.0, values=np.array([0.3, 0.3, math.nan]))) == "diverged"
-    assert outcome(arm(0.0, values=np.empty(0))) == "failed"
+    assert outcome(arm(0.0, values=np.empty(0))) == "not validated"
+
+
+def test_a_run_that_ended_without_a_validation_is_shown_with_its_time_and_without_a_score() -> None:
+    alone = summarise([replace(timed(rule="sqrt"), samples=300)])
+    assert cell_text(alone.cells[0], alone.number_format("w")) == "not validated"
+    assert effort_table(alone, "w")[1:] == [["gpu", "sqrt", NOTHING, "120.0 min", "6", "300"]]
+    said = "On w the run has finished without a validation (a Session takes evaluate=): there is no score."
+    assert takeaway(alone) == said
+    assert (alone.as_json()["cells"][0]["not_validated"], alone.as_json()["cells"][0]["failed"]) == (1, 0)
+    said = "On w, linear reaches an accuracy of 90.0 % on gpu. The table is not complete: 1 not validated."
+    assert takeaway(summarise([timed(0.9), timed(rule="sqrt")])) == said
+    some = summarise([timed(0.9), replace(timed(seed=1), samples=300)])
+    assert losses_text(some.cells[0]) == "1 of 2 not validated"
+    assert (some.cells[0].mean, some.cells[0].samples) == (pytest.approx(0.9), 200)
+    for found in (alone, some):
+        assert all("not validated" in text for text in (_shown(found), markdown(found), latex(found)))
+        assert csv_text(found)
 
 
 def seeds(*values: float, rule: str = "linear", **more: object) -> list[ArmResult]:
@@ -548,3 +566,11 @@ def test_a_fitted_step_time_is_said_where_times_are_shown() -> None:
     by_epochs = summarise([timed(0.9, header=Header(trace=HOURLY, config={"step_time": "1h/ep"}))])
     assert "fitted to the trace or the epoch" in effort_caption(by_epochs, "w")
     assert "fitted" not in effort_caption(summarise([timed(0.9)]), "w")
+
+
+def test_a_live_run_has_the_times_that_its_workers_measured() -> None:
+    # Nothing planned its steps, though its header has a step time, as every header does.
+    columns = {"time_s": np.array([0.0, 3600.0]), "workers": np.array([3.0, 5.0])}
+    live = timed(0.9, header=Header(config={"step_time": "fit", "engine": "live"}), columns=columns)
+    text = effort_caption(summarise([live]), "w")
+    assert text == "Time as the workers measured it, and workers that took part x hours; means over seeds."

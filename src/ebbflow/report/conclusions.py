@@ -25,6 +25,9 @@ def takeaways(summary: Summary) -> list[str]:
 def _conclusion(summary: Summary, workload: str) -> str:
     verdicts = summary.verdicts(workload)
     if not verdicts:
+        if ended := sum(len(cell.not_validated) for cell in summary.cells_of(workload)):
+            runs = "the run has" if ended == 1 else f"{ended} runs have"
+            return f"On {workload} {runs} finished without a validation (a Session takes evaluate=): there is no score."
         return f"On {workload} no arm has finished, so nothing can be said yet."
     numbers = summary.number_format(workload)
     cells = [cell for cell in summary.cells_of(workload) if cell.mean is not None]
@@ -153,7 +156,9 @@ def _losses(summary: Summary) -> str:
         if cell.diverged
     ]
     parts = [f"Diverged: {_join(diverged)}."] if diverged else []
+    scored = {cell.workload for cell in summary.cells if cell.mean is not None}  # of others it was said above
     counts = {
+        "not validated": sum(len(cell.not_validated) for cell in summary.cells if cell.workload in scored),
         "failed": sum(len(cell.failed) for cell in summary.cells),
         "unfinished": sum(len(cell.interrupted) for cell in summary.cells),
         "missing": sum(len(cell.missing) for cell in summary.cells),

@@ -172,7 +172,7 @@ def effort_table(summary: Summary, workload: str) -> list[list[str]]:
     Rules of a trace that took the same share a line. Simulated times replace the samples, and times that were fitted.
     """
     numbers = summary.number_format(workload)
-    cells = [c for c in summary.cells_of(workload) if c.finished]
+    cells = [c for c in summary.cells_of(workload) if c.finished or c.not_validated]
     if not any(cell.time_s for cell in cells):
         return []
     clocks = list(dict.fromkeys(name for cell in cells for name in cell.simulated_s))
@@ -192,7 +192,7 @@ def effort_table(summary: Summary, workload: str) -> list[list[str]]:
         names = [cell.rule for cell in same]
         everyone = len(names) > 1 and len(names) == len([c for c in cells if c.trace == trace])
         means = sorted(cell.mean for cell in same if cell.mean is not None)
-        score = " to ".join(dict.fromkeys(numbers.number(mean) for mean in (means[0], means[-1])))
+        score = " to ".join(dict.fromkeys(numbers.number(mean) for mean in (*means[:1], *means[-1:]))) or NOTHING
         rows.append([trace, "all rules" if everyone else ", ".join(names), score, *line])
     return rows
 
@@ -223,8 +223,12 @@ def effort_caption(summary: Summary, workload: str) -> str:
     simulated = f"{', '.join(clocks)}: simulated time, the steps of the record priced with a step model"
     if clocks and workload in summary.fitted:
         return f"{simulated}; means over seeds."
-    text = "Time on the clock of the trace, and available workers x hours, which are paid for whether they take part "
-    text += f"or not; {f'{simulated}; ' if clocks else ''}means over seeds."
+    if workload in summary.measured:
+        text = "Time as the workers measured it, and workers that took part x hours; "
+    else:
+        text = "Time on the clock of the trace, and available workers x hours, which are paid for whether they take "
+        text += "part or not; "
+    text += f"{f'{simulated}; ' if clocks else ''}means over seeds."
     return text + _fitted(summary, workload)
 
 

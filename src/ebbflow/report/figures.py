@@ -39,7 +39,7 @@ from ebbflow.report.plotting import (
 from ebbflow.report.results import ArmResult, Results
 from ebbflow.report.score_figures import scores, scores_by_batch, time_by_updates
 from ebbflow.report.step_figures import layer_figures, over_epochs, statistic_figures
-from ebbflow.report.summary import Summary, outcome
+from ebbflow.report.summary import Summary, ended_well, outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +67,8 @@ def all_figures(results: Results, summary: Summary) -> Iterator[Drawing]:
             partial(scores, summary=summary),
             partial(scores_by_batch, summary=summary),
         ]
-        makers += [partial(_over, by=by, targets=targets) for by in _axes_of(of, fitted=workload in summary.fitted)]
+        axes = _axes_of(of, fitted=workload in summary.fitted, measured=workload in summary.measured)
+        makers += [partial(_over, by=by, targets=targets) for by in axes]
         makers.append(partial(time_by_updates, summary=summary))
         for make in (*makers, _training, _loss, _schedules, _batch, _rate, _multiplier):
             with drawing_style():
@@ -98,7 +99,7 @@ def _draw_rules(axis: Axes, arms: Sequence[ArmResult], style: RuleStyle, curve: 
     """
     for rule in style.rules:
         mine = [arm for arm in arms if getattr(arm, style.kind) == rule]
-        x, mean, low, high = over_seeds([curve(arm) for arm in mine if outcome(arm) == "finished"])
+        x, mean, low, high = over_seeds([curve(arm) for arm in mine if ended_well(arm)])
         if x.size:
             axis.plot(x, mean, **style.line(rule), marker="o" if x.size == 1 else None)
             drawn.means.append(mean)
@@ -106,7 +107,7 @@ def _draw_rules(axis: Axes, arms: Sequence[ArmResult], style: RuleStyle, curve: 
                 axis.fill_between(x, low, high, **style.fill(rule))
                 drawn.bands.extend([low, high])
         for arm in mine:
-            if outcome(arm) != "finished":
+            if not ended_well(arm):
                 _draw_unfinished(axis, curve(arm), style.line(rule), drawn)
 
 
@@ -142,7 +143,7 @@ def _zoom(axes: Sequence[Axes], drawn: _Drawn) -> bool:
 
 def _band_text(arms: Sequence[ArmResult]) -> str:
     many = len({arm.seed for arm in arms}) > 1
-    unfinished = any(outcome(arm) != "finished" for arm in arms)
+    unfinished = not all(map(ended_well, arms))
     text = " Line: mean over seeds; band: from the lowest to the highest seed, not an interval." if many else ""
     return text + (" A thin line with a cross: a run that diverged, failed or is unfinished." if unfinished else "")
 
@@ -194,8 +195,11 @@ class _ProgressAxis:
     seconds: bool = True
 
 
-def _axes_of(of: WorkloadArms, *, fitted: bool) -> list[_ProgressAxis]:
-    """Updates, wall-clock time, the time of the trace unless it was fitted to it, and each simulated clock."""
+def _axes_of(of: WorkloadArms, *, fitted: bool, measured: bool) -> list[_ProgressAxis]:
+    """Updates, wall-clock time, the time of the trace unless it was fitted to it, and each simulated clock.
+
+    Without a trace, the time is that of the real workers.
+    """
     found = [
         _ProgressAxis(
             kind="updates", title="updates", values=lambda arm: arm.updates, seconds=False,
@@ -207,10 +211,11 @@ def _axes_of(of: WorkloadArms, *, fitted: bool) -> list[_ProgressAxis]:
         ),
     ]  # fmt: skip
     if not fitted:
+        title = "the time of the workers" if measured else "the time of the trace"
+        clock = "as the workers measured it" if measured else "on the clock of the trace"
         found.append(
             _ProgressAxis(
-                kind="time", title="the time of the trace", values=lambda arm: arm.times,
-                caption="over the time on the clock of the trace.",
+                kind="time", title=title, values=lambda arm: arm.times, caption=f"over the time {clock}."
             )
         )  # fmt: skip
     names = dict.fromkeys(name for arm in of.arms for name in arm.simulated)

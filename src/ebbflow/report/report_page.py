@@ -46,7 +46,7 @@ from ebbflow.report.export import (
 from ebbflow.report.figures import all_figures
 from ebbflow.report.plotting import BAND, GRID, INK, MUTED, PALETTE, Drawing, save, slugs
 from ebbflow.report.results import ArmResult, Results, load_results
-from ebbflow.report.summary import Cell, NumberFormat, Summary, outcome, run_value, summarise
+from ebbflow.report.summary import Cell, NumberFormat, Summary, ended_well, outcome, run_value, summarise
 
 __all__ = [
     "CSS_VARIABLES",
@@ -207,7 +207,7 @@ def page_content(results: Results, summary: Summary) -> dict[str, Any]:
 def _facts(results: Results, summary: Summary) -> list[dict[str, str]]:
     """The tiles: a number, what it counts, and details."""
     arms = results.arms
-    done = sum(outcome(arm) == "finished" for arm in arms)
+    done = sum(map(ended_well, arms))
     counts = {status: sum(outcome(arm) == status for arm in arms) for status in dict.fromkeys(map(outcome, arms))}
     others = [f"{count} {status}" for status, count in counts.items() if status != "finished"]
     seeds = sorted({arm.seed for arm in arms if arm.status != "unreadable"})

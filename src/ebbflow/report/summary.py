@@ -2,8 +2,8 @@
 
 The score of a run is the mean of its last validations: a third of them, at least one and at most three. (Three are
 those of Andre, Strati and Klimovic, DistributedML 2022, Tables 1 to 3.) A cell is the mean of the scores over the
-seeds, with the 95 % interval of that mean. A run that diverged, failed or did not finish is named in its cell and never
-averaged in.
+seeds, with the 95 % interval of that mean. A run that diverged, failed, did not finish or was never validated is named
+in its cell and never averaged in.
 
 `decide` says which rules of a row are best, or that nothing can be told. Tables mark what it says, and the conclusions
 (`conclusions.py`) put it into words.
@@ -29,6 +29,7 @@ __all__ = [
     "Summary",
     "Verdict",
     "decide",
+    "ended_well",
     "outcome",
     "run_value",
     "score_window",
@@ -38,6 +39,7 @@ __all__ = [
 _MOST_VALIDATIONS = 3
 _PART_OF_VALIDATIONS = 3
 """A score covers at most one in this many validations."""
+_NOT_VALIDATED = "not validated"
 _AXES = ("workloads", "traces", "rules")
 _HUGE = 1e6
 """Larger numbers are written with an exponent."""
@@ -55,7 +57,9 @@ class Cell:
     values: tuple[float, ...]
     """The score of each seed that finished, in the order of the seeds; as recorded: an accuracy is a fraction."""
     finished: tuple[int, ...] = ()
-    """The seeds that finished; the next fields hold those that ended otherwise."""
+    """The seeds that finished and have a score; the next fields hold the others."""
+    not_validated: tuple[int, ...] = ()
+    """The seeds that finished without any validation: they have no score."""
     diverged: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     interrupted: tuple[int, ...] = ()
@@ -65,13 +69,13 @@ class Cell:
     window: int = 0
     """The most validations that the score of one of these runs is the mean of."""
     steps: float | None = None
-    """Mean number of steps over the seeds that finished."""
+    """Mean number of steps over the seeds that finished, validated or not, as in the next four fields."""
     samples: float | None = None
-    """Mean number of samples over the seeds that finished."""
+    """Mean number of samples."""
     time_s: float | None = None
-    """Mean time on the clock of the trace, over the seeds that finished."""
+    """Mean time on the clock of the trace, or of the workers if there was none."""
     worker_hours: float | None = None
-    """Mean of the available workers times the hours, over the seeds that finished: what had to be paid for."""
+    """Mean of the available workers times the hours: what had to be paid for."""
     usd_per_hour: float | None = None
     """Price of one worker; None if it is not known."""
     simulated_s: Mapping[str, float] = field(default_factory=dict)
@@ -109,12 +113,14 @@ class Cell:
     @property
     def seeds(self) -> int:
         """The number of runs that have a record, however they ended."""
-        return len(self.finished) + len(self.diverged) + len(self.failed) + len(self.interrupted)
+        ended = (self.finished, self.not_validated, self.diverged, self.failed, self.interrupted)
+        return sum(map(len, ended))
 
     @property
     def lost(self) -> list[tuple[str, tuple[int, ...]]]:
         """(what happened, seeds) for the seeds that are not in the mean."""
         kinds = {
+            _NOT_VALIDATED: self.not_validated,
             "diverged": self.diverged,
             "failed": self.failed,
             "unfinished": self.interrupted,
@@ -140,6 +146,7 @@ class Cell:
             "failed": len(self.failed),
             "unfinished": len(self.interrupted),
             "missing": len(self.missing),
+            "not_validated": len(self.not_validated),
             "metric": self.metric,
             "higher_is_better": self.higher_is_better,
             "values": list(self.values),
@@ -232,6 +239,8 @@ class Summary:
     """The data that stands in for the paper's; then published values are not comparable."""
     fitted: frozenset[str] = frozenset()
     """Workloads whose step time was fitted to their trace or epoch, so that times are not those of any machine."""
+    measured: frozenset[str] = frozenset()
+    """Workloads whose steps nothing planned, as in a live fleet: times are those of the real workers."""
     _index: Mapping[tuple[str, str, str], Cell] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -304,10 +313,18 @@ def _last_mean(values: Array) -> float | None:
 
 
 def outcome(arm: ArmResult) -> str:
-    """The status of an arm. One that finished without a finite result counts as diverged, or as failed."""
+    """The status of an arm. One that finished without a finite result counts as diverged.
+
+    One that finished without any validation has ended well, but has no score: it is not validated.
+    """
     if arm.status != "finished" or run_value(arm) is not None:
         return arm.status
-    return "diverged" if arm.values.size else "failed"
+    return "diverged" if arm.values.size else _NOT_VALIDATED
+
+
+def ended_well(arm: ArmResult) -> bool:
+    """Whether a run trained to its end, and no result of it is not finite."""
+    return outcome(arm) in ("finished", _NOT_VALIDATED)
 
 
 def summarise(
@@ -347,6 +364,7 @@ def summarise(
     comparable = config.get("scale") is None and config.get("stand_in") is None
     asked = {name: given or (_published_targets(paper, name) if comparable else []) for name in workloads}
     cells = _with_published(paper, _with_targets(asked, cells, groups, baselines))
+    present = [arm for key in keys for arm in groups[key]]
     return Summary(
         workloads=workloads,
         traces=traces,
@@ -357,12 +375,22 @@ def summarise(
         baselines=baselines,
         stand_in=config.get("stand_in"),
         fitted=frozenset(
-            arm.workload
-            for key in keys
-            for arm in groups[key]
-            if arm.header is not None and str(arm.header.config.get("step_time")).endswith(("fit", "/ep"))
+            arm.workload for arm in present if not _measured(arm) and _step_time(arm).endswith(("fit", "/ep"))
         ),
+        measured=frozenset(arm.workload for arm in present if _measured(arm)),
     )
+
+
+def _measured(arm: ArmResult) -> bool:
+    """Whether real workers made the times of a record. Where they are emulated, a trace or a plan has made them.
+
+    The header of every record has a step time, "fit" by default, also if nothing was fitted to anything.
+    """
+    return arm.header is not None and not arm.header.trace and not arm.header.plan and bool(arm.end_s)
+
+
+def _step_time(arm: ArmResult) -> str:
+    return "" if arm.header is None else str(arm.header.config.get("step_time"))
 
 
 def _ordered_names(configured: Any, found: list[str]) -> tuple[str, ...]:
@@ -490,6 +518,7 @@ def _has_metric(arm: ArmResult) -> bool:
 
 def _make_cell(key: tuple[str, str, str], arms: list[ArmResult], example: ArmResult) -> Cell:
     good = [arm for arm in arms if outcome(arm) == "finished"]
+    ended = [arm for arm in arms if ended_well(arm)]
 
     def seeds(status: str) -> tuple[int, ...]:
         return tuple(arm.seed for arm in arms if outcome(arm) == status)
@@ -502,16 +531,17 @@ def _make_cell(key: tuple[str, str, str], arms: list[ArmResult], example: ArmRes
         higher_is_better=example.higher_is_better,
         values=tuple(value for arm in good if (value := run_value(arm)) is not None),
         window=max((score_window(arm.values.size) for arm in good), default=0),
-        steps=_mean(arm.steps for arm in good),
-        samples=_mean(arm.samples for arm in good),
-        time_s=_mean(arm.end_s for arm in good),
-        worker_hours=_mean(arm.worker_hours(arm.end_s) for arm in good),
+        steps=_mean(arm.steps for arm in ended),
+        samples=_mean(arm.samples for arm in ended),
+        time_s=_mean(arm.end_s for arm in ended),
+        worker_hours=_mean(arm.worker_hours(arm.end_s) for arm in ended),
         simulated_s={
             name: statistics.fmean(float(arm.simulated[name][-1]) for arm in good)
             for name in dict.fromkeys(name for arm in good for name in arm.simulated)
         },
         scores=_scores(good),
         finished=seeds("finished"),
+        not_validated=seeds(_NOT_VALIDATED),
         diverged=seeds("diverged"),
         failed=seeds("failed"),
         interrupted=seeds("interrupted"),
