@@ -13,9 +13,10 @@ they began the next step.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -206,20 +207,46 @@ def read_fleet_run(folder: Path) -> Run:
     Its end is that of a replica that finished, else the last one that a replica wrote, else there is none.
     """
     found, runs = read_fleet(folder)
-    steps = {row.step for row in found.steps}
-    validations = {row.step: row for run in runs for row in run.validations if row.step - 1 in steps}
+    rows = _on_one_clock(found.steps, runs)
+    steps = {row.step: row for row in rows}
+    validations = {
+        row.step: replace(row, time_s=steps[row.step - 1].time_s)
+        for run in runs
+        for row in run.validations
+        if row.step - 1 in steps
+    }
     layers = {row.step: row for run in runs for row in run.layers if row.step in steps}
     ends = [run.end for run in runs if run.end is not None]
     return Run(
         path=folder / "replicas",
         header=runs[0].header,
-        steps=list(found.steps),
+        steps=rows,
         validations=[validations[step] for step in sorted(validations)],
         events=sorted((event for run in runs for event in run.events), key=lambda event: event.step),
         layers=[layers[step] for step in sorted(layers)],
         given_back=list(found.given_back),
         end=max(ends, key=lambda end: (end.status == "finished", end.steps), default=None),
     )
+
+
+def _on_one_clock(steps: Sequence[StepRow], runs: Iterable[Run]) -> list[StepRow]:
+    """The steps with the time since the first one began, as far as some replica was there to measure it.
+
+    A replica that is started again begins to count anew: its own times would put its steps back to the beginning.
+    """
+    clocks: list[dict[int, float]] = []  # when the steps began, of each incarnation of each replica
+    for run in runs:
+        last = math.inf
+        for row in run.steps:
+            if row.time_s < last:
+                clocks.append({})
+            clocks[-1][_lineage(row)] = last = row.time_s
+    result = [replace(row, time_s=0.0) for row in steps[:1]]
+    for before, row in pairwise(steps):
+        both = [clock for clock in clocks if _lineage(before) in clock and _lineage(row) in clock]
+        gap = min((clock[_lineage(row)] - clock[_lineage(before)] for clock in both), default=0.0)
+        result.append(replace(row, time_s=round(result[-1].time_s + gap, 6)))
+    return result
 
 
 # The account of a job -------------------------------------------------------------------------------------------------
