@@ -36,6 +36,44 @@ def test_the_averaged_weights_are_in_the_model_only_inside() -> None:
     assert other.state_dict()["weight"].item() == 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_average_of_a_model_of_few_bits_loses_no_updates(dtype: torch.dtype) -> None:
+    """Weights that stay at 1 after a start at 0: 1000 steps of one reference batch leave 1 - 0.999^1000 = 0.632."""
+    net = nn.Linear(1, 1, bias=False).to(dtype)
+    nn.init.zeros_(net.weight)
+    average = WeightAverage(net, 0.999)
+    nn.init.ones_(net.weight)
+    for _ in range(1000):
+        average.update(1.0)
+    assert average.state_dict()["weight"].item() == pytest.approx(1 - 0.999**1000, rel=1e-4)
+    with average.swapped_in():
+        assert net.weight.dtype == dtype
+        assert net.weight.item() == pytest.approx(1 - 0.999**1000, rel=1e-2)
+    assert net.weight.item() == 1.0
+
+
+def test_a_state_of_fewer_bits_goes_on_in_float32() -> None:
+    """Such states were saved before averages had a type of their own."""
+    net = nn.Linear(1, 1, bias=False).bfloat16()
+    average = WeightAverage(net, 0.5)
+    average.load_state_dict({"weight": torch.full((1, 1), 0.25, dtype=torch.bfloat16)})
+    assert average.state_dict()["weight"].dtype == torch.float32
+    assert average.state_dict()["weight"].item() == 0.25
+
+
+def test_parameters_that_are_no_fractions_are_copied() -> None:
+    net = nn.Linear(1, 1)
+    net.count = nn.Parameter(torch.tensor([3]), requires_grad=False)
+    net.mask = nn.Parameter(torch.tensor([True]), requires_grad=False)
+    average = WeightAverage(net, 0.9)
+    with torch.no_grad():
+        net.count.fill_(8)
+        net.mask.fill_(False)
+    average.update(1.0)
+    assert average.state_dict()["count"].item() == 8
+    assert average.state_dict()["mask"].item() is False
+
+
 def test_a_part_of_one_or_more_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ema is 1; expected .* such as 0.999"):
         WeightAverage(nn.Linear(1, 1), 1.0)

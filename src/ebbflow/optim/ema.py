@@ -14,17 +14,26 @@ import torch
 from ebbflow.errors import ConfigError
 from ebbflow.torch_api import BatchNorm, foreach_lerp_
 
-__all__ = ["RunningStatistics", "WeightAverage"]
+__all__ = ["RunningStatistics", "WeightAverage", "averaging_dtype"]
 
 WINDOW = 1000
 """Smallest number of samples over which batch-norm statistics should be averaged."""
 
 
+def averaging_dtype(weight: torch.Tensor) -> torch.dtype:
+    """The type in which an average of a weight is kept: float32 for those that have fewer bits.
+
+    In bfloat16 the thousandth part of a difference that is added to a number of the same size is rounded away.
+    """
+    return torch.float32 if weight.is_floating_point() and weight.element_size() < 4 else weight.dtype
+
+
 class WeightAverage:
     """The moving average of a model's weights: a <- rho^S a + (1 - rho^S) w after each step.
 
-    It begins with the initial weights, as in the paper. Buffers are not averaged, since batch-norm statistics are
-    averages already.
+    It begins with the initial weights, as in the paper. It is kept in float32 where the weights have fewer bits, and
+    rounded where it is put into the model. Integers among the parameters are copied. Buffers are not averaged, since
+    batch-norm statistics are averages already.
     """
 
     def __init__(self, model: torch.nn.Module, rho: float) -> None:
@@ -32,12 +41,25 @@ class WeightAverage:
             raise ConfigError(f"ema is {rho:g}; expected the part kept in a reference step, such as 0.999")
         self.rho = rho
         self._weights = dict(model.named_parameters())
-        self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self._average = {
+            name: weight.detach().to(averaging_dtype(weight), copy=True) for name, weight in self._weights.items()
+        }
 
     @torch.no_grad()
     def update(self, ratio: float) -> None:
         """Add the weights after a step of `ratio` reference batches."""
-        foreach_lerp_(list(self._average.values()), list(self._weights.values()), 1 - self.rho**ratio)
+        part = 1 - self.rho**ratio
+        alike: list[str] = []
+        for name, average in self._average.items():
+            weight = self._weights[name]
+            if not (weight.is_floating_point() or weight.is_complex()):
+                average.copy_(weight)
+            elif weight.dtype != average.dtype:
+                average.lerp_(weight.to(average.dtype), part)  # one by one: a copy of a weight, not of all
+            else:
+                alike.append(name)
+        if alike:
+            foreach_lerp_([self._average[name] for name in alike], [self._weights[name] for name in alike], part)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -55,7 +77,7 @@ class WeightAverage:
             weight.copy_(values[name])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The averaged weights, by name."""
+        """The averaged weights, by name, in the types in which they are kept."""
         return dict(self._average)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

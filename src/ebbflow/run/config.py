@@ -158,7 +158,8 @@ class RunConfig(BaseModel):
         lt=1,
         not_for={"estimator": "an estimator has one module; a Session keeps an average of the weights beside it"},
     )
-    """Fraction that a moving average of the weights keeps per reference step, for example 0.999."""
+    """Fraction that a moving average of the weights keeps per reference step, for example 0.999; the average is kept in
+    float32 where the model has fewer bits."""
     bn_follows_batch: bool = False
     """Whether the momentum of batch-norm statistics follows the batch: 1 - (1 - p)^(batch/ref_batch)."""
     validate_every: int = setting(1, ge=1, not_for={"estimator": "skorch validates after every epoch"})

@@ -11,6 +11,7 @@ from ebbflow.core.memory import free_memory
 from ebbflow.engines.base import Engine
 from ebbflow.engines.batches import map_batch
 from ebbflow.engines.replica_ranks import local_shard
+from ebbflow.optim.ema import averaging_dtype
 from ebbflow.optim.rule_optimizer import RuleOptimizer
 from ebbflow.rules.rule import StepContext
 
@@ -128,7 +129,9 @@ class KeptStates:
         run.engine.sync()
         weights = dict(run.engine.model.named_parameters())
         if verdict != "score":
-            summed = kept.get("sum") or {name: torch.zeros_like(weight) for name, weight in weights.items()}
+            summed = kept.get("sum") or {
+                name: torch.zeros_like(weight, dtype=averaging_dtype(weight)) for name, weight in weights.items()
+            }
             kept["sum"] = {name: summed[name].to(weight.device) + weight.detach() for name, weight in weights.items()}
             kept["count"] = kept.get("count", 0) + 1
         if verdict != "average":
