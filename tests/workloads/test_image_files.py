@@ -275,11 +275,39 @@ def test_both_originals_of_cifar_100_are_read_with_their_fine_labels(tmp_path, k
 
 def test_one_set_is_not_taken_for_the_other(tmp_path):
     write_cifar100(tmp_path / "hundred", "python")
-    with pytest.raises(DataError, match=r"no CIFAR-10 at .*hundred: it has none of it"):
+    with pytest.raises(DataError, match=r"no CIFAR-10 at .*hundred: it has batches of CIFAR-100, .*instead of 10;"):
         read_cifar10(tmp_path / "hundred")
     write_cifar(tmp_path / "ten", "binary")
-    with pytest.raises(DataError, match=r"no CIFAR-100 at .*\(train and test of cifar-100-python.tar.gz"):
+    with pytest.raises(
+        DataError, match=r"no CIFAR-100 at .*ten: it has batches of CIFAR-10, .*cifar-100-python.tar.gz"
+    ):
         read_cifar100(tmp_path / "ten")
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_an_npz_of_one_set_is_not_taken_for_the_other(tmp_path, names):
+    images = [jpeg((9 * number, 0, 0)) for number in range(20)]
+    for classes in (10, 100):
+        arrays = {**npz_arrays(images, "train"), **npz_arrays(images, "test")}
+        arrays["train_labels"] = arrays["test_labels"] = np.arange(20) * classes // 20
+        if names:
+            arrays["classes"] = np.array([f"class {number}" for number in range(classes)])
+        np.savez(tmp_path / f"{classes}.npz", **arrays)
+    assert len(read_cifar10(tmp_path / "10.npz")[0].labels) == len(read_cifar100(tmp_path / "100.npz")[0].labels) == 20
+    found = "it names 10 classes" if names else "no label is above 9, as in CIFAR-10"
+    with pytest.raises(DataError, match=rf"10\.npz, train: {found}; expected the 100 classes of CIFAR-100"):
+        read_cifar100(tmp_path / "10.npz")
+    found = "it names 100 classes; expected the 10" if names else "label 10 of image 2; expected 0 to 9"
+    with pytest.raises(DataError, match=rf"100\.npz, train: {found}"):
+        read_cifar10(tmp_path / "100.npz")
+
+
+def test_fine_labels_that_are_all_of_ten_classes_are_refused(tmp_path):
+    write_cifar100(tmp_path, "python")
+    rows, labels = cifar_rows(50)
+    (tmp_path / "train").write_bytes(pickle.dumps({b"data": rows, b"fine_labels": labels}, protocol=2))
+    with pytest.raises(DataError, match=r"train: no label is above 9, as in CIFAR-10; expected the 100 classes"):
+        read_cifar100(tmp_path)
 
 
 def test_wrong_files_of_cifar_100_are_named(tmp_path):

@@ -6,7 +6,8 @@
     read_cifar100       the same for CIFAR-100, with its 100 fine labels
 
 The npz file has three arrays for each of `train` and `test`: `{split}_jpeg` (the bytes of all images, concatenated),
-`{split}_offsets` (image i is bytes offsets[i]:offsets[i+1]) and `{split}_labels`.
+`{split}_offsets` (image i is bytes offsets[i]:offsets[i+1]) and `{split}_labels`. A further array
+`classes` may name the classes.
 """
 
 from __future__ import annotations
@@ -262,24 +263,57 @@ def read_cifar100(data: Path) -> tuple[Images, Images]:
     return _read_cifar(data, _CIFAR100)
 
 
+_BatchReader = Callable[[Path, _CifarFormat], Images]
+
+
 def _read_cifar(data: Path, kind: _CifarFormat) -> tuple[Images, Images]:
     if data.is_file() and zipfile.is_zipfile(data):
         return _cifar_npz(data, "train", kind), _cifar_npz(data, "test", kind)
-    readers: list[tuple[str, Callable[[Path, _CifarFormat], Images]]] = [("", _cifar_python), (".bin", _cifar_binary)]
-    for inner, (suffix, read) in zip(kind.folders, readers, strict=True):
-        for folder in (data, data / inner):
-            paths = [folder / (name + suffix) for name in (*kind.train, kind.test)]
-            missing = [path.name for path in paths if not path.is_file()]
-            if len(missing) == len(paths):
-                continue
-            if missing:
-                raise DataError(f"{folder} lacks {', '.join(missing)} of {kind.name}'s {len(paths)} batches; add them")
-            return _concatenate([read(path, kind) for path in paths[:-1]]), read(paths[-1], kind)
+    for read, paths in _cifar_places(data, kind):
+        missing = [path.name for path in paths if not path.is_file()]
+        if len(missing) == len(paths):
+            continue
+        if missing:
+            folder = paths[0].parent
+            raise DataError(f"{folder} lacks {', '.join(missing)} of {kind.name}'s {len(paths)} batches; add them")
+        train = _concatenate([read(path, kind) for path in paths[:-1]])
+        _check_classes(paths[0], train.labels, kind)
+        return train, read(paths[-1], kind)
     found = "is a file of another kind" if data.is_file() else "has none of it" if data.is_dir() else "does not exist"
+    for other in (_CIFAR10, _CIFAR100):
+        if any(path.is_file() for _, paths in _cifar_places(data, other) for path in paths):
+            found = f"has batches of {other.name}, that is {other.classes} classes instead of {kind.classes}"
     raise DataError(
         f"no {kind.name} at {data}: it {found}; expected a folder with the unpacked original batches "
         f"({kind.train[0]}{' to 5' if len(kind.train) > 1 else ''} and {kind.test} of {kind.archive}-python.tar.gz, or "
         f"with .bin those of {kind.archive}-binary.tar.gz), or an npz of JPEGs"
+    )
+
+
+def _cifar_places(data: Path, kind: _CifarFormat) -> Iterator[tuple[_BatchReader, list[Path]]]:
+    """Where the batches of a set may lie: the reader, and the paths of the training batches and of the test batch."""
+    readers: list[tuple[str, _BatchReader]] = [("", _cifar_python), (".bin", _cifar_binary)]
+    for inner, (suffix, read) in zip(kind.folders, readers, strict=True):
+        for folder in (data, data / inner):
+            yield read, [folder / (name + suffix) for name in (*kind.train, kind.test)]
+
+
+def _check_classes(
+    where: Path | str, labels: NDArray[Any], kind: _CifarFormat, names: NDArray[Any] | None = None
+) -> None:
+    """Raise DataError if the training labels, or the names of the classes, are those of a set with other classes.
+
+    A small set need not have every class, so only labels that would all fit the smaller set are taken for its labels.
+    """
+    if names is not None and names.size != kind.classes:
+        found = f"it names {names.size} classes"
+    elif labels.size and labels.dtype.kind in "iu" and labels.max() < _CIFAR10.classes < kind.classes:
+        found = f"no label is above {labels.max()}, as in {_CIFAR10.name}"
+    else:
+        return
+    raise DataError(
+        f"{where}: {found}; expected the {kind.classes} classes of {kind.name}: give its file, or choose a workload "
+        f"for this one"
     )
 
 
@@ -322,11 +356,14 @@ def _cifar_npz(path: Path, split: str, kind: _CifarFormat) -> Images:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             blob, offsets, labels = (arrays[f"{split}_{name}"] for name in ("jpeg", "offsets", "labels"))
+            names = arrays.get("classes")
     except KeyError as error:
         raise DataError(f"{path}: {error.args[0]}; expected the arrays {split}_jpeg, _offsets and _labels") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path}: damaged npz file ({error}); get it again") from None
     where = f"{path}, {split}"
+    if split == "train":
+        _check_classes(where, labels, kind, names)
     try:
         pixels = disk_cached("jpeg", [blob, offsets], lambda: decode_jpegs(blob, offsets))
         return _checked(where, pixels, labels, classes=kind.classes)
