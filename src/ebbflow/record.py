@@ -317,8 +317,10 @@ class RecordWriter:
             raise self._unwritable(error) from error
 
     def flush(self) -> int:
-        """Bring all rows to the disk; the size of the file in bytes."""
+        """Bring all rows to the disk; the size of the file in bytes. After `close` they are there already."""
         try:
+            if self._file.closed:
+                return self.path.stat().st_size
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:

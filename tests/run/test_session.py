@@ -87,6 +87,26 @@ def test_a_session_that_is_left_continues_where_it_was(tmp_path: Path) -> None:
         pass
 
 
+def test_the_record_is_there_inside_and_behind_the_with(tmp_path: Path) -> None:
+    model = make_model()
+    with ebbflow.Session(model, sgd(model), TensorSource(*make_data()), out=tmp_path, **SETTINGS) as session:
+        for step in session:
+            for inputs, targets in step:
+                step.backward(cross_entropy(model, inputs, targets))
+            if session.step == 4:
+                assert [row.step for row in session.record.steps] == [0, 1, 2, 3]
+                break
+    run = session.record
+    assert (run.status, len(run.steps)) == ("interrupted", 4)
+    with ebbflow.Session(
+        model, sgd(model), TensorSource(*make_data()), loss=cross_entropy, out=tmp_path, **SETTINGS
+    ) as session:
+        session.run()
+    run = session.record
+    assert run.status == "finished"
+    assert [row.step for row in run.steps] == list(range(session.step))
+
+
 def test_another_setting_is_named_as_it_is_given(tmp_path: Path) -> None:
     model = make_model()
     for micro_batch in (None, 2):

@@ -527,7 +527,7 @@ class Session:
 
     @property
     def record(self) -> Run:
-        """The record so far, if the session has a folder."""
+        """The record so far, if the session has a folder; behind the `with`, the whole record."""
         if self._folder is None:
             raise ConfigError("the session has no folder, so no record; give out=")
         self.loop.record.flush()
