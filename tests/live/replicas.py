@@ -162,6 +162,9 @@ def change(model: Any, x: torch.Tensor, what: str) -> None:
         platform.python_version_tuple = lambda: ("2", "7", "18")
     elif what == "memory":
         model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    elif what == "passes":  # which every replica counts for itself
+        model.register_buffer("passes", torch.tensor(0))
+        model.register_forward_pre_hook(lambda model, _: model.passes.add_(1) and None)
 
 
 def break_backend(said: str) -> None:

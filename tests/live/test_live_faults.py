@@ -127,6 +127,23 @@ def test_only_the_samples_of_a_lost_replica_are_computed_again(
     assert account.steps[6].workers == 3, "the step is completed as it was begun"
 
 
+def test_buffers_that_passes_change_are_each_replicas_own_and_count_what_is_kept_once(
+    fleet: Any, tmp_path: Path
+) -> None:
+    """r1 is killed before it computes step 6; the others keep what they have computed of it."""
+    group = fleet(all=ALL, note=True, change="passes")
+    group.start("r1", fault="kill:quorum@6")
+    group.start("r0", "r2")
+    assert group.wait() == {"r0": 0, "r1": KILLED, "r2": 0}
+    account, runs = reports(tmp_path)
+    assert account.mistakes == () and account.samples == EPOCHS * SAMPLES
+    assert [text.partition(":")[0] for name in ("r0", "r2") for text in what(runs[name], "buffers differ")] == (
+        ["passes", "passes"]
+    )
+    passes = {len((tmp_path / f"{name}.fetched").read_text().splitlines()) for name in ("r0", "r2")}
+    assert int(final_state(tmp_path)["model"]["passes"]) in passes
+
+
 @pytest.mark.parametrize(
     ("point", "rule"), [("kill:bucket@6", "linear"), ("kill:bucket@6", "adascale"), ("fail:bucket@6", "adascale")]
 )

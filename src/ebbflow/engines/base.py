@@ -4,8 +4,9 @@
     gradients(assignment, size)   backward passes over these samples; the mean gradient is left in `.grad`
     commit()                      True: the step counts. False: nothing happened, and the samples are assigned again
 
-Between `gradients` and `commit` an engine may lose a worker. `commit` then returns False, the model is what it was
-before the step, and the flow assigns the same samples again. `tests/contract` holds the suite that every engine passes.
+Between `gradients` and `commit` an engine may lose a worker. `commit` then returns False, weights and buffers are what
+they were before the step, and the flow assigns the same samples again. `tests/contract` holds the suite that every
+engine passes.
 
 An engine of your own subclasses `Engine` and is registered by name with a function that makes it:
 
@@ -78,7 +79,11 @@ class Engine(ABC):
 
     @abstractmethod
     def commit(self) -> bool:
-        """Whether the step counts. After False the model and its buffers are what they were before the step."""
+        """Whether the step counts. After False the weights and buffers are what they were before the step.
+
+        Ebbflow's own engines copy the buffers that are not batch norm's before each step, up to 256 MB of them
+        (`KeptBuffers`).
+        """
 
     # Around a step ------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from ebbflow.data.ledger import MicroBatch
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.batches import as_pair
 from ebbflow.engines.captured import CapturedPasses, Count
+from ebbflow.engines.kept_buffers import KeptBuffers
 from ebbflow.engines.loss_sum import LossSum, mean_over_samples
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import FusedMeter, Meter, meter_for
@@ -218,11 +219,16 @@ class LocalBatchNorm:
         self._began = False
 
     def rollback(self) -> None:
-        """Put back the buffers of before the step; without a step there is nothing to put back."""
-        if self._began and self.layers:
+        """Put back the buffers of before the step, once; without a step there is nothing to put back."""
+        began, self._began = self._began, False
+        if began and self.layers:
             foreach_copy_(self._running(self.layers), self._before)
             if self._counts_kept:
                 foreach_copy_(self._counted(self.layers), self._counts)
+
+    def resume(self) -> None:
+        """Go on with a step that was rolled back: its sums are added to."""
+        self._began = True
 
     # From the dictionary of a module, since its own way to look for an attribute takes several times as long.
 
@@ -360,6 +366,7 @@ class ReplicaStep:
         self.parameters = trained_parameters(model, parameters)
         self.meter = needed_meter(self.parameters, needs)
         self.batch_norm = LocalBatchNorm(model)
+        self.buffers = KeptBuffers(model)
         self.loss_function = loss
         self.loss: torch.Tensor | float = 0.0
         """Mean over the samples of this process, after their backward passes."""
@@ -399,6 +406,7 @@ class ReplicaStep:
         """Begin a step, or begin it again: nothing of an earlier attempt is left."""
         self._reset()
         self.batch_norm.begin()
+        self.buffers.begin()
         for meter in self._meters():
             meter.discard()
         if self._captured is not None:
@@ -408,10 +416,13 @@ class ReplicaStep:
     def pause(self) -> None:
         """Give up the step for now: the model is what it was before it, and what was computed is kept for `resume`."""
         self.batch_norm.rollback()
+        self.buffers.pause()
 
     def resume(self) -> None:
-        """Go on with a step that was paused: its gradients, loss and statistics are added to."""
+        """Go on with a step that was paused: its gradients, loss, statistics and buffers are added to."""
         self._reset.train()
+        self.batch_norm.resume()
+        self.buffers.resume()
         for meter in self._meters():
             meter.resume()
 
@@ -516,9 +527,19 @@ class ReplicaStep:
         (loss * factor).backward()  # type: ignore[no-untyped-call]
         return loss.detach(), count
 
-    def abandon(self) -> None:
-        """Give up the step: gradients and batch-norm statistics of its micro-batches are forgotten."""
+    def commit(self) -> None:
+        """The step counts: running statistics move once, and other buffers stay as its micro-batches left them."""
+        self.batch_norm.commit()
+        self.buffers.commit()
+
+    def rollback(self) -> None:
+        """The step does not count: all buffers are what they were before it; without a step nothing is done."""
         self.batch_norm.rollback()
+        self.buffers.rollback()
+
+    def abandon(self) -> None:
+        """Give up the step: gradients of its micro-batches are forgotten, and so is what they did to buffers."""
+        self.rollback()
         self.model.zero_grad(set_to_none=True)
 
     def check_complete(self, own: int) -> None:

@@ -227,7 +227,7 @@ class ShardedStep(ReplicaStep):
         return self.ranks.hooks_see_sums and super()._sends(micro_batch)
 
     def abandon(self) -> None:
-        """Give up the step: gradients and batch-norm statistics of its micro-batches are forgotten."""
+        """Give up the step: gradients of its micro-batches are forgotten, and so is what they did to buffers."""
         super().abandon()
         self.gradients.clear()
 

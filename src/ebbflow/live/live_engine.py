@@ -30,6 +30,7 @@ import torch
 from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, micro_batches_of
 from ebbflow.engines.allreduce import StepAllReduce, StepPart
 from ebbflow.engines.base import Engine, Gradients
+from ebbflow.engines.kept_buffers import differing_buffers
 from ebbflow.engines.loss_sum import LossSum
 from ebbflow.engines.process_group import Fault, PeerLost, no_fault
 from ebbflow.engines.replica_ranks import ReplicaSums
@@ -99,7 +100,8 @@ class LiveEngine(Engine):
         """`samples`: size of an epoch. `lineage`: of the state that the model has now. `loss`: None if the user's own
         loop does the backward passes. `micro_batch`: most samples in one backward pass, over all ranks of a
         replica. `norm`: whether the norm of the gradient is needed, which the ranks of a replica find together.
-        `captured_samples`, `on_event`: as for `ReplicaStep`; replicas of one rank only."""
+        `captured_samples`: as for `ReplicaStep`; replicas of one rank only. `on_event(what, text)`: writes an event
+        into the record."""
         self.model = model
         self.connection = connection
         self.sizes = sizes
@@ -127,12 +129,12 @@ class LiveEngine(Engine):
         self._replica = self._sharded or ReplicaStep(
             model, self._fetch_next, loss, captured_samples=captured_samples, on_event=on_event, **settings
         )
-        self._batch_norm = self._replica.batch_norm
+        self._on_event, self._compared_buffers = on_event, False
         self._make_message = partial(
             StepAllReduce,
             self._replica.parameters,
             meter=self._replica.meter,
-            sums=self._batch_norm.sums,
+            sums=self._replica.batch_norm.sums,
             flags=("leaving", "lighthouse", "seconds", "timed", "weights", "differ"),
             norm=norm and self._sharded is None,
             **shards,
@@ -220,7 +222,11 @@ class LiveEngine(Engine):
             self.connection.failed(self._failure)
             return False
         self._kept = None
-        self._batch_norm.commit()
+        if not self._compared_buffers and self._replica.samples:  # not in a step that this replica only hears
+            self._compared_buffers = True
+            if names := self._replica.buffers.changed():
+                self._on_event("buffers differ", differing_buffers(names, "replica"))
+        self._replica.commit()
         wanted = self._combine.flags["lighthouse"] > 0
         last = self.connection.committed(
             self._assignment, leaving=self._leavers, lighthouse_wanted=wanted, arrived=self._have_state,

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ebbflow.engines.kept_buffers import KeptBuffers
 from ebbflow.errors import ConfigError
 from ebbflow.torch_api import BatchNorm, foreach_lerp_
 
@@ -87,24 +88,24 @@ class WeightAverage:
 
 
 class RunningStatistics:
-    """The batch-norm statistics of a model, over steps of any size, some of which may be skipped.
+    """The batch-norm statistics and other buffers of a model, over steps of any size, some of which may be skipped.
 
     With `follow`, torch's momentum p (the weight of the new value) becomes 1 - (1 - p)^S for a step of S reference
     batches. If that would average over fewer than about 1000 samples, it is limited to B/1000, or to p if that is
     larger. Layers with a momentum of None, which weigh all steps equally, are not changed. The momentum is restored
-    after each step. With `undoable`, the statistics before a step are kept, so that `undo` can restore them.
+    after each step. With `undoable`, all buffers of before a step are kept, so that `undo` can restore them.
     """
 
     def __init__(self, model: torch.nn.Module, *, follow: bool, undoable: bool) -> None:
         layers = [m for m in model.modules() if isinstance(m, BatchNorm) and m.running_mean is not None]
         self._followed = [(m, m.momentum) for m in layers if follow and m.momentum is not None]
-        self._buffers = [b for m in layers for b in m.buffers()] if undoable else []
-        self._before: list[torch.Tensor] = []
+        self._buffers = KeptBuffers(model, batch_norm=True) if undoable else None
 
     @contextmanager
     def step(self, batch: int, ref_batch: int) -> Iterator[None]:
         """A context in which a step is computed and committed; `undo` is possible until the next step."""
-        self._before = [buffer.clone() for buffer in self._buffers]
+        if self._buffers is not None:
+            self._buffers.begin()
         for layer, momentum in self._followed:
             layer.momentum = _momentum(momentum, batch, ref_batch)
         try:
@@ -113,11 +114,10 @@ class RunningStatistics:
             for layer, momentum in self._followed:
                 layer.momentum = momentum
 
-    @torch.no_grad()
     def undo(self) -> None:
-        """Restore the statistics before the latest step, which was skipped; its activations may not be finite."""
-        for buffer, before in zip(self._buffers, self._before, strict=True):
-            buffer.copy_(before)
+        """Restore the buffers of before the latest step, which was skipped; its activations may not be finite."""
+        if self._buffers is not None:
+            self._buffers.rollback()
 
 
 def _momentum(p: float, batch: int, ref_batch: int) -> float:

@@ -127,7 +127,7 @@ class Flow:
     wall_s: float = 0.0
     """Seconds of computing so far; resumed runs go on counting."""
     statistics: RunningStatistics | None = None
-    """Batch-norm statistics, where their momentum follows the batch or a step may be skipped."""
+    """Batch-norm statistics and other buffers, where momentum follows the batch or a step may be skipped."""
     average: WeightAverage | None = None
     growth: Growth | None = None
     """The growing policy and its state, if the batch grows."""
@@ -177,7 +177,8 @@ class Flow:
             return self.close(step, gradients)
 
     def open(self) -> OpenStep:
-        """The first half of a step, up to the backward passes."""
+        """The first half of a step, up to the backward passes; one that was left open is given up."""
+        self.abandon()
         began = time.perf_counter()
         measures = bool(self.optimizer.rule.needs) or self.growth is not None
         if self.optimizer.unfrozen and (measures or not self.engine.single_process):

@@ -197,7 +197,9 @@ class DaskReplica:
         self._state = self._state or FlatState(self.model)
         self._state.write(weights)
         self._compute(task)
-        return self._combine.message(self._part(task)).cpu().numpy()
+        message = self._combine.message(self._part(task)).cpu().numpy()
+        self._step.rollback()  # the driver has the model
+        return message
 
     def step(self, apply: ApplyStep | None, task: WorkerTask) -> Gradients:
         """In a group: apply the previous step, if it counts, and compute the next one up to its mean gradient."""
@@ -224,12 +226,12 @@ class DaskReplica:
                 step.context, gradients.measurement, norm=gradients.norm, slopes=gradients.slopes
             )
             if update.applied:
-                self.batch_norm.commit()
-            else:  # a skipped step leaves no trace in the running statistics either
-                self.batch_norm.rollback()
+                self._step.commit()
+            else:  # a skipped step leaves no trace in the buffers either
+                self._step.rollback()
             self._applied = step.attempt
-        elif self._open is not None:
-            self.batch_norm.rollback()
+        else:
+            self._step.rollback()
         self._open = None
 
     def _compute(self, task: WorkerTask) -> None:
@@ -238,8 +240,12 @@ class DaskReplica:
         self._open = None
         step.measure(task.measured)
         step.begin()
-        with _COMPUTING:
-            step.compute(task.micro_batches, epoch=task.epoch, batch=task.batch)
+        try:
+            with _COMPUTING:
+                step.compute(task.micro_batches, epoch=task.epoch, batch=task.batch)
+        except BaseException:
+            step.abandon()
+            raise
         step.batch_norm.rollback()  # the micro-batches left their own statistics in the buffers
 
     def _part(self, task: WorkerTask) -> StepPart:
@@ -279,6 +285,7 @@ class DaskReplica:
 
     def load_state(self, content: bytes) -> None:
         """Take what `state` of another worker returned. Reading it executes nothing."""
+        self._step.rollback()
         state = torch.load(io.BytesIO(content), map_location=self.blueprint.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.blueprint.optimizer.load_state_dict(state["optimizer"])

@@ -23,6 +23,7 @@ from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, micro_batches_of
 from ebbflow.data.permutation import Permutation
 from ebbflow.engines.allreduce import StepAllReduce, StepPart
 from ebbflow.engines.base import Engine, Faults, Gradients
+from ebbflow.engines.kept_buffers import KeptBuffers, differing_buffers
 from ebbflow.engines.loss_sum import LossSum, normalise
 from ebbflow.engines.replica_step import (
     Fetch,
@@ -134,10 +135,12 @@ class EmulatedEngine(Engine):
         faults: Faults | None = None,
         precision: Precision = "fp32",
         ranks: Ranks | None = None,
+        on_event: Callable[[str, str], None] = lambda what, text: None,
     ) -> None:
         """`samples`: size of an epoch. `micro_batch`: most samples of one worker in one backward pass; default: all.
 
         `ranks`: the processes that share the work; all of them make the same engine and take every step together.
+        `on_event(what, text)`: writes an event into the record.
         """
         if precision not in self.precisions:
             raise ConfigError(f"precision is {precision!r}; {nearest(precision, list(self.precisions))}")
@@ -151,9 +154,12 @@ class EmulatedEngine(Engine):
         self.faults = faults
         self.precision = precision
         self.ranks = ranks
+        self.on_event = on_event
         self.single_process = ranks is None
         self.meter: Meter | None
         self._batch_norm: BatchNormStatistics
+        self._buffers: KeptBuffers
+        self._compared_buffers = ranks is None
         self._generators = generators(model)
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
         self._order = lru_cache(maxsize=2)(lambda epoch: Permutation(samples, seed, epoch))  # this one and the next
@@ -236,11 +242,21 @@ class EmulatedEngine(Engine):
     def commit(self) -> bool:
         """True, unless the scripted faults let a worker die in this attempt."""
         if self.faults is not None and self.faults.strike(self._number):
-            self._batch_norm.rollback()
-            self.model.zero_grad(set_to_none=True)
+            self.abandon()
             return False
+        if not self._compared_buffers:
+            self._compared_buffers = True
+            if names := self._buffers.changed():
+                self.on_event("buffers differ", differing_buffers(names, "rank"))
         self._batch_norm.commit()
+        self._buffers.commit()
         return True
+
+    def abandon(self) -> None:
+        """Give up the step: the model is what it was before it."""
+        self._batch_norm.rollback()
+        self._buffers.rollback()
+        self.model.zero_grad(set_to_none=True)
 
     @property
     def writes_files(self) -> bool:
@@ -369,6 +385,7 @@ class LoopEngine(EmulatedEngine):
         parameters: Iterable[torch.nn.Parameter] | None = None,
         precision: Precision = "fp32",
         ranks: Ranks | None = None,
+        on_event: Callable[[str, str], None] = lambda what, text: None,
     ) -> None:
         """`needs`: what the rule needs, "moments" or "layers"; without either nothing is measured and nothing paid.
 
@@ -376,13 +393,14 @@ class LoopEngine(EmulatedEngine):
         """
         super().__init__(
             model, fetch, loss, plan, samples=samples, seed=seed, micro_batch=micro_batch, faults=faults,
-            precision=precision, ranks=ranks,
+            precision=precision, ranks=ranks, on_event=on_event,
         )  # fmt: skip
         self._replica = ReplicaStep(
             model, self._fetch_next, loss, samples=samples, seed=seed, precision=precision, needs=needs,
             parameters=parameters,
         )  # fmt: skip
         self.meter, self._batch_norm = self._replica.meter, self._replica.batch_norm
+        self._buffers = self._replica.buffers
         self._starts: Iterator[int] = iter(())
         self._share_with_ranks(self._replica.parameters)
 
@@ -425,10 +443,6 @@ class LoopEngine(EmulatedEngine):
     def backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> None:
         """Add the gradient of a micro-batch; `loss` is the mean over its samples, or a sum with its count."""
         self._replica.backward(loss, micro_batch)
-
-    def abandon(self) -> None:
-        """Give up the open step: the model is what it was before the step."""
-        self._replica.abandon()
 
     def combine(self) -> Gradients:
         """The gradients of the whole step, after the backward passes of this process."""

@@ -27,6 +27,7 @@ from ebbflow.engines.captured import CapturedPasses, Count
 from ebbflow.engines.emulated.compiled import CompiledPasses, Execution, PassShape
 from ebbflow.engines.emulated.emulated_engine import EmulatedEngine, EmulatedStep, LoopEngine, Ranks
 from ebbflow.engines.emulated.grouped_batch_norm import BatchNormMode, GroupedBatchNorm, unfusable
+from ebbflow.engines.kept_buffers import KeptBuffers
 from ebbflow.engines.loss_sum import LossSum, mean_over_samples
 from ebbflow.engines.replica_step import (
     Fetch,
@@ -150,12 +151,11 @@ class FusedEngine(EmulatedEngine):
             )
         super().__init__(
             model, fetch, loss, plan, samples=samples, seed=seed, micro_batch=micro_batch, faults=faults,
-            precision=precision, ranks=ranks,
+            precision=precision, ranks=ranks, on_event=on_event,
         )  # fmt: skip
         self.mode: BatchNormMode = batch_norm
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.fused_batch = self._asked = fused_batch or DEFAULT_FUSED_BATCH.get(device.type, DEFAULT_FUSED_BATCH["cpu"])
-        self.on_event = on_event
         self._channels_last = device.type == "cuda"
         if self._channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -164,6 +164,7 @@ class FusedEngine(EmulatedEngine):
         trained = trained_parameters(model, parameters)
         self.meter = needed_meter(trained, needs)
         self._groups = self._batch_norm = GroupedBatchNorm(model, batch_norm)
+        self._buffers = KeptBuffers(model)
         self._share_with_ranks(trained)
         self._reset = ModelReset(model)
         self._autocast = self.autocast()
@@ -291,6 +292,7 @@ class FusedEngine(EmulatedEngine):
     def _begin(self) -> None:
         self._reset()
         self._groups.begin()
+        self._buffers.begin()
         if self.meter is not None:
             self.meter.discard()  # of a step that an exception cut short
         if self._sums is not None and self._sums is not self.meter:
@@ -314,6 +316,7 @@ class FusedEngine(EmulatedEngine):
             else:
                 if self._unscale(scale, step.batch, count):
                     return total, len(passes), count
+            self._buffers.rollback()
             self._begin()
 
     def _run(self, step: EmulatedStep, passes: list[tuple[int, int, PassShape]]) -> tuple[torch.Tensor | float, Count]:
@@ -462,6 +465,7 @@ def _common(parts: EngineParts) -> dict[str, Any]:
         "parameters": parts.parameters,
         "precision": parts.config.precision,
         "ranks": parts.ranks,
+        "on_event": parts.on_event,
     }
 
 
@@ -503,7 +507,6 @@ def make_fused(parts: EngineParts) -> Engine:
         fused_batch=parts.config.fused_batch,
         batch_norm=parts.config.batch_norm,
         compile=compile,
-        on_event=parts.on_event,
     )
 
 
