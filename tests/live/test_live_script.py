@@ -267,6 +267,55 @@ def test_a_state_that_would_be_saved_and_not_read_back_is_refused_at_the_start_o
             fleet.pack()
 
 
+class Counting(nn.Linear):
+    """A layer that counts its batches in something that is no tensor."""
+
+    batches = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.batches += self.training
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.batches = state["batches"]
+
+
+def with_counting_layer() -> nn.Sequential:
+    model = make_model()
+    return nn.Sequential(model, Counting(3, 3).double())
+
+
+def test_what_a_module_keeps_besides_tensors_is_in_the_checkpoint(script: Any) -> None:
+    first, fleet = script(model=with_counting_layer())
+    with fleet:
+        for step in fleet:
+            for x, y in step:
+                step.backward(loss_fn(first(x), y))
+            if step.number == 3:
+                fleet.leave()
+    later, fleet = script(model=with_counting_layer())
+    with fleet:
+        for _ in fleet:
+            break
+    assert later[1].batches == first[1].batches > 0
+
+
+def test_a_model_with_a_sparse_buffer_is_refused_unless_every_replica_makes_it_itself(script: Any) -> None:
+    model = make_model()
+    model.register_buffer("neighbours", torch.eye(3).to_sparse())
+    with pytest.raises(ConfigError, match=r"neighbours of the model is a sparse tensor.*persistent=False"):
+        script(model=model)
+    model = make_model()
+    model.register_buffer("neighbours", torch.eye(3).to_sparse(), persistent=False)
+    with script(model=model)[1] as fleet:
+        for step in fleet:
+            for x, y in step:
+                step.backward(loss_fn(model(x), y))
+
+
 def test_what_else_belongs_to_the_state_goes_back_to_a_snapshot_with_it(script: Any) -> None:
     """An epoch of 97 samples is 13 steps of 8; the rate falls after each of them, and the seven that were given back do
     not count."""

@@ -11,7 +11,7 @@ import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 
 from ebbflow.live.agreement import UNKNOWN
 from ebbflow.live.model_code import describe_class, describe_functions, describe_settings
+from ebbflow.run.checkpoint import add_content
 from ebbflow.workloads.sources import Source
 
 __all__ = ["CHECK_EVERY", "different_ranks", "memory_formats", "sample_digest", "structure_digest", "weights_number"]
@@ -57,7 +58,7 @@ def structure_digest(model: torch.nn.Module) -> str:
         for key, buffer in module.named_buffers(recurse=False):
             digest.update(repr((name, key, tuple(buffer.shape), str(buffer.dtype))).encode())
             if key in module._non_persistent_buffers_set:
-                _add_content(digest, buffer)
+                add_content(digest, buffer)
     return digest.hexdigest()[:12]
 
 
@@ -103,27 +104,8 @@ def _read(source: Source, indices: Any) -> str:
     np.random.seed(0)
     random.seed(0)
     digest = hashlib.sha256()
-    _add_content(digest, source.batch(indices, train=False))
+    add_content(digest, source.batch(indices, train=False))
     return digest.hexdigest()[:12]
-
-
-def _add_content(digest: Any, value: Any) -> None:
-    """Add tensors, arrays, numbers and texts in any nesting of containers; of anything else, its type."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        digest.update(repr((tuple(value.shape), str(value.dtype))).encode())
-        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
-    elif isinstance(value, np.ndarray):
-        digest.update(repr((value.shape, str(value.dtype))).encode() + value.tobytes())
-    elif isinstance(value, Mapping):
-        for key in value:
-            digest.update(repr(key).encode())
-            _add_content(digest, value[key])
-    elif isinstance(value, list | tuple):
-        for one in value:
-            _add_content(digest, one)
-    else:
-        digest.update((repr(value) if isinstance(value, str | bytes | int | float) else type(value).__name__).encode())
 
 
 @torch.no_grad()
@@ -141,6 +123,7 @@ def weights_number(
     sums = []
     for parameter in parameters:
         own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        own = own.resolve_conj().resolve_neg()  # of others the bits do not say the number
         numbers = torch.view_as_real(own) if own.is_complex() else own
         places = _place_numbers(numbers.device)
         integers = numbers.reshape(-1).view(_INTEGERS[numbers.element_size()])

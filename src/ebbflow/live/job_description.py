@@ -43,7 +43,13 @@ def describe_job(
 
     `own_sizes`: the policy is a function of the user. `groups`: the hyperparameters before the first step.
     """
-    state = model.state_dict()
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    for name, value in state.items():
+        if value.layout != torch.strided:
+            raise ConfigError(
+                f"{name} of the model is a sparse tensor, which replicas cannot send to each other; let it be dense "
+                f"(to_dense()), or a buffer that every replica makes itself: register_buffer(..., persistent=False)"
+            )
     shapes = "; ".join(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in state.items())
     digest = hashlib.sha256(shapes.encode()).hexdigest()[:8]
     settings = {

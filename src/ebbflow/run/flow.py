@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
-import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -25,7 +23,7 @@ from ebbflow.plan.growing import Growth
 from ebbflow.plan.policies import Drop
 from ebbflow.record import StepRow
 from ebbflow.rules.rule import StepContext
-from ebbflow.run.checkpoint import load_model
+from ebbflow.run.checkpoint import check_extra_state, load_model, unreadable_part
 from ebbflow.run.kept_states import KeptStates
 
 __all__ = ["Flow", "OpenStep", "Stateful", "check_loss", "states_of"]
@@ -45,18 +43,12 @@ def states_of(extras: Mapping[str, Stateful]) -> dict[str, Any]:
     """The states of what else belongs to a script; ConfigError for one that could be saved and not be read back."""
     states = {name: extra.state_dict() for name, extra in extras.items()}
     for name, state in states.items():
-        file = io.BytesIO()
-        try:
-            torch.save(map_batch(state, lambda value: None if isinstance(value, torch.Tensor) else value), file)
-            torch.load(io.BytesIO(file.getbuffer()), weights_only=True)
-        except Exception as error:  # what pickle and torch raise is of many kinds
-            named = re.search(r"GLOBAL ([\w.]+)", str(error))
-            what = named[1] if named else f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        if what := unreadable_part(state):
             raise ConfigError(
                 f"the state of {name!r} among the extras has something that is not read back from a checkpoint, nor by "
                 f"a replica that joins ({what}); let its state_dict() return tensors, numbers, texts and plain "
                 f"containers of them: float(x) of a number of numpy, torch.from_numpy(x) of an array"
-            ) from None
+            )
     return states
 
 
@@ -153,6 +145,7 @@ class Flow:
     """While a step is open: what it may have changed apart from the engine."""
 
     def __post_init__(self) -> None:
+        check_extra_state(self.engine.model)  # now, and not at the first checkpoint
         if self.average is not None and self.engine.replicated:
             raise ConfigError(
                 "a moving average of the weights (ema) is kept in the process that has the weights, and here replicas "

@@ -101,11 +101,21 @@ class RankGroup:
         return f"cuda:{self._here.local_rank}"
 
     def same_weights(self, model: torch.nn.Module) -> None:
-        """Give every rank the weights and buffers of rank 0."""
-        if self._here is not None:
-            with _peers():
-                for tensor in model.state_dict().values():
-                    dist.broadcast(tensor.detach(), src=0)
+        """Give every rank the weights and buffers of rank 0, and what modules keep by `get_extra_state`."""
+        if self._here is None:
+            return
+        state = model.state_dict()
+        dense = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided
+        }
+        with _peers():
+            for tensor in dense.values():
+                dist.broadcast(tensor.detach(), src=0)
+        if len(dense) < len(state):  # sparse tensors and extra state
+            others = self.shared(lambda: {name: value for name, value in state.items() if name not in dense})
+            model.load_state_dict(others, strict=False)
 
 
 @contextmanager

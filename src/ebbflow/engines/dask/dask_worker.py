@@ -123,13 +123,14 @@ class WorkerFailure:
 
 
 class FlatState:
-    """Weights and floating-point buffers of a model in one row: what the driver sends to all workers before a step.
+    """Weights and buffers of a model that are real or complex numbers, in one row: what the driver sends to all workers
+    before a step. Integers and sparse tensors, which no step trains, stay as they were when the model was sent.
 
     The row is allocated once and written again each time: new memory costs more than the copy.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._tensors = _floating(model)
+        self._tensors = _numbers(model)
         dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in self._tensors) else torch.float32
         self._row = torch.empty(sum(tensor.numel() for tensor in self._tensors), dtype=dtype)
         self._views = self._split(self._row)
@@ -151,8 +152,11 @@ class FlatState:
             foreach_copy_(self._tensors, self._split(received))
 
 
-def _floating(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+def _numbers(model: torch.nn.Module) -> list[torch.Tensor]:
+    """What a step may change, as real numbers in the memory of the model."""
+    found = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.layout == torch.strided]
+    real = [torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor for tensor in found]
+    return [tensor for tensor in real if tensor.is_floating_point()]
 
 
 # The replica ------------------------------------------------------------------------------------------------------
