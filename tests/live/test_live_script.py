@@ -623,6 +623,8 @@ def test_what_the_optimizer_must_not_be_is_refused(script: Any) -> None:
     rotation = nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(ConfigError, match="complex parameters"):
         script(model=rotation)
+    with pytest.raises(ConfigError, match=r"^1 is an Embedding with sparse=True"):
+        script(model=nn.Sequential(nn.Linear(2, 2), nn.Embedding(2, 2, sparse=True)))
 
 
 def test_changed_settings_are_refused_or_used_but_never_dropped(

@@ -28,7 +28,7 @@ from ebbflow.moments.estimate import Measurement
 from ebbflow.moments.meters import Meter, squared_norms
 from ebbflow.torch_api import foreach_add_, foreach_copy_, foreach_mul_
 
-__all__ = ["AllReduce", "BeginAllReduce", "StepAllReduce", "StepPart", "check_real"]
+__all__ = ["AllReduce", "BeginAllReduce", "StepAllReduce", "StepPart", "check_dense", "check_real"]
 
 BeginAllReduce = Callable[[torch.Tensor], Callable[[], None]]
 """Begins to add up a tensor over the processes, in place; the result is called to wait for the sum."""
@@ -371,6 +371,17 @@ def check_real(parameters: Iterable[torch.Tensor]) -> None:
             "the model has complex parameters, whose gradients several processes do not add up; hold them as real "
             "tensors (torch.view_as_real) and use torch.view_as_complex in forward()"
         )
+
+
+def check_dense(model: torch.nn.Module) -> None:
+    """Refuse embeddings with sparse gradients, before the first step finds them."""
+    for name, module in model.named_modules():
+        embeds = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if embeds and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"{name or 'the model'} is an {type(module).__name__} with sparse=True, and several processes do not "
+                f"add up sparse gradients; use sparse=False"
+            )
 
 
 def _lying_as(parameter: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ebbflow import workloads
 from ebbflow.core.files import hold_lock
 from ebbflow.core.signals import StopSignal
-from ebbflow.engines.allreduce import check_real
+from ebbflow.engines.allreduce import check_dense, check_real
 from ebbflow.engines.base import Engine, EngineParts
 from ebbflow.engines.batches import map_batch
 from ebbflow.engines.replica_ranks import local_shard, replica_ranks
@@ -144,6 +144,7 @@ class LiveSession(Session):
         if self.config.precision == "fp16":
             raise ConfigError("precision is 'fp16', whose loss scale a fleet does not share; use bf16")
         check_real(self._optimizer.layers)
+        check_dense(self.model)
         self.fleet = ReplicaConfig.from_environment(**fleet)
         self._on_commit = on_commit
         self._notice = notice

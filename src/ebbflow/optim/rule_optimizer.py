@@ -255,7 +255,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if follows:
             self._slopes.begin()
         with self._applier.scaled(scaling):
-            self.inner.step()
+            self._step_inner()
         self._rule_state, self._averages = rule_state, averages
         if self.follows_slopes:
             self._slopes.end(clipped=clipped)
@@ -467,6 +467,25 @@ class RuleOptimizer(torch.optim.Optimizer):
                 f"{type(self.inner).__name__} has {', '.join(sorted(own - saved))} instead; create the optimizer that "
                 f"was saved, or start anew"
             )
+
+    def _step_inner(self) -> None:
+        try:
+            self.inner.step()
+        except RuntimeError as error:
+            if "sparse" not in str(error).lower():
+                raise
+            name, said = type(self.inner).__name__, str(error).partition("\n")[0]
+            if isinstance(self.inner, torch.optim.SparseAdam):
+                measured = f", as those that the rule {self.rule} measures are" if self.rule.needs else ""
+                raise ConfigError(
+                    f"SparseAdam takes sparse gradients only, and one is dense{measured} ({said}); use adam, with "
+                    f"sparse=False in the embeddings, or give SparseAdam nothing but embeddings with sparse=True and a "
+                    f"rule that measures nothing, such as sqrt"
+                ) from None
+            raise ConfigError(
+                f"{name} does not take the sparse gradients of this model ({said}); use sparse=False in the "
+                f"embeddings, or an optimizer that takes them, such as sgd without weight decay"
+            ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle everything but what belongs to a process, such as a sampler.

@@ -17,6 +17,7 @@ from distributed import Client
 from ebbflow.core.spec import nearest
 from ebbflow.core.units import format_seconds
 from ebbflow.data.ledger import Assignment, MicroBatch, micro_batches_of
+from ebbflow.engines.allreduce import check_dense
 from ebbflow.engines.base import Engine, Faults, Gradients
 from ebbflow.engines.dask.cluster import DaskCluster
 from ebbflow.engines.dask.dask_worker import ReplicaBlueprint, WorkerTask
@@ -101,6 +102,7 @@ class DaskEngine(Engine):
             raise ConfigError("replicas apply the steps themselves: give optimizer=, or transport='centralized'")
         if min_workers < 1 or (max_workers is not None and max_workers < min_workers):
             raise ConfigError(f"min_workers={min_workers}, max_workers={max_workers}; expected 1 <= min <= max")
+        check_dense(model)
         self.model, self.samples, self.seed, self.micro_batch = model, samples, seed, micro_batch
         self.transport_name, self.precision, self.device = transport, precision, device
         self.min_workers, self.max_workers, self.scale = min_workers, max_workers, scale

@@ -21,7 +21,7 @@ import torch
 from ebbflow.core.spec import nearest
 from ebbflow.data.ledger import Assignment, Ledger, MicroBatch, micro_batches_of
 from ebbflow.data.permutation import Permutation
-from ebbflow.engines.allreduce import StepAllReduce, StepPart
+from ebbflow.engines.allreduce import StepAllReduce, StepPart, check_dense
 from ebbflow.engines.base import Engine, Faults, Gradients
 from ebbflow.engines.kept_buffers import KeptBuffers, differing_buffers
 from ebbflow.engines.loss_sum import LossSum, normalise
@@ -177,6 +177,7 @@ class EmulatedEngine(Engine):
     def _share_with_ranks(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Called by subclasses when meter and batch norm are there."""
         if self.ranks is not None:
+            check_dense(self.model)
             self._all_reduce = StepAllReduce(parameters, meter=self.meter, sums=self._batch_norm.sums, flags=("stop",))
 
     # What a subclass decides --------------------------------------------------------------------------------------
