@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.text import Text
 
-from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json, text_column
+from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
 from ebbflow.cli.options import takes_settings
+from ebbflow.cli.train_progress import TrainProgress
 from ebbflow.core.endings import Ending
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.signals import StopSignal
 from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import OutputError
-from ebbflow.record import Run, StepRow, ValidationRow
+from ebbflow.record import Run
 from ebbflow.run.config import RunConfig
 
 __all__ = ["train"]
@@ -50,45 +50,15 @@ def train(
     prints = here is None or here.rank == 0
     name = f"{config.workload}_{config.plan or config.trace}_{config.rule or 'default'}_s{config.seed}"
     folder = out_folder or Path("runs") / _slug(name)
-    columns = (
-        text_column("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        text_column("samples"),
-        TimeRemainingColumn(),
-    )
     with (
         interruptible(tell=prints),
         StopSignal() as stop,
-        Progress(*columns, console=err, transient=True, disable=not prints) as bar,
+        TrainProgress(folder, silent=not prints, quiet=json) as shown,
     ):
-        task = bar.add_task("preparing", total=None)
-        shown: dict[str, str] = {}
-        trains = False
-
-        def describe() -> None:
-            bar.update(task, description="  ".join(f"{key} {value}" for key, value in shown.items()))
-
-        def on_start(done: int, total: int) -> None:
-            nonlocal trains
-            trains = True
-            bar.update(task, total=total, completed=done)
-
-        def on_step(row: StepRow) -> None:
-            shown["workers"] = f"{row.workers:3d}"
-            shown["loss"] = f"{row.loss:.3f}" if row.loss is not None else "nan"
-            describe()
-            bar.update(task, completed=row.samples)
-
-        def on_validation(row: ValidationRow) -> None:
-            for name, value in row.metrics.items():
-                if name != "loss":
-                    shown[name] = f"{value:.4f}" if value is not None else "nan"
-            describe()
-
         callbacks = Callbacks(
-            on_start=on_start, on_step=on_step, on_validation=on_validation, should_stop=lambda: stop.requested
-        )
+            on_start=shown.on_start, on_resume=shown.on_resume, on_step=shown.on_step,
+            on_validation=shown.on_validation, should_stop=lambda: stop.requested,
+        )  # fmt: skip
         keep_freed_memory()
         try:
             run = training.train(
@@ -96,12 +66,12 @@ def train(
                 allow_code_change=allow_code_change,
             )  # fmt: skip
         except OutputError as error:
-            if not trains:
+            if not shown.trains:
                 raise
             err.print(f"failed: {error}", soft_wrap=True)
             raise typer.Exit(Ending.FAILED.code) from None
     if prints:
-        _print(run, folder, trained=trains, as_json=json)
+        _print(run, folder, trained=shown.trains, as_json=json)
     raise typer.Exit(Ending.named(run.status).code)
 
 

@@ -68,6 +68,8 @@ class Callbacks:
 
     on_start: Callable[[int, int], None] = lambda done, total: None
     """Called once with the samples that are committed already and the samples of the whole run."""
+    on_resume: Callable[[int, float], None] = lambda step, epoch: None
+    """Called before that if the run goes on from a checkpoint, with the steps and epochs that are committed already."""
     on_step: Callable[[StepRow], None] = lambda row: None
     """Called after every committed step."""
     on_validation: Callable[[ValidationRow], None] = lambda row: None
@@ -112,6 +114,8 @@ class TrainingLoop:
     def run(self) -> End:
         """All epochs, or all the gain where the rule counts that; the last row of the record says how it ended."""
         flow = self.flow
+        if flow.step:
+            self.callbacks.on_resume(flow.step, flow.ledger.total / flow.ledger.samples)
         self.callbacks.on_start(flow.ledger.total, flow.total_samples)
         self.validate()  # what was interrupted in the evaluation of an epoch makes up for it
         try:

@@ -1,0 +1,111 @@
+"""What `ebbflow train` shows while it trains: a progress bar on a terminal, and a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Column
+
+from ebbflow.cli.common import err, text_column
+from ebbflow.record import StepRow, ValidationRow
+
+__all__ = ["TrainProgress", "values_that_fit"]
+
+_BAR = 10
+"""The bar is not made shorter than this by what stands before it."""
+_FIRST_LINE_S, _LINE_EVERY_S = 5.0, 60.0
+
+
+def values_that_fit(shown: Mapping[str, str], room: int) -> str:
+    """The values with their names, as many as fit: the loss and the first score before the workers and other scores.
+
+    >>> shown = {"workers": "400", "loss": "0.620", "accuracy": "0.9123", "ema_accuracy": "0.9200"}
+    >>> values_that_fit(shown, 80)
+    'workers 400  loss 0.620  accuracy 0.9123  ema_accuracy 0.9200'
+    >>> values_that_fit(shown, 31)
+    'loss 0.620  accuracy 0.9123'
+    """
+    first, *others = [name for name in shown if name not in ("workers", "loss")] or [""]
+    chosen: set[str] = set()
+    text = ""
+    for name in ("loss", first, "workers", *others):
+        parts = [f"{key} {value}" for key, value in shown.items() if key in {*chosen, name}]
+        if len("  ".join(parts)) <= room:
+            chosen.add(name)
+            text = "  ".join(parts)
+    return text
+
+
+class TrainProgress:
+    """Shows a run on standard error while it trains; its methods are those of `Callbacks`."""
+
+    def __init__(self, folder: Path, *, silent: bool, quiet: bool) -> None:
+        """`silent`: show nothing at all; `quiet`: no lines, only the bar of a terminal."""
+        self.trains = False
+        """Whether the run has begun to train: its data are read, and its folder is there."""
+        terminal = err.is_terminal and not err.is_dumb_terminal  # a dumb one cannot draw a line again
+        self._folder = folder
+        self._tells = not (silent or quiet)
+        self._lines = self._tells and not terminal
+        kept = Column(no_wrap=True)  # the bar becomes shorter, and not what stands behind it
+        self._bar = Progress(
+            text_column("{task.description}"), BarColumn(), MofNCompleteColumn(table_column=kept),
+            text_column("samples"), TimeRemainingColumn(table_column=kept),
+            console=err, transient=True, disable=silent or not terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task("preparing", total=None)
+        self._shown: dict[str, str] = {}
+        self._total = 0
+        self._told_at, self._pause = time.monotonic(), _FIRST_LINE_S
+
+    def __enter__(self) -> Self:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.__exit__(kind, error, trace)
+
+    def on_resume(self, step: int, epoch: float) -> None:
+        """Say that a run goes on."""
+        if self._tells:
+            err.print(
+                f"{self._folder} holds this run: it goes on after step {step:,}, epoch {epoch:.4g}", soft_wrap=True
+            )
+
+    def on_start(self, done: int, total: int) -> None:
+        """Begin to count."""
+        self.trains, self._total = True, total
+        self._told_at = time.monotonic()
+        self._bar.update(self._task, total=total, completed=done)
+
+    def on_step(self, row: StepRow) -> None:
+        """Show a step; as a line if one is due."""
+        self._shown["workers"] = f"{row.workers:3d}"
+        self._shown["loss"] = f"{row.loss:.3f}" if row.loss is not None else "nan"
+        self._describe()
+        self._bar.update(self._task, completed=row.samples)
+        now = time.monotonic()
+        if self._lines and now - self._told_at >= self._pause:
+            self._told_at, self._pause = now, min(2 * self._pause, _LINE_EVERY_S)  # a run of days is not to fill a file
+            values = "  ".join(f"{name} {value.strip()}" for name, value in self._shown.items())
+            share = f"{row.samples / self._total:.0%} of the samples" if self._total else f"{row.samples:,} samples"
+            clock = time.strftime("%H:%M:%S")
+            err.print(f"{clock} step {row.step + 1}  epoch {row.epoch}  {share}  {values}", soft_wrap=True)
+
+    def on_validation(self, row: ValidationRow) -> None:
+        """Show the scores from here on."""
+        for name, value in row.metrics.items():
+            if name != "loss":
+                self._shown[name] = f"{value:.4f}" if value is not None else "nan"
+        self._describe()
+
+    def _describe(self) -> None:
+        behind = len(f"  {self._total}/{self._total} samples 0:00:00 ") + _BAR
+        self._bar.update(self._task, description=values_that_fit(self._shown, err.width - behind))
