@@ -49,14 +49,24 @@ def test_the_json_says_it_of_an_address_alone(ebbflow: Ebbflow) -> None:
 
 def test_a_finished_job_needs_no_lighthouse(ebbflow: Ebbflow) -> None:
     found = ebbflow("status", make_job(r0="finished", r1="left"), "--json").json
-    assert (found["problem"], found["step"]) == (None, 7)
+    assert (found["problem"], found["finished"], found["step"]) == (None, True, 7)
     table = ebbflow("status", "job")
+    assert table.text.startswith(f"the job is finished, and its lighthouse {ADDRESS} has ended\n")
     assert "r0       finished" in table.text and table.err == ""
+    for misleading in ("quorum", "alive", "batch", "one more worker"):
+        assert misleading not in table.text
+
+
+def test_of_a_job_that_was_stopped_it_says_that_it_can_be_continued(ebbflow: Ebbflow) -> None:
+    answer = ebbflow("status", make_job(r0="left", r1="left"))
+    answer.assert_refused(f"no lighthouse answers at {ADDRESS}, since the job was stopped; the command that started it")
 
 
 def test_people_get_the_table_in_front_of_the_error(ebbflow: Ebbflow) -> None:
     answer = ebbflow("status", make_job(r0="training"))
-    answer.assert_refused("r0       training", f"error: no lighthouse answers at {ADDRESS} (")
+    answer.assert_refused(
+        f"lighthouse {ADDRESS} does not answer", "r0       training", f"error: no lighthouse answers at {ADDRESS} ("
+    )
     assert answer.out == ""
 
 

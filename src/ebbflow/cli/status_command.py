@@ -74,10 +74,10 @@ def status(
 
         def view() -> dict[str, Any]:
             history.read()
-            found, finished = _ask(address, folder, price=price)
+            found = _ask(address, folder, price=price)
             if found.problem and not found.members:
                 raise ConfigError(found.problem)
-            note = "the job is finished" if finished else found.problem or ""
+            note = "the job is finished" if found.finished else found.problem or ""
             return fleet_view(found, history, price=price, note=note)
 
         def tell(url: str) -> None:
@@ -87,7 +87,7 @@ def status(
         with contextlib.suppress(KeyboardInterrupt):
             serve_page(fleet_page(name), view, bind=bind, port=port, on_start=tell)
         return
-    found, _ = _ask(address, folder, price=price)
+    found = _ask(address, folder, price=price)
     if json:
         print_json(dataclasses.asdict(found))
     elif found.members or not found.problem:
@@ -96,24 +96,29 @@ def status(
         raise ConfigError(found.problem)
 
 
-def _ask(address: str, folder: Path | None, *, price: float | None) -> tuple[FleetStatus, bool]:
-    """What the lighthouse and the replicas say now, and whether no lighthouse answers because the job is finished.
+def _ask(address: str, folder: Path | None, *, price: float | None) -> FleetStatus:
+    """What the lighthouse and the replicas say now.
 
-    If none answers, it is what the files of the job say, if there are some, with the problem. One replica that has
-    trained to the end is enough for the job to be finished, which is no problem.
+    If no lighthouse answers, it is what the files of the job say, if there are some, with the problem. One replica that
+    has trained to the end is enough for the job to be finished, which is no problem.
     """
     try:
         lighthouse = fetch_lighthouse_status(address)
     except ConfigError as problem:
         found = combine(address, None, read_statuses(folder) if folder is not None else {}, price=price)
-        if any(member.state == "finished" for member in found.members):
-            return found, True
-        return dataclasses.replace(found, problem=str(problem)), False
+        states = {member.state for member in found.members}
+        if "finished" in states:
+            return dataclasses.replace(found, finished=True)
+        text = str(problem)
+        if states == {"left"}:
+            known = "since the job was stopped; the command that started it continues it"
+            text = f"no lighthouse answers at {address}, {known}"
+        return dataclasses.replace(found, problem=text)
     if folder is not None:
-        return combine(address, lighthouse, read_statuses(folder), price=price), False
+        return combine(address, lighthouse, read_statuses(folder), price=price)
     try:
         statuses = fetch_statuses(lighthouse, find_secret(None))
     except ConfigError as problem:
         err.print(f"only the lighthouse was asked, not the replicas: {problem}", soft_wrap=True)
         statuses = {}
-    return combine(address, lighthouse, statuses, price=price), False
+    return combine(address, lighthouse, statuses, price=price)

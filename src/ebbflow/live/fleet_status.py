@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -72,6 +72,8 @@ class FleetStatus:
     so this is the most that it can be worth."""
     problem: str | None = None
     """Why the lighthouse could not be asked although the job is not finished: the replicas are as their files say."""
+    finished: bool = False
+    """Whether the job is finished, so that no lighthouse answers any more: the replicas are as their files say."""
 
 
 def combine(
@@ -199,6 +201,13 @@ def members_table(status: FleetStatus) -> RenderableType:
     alive = sum(member.heard_s is not None for member in status.members)
     quorum = f"quorum {status.quorum}" if status.quorum else "no quorum yet"
     head = f"lighthouse {status.lighthouse}  {quorum}  {alive} alive"
+    if status.finished:
+        head = f"the job is finished, and its lighthouse {status.lighthouse} has ended"
+        status = replace(
+            status, batch=None, lr=None, multiplier=None, samples_per_s=None, worth=None
+        )  # of the last step
+    elif status.problem:
+        head = f"lighthouse {status.lighthouse} does not answer; what the replicas said last:"
     if not status.members:
         return Text(f"{head}: nobody has joined")
     reasons = [Text(f"{member.name}: {member.reason}") for member in status.members if member.reason]
