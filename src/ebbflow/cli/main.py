@@ -35,6 +35,7 @@ from ebbflow.cli.whatif_command import whatif
 from ebbflow.cli.workloads_command import workloads
 from ebbflow.core.endings import Ending
 from ebbflow.core.plugins import raised_in_plugin
+from ebbflow.core.wording import names_of_options
 from ebbflow.errors import EbbflowError, RankLost
 
 __all__ = ["app", "main"]
@@ -78,11 +79,12 @@ def _print_version(requested: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    context.with_resource(names_of_options())
 
 
 def main() -> None:

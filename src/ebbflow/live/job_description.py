@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,16 +13,17 @@ import torch
 from ebbflow._version import __version__
 from ebbflow.engines.replica_ranks import ReplicaRanks
 from ebbflow.engines.shards import describe_shards
-from ebbflow.errors import CheckpointError, ConfigError
+from ebbflow.errors import CheckpointError, ConfigError, RecordError
 from ebbflow.live.agreement import describe_difference
 from ebbflow.live.equality import memory_formats, sample_digest, structure_digest
 from ebbflow.live.protocol import ReplicaConfig
 from ebbflow.optim.rule_optimizer import RuleOptimizer
 from ebbflow.plan.policies import make_policy
+from ebbflow.record import read_record
 from ebbflow.run.config import RunConfig
 from ebbflow.workloads.sources import Source
 
-__all__ = ["check_job", "describe_job", "describe_replica", "hyperparameters"]
+__all__ = ["check_job", "check_record", "describe_job", "describe_replica", "hyperparameters"]
 
 _CHANGEABLE = {"epochs", "max_steps", "schedule", "clip", "policy", "micro_batch", "precision"}
 """What may differ from a checkpoint with `--allow-changes`, besides the hyperparameters of the optimizer."""
@@ -130,6 +132,21 @@ def check_job(own: Mapping[str, str], saved: Mapping[str, str], origin: str, *, 
             f"{origin} is of another job: {difference}; use the same settings, or another folder{advice}"
         )
     return difference
+
+
+def check_record(own: Mapping[str, Any], path: Path, *, jobs_have: Collection[str], allow_changes: bool) -> None:
+    """Raise CheckpointError if steps of another job are in a record.
+
+    `own` is what a header would say of this job, and `jobs_have` is what of it says which job it is.
+    """
+    try:
+        run = read_record(path)
+    except RecordError:
+        return
+    if run.steps:
+        keys = [key for key in jobs_have if key in run.header.config and key not in ("ebbflow", "torch")]
+        job, saved = ({key: str(config[key]) for key in keys} for config in (own, run.header.config))
+        check_job(job, saved, f"the record {path}", allow_changes=allow_changes)
 
 
 def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

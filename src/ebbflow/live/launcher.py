@@ -25,6 +25,7 @@ from rich.console import Console
 
 from ebbflow.core.endings import Ending
 from ebbflow.core.files import hold_lock
+from ebbflow.core.folders import check_folder
 from ebbflow.core.preemption import NoticeSource, watching
 from ebbflow.core.signals import StopSignal
 from ebbflow.errors import ConfigError
@@ -167,6 +168,7 @@ def launch_fleet(
     name = job or job_name(command, workload=workload)
     folder = (out or Path("runs") / name).resolve()
     options = lighthouse or LighthouseOptions()
+    check_folder(folder, "fleet")
     with _hold_folder(folder):
         if from_scratch:
             _move_aside(folder)
@@ -232,6 +234,7 @@ def join_fleet(
         checkpoints=checkpoints,
     )
     own = replica_name(name)
+    check_folder(config.folder, "fleet")
     create_secret(config.folder)
     run = Job(command=program, fleet=config, gpus=gpus, ranks=ranks)
     with (

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ebbflow import workloads
 from ebbflow.core.files import hold_lock
+from ebbflow.core.folders import check_folder
 from ebbflow.core.signals import StopSignal
 from ebbflow.engines.allreduce import check_dense, check_real
 from ebbflow.engines.base import Engine, EngineParts
@@ -42,10 +44,11 @@ from ebbflow.errors import (
     UnreadableCheckpoints,
 )
 from ebbflow.live.agreement import initial_lineage
+from ebbflow.live.checkpoint_names import list_checkpoints
 from ebbflow.live.checkpoints import Checkpoints
 from ebbflow.live.connection import FleetConnection, LeftFleet, TrainingFinished, TransportUnusable
 from ebbflow.live.faults import ScriptedFaults
-from ebbflow.live.job_description import check_job, describe_job, describe_replica
+from ebbflow.live.job_description import check_job, check_record, describe_job, describe_replica
 from ebbflow.live.live_engine import LiveEngine, StepSizes, by_policy
 from ebbflow.live.protocol import FINAL_WEIGHTS, STATUS_KEY, ReplicaConfig, create_secret
 from ebbflow.live.rank_watch import RankWatch
@@ -146,6 +149,7 @@ class LiveSession(Session):
         check_real(self._optimizer.layers)
         check_dense(self.model)
         self.fleet = ReplicaConfig.from_environment(**fleet)
+        check_folder(self.fleet.folder, "fleet")
         self._on_commit = on_commit
         self._notice = notice
         self._asked_to_leave = False
@@ -233,6 +237,8 @@ class LiveSession(Session):
             step=lambda: flow.step,
             when=lambda: self._loop is not None and self.first,
         )
+        if ranks.leads:
+            self._check_earlier_record(own / "record.jsonl")
         record = ReplicaRecord(own / "record.jsonl", self._header, tracker) if ranks.leads else NoRecord()
         stack.callback(record.close)
         stack.callback(self._checkpoints.wait)
@@ -261,6 +267,18 @@ class LiveSession(Session):
         self._status.update("joining", step=flow.step)
         self._connection.start()
         return loop
+
+    def _check_earlier_record(self, path: Path) -> None:
+        """Refuse to go on with the record of another job; where there are checkpoints, these are compared instead."""
+        try:
+            if list_checkpoints(self._checkpoints.storage)[0]:
+                return
+            check_record(self._header().config, path, jobs_have=self._job, allow_changes=bool(self.fleet.allow_changes))
+        except StorageUnreachable:
+            return
+        except CheckpointError as error:
+            self._status.update("refused", reason=str(error))
+            raise
 
     def _header(self) -> Any:
         settings = {**dataclasses.asdict(self.fleet), "folder": str(self.fleet.folder)}

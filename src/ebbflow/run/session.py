@@ -398,7 +398,8 @@ class Session:
         save: Callable[[], None] | None = None
         save_final: Callable[[], None] | None = None
         if self._folder is not None:
-            files = RunFiles(self._folder, config, ranks)
+            files = RunFiles(self._folder, config, ranks, kind="session")
+            ranks.shared(files.check_kind)
             stack.enter_context(files.lock())
             ended = ranks.shared(files.finished_run)
             if ended is not None:

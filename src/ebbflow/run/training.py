@@ -22,7 +22,9 @@ from torch import nn
 
 from ebbflow import workloads
 from ebbflow.core.files import hold_lock, remove_leftovers
+from ebbflow.core.folders import FolderKind, check_folder
 from ebbflow.core.plugins import load_plugins
+from ebbflow.core.wording import called
 from ebbflow.errors import CheckpointError, CodeChanged, ConfigError
 from ebbflow.plan import BatchPlan
 from ebbflow.record import Event, NoRecord, RecordWriter, Run, read_record
@@ -66,17 +68,23 @@ class RunFiles:
         config: RunConfig,
         ranks: RankGroup,
         *,
+        kind: FolderKind = "run",
         by_recipe: Collection[str] = (),
         allow_code_change: bool = False,
     ) -> None:
         """`by_recipe`: the settings that the workload's recipe filled in."""
         self.folder = folder
         self.ranks = ranks
+        self._kind: FolderKind = kind
         self.record: RecordWriter = NoRecord()
         self._config = config
         self._by_recipe = by_recipe
         self._allow_code_change = allow_code_change
         self._recorded = config.recorded()  # now: somebody may edit the trace while the run follows it as it was
+
+    def check_kind(self) -> None:
+        """Refuse a folder that holds something else than a run of this kind."""
+        check_folder(self.folder, self._kind)
 
     def finished_run(self) -> Run | None:
         """The record in the folder if its run has ended; an error if it is a run of another configuration."""
@@ -84,22 +92,26 @@ class RunFiles:
         if not path.is_file() or (self.folder / CHECKPOINT).is_file() or not _has_header(path):
             return None
         run = read_record(path)
-        if run.status not in ("finished", "diverged"):
-            return None
-        if other := self._config.differences(run.header.config, by_recipe=self._by_recipe):
+        ended = run.status in ("finished", "diverged")
+        # One that was killed before its first checkpoint begins anew, but no other run replaces its record.
+        other = self._config.differences(run.header.config, by_recipe=self._by_recipe) if ended or run.steps else []
+        if other:
             raise ConfigError(
-                f"{self.folder} holds a run of another configuration ({'; '.join(other)}); give another --out"
+                f"{self.folder} holds a run of another configuration ({'; '.join(other)}); give another {called('out')}"
             )
+        if not ended:
+            return None
         if moved := self._config.other_data(run.header.config):
             _LOG.warning(
-                "%s holds this run, which is not repeated: %s; give another --out for other data", self.folder, moved
-            )
+                "%s holds this run, which is not repeated: %s; give another %s for other data",
+                self.folder, moved, called("out"),
+            )  # fmt: skip
         self.check_code(run.header.config)
         return run
 
     def lock(self) -> AbstractContextManager[None]:
         """Held while the run writes into its folder: a second run into it is a ConfigError."""
-        busy = f"another run is writing into {self.folder}; wait for it to end, or give another --out"
+        busy = f"another run is writing into {self.folder}; wait for it to end, or give another {called('out')}"
         return hold_lock(self.folder / ".run.lock", busy=busy) if self.ranks.leads else nullcontext()
 
     def check_code(self, recorded: Mapping[str, Any], model: nn.Module | None = None) -> str:
@@ -115,8 +127,8 @@ class RunFiles:
         changes = "; ".join(found)
         if found and not self._allow_code_change:
             raise CodeChanged(
-                f"{self.folder} holds a run of other code: {changes}; give another --out, or go on with the code of "
-                f"today by --allow-code-change (allow_code_change=True)"
+                f"{self.folder} holds a run of other code: {changes}; give another {called('out')}, or go on with the "
+                f"code of today by {called('allow_code_change', True)}"
             )
         return changes
 
@@ -229,6 +241,7 @@ def train(
         check_names([config])
         open_files = partial(RunFiles, Path(folder), by_recipe=by_recipe, allow_code_change=allow_code_change)
         files = open_files(config=config, ranks=ranks)
+        ranks.shared(files.check_kind)  # before data are read, which takes long
         done = ranks.shared(files.finished_run) if config.rule is not None else None
         if done is not None and not config.plugins:
             return done

@@ -31,9 +31,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ebbflow.core.files import hold_lock, write_whole
+from ebbflow.core.folders import check_folder
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.plugins import raised_in_plugin
 from ebbflow.core.signals import StopSignal
+from ebbflow.core.wording import called
 from ebbflow.errors import CodeChanged, ConfigError, EbbflowError, OutputError, RecordError
 from ebbflow.record import End, Header, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.config import recipe_settings
@@ -123,6 +125,7 @@ def run_study(
         raise ConfigError("a study starts the processes of its arms itself; run it without torchrun")
     until = time.monotonic() + within_s
     out, arms = Path(out), study.arms()
+    check_folder(out, "study")
     check_arms(arms)
     arms = [arm for arm in arms if only is None or arm.id in only]
     jobs = jobs or default_jobs(arms, cores=available_cores())
@@ -217,8 +220,8 @@ def _check_and_write(study: Study, out: Path, command: str) -> None:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ConfigError(
             f"{out} holds runs that are not in this study: {', '.join(unknown[:3])}{more}{_differences(study, path)}; "
-            f"a study may grow, but runs that exist must stay in it: choose another folder with --out, or delete those "
-            f"under {out / 'arms'}"
+            f"a study may grow, but runs that exist must stay in it: choose another folder with "
+            f"{called('out')}, or delete those under {out / 'arms'}"
         )
     content = {"version": VERSION, "command": command, "config": study.as_dict()}
     write_whole(path, (json.dumps(content, indent=2) + "\n").encode())

@@ -19,7 +19,9 @@ from typing import Any
 
 from ebbflow.core.choices import Choice, write_choice
 from ebbflow.core.files import hold_lock, write_whole
+from ebbflow.core.folders import check_folder
 from ebbflow.core.units import format_seconds, plural
+from ebbflow.core.wording import called
 from ebbflow.errors import ConfigError, OutputError, RecordError
 from ebbflow.record import Run, read_record
 from ebbflow.studies.grid import Arm, Study
@@ -162,6 +164,7 @@ class Tournament:
 
     def run(self) -> Chosen:
         """Continue where an earlier call ended, and end with the results in the folder."""
+        check_folder(self.folder, "tournament")
         busy = f"another tournament is running in {self.folder}; wait for it or choose another folder"
         with hold_lock(self.folder / ".choose.lock", busy=busy):
             self._load()
@@ -445,12 +448,12 @@ class Tournament:
             self.left_out = {Candidate(rule, rate): why for rule, rate, why in found["left_out"]}
             self.timed = [(int(epochs), float(part), float(whole)) for epochs, part, whole in found["timed"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error}); choose another folder with --out") from None
+            raise ConfigError(f"{path}: cannot be read ({error}); choose another folder with {called('out')}") from None
         if not same:
             other = [key for key in self.identity if self.identity[key] != found["identity"].get(key)]
             raise ConfigError(
                 f"{self.folder} holds another tournament; different: {', '.join(other)}. Choose another folder with "
-                f"--out, or delete it"
+                f"{called('out')}, or delete it"
             )
         self.ended = [{} for _ in self.begun]
 
@@ -624,4 +627,4 @@ def _renamed_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except RecordError as error:
-        raise OutputError(f"{folder}: {error}; choose another folder with --out") from error
+        raise OutputError(f"{folder}: {error}; choose another folder with {called('out')}") from error
