@@ -143,8 +143,79 @@ def test_a_column_of_a_saved_data_set_without_images_is_named(tmp_path: Path) ->
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"image": ["a.png", "b.png"], "label": [0, 1]})
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"the column image is Value.*; expected images: cast it to datasets\.Image"):
+    says = r"saved, split train, column image: it holds Value.*; expected images .* cast the column to datasets\.Image"
+    with pytest.raises(DataError, match=says):
         build("timm:resnet10t(size=32)", data=tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("part", "labels", "says"),
+    [
+        ("train", [0, None, 1], r"row 1 has no label \(of 1 without one\)"),
+        ("test", ["a", "b", "c"], "labels of type string; expected whole numbers: encode"),
+        ("test", [0.0, 1.0, 1.5], "labels of type double; expected whole numbers"),
+        ("train", [[0], [1], [0]], "labels of type list.*; expected whole numbers"),
+        ("test", [-1, -1, -1], "row 0 has the label -1, but labels are numbers from 0 on"),
+        ("train", [1, 2, 3], "row 0 has the label 1, but no row has 0; expected 0, 1, 2, ... without gaps"),
+        ("train", [0, 1, 3], "row 2 has the label 3, but no row has 2"),
+        ("test", [0, 2, 1], "row 1 has the label 2, but the split for training has 0 to 1"),
+    ],
+)
+def test_wrong_labels_of_a_saved_data_set_are_named_with_split_column_and_row(
+    tmp_path: Path, part: str, labels: list[object], says: str
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    pil = pytest.importorskip("PIL.Image")
+    images = [pil.new("RGB", (8, 8))] * 3
+    splits = {
+        name: datasets.Dataset.from_dict(
+            {"image": images, "label": labels if name == part else [0, 1, 1]},
+        ).cast_column("image", datasets.Image())
+        for name in ("train", "test")
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=f"saved, split {part}, column label: {says}"):
+        build("timm:resnet10t(size=32)", data=tmp_path / "saved")
+
+
+def test_a_saved_data_set_whose_column_declares_its_classes_need_not_have_all_of_them(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    pil = pytest.importorskip("PIL.Image")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(7)})
+    rows = {"image": [pil.new("RGB", (8, 8))] * 2, "label": [1, 4]}
+    part = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(tmp_path / "saved")
+    assert build("timm:resnet10t(size=32)", data=tmp_path / "saved").model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+
+
+def test_splits_that_cannot_be_used_are_named(saved: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    both = datasets.load_from_disk(saved / "images")
+    stored = both["train"].cast_column("image", datasets.Image(decode=False))
+    for name, splits, says in (
+        ("encoded", {**both, "train": stored}, r"encoded, split train, column image: it holds Image\(.*decode=False\)"),
+        ("unlabelled", {**both, "validation": both["validation"].remove_columns("label")}, "split validation: the col"),
+        ("empty", {**both, "validation": both["validation"].select([])}, "empty, split validation: "),
+        (
+            "named",
+            {"train": both["train"], "dev": both["train"]},
+            "named: the splits are train, dev; expected train and",
+        ),
+    ):
+        datasets.DatasetDict(splits).save_to_disk(tmp_path / name)
+        with pytest.raises(DataError, match=says):
+            build("timm:resnet10t(size=32)", data=tmp_path / name)
+    datasets.DatasetDict({**both, "test": stored}).save_to_disk(tmp_path / "three")
+    for arrow in (tmp_path / "three" / "test").glob("*.arrow"):
+        arrow.write_bytes(b"damaged")  # the split validation goes before test, which is then not read
+    assert len(build("timm:resnet10t(size=32)", data=tmp_path / "three").train) == len(both["train"])
+    for arrow in (tmp_path / "three" / "train").glob("*.arrow"):
+        arrow.write_bytes(b"damaged")
+    with pytest.raises(DataError, match="three, split train: cannot be opened"):
+        build("timm:resnet10t(size=32)", data=tmp_path / "three")
+    (tmp_path / "three" / "dataset_dict.json").write_text("{")
+    with pytest.raises(DataError, match=r"dataset_dict\.json: not a readable list of splits"):
+        build("timm:resnet10t(size=32)", data=tmp_path / "three")
 
 
 SMALL = "n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16"
@@ -206,7 +277,7 @@ def test_wrong_names_and_arguments_are_explained(workload: str, message: str, ph
         build(workload, data=photographs)
 
 
-def test_wrong_blocks_are_explained(tokens: Path, saved: Path) -> None:
+def test_wrong_blocks_are_explained(tokens: Path, saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="16 positions"):
         build(f"hf:gpt2({SMALL}, context=17)", data=tokens)
     task = build(f"hf:gpt2({SMALL})", data=saved / "uneven")
@@ -214,8 +285,18 @@ def test_wrong_blocks_are_explained(tokens: Path, saved: Path) -> None:
         task.train.batch(np.array([1]), train=True)
     with pytest.raises(DataError, match="one Dataset; expected a DatasetDict"):
         build(f"hf:gpt2({SMALL})", data=saved / "one")
-    with pytest.raises(DataError, match="columns are input_ids"):
+    with pytest.raises(DataError, match="blocks, split train: the columns are input_ids"):
         build("timm:resnet10t(size=32)", data=saved / "blocks")
+    for wrong in ([None, [1, 2, 3]], [[1.5, 2.0, 3.0]], ["a text"], [1, 2], [[1, None, 3]]):
+        datasets = pytest.importorskip("datasets")
+        datasets.DatasetDict(
+            {
+                "train": datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]]}),
+                "test": datasets.Dataset.from_dict({"input_ids": wrong}),
+            }
+        ).save_to_disk(tmp_path / "wrong")
+        with pytest.raises(DataError, match="split test, column input_ids: row 0 is no list of whole numbers"):
+            build(f"hf:gpt2({SMALL})", data=tmp_path / "wrong")
     small = SMALL.replace("vocab_size=50", "vocab_size=9")
     with pytest.raises(DataError, match="vocabulary of 9"):
         build(f"hf:gpt2({small})", data=saved / "blocks").train.batch(np.array([1]), train=True)

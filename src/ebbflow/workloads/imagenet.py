@@ -192,8 +192,8 @@ def _read_images(data: Path, size: int) -> tuple[Images, int]:
     random, central = _transforms(size)
     if is_saved(data):  # asked first: its splits are folders, too
         saved = read_saved(data)
-        images = SavedImages(saved.train, random, data), SavedImages(saved.valid, central, data)
-        return images, max(part.classes for part in images)
+        images = SavedImages(saved.train, random)
+        return (images, SavedImages(saved.valid, central, classes=images.classes)), images.classes
     shards = find_shards(data)
     if (data / "train").is_dir():
         for path in (*shards["train"], *shards["val"]):

@@ -119,7 +119,7 @@ def hf_model(
     held_out: Any
     if is_saved(data):
         splits = read_saved(data)
-        blocks = [SavedBlocks(split, data, vocabulary=vocabulary) for split in splits]
+        blocks = [SavedBlocks(split, vocabulary=vocabulary) for split in splits]
         context = blocks[0].length - 1
         train, held_out = (DatasetSource(part) for part in blocks)
     else:

@@ -1,11 +1,12 @@
 """Data sets that Hugging Face `datasets` saved with `DatasetDict.save_to_disk`: images with labels, and token blocks.
 
-A DatasetDict has a split `train`, and `validation`, `valid` or `test`, the first of which is there.
+A DatasetDict has a split `train`, and `validation`, `valid` or `test`, the first of which is there; no others are read.
 """
 
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,17 +20,25 @@ from ebbflow.errors import DataError
 from ebbflow.workloads.image_files import check_all, check_header
 from ebbflow.workloads.image_folders import Transform
 
-__all__ = ["SavedBlocks", "SavedImages", "SavedSplits", "is_saved", "read_saved"]
+__all__ = ["SavedBlocks", "SavedImages", "SavedSplit", "SavedSplits", "is_saved", "read_saved"]
 
 _VALIDATION = ("validation", "valid", "test")
 _IMAGES, _LABELS, _TOKENS = ("image", "img"), ("label", "labels"), "input_ids"
+_EMPTY = "remove the row, or add its image"
+
+
+class SavedSplit(NamedTuple):
+    """A split, as `datasets` gives it, and what errors call it: its folder and its name."""
+
+    rows: Any
+    where: str
 
 
 class SavedSplits(NamedTuple):
-    """The two splits, as `datasets` gives them."""
+    """The two splits that are used; a DatasetDict may have more."""
 
-    train: Any
-    valid: Any
+    train: SavedSplit
+    valid: SavedSplit
 
 
 def is_saved(folder: Path) -> bool:
@@ -38,72 +47,95 @@ def is_saved(folder: Path) -> bool:
 
 
 def read_saved(folder: Path) -> SavedSplits:
-    """Open a DatasetDict, memory-mapped; the samples are not read."""
-    if not (folder / "dataset_dict.json").exists():
+    """Open the two splits of a DatasetDict, memory-mapped; the samples are not read."""
+    index = folder / "dataset_dict.json"
+    if not index.exists():
         raise DataError(
             f"{folder}: one Dataset; expected a DatasetDict with a split for training and one for validation: save "
             f"data.train_test_split(0.1), for example"
         )
     datasets = require("datasets", extra="hf", needed_for=f"the saved data set {folder}")
-    splits = datasets.load_from_disk(str(folder))
-    valid = next((name for name in _VALIDATION if name in splits), None)
-    if "train" not in splits or valid is None:
+    try:
+        names = [str(name) for name in json.loads(index.read_bytes())["splits"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{index}: not a readable list of splits ({error!r}); save the data set again") from None
+    valid = next((name for name in _VALIDATION if name in names), None)
+    if "train" not in names or valid is None:
         raise DataError(
-            f"{folder}: the splits are {', '.join(splits)}; expected train and one of {', '.join(_VALIDATION)}"
+            f"{folder}: the splits are {', '.join(names)}; expected train and one of {', '.join(_VALIDATION)}"
         )
-    return SavedSplits(splits["train"], splits[valid])
+
+    def opened(name: str) -> SavedSplit:
+        where = f"{folder}, split {name}"
+        try:
+            rows = datasets.load_from_disk(str(folder / name))
+        except MemoryError:
+            raise
+        except Exception as error:  # of datasets, pyarrow or the file system: a damaged file raises nearly anything
+            raise DataError(
+                f"{where}: cannot be opened ({type(error).__name__}: {error}); save a split with rows again"
+            ) from None
+        return SavedSplit(rows, where)
+
+    return SavedSplits(opened("train"), opened(valid))
 
 
-def _column(split: Any, names: tuple[str, ...], folder: Path) -> str:
+def _column(split: SavedSplit, names: tuple[str, ...]) -> str:
     """The first of these columns that the split has."""
     for name in names:
-        if name in split.column_names:
+        if name in split.rows.column_names:
             return name
     raise DataError(
-        f"{folder}: the columns are {', '.join(split.column_names)}; expected {' or '.join(names)}: rename a column "
-        f"before saving"
+        f"{split.where}: the columns are {', '.join(split.rows.column_names)}; expected {' or '.join(names)}: rename a "
+        f"column before saving"
     )
 
 
 class SavedImages(Dataset[tuple[Tensor, int]]):
-    """The images of a split, each as its transform and its label."""
+    """The images of a split, each as its transform and its label; errors name the folder, the split and the column."""
 
-    def __init__(self, split: Any, transform: Transform, folder: Path) -> None:
-        self._images, self._labels = _column(split, _IMAGES, folder), _column(split, _LABELS, folder)
-        self._split = split
-        self._folder = folder
+    def __init__(self, split: SavedSplit, transform: Transform, *, classes: int | None = None) -> None:
+        """`classes` is the number of classes; by default the column says it, or its labels, then without gaps."""
+        self._images, self._labels = _column(split, _IMAGES), _column(split, _LABELS)
+        self._split = split.rows
+        self._where = f"{split.where}, column {self._images}"
         self.transform = transform
-        labels = np.asarray(split[self._labels])
-        if not len(labels) or labels.dtype.kind not in "iu" or labels.min() < 0:
-            raise DataError(f"{folder}: the column {self._labels} must hold class indices from 0 on, and some")
-        self.classes = max(int(labels.max()) + 1, getattr(split.features[self._labels], "num_classes", None) or 0)
+        self._check_column()
+        self.classes = _number_of_classes(split, self._labels, classes)
+
+    def _check_column(self) -> None:
+        datasets = require("datasets", extra="hf", needed_for="a saved data set")
+        kind = self._split.features[self._images]
+        if not isinstance(kind, datasets.Image) or not kind.decode:
+            raise DataError(
+                f"{self._where}: it holds {kind}; expected images that are decoded when they are read: cast the column "
+                f"to datasets.Image() before saving"
+            )
 
     def __len__(self) -> int:
         return len(self._split)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        where = f"{self._where}, image {index}"
         try:
             row = self._split[int(index)]
+            if row[self._images] is None:
+                raise DataError(f"{where} is empty; {_EMPTY}")
             image = row[self._images].convert("RGB")
         except (OSError, SyntaxError, AttributeError) as error:  # Pillow's errors of damaged files
-            raise DataError(f"{self._folder}: image {index} cannot be decoded: {error}") from error
+            raise DataError(f"{where} cannot be decoded: {error}") from error
         return self.transform(image), int(row[self._labels])
 
     def check_headers(self) -> None:
         """Read the headers of all images; those that are no images raise DataError."""
-        datasets = require("datasets", extra="hf", needed_for=f"the saved data set {self._folder}")
-        if not isinstance(kind := self._split.features[self._images], datasets.Image):
-            raise DataError(
-                f"{self._folder}: the column {self._images} is {kind}; expected images: cast it to datasets.Image() "
-                f"before saving"
-            )
+        datasets = require("datasets", extra="hf", needed_for="a saved data set")
         stored = self._split.select_columns([self._images]).cast_column(self._images, datasets.Image(decode=False))
 
         def problem(index: int) -> str | None:
-            where = f"{self._folder}: image {index}"
+            where = f"{self._where}, image {index}"
             image: dict[str, Any] | None = stored[index][self._images]
             if image is None or not (image["bytes"] or image["path"]):
-                return f"{where} is empty; remove the row, or add its image"
+                return f"{where} is empty; {_EMPTY}"
             try:
                 check_header(io.BytesIO(image["bytes"]) if image["bytes"] else Path(image["path"]), where)
             except DataError as error:
@@ -113,32 +145,81 @@ class SavedImages(Dataset[tuple[Tensor, int]]):
         check_all(problem, len(self), "images")
 
 
+def _number_of_classes(split: SavedSplit, column: str, classes: int | None) -> int:
+    """Check the labels of a split, which are the numbers from 0 to `classes` - 1; return how many classes there are."""
+    where = f"{split.where}, column {column}"
+    stored = _stored(split, column)
+    if stored.null_count:
+        row = stored.is_null().index(True).as_py()
+        raise DataError(f"{where}: row {row} has no label (of {stored.null_count} without one); remove them")
+    labels = stored.to_numpy()
+    if labels.dtype.kind not in "iu":
+        raise DataError(
+            f"{where}: labels of type {stored.type}; expected whole numbers: encode the column as datasets.ClassLabel "
+            f"before saving (class_encode_column)"
+        )
+    if not len(labels):
+        raise DataError(f"{where}: no rows; expected some")
+    declared = getattr(split.rows.features[column], "num_classes", None)
+    if classes is not None:
+        expected = f"the split for training has 0 to {classes - 1}"
+    elif declared is not None:
+        classes, expected = int(declared), f"the column declares 0 to {declared - 1}"
+    else:
+        present = np.unique(labels[labels >= 0])
+        gaps = np.flatnonzero(present != np.arange(len(present)))
+        classes = int(gaps[0]) if len(gaps) else len(present)
+        expected = (
+            f"no row has {classes}; expected 0, 1, 2, ... without gaps, or a column of datasets.ClassLabel, which says "
+            f"how many classes there are"
+        )
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        label = labels[wrong[0]]
+        if label < 0:
+            expected = "labels are numbers from 0 on; a split that is published without labels has -1 in all rows"
+        raise DataError(f"{where}: row {wrong[0]} has the label {label}, but {expected}")
+    return classes
+
+
+def _stored(split: SavedSplit, column: str) -> Any:
+    """The values of a column as Arrow stores them: at once, where going through a Dataset takes a call for each row."""
+    return split.rows.with_format("arrow").select_columns([column])[:].column(column)
+
+
 class SavedBlocks(Dataset[tuple[Tensor, Tensor]]):
     """Blocks of tokens of a split: (inputs, targets) of each row of `input_ids`, all of one length."""
 
-    def __init__(self, split: Any, folder: Path, *, vocabulary: int) -> None:
-        _column(split, (_TOKENS,), folder)
-        if not len(split):
-            raise DataError(f"{folder}: a split without rows")
-        self._split = split
-        self._folder = folder
+    def __init__(self, split: SavedSplit, *, vocabulary: int) -> None:
+        _column(split, (_TOKENS,))
+        self._split = split.rows
+        self._where = f"{split.where}, column {_TOKENS}"
         self._vocabulary = vocabulary
-        self.length = len(split[0][_TOKENS])
+        if not len(self._split):
+            raise DataError(f"{self._where}: no rows; expected some")
+        self.length = len(self._tokens(0))
         if self.length < 2:
-            raise DataError(f"{folder}: rows of {self.length} tokens; expected blocks of two or more")
+            raise DataError(f"{self._where}: rows of {self.length} tokens; expected blocks of two or more")
 
     def __len__(self) -> int:
         return len(self._split)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        tokens = torch.tensor(self._split[int(index)][_TOKENS])
+        tokens = self._tokens(index)
         if len(tokens) != self.length:
             raise DataError(
-                f"{self._folder}: row {index} has {len(tokens)} tokens and row 0 has {self.length}; join the texts and "
+                f"{self._where}: row {index} has {len(tokens)} tokens and row 0 has {self.length}; join the texts and "
                 f"cut them into blocks of one length before saving, as run_clm.py does"
             )
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocabulary:
-            raise DataError(
-                f"{self._folder}: row {index} has a token that is not in a vocabulary of {self._vocabulary}"
-            )
+            raise DataError(f"{self._where}: row {index} has a token that is not in a vocabulary of {self._vocabulary}")
         return tokens[:-1], tokens[1:]
+
+    def _tokens(self, index: int) -> Tensor:
+        row = np.asarray(self._split[int(index)][_TOKENS])
+        if row.ndim != 1 or (len(row) and row.dtype.kind not in "iu"):
+            raise DataError(
+                f"{self._where}: row {index} is no list of whole numbers; expected the tokens of a block, which a "
+                f"tokenizer makes"
+            )
+        return torch.from_numpy(row.astype(np.int64))
