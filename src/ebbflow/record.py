@@ -24,6 +24,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -386,6 +387,29 @@ class Run:
     def status(self) -> str:
         """finished, diverged, failed, or interrupted if the record has no end."""
         return self.end.status if self.end else "interrupted"
+
+    @property
+    def dropped(self) -> int:
+        """Samples that the policy `drop` dropped: they are in the `samples` of rows, and were not trained on."""
+        return int(self.dropped_until([math.inf])[0])
+
+    def dropped_until(self, samples: Iterable[float]) -> npt.NDArray[np.float64]:
+        """How many of the first so many samples of the run were dropped. What was given back does not count."""
+        ends, before = self._dropped_before
+        return before[np.searchsorted(ends, list(samples), side="right")]
+
+    @cached_property
+    def _dropped_before(self) -> tuple[list[int], npt.NDArray[np.float64]]:
+        """Where the steps end that were not given back, and the samples dropped before the first of them and so on."""
+        ends: list[int] = []
+        dropped: list[int] = []
+        begin = math.inf
+        for row in reversed(self.steps):
+            if row.samples <= begin:  # otherwise a later step went back to before this one
+                ends.append(row.samples)
+                dropped.append(int(row.stats.get("dropped", 0)))
+                begin = row.samples - row.batch - dropped[-1]
+        return ends[::-1], np.append(0.0, np.cumsum(dropped[::-1]))
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
         """One field (or one of the `stats`) of all steps as an array; NaN where a step does not have it."""

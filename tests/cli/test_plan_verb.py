@@ -109,3 +109,17 @@ def test_the_published_numbers_come_out_of_the_command(ebbflow: Ebbflow, shared:
     task = ["--local-batch", "128", "--step-time", "0.6s", "--samples", "1281167", "--epochs", "90", "--json"]
     assert abs(ebbflow("plan", file, *task).json["steps"] - 18_837) <= 2
     assert abs(ebbflow("plan", file, *task, "--across-epochs").json["steps"] - 18_803) <= 2
+
+
+def test_what_was_trained_on_and_what_was_dropped_are_told_apart(ebbflow: Ebbflow) -> None:
+    options = ["--local-batch", 32, "--policy", "drop(parts=4)", "--step-time", "1s", "--repeat", "--epochs", 3]
+    trace = "0s:4 20s:2 35s:3 1h"
+    call = ["train", "digits-mlp(width=16)", "--trace", trace, *options, "--rule", "sqrt", "--out", "run"]
+    assert "after 36 steps, 3,404 samples (922 more were dropped), " in ebbflow(*call).out
+    answer = ebbflow(*call, "--json").json
+    assert (answer["samples"], answer["dropped"]) == (3404, 922)
+    # Plans and simulations count what steps cover, and say so.
+    says = "what steps cover, with the samples that are dropped"
+    assert says in ebbflow("plan", trace, *options, "--samples", 1442).out
+    assert says in ebbflow("simulate", trace, *options, "--samples", 1442, "--spot-price", 1, "--price", 1).out
+    assert says not in ebbflow("plan", trace, *options, "--samples", 1442, "--policy", "follow").out

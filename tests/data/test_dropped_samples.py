@@ -18,7 +18,9 @@ from ebbflow.errors import CheckpointError, ConfigError, LedgerError, PlanError
 from ebbflow.live.accounting import account
 from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.plan.policies import Drop, make_policy
+from ebbflow.report.export import effort_table
 from ebbflow.report.results import load_results
+from ebbflow.report.summary import summarise
 from ebbflow.run.config import RunConfig
 from ebbflow.run.loop import Callbacks
 from ebbflow.run.training import train
@@ -116,8 +118,24 @@ def test_a_run_counts_what_it_drops_in_every_step_and_epoch(tmp_path: Path) -> N
     assert "dropped" not in run.steps[0].stats
     # The rate follows what was trained on: 64 samples are twice the reference batch.
     assert run.steps[21].multiplier == pytest.approx(2)
-    (result,) = load_results(tmp_path).arms
+    (result,) = (results := load_results(tmp_path)).arms
     assert "922 of 4,326 samples were dropped" in result.note
+    # What is called samples was trained on, at each validation, too.
+    assert (result.samples, result.dropped, run.dropped) == (4326 - 922, 922, 922)
+    assert result.counts.tolist() == [1442, 2 * 1442 - 209, 3 * 1442 - 922]
+    assert result.epochs.tolist() == [1, 2, 3]
+    summary = summarise(results.arms, results.config)
+    (cell,) = summary.cells
+    assert (cell.as_json()["samples"], cell.as_json()["dropped"]) == (3404, 922)
+    head, row = effort_table(summary, cell.workload)
+    assert dict(zip(head, row, strict=True)).items() >= {"samples": "3,404", "dropped": "922"}.items()
+
+
+def test_what_was_given_back_is_not_counted_as_dropped(tmp_path: Path) -> None:
+    run = train(CONFIG, tmp_path)
+    twice = [*run.steps[:30], *run.steps[25:]]  # after step 29 the run went back to before step 25
+    assert replace(run, steps=twice).dropped == 922
+    assert replace(run, steps=twice).dropped_until([0, 1442, 2 * 1442, 10**9]).tolist() == [0, 0, 209, 922]
 
 
 @pytest.mark.parametrize("engine", ["loop", "fused"])

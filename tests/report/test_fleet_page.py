@@ -62,14 +62,25 @@ def test_progress_time_and_cost_by_hand(tmp_path: Path) -> None:
     view = fleet_view(NOW, history, price=3600.0)
     assert view["progress"] == pytest.approx(
         {
-            "samples": 70, "total_samples": 200, "seconds": 6.0, "worker_hours": 14 / 3600, "samples_per_s": 70 / 6,
-            "left_s": 78 / 7, "usd": 14.0, "usd_left": 78 / 7 * 14 / 6,
+            "samples": 70, "dropped": 0, "total_samples": 200, "seconds": 6.0, "worker_hours": 14 / 3600,
+            "samples_per_s": 70 / 6, "left_s": 78 / 7, "usd": 14.0, "usd_left": 78 / 7 * 14 / 6,
         }
     )  # fmt: skip
     assert view["series"]["time_s"] == [0, 2, 4]
     assert view["series"]["workers"] == [2, 2, 3]
     assert view["job"]["rule"] == "sqrt"
     json.dumps(view, allow_nan=False)
+
+
+def test_dropped_samples_are_progress_and_not_trained_on(tmp_path: Path) -> None:
+    # Each of two steps of 2 s trains on 20 samples and drops 20. 120 of 200 are left: at 40 in 2 s, 6 s.
+    rows = [step(number, time_s=2 * number, batch=20, samples=40 * (number + 1)) for number in range(2)]
+    write(tmp_path, "r0", HEADER, *(replace(row, stats={**row.stats, "dropped": 20}) for row in rows))
+    history = FleetHistory(tmp_path)
+    history.read()
+    progress = fleet_view(NOW, history)["progress"]
+    assert (progress["samples"], progress["dropped"], progress["samples_per_s"]) == (40, 40, 10)
+    assert progress["left_s"] == pytest.approx(6)
 
 
 def test_only_whole_new_lines_are_read(tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ def plan(
     else:
         out.print(trace or str(batch_plan), style="bold", soft_wrap=True)
         out.print(_table(found))
+        if str(made.source.get("policy", "")).startswith("drop("):
+            out.print("samples and batches: what steps cover, with the samples that are dropped", style="dim")
 
 
 def _growing(trace: Trace, policy: GrowingPolicy, model: StepTime, ref_batch: int | None, **options: Any) -> BatchPlan:

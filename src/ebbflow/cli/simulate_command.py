@@ -12,6 +12,7 @@ from rich.table import Table
 from ebbflow.cli.common import AsJson, TraceText, err, out, print_json
 from ebbflow.cli.scenario_options import OutFolder, takes_scenario, write_page
 from ebbflow.core.units import format_seconds
+from ebbflow.plan.policies import Drop
 from ebbflow.simulate.scenario import ScenarioSettings
 from ebbflow.simulate.simulation import (
     BREAKDOWN,
@@ -61,6 +62,8 @@ def simulate_verb(
         return
     out.print(trace, style="bold", soft_wrap=True)
     out.print(_table(found, cluster, spread))
+    if isinstance(found.scenario.policy, Drop):
+        out.print("samples and goodput: what steps cover, with the samples that are dropped", style="dim")
     out.print(_time_table(found))
 
 

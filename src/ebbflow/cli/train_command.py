@@ -85,7 +85,8 @@ def _print(run: Run, folder: Path, *, trained: bool, as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return
-    out.print(Text(run.status, style="bold"), f"after {answer['steps']} steps, {answer['samples']:,} samples, "
+    dropped = f" ({answer['dropped']:,} more were dropped)" if answer["dropped"] else ""
+    out.print(Text(run.status, style="bold"), f"after {answer['steps']} steps, {answer['samples']:,} samples{dropped}, "
               f"{format_seconds(answer['wall_s'])} of computing")  # fmt: skip
     if run.end is not None and run.end.text:
         out.print(run.end.text, soft_wrap=True)
@@ -108,7 +109,8 @@ def _answer(run: Run, folder: Path) -> dict[str, Any]:
     return {
         "status": run.status,
         "steps": run.end.steps,
-        "samples": run.end.samples,
+        "samples": run.end.samples - run.dropped,
+        "dropped": run.dropped,
         "wall_s": run.end.wall_s,
         "metrics": dict(run.validations[-1].metrics) if run.validations else {},
         "weights_sha256": run.end.weights_sha256,

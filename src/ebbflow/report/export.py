@@ -170,6 +170,7 @@ def effort_table(summary: Summary, workload: str) -> list[list[str]]:
     """Time, worker-hours, money and samples beside the score, the names of the columns first; empty without records.
 
     Rules of a trace that took the same share a line. Simulated times replace the samples, and times that were fitted.
+    Dropped samples, where there are any, have a column of their own.
     """
     numbers = summary.number_format(workload)
     cells = [c for c in summary.cells_of(workload) if c.finished or c.not_validated]
@@ -178,16 +179,18 @@ def effort_table(summary: Summary, workload: str) -> list[list[str]]:
     clocks = list(dict.fromkeys(name for cell in cells for name in cell.simulated_s))
     timed = not (clocks and workload in summary.fitted)
     priced = timed and any(cell.usd_per_hour is not None for cell in cells)
+    drops = any(cell.dropped for cell in cells)
     lines: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
         texts = (
             *([_time(cell.time_s), _hours(cell.worker_hours)] if timed else []),
             *([_money(cell.cost_usd(cell.worker_hours))] if priced else []),
             *([_time(cell.simulated_s.get(name)) for name in clocks] or [_count(cell.samples)]),
+            *([_count(cell.dropped)] if drops else []),
         )
         lines.setdefault((cell.trace, *texts), []).append(cell)
     rows = [["trace", "rule", numbers.heading(cells[0].metric), *(["time", "worker-hours"] if timed else []),
-             *(["USD"] if priced else []), *(clocks or ["samples"])]]  # fmt: skip
+             *(["USD"] if priced else []), *(clocks or ["samples"]), *(["dropped"] if drops else [])]]  # fmt: skip
     for (trace, *line), same in lines.items():
         names = [cell.rule for cell in same]
         everyone = len(names) > 1 and len(names) == len([c for c in cells if c.trace == trace])

@@ -87,14 +87,15 @@ function show(view) {
   const alive = now.members.filter((member) => member.heard_s !== null).length;
   at("job").textContent = [job.workload, job.rule && `rule ${job.rule}`, job.policy && `policy ${job.policy}`,
     `lighthouse ${now.lighthouse}`, now.quorum ? `quorum ${now.quorum}` : "no quorum"].filter(Boolean).join(" · ");
-  const share = progress.total_samples ? progress.samples / progress.total_samples : 0;
+  const share = progress.total_samples ? (progress.samples + progress.dropped) / progress.total_samples : 0;
   at("bar").style.width = `${Math.min(100, 100 * share).toFixed(1)}%`;
   const dollars = (value) => (value === null ? "–" : `$${value.toFixed(2)}`);
   const tiles = [
     tile(String(alive), "replicas alive", `step ${now.step ?? "–"}, epoch ${now.epoch ?? "–"}`),
     tile(number(now.batch), "samples per step", `rate ${number(now.lr)} (x${number(now.multiplier, 3)})`),
     tile(number(now.samples_per_s ?? progress.samples_per_s, 3), "samples per second", `loss ${number(now.loss)}`),
-    tile(`${(100 * share).toFixed(1)} %`, "of all samples", `${number(progress.samples, 12)} of ${number(progress.total_samples, 12)}`),
+    tile(`${(100 * share).toFixed(1)} %`, "of all samples", `${number(progress.samples, 12)} of ${number(progress.total_samples, 12)}`
+      + (progress.dropped ? `, ${number(progress.dropped, 12)} dropped` : "")),
     tile(duration(progress.left_s), "to the end, at this speed", `${duration(progress.seconds)} so far`),
   ];
   if (progress.usd !== null)

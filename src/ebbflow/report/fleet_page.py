@@ -145,17 +145,22 @@ def _progress(
     """
     total = (config.get("epochs") or 0) * (config.get("epoch_samples") or 0)
     done = steps[-1].samples if steps else 0
+    dropped = [int(row.stats.get("dropped", 0)) for row in steps]
     hours = sum(row.workers * time for row, time in zip(steps, seconds, strict=True)) / 3600
-    recent, samples, worker_s = 0.0, 0, 0.0
-    for row, time in zip(reversed(steps), reversed(seconds), strict=True):
+    recent, samples, covered, worker_s = 0.0, 0, 0, 0.0
+    for row, time, drops in zip(reversed(steps), reversed(seconds), reversed(dropped), strict=True):
         recent, samples, worker_s = recent + time, samples + row.batch, worker_s + row.workers * time
+        covered += row.batch + drops
         if recent >= RECENT_S:
             break
     speed = samples / recent if recent > 0 else None
-    left_s = (total - done) / speed if speed and total > done else (0.0 if total and done >= total else None)
+    left_s = 0.0 if total and done >= total else None
+    if total > done and recent > 0:
+        left_s = (total - done) * recent / covered  # what is dropped brings the end nearer, too
     left_hours = None if left_s is None else left_s * (worker_s / recent if recent > 0 else 0.0) / 3600
     return {
-        "samples": done,
+        "samples": done - sum(dropped),
+        "dropped": sum(dropped),
         "total_samples": total or None,
         "seconds": sum(seconds),
         "worker_hours": hours,

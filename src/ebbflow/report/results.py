@@ -118,6 +118,9 @@ class ArmResult:
     """What a layer-wise rule recorded; None for other rules."""
     steps: int = 0
     samples: int = 0
+    """Samples that were trained on."""
+    dropped: int = 0
+    """Samples that the policy `drop` dropped."""
     wall_s: float = 0.0
     end_s: float = 0.0
     """Seconds on the clock of the trace from the start of training to the end of the last step."""
@@ -175,6 +178,7 @@ class ArmResult:
         metric, higher_is_better = _metric_of(run)
         epochs, values = run.metric(metric)
         scored = [row for row in run.validations if metric in row.metrics]
+        counts = np.array([row.samples for row in scored], dtype=np.float64)
         starts = run.column("time_s")
         step_s = float(np.median(np.diff(starts))) if len(starts) > 1 else 0.0  # rows say when a step starts
         last = rows[-1] if rows else None
@@ -195,7 +199,7 @@ class ArmResult:
             epochs=epochs,
             values=values,
             times=np.array([row.time_s + step_s for row in scored], dtype=np.float64),
-            counts=np.array([row.samples for row in scored], dtype=np.float64),
+            counts=counts - run.dropped_until(counts),
             updates=np.array([row.step for row in scored], dtype=np.float64),
             walls=np.array([row.wall_s for row in scored], dtype=np.float64),
             train_values=_train_values([row.metrics for row in scored], f"train_{metric}"),
@@ -210,7 +214,8 @@ class ArmResult:
             layers=LayerCurves.from_run(run),
             steps=len(rows),
             # The end that a study writes for a killed process has less than the last step.
-            samples=max(run.end.samples if run.end else 0, last.samples if last else 0),
+            samples=max(run.end.samples if run.end else 0, last.samples if last else 0) - run.dropped,
+            dropped=run.dropped,
             wall_s=max(run.end.wall_s if run.end else 0.0, last.wall_s if last else 0.0),
             end_s=float(starts[-1]) + step_s if rows else 0.0,
         )
@@ -283,8 +288,8 @@ def _note(run: Run) -> str:
             f"{len(probed)} probe{'s' if len(probed) > 1 else ''}, of which {moved} changed the coefficient; "
             f"{samples:,.0f} samples of other branches were given back"
         )
-    if dropped := sum(row.stats.get("dropped", 0) for row in run.steps):
-        parts.append(f"{dropped:,.0f} of {run.steps[-1].samples:,} samples were dropped")
+    if dropped := run.dropped:
+        parts.append(f"{dropped:,} of {run.steps[-1].samples:,} samples were dropped")
     if changes := [event.text for event in run.events if event.what == "code changed"]:
         parts.append(f"continued by other code: {'; '.join(changes)}")
     return "; ".join(parts)

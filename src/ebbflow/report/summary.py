@@ -69,9 +69,11 @@ class Cell:
     window: int = 0
     """The most validations that the score of one of these runs is the mean of."""
     steps: float | None = None
-    """Mean number of steps over the seeds that finished, validated or not, as in the next four fields."""
+    """Mean number of steps over the seeds that finished, validated or not, as in the next five fields."""
     samples: float | None = None
-    """Mean number of samples."""
+    """Mean number of samples that were trained on."""
+    dropped: float | None = None
+    """Mean number of samples that the policy `drop` dropped."""
     time_s: float | None = None
     """Mean time on the clock of the trace, or of the workers if there was none."""
     worker_hours: float | None = None
@@ -153,6 +155,7 @@ class Cell:
             "best": self.best,
             "steps": self.steps,
             "samples": self.samples,
+            "dropped": self.dropped,
             "published": self.published,
             "published_steps": self.published_steps,
             "margin_95": self.margin,
@@ -533,6 +536,7 @@ def _make_cell(key: tuple[str, str, str], arms: list[ArmResult], example: ArmRes
         window=max((score_window(arm.values.size) for arm in good), default=0),
         steps=_mean(arm.steps for arm in ended),
         samples=_mean(arm.samples for arm in ended),
+        dropped=_mean(arm.dropped for arm in ended),
         time_s=_mean(arm.end_s for arm in ended),
         worker_hours=_mean(arm.worker_hours(arm.end_s) for arm in ended),
         simulated_s={

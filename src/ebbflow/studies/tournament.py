@@ -409,7 +409,7 @@ class Tournament:
         score = None if value is None or not math.isfinite(value) else value if higher else -value
         end = record.end
         self.ended[number][run] = _ArmScore(
-            score=score, samples=end.samples if end else 0, wall_s=end.wall_s if end else 0.0
+            score=score, samples=end.samples - record.dropped if end else 0, wall_s=end.wall_s if end else 0.0
         )
 
     def _report(self, number: int, epochs: int, arms: int, message: str) -> None:
