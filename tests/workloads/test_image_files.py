@@ -13,7 +13,15 @@ import pytest
 
 from ebbflow.core import files
 from ebbflow.errors import DataError
-from ebbflow.workloads.image_files import decode_jpegs, read_cifar10, read_cifar100, read_idx, read_mnist_folder
+from ebbflow.workloads.image_files import (
+    check_header,
+    decode_image,
+    decode_jpegs,
+    read_cifar10,
+    read_cifar100,
+    read_idx,
+    read_mnist_folder,
+)
 
 RNG = np.random.default_rng(7)
 
@@ -404,6 +412,47 @@ def test_a_jpeg_of_another_size_is_refused():
     image = jpeg((0, 0, 0), side=48)
     with pytest.raises(DataError, match="image 0: 48x48 pixels; expected 32x32"):
         decode_jpegs(np.frombuffer(image, np.uint8), np.array([0, len(image)]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "noticed"),
+    [
+        ("JPEG", "beginning", "header"),
+        ("JPEG", "end", "pixels"),
+        ("JPEG", "middle", "never"),
+        ("PNG", "beginning", "header"),
+        ("PNG", "end", "pixels"),
+        ("PNG", "middle", "pixels"),
+        ("WEBP", "beginning", "header"),
+        ("WEBP", "end", "header"),
+        ("WEBP", "middle", "never"),
+        ("BMP", "beginning", "header"),
+        ("BMP", "end", "pixels"),
+        ("BMP", "middle", "never"),
+    ],
+)
+def test_damage_is_noticed_as_the_page_on_workloads_says(kind, damage, noticed):
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(1).integers(0, 256, (60, 80, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, format=kind)
+    raw = bytearray(buffer.getvalue())
+    if damage == "end":
+        del raw[len(raw) * 9 // 10 :]
+    else:
+        start = 0 if damage == "beginning" else len(raw) // 2
+        raw[start : start + 16] = bytes(16)
+
+    def refused(read) -> bool:
+        try:
+            read(io.BytesIO(bytes(raw)), "image")
+        except DataError:
+            return True
+        return False
+
+    assert refused(check_header) == (noticed == "header")
+    assert refused(decode_image) == (noticed != "never")
 
 
 def test_images_of_the_real_npz_file_are_decoded(shared):

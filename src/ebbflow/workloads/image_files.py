@@ -118,6 +118,8 @@ def decode_image(file: Path | BinaryIO, where: Path | str, *, size: tuple[int, i
 
     Pixels are as they are stored: an orientation in EXIF is not followed, as in torchvision's data sets.
     An image that cannot be read, or whose width and height are not `size`, raises DataError, which names it as `where`.
+    Damage that the decoder passes over is not seen: bytes that were overwritten in the middle of a JPEG are usually
+    decoded as other pixels.
     """
     with open_image(file, where) as image:
         _check(image, where, size)  # by the header, so that nothing huge is decoded
