@@ -109,6 +109,14 @@ def test_the_published_layout_of_ade20k_is_found_with_its_150_classes(tmp_path):
         assert task.model.classifier[-1].out_channels == 150
 
 
+def test_the_network_has_as_many_parameters_as_the_page_says(folder):
+    # Only the last layers of the two heads, with 512 and 256 inputs, know the number of classes.
+    model = workloads.build("ade20k-fcn(classes=11, void=11, size=32)", data=folder).model
+    parameters = sum(tensor.numel() for tensor in model.parameters()) + (150 - 11) * (512 + 1 + 256 + 1)
+    page = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text()
+    assert f"({parameters / 1e6:.1f} million parameters for 150 classes" in page
+
+
 def test_real_street_scenes_are_read(shared):
     part = shared / "data" / "camvid_tiny" / "val"
     samples = SegmentationFolder(part / "images", part / "masks", values=CAMVID, transform=ResizeImage(96))
