@@ -88,6 +88,9 @@ class StepRow:
     """Number of the step, from 0, over all epochs."""
     time_s: float
     """When the step started, on the clock of the trace."""
+    duration_s: float | None = None
+    """How long the step took on that clock: as planned, or measured from its start until it was applied. The next one
+    may start later: after a validation, a lost step, a time without workers. None in records of older versions."""
     wall_s: float
     """When the step was committed, in seconds of computing since the run began (all resumed parts added up)."""
     epoch: int

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.batch_plan import BatchPlan
 from ebbflow.plan.growing import Geo, Growth
 from ebbflow.plan.policies import Drop, GrowingPolicy, make_policy
+from ebbflow.record import StepRow
 from ebbflow.rules.rule import StepContext
 from ebbflow.run.flow import Flow
 from ebbflow.workloads import cross_entropy
@@ -153,6 +155,27 @@ def test_a_saved_state_has_the_steps_of_the_replicas_and_replicas_begin_with_a_l
     other.load_state_dict(saved["model"])
     torch.testing.assert_close(weights_of(other), expected[2], rtol=1e-9, atol=1e-12)
     train(0, saved, 7)
+
+
+def test_the_clock_of_a_run_that_is_continued_goes_on(two_workers: Client) -> None:
+    def two_steps(state: dict[str, Any] | None) -> tuple[list[StepRow], dict[str, Any]]:
+        model = make_model(3)
+        optimizer = make_optimizer(model)
+        with DaskEngine(
+            model, Plain(), cross_entropy, make_policy("follow(8)"), client=two_workers, optimizer=optimizer,
+            samples=SAMPLES, seed=3, min_workers=2, parameters=optimizer.layers,
+        ) as engine:  # fmt: skip
+            flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
+            if state is not None:
+                flow.load_state_dict(state)
+            rows = [flow.run_step() for _ in range(2)]
+            return [row for row in rows if row is not None], flow.state_dict()
+
+    before, state = two_steps(None)
+    rows = [*before, *two_steps(state)[0]]
+    assert [row.step for row in rows] == [0, 1, 2, 3]
+    for row, after in pairwise(rows):
+        assert row.duration_s and row.time_s < row.time_s + row.duration_s <= after.time_s + 1e-5
 
 
 @BOTH

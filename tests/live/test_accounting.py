@@ -179,6 +179,19 @@ def write(folder: Path, replica: str, rows: Sequence[StepRow | ValidationRow | E
             record.write(item)
 
 
+def test_the_steps_of_a_fleet_are_reported_on_one_clock(tmp_path: Path) -> None:
+    # r0 begins steps 0 and 1 at 5 and 7 s, and dies. r1 came 4 s later; its clock says 3 and 6 s at steps 1 and 2. Both
+    # are killed, and r1 is started anew: its clock says 0.5 s at step 3, which nobody saw beside step 2.
+    steps = [replace(row(i, 4 * i + 4, i + 1, i, time=0.0), duration_s=1.5) for i in range(4)]
+    at = [[(0, 5.0), (1, 7.0)], [(1, 3.0), (2, 6.0), (3, 0.5)]]
+    last = ValidationRow(step=4, epoch=2.0, samples=16, time_s=0.5, wall_s=5, metrics={"loss": 0.5})
+    for name, times, more in (("r0", at[0], []), ("r1", at[1], [last])):
+        write(tmp_path, name, [*(replace(steps[i], time_s=time) for i, time in times), *more])
+    (arm,) = load_results(tmp_path).arms
+    assert list(arm.columns["time_s"]) == [5.0, 7.0, 10.0, 11.5]
+    assert (arm.end_s, list(arm.times)) == (13.0, [13.0])
+
+
 def test_an_empty_folder_has_an_empty_account(tmp_path: Path) -> None:
     account = read_account(tmp_path)
     assert (account.steps, account.exactly_once, account.problems) == (0, True, ())

@@ -581,6 +581,8 @@ def test_a_live_job_can_be_reported(script: Any, tmp_path: Path) -> None:
     assert (arm.status, arm.samples) == ("finished", 2 * 97)
     run = read_fleet_run(tmp_path)
     assert [row.metrics for row in run.validations] == [{"loss": 0.5, "wrong": 1.0}] * 2
+    assert all(row.duration_s for row in run.steps)
+    assert run.steps[-1].duration_s == pytest.approx(arm.end_s - run.steps[-1].time_s)
 
 
 # Guards --------------------------------------------------------------------------------------------------------------

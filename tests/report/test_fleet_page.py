@@ -83,6 +83,14 @@ def test_dropped_samples_are_progress_and_not_trained_on(tmp_path: Path) -> None
     assert progress["left_s"] == pytest.approx(6)
 
 
+def test_the_last_step_took_as_long_as_its_row_says(tmp_path: Path) -> None:
+    last = replace(step(1, time_s=4, batch=30, samples=50), duration_s=5.0)
+    write(tmp_path, "r0", HEADER, step(0, time_s=0, batch=20, samples=20), last)
+    history = FleetHistory(tmp_path)
+    history.read()
+    assert history.seconds(history.steps()) == [4, 5]
+
+
 def test_only_whole_new_lines_are_read(tmp_path: Path) -> None:
     path = write(tmp_path, "r0", HEADER, step(0, time_s=0, batch=10, samples=10))
     history = FleetHistory(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,25 @@ def test_the_used_part_of_the_trace_is_shaded(drawn: dict[str, Drawing]) -> None
     assert np.asarray(gpu.lines[0].get_ydata()).max() == 28
     shade = gpu.patches[0].get_extents().transformed(gpu.transData.inverted())
     assert 0 < shade.x1 < 40  # in minutes; the trace ends at 2400 s, training before
+
+
+def test_a_run_that_begins_within_the_trace_is_shaded_and_drawn_from_there(
+    tmp_path: Path, make_record: Callable[..., Path]
+) -> None:
+    path = make_record(tmp_path / "record.jsonl", last=(0.9,), trace="gpu")
+    (arm,) = load_results(path).arms
+    assert arm.header is not None
+    # Training begins 600 s after the beginning of the trace, which has no workers from 700 s to 760 s.
+    later = replace(arm, header=replace(arm.header, plan={"offset_s": 600.0}))
+    results = replace(load_results(path), arms=(later,))
+    drawn = {drawing.stem: drawing for drawing in all_figures(results, summarise(results.arms))}
+    (axis,) = drawn["traces"].figure.axes
+    shade = axis.patches[0].get_extents().transformed(axis.transData.inverted())
+    assert (shade.x0, shade.x1) == (pytest.approx(10), pytest.approx(10 + arm.end_s / 60))
+    (axis,) = drawn["batch-digits-mlp"].figure.axes
+    x, y = (np.asarray(values) for values in axis.lines[0].get_data())
+    assert x[np.flatnonzero(y == 0)[0]] == pytest.approx(100 / 60)
+    assert x[-1] == pytest.approx(arm.end_s / 60)
 
 
 def test_a_statistic_of_the_steps_gets_its_own_figure(tmp_path: Path, make_record: Callable[..., Path]) -> None:

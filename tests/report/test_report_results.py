@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+import ebbflow
 from ebbflow.errors import RecordError
 from ebbflow.report.results import load_results
 from ebbflow.report.summary import summarise
@@ -51,6 +55,38 @@ def test_progress_counts_epochs_with_their_fraction(tmp_path: Path, make_record:
     # 8 workers x 8 samples = 64 of 1437 samples after the first step; 9 whole epochs after the last.
     assert arm.columns["position"][0] == pytest.approx(64 / 1437)
     assert arm.columns["position"][-1] == pytest.approx(9)
+
+
+def test_a_run_ends_when_its_last_step_does_however_long_that_takes(tmp_path: Path) -> None:
+    """A time per epoch: four steps of one worker take 1 s each, those of four workers 4 s."""
+    model = torch.nn.Linear(2, 2)
+    data = TensorDataset(torch.randn(128, 2), torch.randint(2, (128,)))
+    with ebbflow.Session(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data, rule="sqrt", base_batch=16, local_batch=16, epochs=2,
+        trace="0s:1 4s:4 100s", step_time="8s/ep", evaluate=lambda: {"loss": 0.5}, out=tmp_path,
+        loss=lambda model, x, y: torch.nn.functional.cross_entropy(model(x), y),
+    ) as session:  # fmt: skip
+        session.run()
+    assert [(row.time_s, row.duration_s, row.workers) for row in session.record.steps] == [
+        (0, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 4, 4), (8, 4, 4), (12, 4, 4)
+    ]  # fmt: skip
+    (arm,) = load_results(tmp_path).arms
+    assert (arm.end_s, list(arm.times)) == (16, [8, 16])
+    # 4 s with one worker and 12 s with four; the first epoch takes 4 s of each.
+    assert arm.worker_hours(arm.end_s) * 3600 == pytest.approx(52)
+    assert arm.worker_hours(arm.times[0]) * 3600 == pytest.approx(20)
+    assert summarise([arm]).cells[0].time_s == 16
+    without_trace = replace(arm, header=None)
+    assert without_trace.worker_hours(arm.end_s) * 3600 == pytest.approx(52)
+
+
+def test_records_that_do_not_say_how_long_a_step_took_are_still_read(tmp_path: Path, make_record: MakeRecord) -> None:
+    path = make_record(tmp_path / "record.jsonl", last=(0.9,), trace="static")
+    older = path.read_text().replace('"duration_s":null,', "")
+    assert '"duration_s"' not in older
+    path.write_text(older)
+    (arm,) = load_results(path).arms
+    assert arm.end_s == 9 * 23 * 13.0  # a step begins every 13 s, and the last is taken to last as long
 
 
 def test_the_smaller_last_step_of_an_epoch_is_left_out_of_whole_steps(tmp_path: Path, make_record: MakeRecord) -> None:

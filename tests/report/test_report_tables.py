@@ -543,6 +543,13 @@ def test_paid_hours_are_those_of_all_available_workers_also_with_an_offset_and_a
     live = timed(0.9, header=Header(), columns=columns, end_s=5400.0)
     assert live.worker_hours(5400.0) == pytest.approx(3 + 2.5)
     assert live.worker_hours(3600.0) == pytest.approx(3)
+    # A step of three workers for half an hour, of which two wait for the next one, of 20 minutes.
+    columns = {
+        "time_s": np.array([0.0, 3600.0]), "workers": np.array([3.0, 2.0]), "duration_s": np.array([1800.0, 1200.0])
+    }  # fmt: skip
+    live = timed(0.9, header=Header(), columns=columns, end_s=4800.0)
+    assert live.worker_hours(4800.0) == pytest.approx(1.5 + 1 + 2 / 3)
+    assert live.worker_hours(2700.0) == pytest.approx(1.5 + 0.5)
 
 
 def test_time_and_cost_stand_beside_the_score() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -207,8 +207,7 @@ def read_fleet_run(folder: Path) -> Run:
     Its end is that of a replica that finished, else the last one that a replica wrote, else there is none.
     """
     found, runs = read_fleet(folder)
-    rows = _on_one_clock(found.steps, runs)
-    steps = {row.step: row for row in rows}
+    steps = {row.step: row for row in _on_one_clock(found.steps, runs)}
     validations = {
         row.step: replace(row, time_s=steps[row.step - 1].time_s)
         for run in runs
@@ -220,7 +219,7 @@ def read_fleet_run(folder: Path) -> Run:
     return Run(
         path=folder / "replicas",
         header=runs[0].header,
-        steps=rows,
+        steps=list(steps.values()),
         validations=[validations[step] for step in sorted(validations)],
         events=sorted((event for run in runs for event in run.events), key=lambda event: event.step),
         layers=[layers[step] for step in sorted(layers)],
@@ -229,24 +228,24 @@ def read_fleet_run(folder: Path) -> Run:
     )
 
 
-def _on_one_clock(steps: Sequence[StepRow], runs: Iterable[Run]) -> list[StepRow]:
-    """The steps with the time since the first one began, as far as some replica was there to measure it.
+def _on_one_clock(steps: Sequence[StepRow], runs: Iterable[Run]) -> Iterator[StepRow]:
+    """These steps of several records on one clock, which begins with that of the first step.
 
-    A replica that is started again begins to count anew: its own times would put its steps back to the beginning.
+    Every replica counts from its own beginning, and again from 0 when it was started anew. Between two steps lies the
+    shortest time that a replica measured; where none saw both, as long as the first of them took.
     """
-    clocks: list[dict[int, float]] = []  # when the steps began, of each incarnation of each replica
+    number = {_lineage(row): i for i, row in enumerate(steps)}
+    gaps: dict[int, float] = {}
     for run in runs:
-        last = math.inf
-        for row in run.steps:
-            if row.time_s < last:
-                clocks.append({})
-            clocks[-1][_lineage(row)] = last = row.time_s
-    result = [replace(row, time_s=0.0) for row in steps[:1]]
-    for before, row in pairwise(steps):
-        both = [clock for clock in clocks if _lineage(before) in clock and _lineage(row) in clock]
-        gap = min((clock[_lineage(row)] - clock[_lineage(before)] for clock in both), default=0.0)
-        result.append(replace(row, time_s=round(result[-1].time_s + gap, 6)))
-    return result
+        own = [(number[_lineage(row)], row.time_s) for row in run.steps if _lineage(row) in number]
+        for (i, before), (j, after) in pairwise(own):
+            if j == i + 1 and after > before:
+                gaps[j] = min(after - before, gaps.get(j, math.inf))
+    now = steps[0].time_s if steps else 0.0
+    for i, row in enumerate(steps):
+        if i > 0:
+            now += gaps.get(i, steps[i - 1].duration_s or 0.0)
+        yield replace(row, time_s=now)
 
 
 # The account of a job -------------------------------------------------------------------------------------------------

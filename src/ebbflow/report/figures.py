@@ -383,8 +383,9 @@ def _batch(of: WorkloadArms) -> Drawing:
 
 
 def _with_idle(arm: ArmResult) -> tuple[Array, Array]:
-    """Times and batch sizes of the steps, with a zero where the trace has no workers."""
+    """Times and batch sizes of the steps up to the end of the last, with a zero where the trace has no workers."""
     times, batches = arm.whole_steps("time_s", "batch")
+    times, batches = np.append(times, max(arm.end_s, *times[-1:])), np.append(batches, batches[-1:])
     trace = arm.header.trace if arm.header else {}
     idle = [
         float(t) for t, workers in zip(trace.get("times", []), trace.get("workers", []), strict=True) if not workers
@@ -392,8 +393,8 @@ def _with_idle(arm: ArmResult) -> tuple[Array, Array]:
     end = float(trace.get("end") or 0)
     if not idle or end <= 0:
         return times, batches
-    rounds = int(times[-1] // end) + 1  # a trace that is too short is repeated
-    starts = np.concatenate([np.array(idle) + k * end for k in range(rounds)])
+    rounds = int((arm.offset_s + times[-1]) // end) + 1  # a trace that is too short is repeated
+    starts = np.concatenate([np.array(idle) + k * end for k in range(rounds)]) - arm.offset_s
     starts = starts[(starts > times[0]) & (starts < times[-1])]
     order = np.argsort(np.concatenate([times, starts]), kind="stable")
     return (
@@ -474,18 +475,22 @@ def _traces(arms: Sequence[ArmResult], traces: Sequence[str]) -> Drawing | None:
         trace = shown[name]
         times, workers = np.array(trace["times"], dtype=float), np.array(trace["workers"], dtype=float)
         end = float(trace.get("end") or times[-1])
-        clock = [arm.columns["time_s"] for arm in arms if arm.trace == name]
-        first, last = min(float(c.min()) for c in clock), max(float(c.max()) for c in clock)
+        used = [arm for arm in arms if arm.trace == name]
+        first = min(arm.offset_s % end + float(arm.columns["time_s"].min()) for arm in used)
+        last = max(arm.offset_s % end + arm.end_s for arm in used)
         unit, per = time_unit(end)
         x, y = envelope(*changes(np.append(times, end) / per, np.append(workers, workers[-1])))
-        axis.axvspan(first / per, min(last, end) / per, color=BAND, alpha=0.35, linewidth=0)
+        for start, stop in ((first, min(last, end)), (0.0, min(last - end, first))):
+            if stop > start:  # the second one is of a run that begins within the trace and goes on at its beginning
+                axis.axvspan(start / per, stop / per, color=BAND, alpha=0.35, linewidth=0)
         axis.plot(x, y, drawstyle="steps-post", color=INK, linewidth=1.2)
         axis.set_ylim(0, max(float(workers.max()) * 1.12, 1))
         axis.set_xlim(0, end / per)
         axis.set_xlabel(unit)
-        if last > end:
-            repeated = True
-            times_over = f"{last / end:.1f} times over" if last >= 1.1 * end else "a little more than once"
+        over = (last - first) / end
+        repeated |= last > end * (1 + 1e-9)  # the end of a step that fills the trace is rounded
+        if over > 1 + 1e-9:
+            times_over = f"{over:.1f} times over" if over >= 1.1 else "a little more than once"
             axis.set_title(f"{name} (used {times_over})")
     axes[0].set_ylabel("workers")
     text = "Available workers over time; the part that training used is shaded."

@@ -88,7 +88,7 @@ class FleetHistory:
             return []
 
     def seconds(self, steps: Sequence[StepRow]) -> list[float]:
-        """How long each step took, up to the beginning of the next: the last takes as long as the one before."""
+        """How long each step took, up to the beginning of the next; of the last one, how long it took itself."""
         gaps: dict[tuple[float, float], float] = {}
         for tail in self._tails.values():
             for before, after in pairwise(tail.steps):
@@ -97,7 +97,10 @@ class FleetHistory:
                     key = (before.stats["lineage"], after.stats["lineage"])
                     gaps[key] = min(gap, gaps.get(key, gap))
         found = [gaps.get((a.stats["lineage"], b.stats["lineage"]), 0.0) for a, b in pairwise(steps)]
-        return [*found, *(found[-1:] or [0.0])] if steps else []
+        if not steps:
+            return []
+        last = steps[-1].duration_s
+        return [*found, *(found[-1:] or [0.0] if last is None else [last])]
 
     def validations(self) -> list[ValidationRow]:
         """All validations, each once, in order."""

@@ -8,9 +8,10 @@ cannot be read, an arm of the grid that has no record yet, several records of on
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -27,7 +28,7 @@ Array = npt.NDArray[np.float64]
 Status = Literal["finished", "diverged", "failed", "interrupted", "unreadable", "missing"]
 
 VERSION = 1
-_COLUMNS = ("time_s", "epoch", "workers", "batch", "lr", "multiplier", "loss")
+_COLUMNS = ("time_s", "duration_s", "epoch", "workers", "batch", "lr", "multiplier", "loss")
 _EMPTY: Array = np.empty(0)
 
 
@@ -109,7 +110,7 @@ class ArmResult:
     scores: Mapping[str, Array] = field(default_factory=dict)
     """Every other score at each validation, by name; NaN where it was not measured."""
     columns: Mapping[str, Array] = field(default_factory=dict)
-    """One array per column of the steps: position (in epochs), time_s, epoch, workers, batch, lr, ..."""
+    """One array per column of the steps: position (in epochs), time_s, duration_s, epoch, workers, batch, lr, ..."""
     stats: tuple[str, ...] = ()
     """The columns that a rule or an engine added."""
     code: Mapping[str, str] = field(default_factory=dict)
@@ -134,14 +135,18 @@ class ArmResult:
     def worker_hours(self, until_s: float) -> float:
         """Available workers times hours from the start of training on: all are paid for, whether they take part or not.
 
-        A record without a trace (of a live job, of a plan of batches) has only the workers that took part.
+        A record without a trace (of a live job, of a plan of batches) has only the workers that took part: those of a
+        step for its duration, and until the next one those that are in both steps.
         """
         trace = self.header.trace if self.header else {}
         if not trace.get("times") or not trace.get("end"):
             starts, workers = (self.columns.get(name, _EMPTY) for name in ("time_s", "workers"))
-            ends = np.minimum(np.append(starts, self.end_s)[1:], until_s)
-            return float((workers * np.maximum(ends - starts, 0.0)).sum()) / 3600
-        end, begin = float(trace["end"]), float((self.header.plan if self.header else {}).get("offset_s") or 0.0)
+            nexts = np.append(starts, self.end_s)[1:]
+            ends = np.fmin(starts + self.columns.get("duration_s", math.nan), nexts)  # unknown: until the next step
+            staying = np.minimum(workers, np.append(workers, 0)[1:])
+            took, waited = (np.maximum(b - a, 0) for a, b in pairwise(np.minimum((starts, ends, nexts), until_s)))
+            return float(workers @ took + staying @ waited) / 3600
+        end, begin = float(trace["end"]), self.offset_s
         edges, workers = np.append(trace["times"], end), np.asarray(trace["workers"], dtype=np.float64)
 
         def worker_seconds(until: float) -> float:
@@ -149,6 +154,11 @@ class ArmResult:
             return rounds * float(np.diff(edges) @ workers) + float(np.diff(np.minimum(edges, rest)) @ workers)
 
         return (worker_seconds(begin + until_s) - worker_seconds(begin)) / 3600
+
+    @property
+    def offset_s(self) -> float:
+        """Where on its trace the run began."""
+        return float((self.header.plan if self.header else {}).get("offset_s") or 0.0)
 
     @property
     def ref_batch(self) -> int | None:
@@ -180,7 +190,8 @@ class ArmResult:
         scored = [row for row in run.validations if metric in row.metrics]
         counts = np.array([row.samples for row in scored], dtype=np.float64)
         starts = run.column("time_s")
-        step_s = float(np.median(np.diff(starts))) if len(starts) > 1 else 0.0  # rows say when a step starts
+        ends = {row.step: row.time_s + row.duration_s for row in rows if row.duration_s is not None}
+        usual_s = float(np.median(np.diff(starts))) if len(starts) > 1 else 0.0  # of older records, which do not say
         last = rows[-1] if rows else None
         own = _columns(run)
         stats = tuple(sorted({name for row in rows for name in row.stats} - set(own) - _BOOKKEEPING))
@@ -198,7 +209,7 @@ class ArmResult:
             header=run.header,
             epochs=epochs,
             values=values,
-            times=np.array([row.time_s + step_s for row in scored], dtype=np.float64),
+            times=np.array([ends.get(row.step - 1, row.time_s + usual_s) for row in scored], dtype=np.float64),
             counts=counts - run.dropped_until(counts),
             updates=np.array([row.step for row in scored], dtype=np.float64),
             walls=np.array([row.wall_s for row in scored], dtype=np.float64),
@@ -217,7 +228,7 @@ class ArmResult:
             samples=max(run.end.samples if run.end else 0, last.samples if last else 0) - run.dropped,
             dropped=run.dropped,
             wall_s=max(run.end.wall_s if run.end else 0.0, last.wall_s if last else 0.0),
-            end_s=float(starts[-1]) + step_s if rows else 0.0,
+            end_s=ends.get(last.step, last.time_s + usual_s) if last else 0.0,
         )
 
 

@@ -61,6 +61,9 @@ class OpenStep:
     batch: int
     """Samples in the step."""
     began: float
+    """When the step was asked for, by `time.perf_counter`."""
+    started: float
+    """When its participants were there."""
     measured: bool
     """Whether the rule uses what this step shows of noise and signal."""
     restore: ExitStack
@@ -182,6 +185,7 @@ class Flow:
         if self.growth is not None:
             self.engine.request(self.growth.useful)
         size = self.engine.participants(self.step)  #                    traces, plan: who, and how much
+        started = time.perf_counter()
         if self.step == 0:
             self.kept.begin(self)
         if self.growth is not None:
@@ -197,7 +201,7 @@ class Flow:
         if self.statistics is not None:
             restore.enter_context(self.statistics.step(batch, self.optimizer.base_batch))
         self._before = _BeforeStep(self.extras, self.optimizer.inner.param_groups)
-        return OpenStep(size, assignment, batch, began, measured, restore)
+        return OpenStep(size, assignment, batch, began, started, measured, restore)
 
     def close(self, step: OpenStep, gradients: Gradients) -> StepRow | None:
         """The second half of a step, after the backward passes."""
@@ -277,10 +281,12 @@ class Flow:
             raise diverged
         if "given_back" not in reviewed and (self.ledger.position == 0 or self.finished):
             self.validation_due = (done, size.time_s)
-        self.wall_s += time.perf_counter() - step.began
+        now = time.perf_counter()
+        self.wall_s += now - step.began
         return StepRow(  #                                               record: what happened
             step=context.step,
             time_s=size.time_s,
+            duration_s=size.duration_s or round(now - step.started, 6),
             wall_s=round(self.wall_s, 6),
             epoch=assignment.epoch,
             samples=done,

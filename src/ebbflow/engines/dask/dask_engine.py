@@ -259,8 +259,13 @@ class DaskEngine(Engine):
                 raise ConfigError("no worker is left that has the state of the latest steps, nor one to compute them")
             self.transport.regroup(self._present())
 
+    def state_dict(self) -> dict[str, Any]:
+        """How late it is: the clock of a run that is continued goes on."""
+        return {"clock_s": time.monotonic() - self._began}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Model and optimizer of this process have another state now: replicas begin with it."""
+        self._began = min(self._began, time.monotonic() - float(state.get("clock_s", 0.0)))
         self.transport.reload()
 
     def snapshot_loaded(self, known: Any) -> None:
