@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import dask
 import dask.array as da
 import numpy as np
@@ -11,6 +13,8 @@ from sklearn.model_selection import GridSearchCV, RandomizedSearchCV, cross_val_
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from ebbflow.report.results import load_results
+from ebbflow.report.summary import summarise
 from ebbflow.sklearn import EbbflowClassifier, EbbflowRegressor
 
 DIGITS, LABELS = (part[:240] for part in load_digits(return_X_y=True))
@@ -32,6 +36,29 @@ def test_a_grid_search_reaches_the_settings_of_every_part() -> None:
     assert best.module_.layers[1].out_features == search.best_params_["module__hidden"][0]
     # 240 samples in 8, and after the first epoch in 8 factor: 30 updates, and 30, 30, 30 or 8, 2, 1.
     assert best.n_updates_ == {1: 120, 4: 41}[search.best_params_["batch_size__factor"]]
+
+
+def test_the_report_of_a_search_shows_its_candidates_apart(tmp_path: Path) -> None:
+    grid = {"lr": [0.01, 0.1], "batch_size": [16, 40], "module__hidden": [(4,), (8,)]}
+    model = classifier(record=tmp_path, max_epochs=1)
+    GridSearchCV(model, grid, cv=2, refit=False).fit(DIGITS, LABELS)
+    cells = summarise(load_results(tmp_path).arms).cells
+    candidates = [f"constant, lr={lr}, module__hidden={hidden}" for lr in (0.01, 0.1) for hidden in ("(4,)", "(8,)")]
+    shown = [(cell.trace, cell.rule) for cell in cells]
+    assert sorted(shown) == sorted((f"batch {batch}", rule) for batch in (16, 40) for rule in candidates)
+    assert [len(cell.values) for cell in cells] == [2] * 8, "two folds"
+    assert not load_results(tmp_path).problems
+    # The same fits once more are no further runs, but take the place of the first.
+    one = {"lr": [0.1], "batch_size": [40], "module__hidden": [(4,)]}
+    GridSearchCV(model, one, cv=2, refit=False).fit(DIGITS, LABELS)
+    results = load_results(tmp_path)
+    assert len(results.arms) == 16
+    assert len(results.problems) == 2 and all("is left out" in problem for problem in results.problems)
+    # A single candidate has no parameters that tell it from others.
+    folder = tmp_path / "one"
+    cross_val_score(classifier(record=folder, max_epochs=1), DIGITS, LABELS, cv=3)
+    (cell,) = summarise(load_results(folder).arms).cells
+    assert (cell.rule, len(cell.values)) == ("constant", 3)
 
 
 def test_a_random_search_runs_in_a_pipeline() -> None:

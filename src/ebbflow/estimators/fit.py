@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import skorch
 import torch
 from rich.console import Console
@@ -246,6 +248,7 @@ class Fit:
             "local_batch": self.batches.local_batch,
             "optimizer": type(net.optimizer_).__name__,
             "schedule": config.schedule,
+            "estimator": _parameters_in_words(net.get_params(deep=False)),
             "metric": "accuracy" if accuracy else "loss" if validated else "train_loss",
             "higher_is_better": accuracy,
         }
@@ -253,10 +256,35 @@ class Fit:
         return make_header(described, device=str(net.device), plan=self.batches.plan, versions=versions)
 
 
+_NOT_TOLD = ("batch_size", "rule", "random_state", "record", "verbose", "engine__client")
+"""Parameters that a record has elsewhere, or that have nothing to do with what is learned."""
+
+
+def _parameters_in_words(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """The parameters by which a report tells the candidates of a search apart."""
+    return {
+        name: _in_words(value)
+        for name, value in sorted(parameters.items())
+        if name not in _NOT_TOLD and not name.startswith("batch_size__")
+    }
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, str):
+        return value
+    text = repr(value)
+    if isinstance(value, type) or inspect.isroutine(value):
+        return str(getattr(value, "__name__", text))
+    return type(value).__name__ if len(text) > 60 or " at 0x" in text else text  # a layer's has many lines
+
+
 def open_record(folder: str | Path | None) -> RecordWriter:
     """The record of a fit, in a folder of its own: FOLDER/arms/fit-XXXXXXXX/record.jsonl; without a folder no record.
 
-    So the fits of a grid search, also in several processes, do not meet, and `ebbflow report FOLDER` compares them.
+    So the fits of a grid search, also in several processes, do not meet, and `ebbflow report FOLDER` compares them: by
+    the parameters in which they differ.
     """
     if folder is None:
         return NoRecord()

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -115,6 +115,8 @@ class ArmResult:
     """The columns that a rule or an engine added."""
     code: Mapping[str, str] = field(default_factory=dict)
     """The code of the run as far as the record knows it: number of parameters, digests of plugins, a change of them."""
+    weights: str = ""
+    """The digest of the final weights; empty if the run has not ended."""
     layers: LayerCurves | None = None
     """What a layer-wise rule recorded; None for other rules."""
     steps: int = 0
@@ -222,6 +224,7 @@ class ArmResult:
             columns=own | {name: run.column(name) for name in stats},
             stats=stats,
             code=_code(run),
+            weights=run.end.weights_sha256 if run.end else "",
             layers=LayerCurves.from_run(run),
             steps=len(rows),
             # The end that a study writes for a killed process has less than the last step.
@@ -356,16 +359,45 @@ def _matches(entry: Mapping[str, Any], workload: str, trace: str, rule: str, see
     return all(own.get(key) in (value if isinstance(value, list) else [value]) for key, value in entry.items())
 
 
+def _named_fits(arms: Sequence[ArmResult]) -> list[ArmResult]:
+    """The arms, where fits of one estimator have the parameters in which they differ beside their rule.
+
+    The candidates of a search differ in nothing else, and no cell must average them.
+    """
+    fits: dict[str, list[Mapping[str, str]]] = {}
+    for arm in arms:
+        if own := _estimator(arm):
+            fits.setdefault(arm.workload, []).append(own)
+    differing = {
+        workload: [name for name in dict.fromkeys(chain(*every)) if len({own.get(name) for own in every}) > 1]
+        for workload, every in fits.items()
+    }
+
+    def named(arm: ArmResult) -> str:
+        own = _estimator(arm)
+        shown = [f"{name}={own[name]}" for name in differing.get(arm.workload, ()) if name in own]
+        return ", ".join([arm.rule, *shown])
+
+    return [replace(arm, rule=named(arm)) for arm in arms]
+
+
+def _estimator(arm: ArmResult) -> Mapping[str, str]:
+    """The parameters of the estimator whose fit the arm is; empty for other runs, and in older records."""
+    found = arm.header.config.get("estimator") if arm.header else None
+    return found if isinstance(found, Mapping) else {}
+
+
 def _newest(arms: Iterable[ArmResult]) -> tuple[list[ArmResult], list[str]]:
     """The newest record of each arm, and messages about the others.
 
     A seed must not count twice: another version of the package, or a study whose file was deleted, may have given the
-    folders of the same arms other names, and the old folders are still there.
+    folders of the same arms other names, and the old folders are still there. Fits with the same parameters are on
+    different data, as in the folds of a search, unless they have learned the same weights.
     """
-    found: dict[tuple[str, str, str, int], ArmResult] = {}
+    found: dict[tuple[str, str, str, int, str], ArmResult] = {}
     replaced = []
     for arm in sorted(arms, key=lambda arm: arm.header.created if arm.header else ""):
-        key = (arm.workload, arm.trace, arm.rule, arm.seed)
+        key = (arm.workload, arm.trace, arm.rule, arm.seed, (arm.weights or arm.id) if _estimator(arm) else "")
         if (before := found.get(key)) is not None:
             what = f"{arm.rule} on {arm.trace}, seed {arm.seed}"
             replaced.append(f"arms/{before.id} is left out: arms/{arm.id} is a newer record of {what}")
@@ -469,7 +501,7 @@ def load_results(path: Path | str) -> Results:
         raise RecordError(f"{path} has no records yet; expected arms/*/record.jsonl; run the study first")
     if all(arm.status == "unreadable" for arm in arms):
         raise RecordError(f"{path} has no record that can be read; the first says: {arms[0].note}")
-    readable, replaced = _newest(arm for arm in arms if arm.status != "unreadable")
+    readable, replaced = _newest(_named_fits([arm for arm in arms if arm.status != "unreadable"]))
     readable, other_code = _apart(readable)
     lost = [arm for arm in arms if arm.status == "unreadable"]
     return Results(
