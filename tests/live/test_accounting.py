@@ -235,14 +235,14 @@ def test_steps_lost_with_the_whole_fleet_are_given_up_and_no_replica_measured_th
 
 def test_a_report_has_the_time_of_the_fleet_and_not_of_a_replica_that_was_started_again(tmp_path: Path) -> None:
     # r0 begins a step every second. r1 dies after step 1, and its second start, whose clock begins anew, takes part in
-    # steps 3 and 4: the fleet has trained for 4 s when step 4 begins, which takes one, the median.
+    # steps 3 and 4. By the clock of r0, step 4 begins at 9 s and takes one, the median.
     rows = [row(step, 4 * step + 4, step + 1, step, time=5.0 + step) for step in range(5)]
     last = ValidationRow(step=4, epoch=2.0, samples=16, time_s=0.2, wall_s=5, metrics={"accuracy": 0.75})
     write(tmp_path, "r0", rows)
     write(tmp_path, "r1", [*rows[:2], replace(rows[3], time_s=0.2), last, replace(rows[4], time_s=1.4)])
     (arm,) = load_results(tmp_path).arms
-    assert arm.columns["time_s"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert (arm.end_s, arm.times.tolist()) == (5.0, [4.0])
+    assert arm.columns["time_s"].tolist() == [5.0, 6.0, 7.0, 8.0, 9.0]
+    assert (arm.end_s, arm.times.tolist()) == (10.0, [9.0])
 
 
 def test_steps_that_the_rule_gave_back_are_not_lost_and_no_change_of_the_fleet(tmp_path: Path) -> None:
