@@ -141,6 +141,8 @@ class DaskEngine(Engine):
         self._answered: float | None = None
         """When the workers had computed the previous step; None where no step, or a lost one, came before."""
         self._began = time.monotonic()
+        self._clock_s = 0.0
+        """When the latest step was applied, counted from the beginning of the run, also if it is continued here."""
         self._given_up = False
         """Whether workers were waited for in vain; the state of the latest steps is then not waited for once more."""
         if scale:
@@ -249,6 +251,7 @@ class DaskEngine(Engine):
     def applied(self, context: object) -> None:
         """Have the replicas apply the same step, with the next message."""
         self.transport.applied(context)
+        self._clock_s = time.monotonic() - self._began
 
     # -- the run around the steps ----------------------------------------------------------------------------------
 
@@ -261,11 +264,12 @@ class DaskEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """How late it is: the clock of a run that is continued goes on."""
-        return {"clock_s": time.monotonic() - self._began}
+        return {"clock_s": self._clock_s}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Model and optimizer of this process have another state now: replicas begin with it."""
-        self._began = min(self._began, time.monotonic() - float(state.get("clock_s", 0.0)))
+        self._clock_s = max(self._clock_s, float(state.get("clock_s", 0.0)))
+        self._began = min(self._began, time.monotonic() - self._clock_s)
         self.transport.reload()
 
     def snapshot_loaded(self, known: Any) -> None:
