@@ -216,6 +216,9 @@ CASES: dict[str, str] = {
     f"{TRAIN} --optimizer bad-optimizer(none,at=unknown)": "unexpected keyword argument 'momentumm'",
     f"{TRAIN} --rule bad-rule(text)": "the rule bad-rule(text) returned a Scaling with lr='much' and gradient=1.0",
     f"{TRAIN} --rule bad-rule(none)": "the rule bad-rule(none) returned a Scaling with lr=None and gradient=1.0",
+    f"{TRAIN} --rule bad-rule(nan)": "the rule bad-rule(nan) returned the multiplier nan; expected a finite number",
+    f"{TRAIN} --rule bad-rule(inf)": "the rule bad-rule(inf) returned the multiplier inf; expected a finite number",
+    f"{TRAIN} --rule bad-rule(minus)": "the rule bad-rule(minus) returned the multiplier -1; expected 0 or more",
     f"{TRAIN} --rule bad-rule(none,at=suited)": "bad-rule(none, at=suited): suited() returned None; expected a rule",
     **{
         f"{verb} --policy bad-sizes(workers={workers},samples={samples})": f"sizes() returned {2 * workers} workers "

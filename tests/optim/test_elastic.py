@@ -5,6 +5,7 @@ import io
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -281,3 +282,51 @@ def test_an_own_rule_is_tried_before_training() -> None:
         ElasticOptimizer(inner, rule=Backwards(), base_batch=8)
     with pytest.raises(ConfigError, match=r"scale\(\) returned Scaling\(.*; expected a pair"):
         ElasticOptimizer(inner, rule=Bare(), base_batch=8)
+
+
+class Returns(Rule):
+    """A rule that returns the same in every step."""
+
+    def __init__(self, scaling: Scaling, state: State = None) -> None:
+        self.scaling, self.state = scaling, state
+
+    def scale(self, context: StepContext, state: State) -> tuple[Scaling, State]:
+        return self.scaling, self.state
+
+
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        (Scaling(lr=math.nan), "the multiplier nan; expected a finite number, 0 or more"),
+        (Scaling(gradient=np.float32(np.inf)), "the multiplier inf; expected a finite number, 0 or more"),
+        (Scaling(lr=np.ones(2)), r"a Scaling with lr=array\(\[1., 1.\]\) .*; expected numbers, or a tuple"),
+        (Scaling(weight_decay=-1.0), "a Scaling with weight_decay=-1.0; expected a finite number, 0 or more"),
+        (Scaling(progress=math.nan), "a Scaling with progress=nan; expected a finite number, 0 or more"),
+        (Scaling(stats={"gain": "much"}), "gain='much' among its stats; expected a number"),  # type: ignore[dict-item]
+    ],
+)
+def test_what_a_rule_of_ones_own_returns_is_named_if_it_cannot_be_used(scaling: Scaling, said: str) -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(ConfigError, match=f"the rule .*Returns.* returned {said}"):
+        ElasticOptimizer(inner, rule=Returns(scaling), base_batch=8)
+
+
+def test_a_rule_may_return_numbers_of_numpy_and_keep_them() -> None:
+    scaling = Scaling(lr=np.float32(0.5), gradient=np.int64(2), stats={"gain": np.float64(3)})
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = ElasticOptimizer(torch.optim.SGD([weight], lr=0.1), rule=Returns(scaling, [np.int64(7)]), base_batch=8)
+    weight.sum().backward()
+    optimizer.step(samples=8)
+    assert weight.item() == pytest.approx(0.9)
+    assert optimizer.last is not None
+    assert [type(value) for value in (optimizer.last.multiplier, optimizer.last.stats["gain"])] == [float, float]
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["rule_state"] == [7]
+
+
+def test_a_state_of_a_rule_that_is_not_read_back_is_refused() -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(ConfigError, match=r"returned a state with a numpy.ndarray, .* x.tolist\(\) of an array"):
+        ElasticOptimizer(inner, rule=Returns(Scaling(), {"past": np.ones(2)}), base_batch=8)

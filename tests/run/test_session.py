@@ -35,6 +35,22 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.parametrize("engine", ["loop", "fused"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (torch.Tensor.detach, r"does not depend on a trained parameter; leave out \.detach\(\)"),
+        (lambda loss: 1j * loss, "is of type torch.complex128; expected a real number"),
+        (lambda loss: None, "is of type NoneType; expected a tensor with one number"),
+        (lambda loss: loss.detach().numpy(), "is of type ndarray; expected a tensor with one number"),
+        (lambda loss: loss.expand(4), r"has the shape \(4,\); expected one number"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused_with_what_was_expected(engine: str, change: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"the loss,? .*{said}"):
+        trained(engine=engine, loss=lambda model, x, y: change(cross_entropy(model, x, y)))
+
+
 @pytest.mark.parametrize("rule", ["linear", "adascale+warmup(1ep)"])
 def test_an_own_loop_computes_what_the_session_computes_with_the_loss(rule: str) -> None:
     model, seen = make_model(batch_norm=True), []

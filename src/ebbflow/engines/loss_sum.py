@@ -17,7 +17,7 @@ from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Measurement
 from ebbflow.torch_api import foreach_mul_
 
-__all__ = ["LossSum", "check_scalar", "mean_over_samples", "normalise", "rescaled"]
+__all__ = ["LossSum", "check_differentiable", "check_scalar", "mean_over_samples", "normalise", "rescaled"]
 
 
 class LossSum(NamedTuple):
@@ -46,6 +46,19 @@ def check_scalar(loss: object) -> None:
         raise ConfigError(
             f"the loss has the shape {tuple(loss.shape)}; expected one number, the mean over the samples of the "
             f"micro-batch: use reduction='mean', or loss.mean()"
+        )
+
+
+def check_differentiable(loss: torch.Tensor) -> None:
+    """Refuse a loss from which no gradient can be computed."""
+    if loss.is_complex():
+        raise ConfigError(
+            f"the loss is of type {loss.dtype}; expected a real number: take its real part, or loss.abs()"
+        )
+    if not loss.requires_grad:
+        raise ConfigError(
+            f"the loss, of type {loss.dtype}, does not depend on a trained parameter; leave out .detach(), .item(), "
+            f"torch.no_grad() and argmax where it is computed, and do not freeze all that it uses"
         )
 
 

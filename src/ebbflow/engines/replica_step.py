@@ -21,7 +21,7 @@ from ebbflow.data.permutation import Permutation
 from ebbflow.engines.batches import as_pair
 from ebbflow.engines.captured import CapturedPasses, Count
 from ebbflow.engines.kept_buffers import KeptBuffers
-from ebbflow.engines.loss_sum import LossSum, mean_over_samples
+from ebbflow.engines.loss_sum import LossSum, check_differentiable, mean_over_samples
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import FusedMeter, Meter, meter_for
 from ebbflow.torch_api import BatchNorm, foreach_add_, foreach_copy_, foreach_lerp_
@@ -462,6 +462,7 @@ class ReplicaStep:
     def _run_backward(self, loss: torch.Tensor | LossSum, micro_batch: LoadedMicroBatch) -> tuple[torch.Tensor, Count]:
         """The backward pass of a micro-batch; its weighted mean loss and what the loss sums over."""
         mean, count = mean_over_samples(loss, micro_batch.samples)
+        check_differentiable(mean)
         weighted = mean * micro_batch.weight
         if self._sends(micro_batch):
             self._before_last()
@@ -524,6 +525,7 @@ class ReplicaStep:
         assert self.loss_function is not None
         with self.autocast():
             loss, count = mean_over_samples(self.loss_function(self.model, inputs, targets), samples)
+        check_differentiable(loss)
         (loss * factor).backward()  # type: ignore[no-untyped-call]
         return loss.detach(), count
 

@@ -128,15 +128,28 @@ class Applier:
     def check(self, scaling: Scaling, rule: object) -> None:
         """Refuse a scaling that the optimizer does not support; `rule` is named in the error."""
         name = type(self.inner).__name__
+        multipliers = (*scaling.layers, *scaling.inside)
         try:
-            least = min(*scaling.layers, *scaling.inside)
-        except TypeError:  # a rule of one's own may return anything
+            strange = [value for value in multipliers if not 0 <= value < math.inf]
+        except (TypeError, ValueError, RuntimeError):  # a rule of one's own may return anything
             raise ConfigError(f"the rule {rule} returned a Scaling with lr={scaling.lr!r} and "
                               f"gradient={scaling.gradient!r}; expected numbers, or a tuple with one per "
                               f"layer") from None  # fmt: skip
-        if least < 0:
-            raise ConfigError(f"the rule {rule} returned the multiplier {least:g}; expected 0 or more: a step that is "
-                              f"scaled by less climbs the loss")  # fmt: skip
+        if strange:
+            expected = "0 or more: a step that is scaled by less climbs the loss"
+            expected = expected if strange[0] < 0 else "a finite number, 0 or more"
+            raise ConfigError(f"the rule {rule} returned the multiplier {strange[0]:g}; expected {expected}")
+        betas = scaling.betas if isinstance(scaling.betas, tuple) else (scaling.betas,)
+        others: dict[str, tuple[float, ...]]
+        others = {"weight_decay": (scaling.weight_decay,), "betas": betas, "eps": (scaling.eps,),
+                  "progress": () if scaling.progress is None else (scaling.progress,)}  # fmt: skip
+        for setting, numbers in others.items():
+            if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in numbers):
+                raise ConfigError(f"the rule {rule} returned a Scaling with {setting}={getattr(scaling, setting)!r}; "
+                                  f"expected a finite number, 0 or more")  # fmt: skip
+        for stat, value in scaling.stats.items():
+            if not isinstance(value, int | float):
+                raise ConfigError(f"the rule {rule} returned {stat}={value!r} among its stats; expected a number")
         if isinstance(scaling.lr, tuple) or isinstance(scaling.gradient, tuple):
             self.check_layers(rule)
             if any(p.requires_grad for p in self.frozen):

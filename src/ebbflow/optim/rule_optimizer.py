@@ -22,7 +22,17 @@ from ebbflow.optim.apply import Applier, gradient_norm, scale_gradients
 from ebbflow.optim.schedules import Schedule, TrainingProgress, factor_of, make_schedule
 from ebbflow.optim.step_slopes import StepSlopes
 from ebbflow.rules.families import default_rule, name_of_optimizer, tell_default_rule
-from ebbflow.rules.rule import Rule, Scaling, State, StepContext, Verdict, checked, damp, make_rule
+from ebbflow.rules.rule import (
+    Rule,
+    Scaling,
+    State,
+    StepContext,
+    Verdict,
+    checked,
+    damp,
+    make_rule,
+    plain_numbers,
+)  # fmt: skip
 
 __all__ = ["OnNonfinite", "RuleOptimizer", "Update"]
 
@@ -144,8 +154,13 @@ class RuleOptimizer(torch.optim.Optimizer):
             adaptive=self._applier.adaptive,
             moments=Moments(noise=1.0, signal=1.0, layer_noise=(1.0,) * layers, layer_signal=(1.0,) * layers),
         )
-        scaling, _ = checked(self.rule.scale(context, self.rule.init()), f"{self.rule}: scale()")
+        scaling, state = checked(self.rule.scale(context, self.rule.init()), f"{self.rule}: scale()")
         self._applier.check(scaling, self.rule)
+        if strange := _not_plain(plain_numbers(state)):
+            raise ConfigError(
+                f"the rule {self.rule} returned a state with a {strange}, which is not read back from a checkpoint; "
+                f"keep numbers, texts and plain containers of them: x.tolist() of an array"
+            )
         if layers:
             self._applier.check_layers(self.rule)
         self.by_gain = scaling.progress is not None
@@ -295,7 +310,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _ask_rule(self, context: StepContext) -> tuple[Scaling, State]:
         """What the rule returns for a step, smaller where the step lost samples, and the state of the rule after it."""
-        scaling, rule_state = self.rule.scale(context, self._rule_state)
+        scaling, rule_state = checked(self.rule.scale(context, self._rule_state), f"{self.rule}: scale()")
         if context.shortfall < 1:
             exponent = self._applier.noise_exponent
             scaling = damp(scaling, self.rule, context, self._rule_state, exponent=exponent)
@@ -400,7 +415,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             "version": STATE_VERSION,
             "inner": self.inner.state_dict(),
             "rule": str(self.rule),
-            "rule_state": self._rule_state,
+            "rule_state": plain_numbers(self._rule_state),
             "averages": self._averages.state(),
             "slopes": self._slopes.state_dict(),
             "beta_steps": list(self._applier.steps),
@@ -511,6 +526,16 @@ class RuleOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         name, inner = type(self).__name__, type(self.inner).__name__
         return f"{name}({inner}, rule={str(self.rule)!r}, base_batch={self.base_batch})"
+
+
+def _not_plain(state: State) -> str:
+    """The type of something in the state of a rule that JSON does not hold, if there is any."""
+    if isinstance(state, dict):
+        return next(filter(None, map(_not_plain, (*state.keys(), *state.values()))), "")
+    if isinstance(state, list | tuple):
+        return next(filter(None, map(_not_plain, state)), "")
+    plain = state is None or type(state) in (bool, int, float, str)
+    return "" if plain else f"{type(state).__module__}.{type(state).__name__}"
 
 
 def _unpickled(

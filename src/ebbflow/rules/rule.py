@@ -27,7 +27,7 @@ from ebbflow.moments.estimate import Moments
 
 __all__ = [
     "RULES", "Modifier", "Rule", "RuleChain", "Scaling", "State", "StepContext", "Verdict", "checked", "damp",
-    "make_rule", "register_modifier", "register_rule", "rule_entries", "spread",
+    "make_rule", "plain_numbers", "register_modifier", "register_rule", "rule_entries", "spread",
 ]  # fmt: skip
 
 State = Any
@@ -161,7 +161,34 @@ def checked(answer: tuple[Scaling, State], what: str) -> tuple[Scaling, State]:
     if not isinstance(answer, tuple | list) or len(answer) != 2 or not isinstance(answer[0], Scaling):
         raise ConfigError(f"{what} returned {answer!r}; expected a pair: a Scaling, and the state for the next step")
     scaling, state = answer
-    return scaling, state
+    return _in_plain_numbers(scaling), state
+
+
+_NUMBERS = ("lr", "gradient", "weight_decay", "betas", "eps", "progress")
+
+
+def _in_plain_numbers(scaling: Scaling) -> Scaling:
+    """The same scaling with numbers of Python where a rule of one's own has those of numpy or torch: records and
+    checkpoints have no others."""
+    plain = {name: plain_numbers(value) for name in _NUMBERS if (value := getattr(scaling, name)) is not None}
+    changed = {name: value for name, value in plain.items() if value is not getattr(scaling, name)}
+    if any(type(value) is not float for value in scaling.stats.values()):
+        changed["stats"] = {name: plain_numbers(value) for name, value in scaling.stats.items()}
+    return replace(scaling, **changed) if changed else scaling
+
+
+def plain_numbers(value: Any) -> Any:
+    """The same numbers, in any nesting of containers, as Python has them; a value that has none of other libraries is
+    returned as it is."""
+    if type(value) in (float, int, str, bool):
+        return value
+    if type(value) in (list, tuple):
+        if all(type(one) is float for one in value):
+            return value
+        return type(value)(plain_numbers(one) for one in value)
+    if type(value) is dict:
+        return {key: plain_numbers(one) for key, one in value.items()}
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def spread(values: Sequence[float], count: int) -> Sequence[float]:

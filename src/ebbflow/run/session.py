@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from ebbflow.core.plugins import load_plugins
 from ebbflow.data.ledger import Assignment
 from ebbflow.engines.base import EngineMaker, Gradients
-from ebbflow.engines.loss_sum import LossSum, check_scalar, rescaled
+from ebbflow.engines.loss_sum import LossSum, check_differentiable, check_scalar, rescaled
 from ebbflow.engines.replica_step import LoadedMicroBatch, Loss
 from ebbflow.errors import ConfigError, Diverged, EbbflowError
 from ebbflow.optim.elastic import ElasticOptimizer, multiply_rates
@@ -147,6 +147,7 @@ class SessionStep:
         samples, self._loss_scale = self._current.samples, loss_scale
         loss = (self._mean(loss, samples) if count is None else loss / samples) * loss_scale
         if not last:
+            check_differentiable(loss)
             (loss * self._current.weight).backward()  # type: ignore[no-untyped-call]
             earlier = self._earlier_losses
             self._earlier_losses = loss.detach() if earlier is None else earlier + loss.detach()

@@ -28,7 +28,7 @@ from ebbflow.engines.emulated.compiled import CompiledPasses, Execution, PassSha
 from ebbflow.engines.emulated.emulated_engine import EmulatedEngine, EmulatedStep, LoopEngine, Ranks
 from ebbflow.engines.emulated.grouped_batch_norm import BatchNormMode, GroupedBatchNorm, unfusable
 from ebbflow.engines.kept_buffers import KeptBuffers
-from ebbflow.engines.loss_sum import LossSum, mean_over_samples
+from ebbflow.engines.loss_sum import LossSum, check_differentiable, mean_over_samples
 from ebbflow.engines.replica_step import (
     Fetch,
     Loss,
@@ -387,6 +387,7 @@ class FusedEngine(EmulatedEngine):
     ) -> tuple[torch.Tensor, Count]:
         shape, execution = kind
         loss, count = mean_over_samples(self._forward(inputs, targets, shape, execution), shape.samples)
+        check_differentiable(loss)
         (loss * factor).backward()  # type: ignore[no-untyped-call]
         return loss.detach(), count
 
