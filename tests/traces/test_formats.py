@@ -54,6 +54,19 @@ def test_byte_order_mark_blank_lines_and_foreign_line_ends_do_no_harm(tmp_path: 
     assert read(store(tmp_path, text)) == Trace.parse("0s:4 60s:2 120s")
 
 
+@pytest.mark.parametrize("blank", ["", "  ", "\t", ",", ",,,", " , "])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "skypilot"])
+def test_rows_of_nothing_but_spaces_and_commas_are_blank(name: str, blank: str, tmp_path: Path) -> None:
+    """A spreadsheet writes them where rows were emptied, at the end for example."""
+    lines = [blank] + [line for row in EXAMPLES[name].splitlines() for line in (row, blank)]
+    assert read(store(tmp_path, "\r\n".join(["\ufeff" + lines[0], *lines[1:], ""]))) == EXPECTED[name]
+
+
+def test_lines_are_counted_with_blank_ones(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"trace\.csv:5: the time is 'x'; expected a number"):
+        read(store(tmp_path, "time_s,accelerators\n0,4\n\n,\nx,5\n60,5\n"))
+
+
 @given(
     gaps=st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=8),
     counts=st.lists(st.integers(0, 10**6), min_size=9, max_size=9),

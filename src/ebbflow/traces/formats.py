@@ -55,14 +55,19 @@ class TextFile:
 
     @property
     def beginning(self) -> str:
-        """The first line that is not blank, unchanged, for error messages."""
-        return self.text.lstrip().splitlines()[0]
+        """The first line that is not blank, unchanged, for error messages; spreadsheets leave rows of commas alone."""
+        lines = self.text.strip().splitlines()
+        return next((line.lstrip() for line in lines if line.strip(", \t")), lines[0])
 
     def rows(self, *, columns: str, header: bool) -> Iterator[tuple[int, list[str]]]:
-        """(line number, fields) of each row that is not blank; a row must have as many fields as `columns` names."""
+        """(line number, fields) of each row that is not blank; a row must have as many fields as `columns` names.
+
+        A row of nothing but spaces and commas is blank.
+        """
         reader = csv.reader(self.text.splitlines())
         try:
-            rows = ((reader.line_num, [field.strip() for field in fields]) for fields in reader if fields)
+            stripped = ([field.strip() for field in fields] for fields in reader)
+            rows = ((reader.line_num, fields) for fields in stripped if any(fields))
             if header:
                 next(rows, None)
             for line, fields in rows:
