@@ -50,8 +50,11 @@ def caption(summary: Summary, workload: str) -> str:
     done = [found for found in summary.cells_of(workload) if found.finished]
     text = f"Validation {cell.metric}{unit} ({better} is better)"
     if done:
-        text += f", mean of the last {_counts({c.window for c in done}, 'validation')} of each run"
-        text += " (a third of them, at most three)"
+        windows = {c.window for c in done}
+        if windows == {1}:
+            text += ", that of the last validation of each run"
+        else:
+            text += f", mean of the last {_counts(windows, 'validation')} of each run (a third of them, at most three)"
         seeds = {len(c.finished) for c in done}
         several = {count for count in seeds if count > 1}
         if several:
