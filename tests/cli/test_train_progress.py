@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import re
@@ -33,6 +34,19 @@ def test_beside_json_there_are_no_lines(ebbflow: Ebbflow, monkeypatch: pytest.Mo
     monkeypatch.setattr(train_progress, "_FIRST_LINE_S", 0.0)
     answer = ebbflow(*TRAIN, "--json")
     assert answer.json["status"] == "finished" and answer.err == ""
+
+
+@pytest.mark.parametrize("what", [BrokenPipeError, OSError(errno.ENOSPC, "No space left on device")])
+def test_a_line_that_cannot_be_printed_does_not_end_the_run(
+    ebbflow: Ebbflow, monkeypatch: pytest.MonkeyPatch, what: OSError
+) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise what
+
+    monkeypatch.setattr(train_progress, "_FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(train_progress, "err", Console(file=Broken()))
+    assert "finished after" in ebbflow(*TRAIN).text
 
 
 def test_a_run_that_goes_on_says_so(ebbflow: Ebbflow, monkeypatch: pytest.MonkeyPatch) -> None:

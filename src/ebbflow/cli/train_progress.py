@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,6 +65,8 @@ class TrainProgress:
         self._told_at, self._pause = time.monotonic(), _FIRST_LINE_S
 
     def __enter__(self) -> Self:
+        # By default rich closes the standard output, too, and ends the process.
+        setattr(err, "on_broken_pipe", self._nobody_reads)  # noqa: B010
         self._bar.__enter__()
         return self
 
@@ -71,13 +74,20 @@ class TrainProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.__exit__(kind, error, trace)
+        delattr(err, "on_broken_pipe")
+
+    def _nobody_reads(self) -> None:
+        err.quiet = True
+
+    def _say(self, text: str) -> None:
+        """Print a line. A run does not end because nobody reads it any longer, or the disk is full."""
+        with contextlib.suppress(OSError):
+            err.print(text, soft_wrap=True)
 
     def on_resume(self, step: int, epoch: float) -> None:
         """Say that a run goes on."""
         if self._tells:
-            err.print(
-                f"{self._folder} holds this run: it goes on after step {step:,}, epoch {epoch:.4g}", soft_wrap=True
-            )
+            self._say(f"{self._folder} holds this run: it goes on after step {step:,}, epoch {epoch:.4g}")
 
     def on_start(self, done: int, total: int) -> None:
         """Begin to count."""
@@ -97,7 +107,7 @@ class TrainProgress:
             values = "  ".join(f"{name} {value.strip()}" for name, value in self._shown.items())
             share = f"{row.samples / self._total:.0%} of the samples" if self._total else f"{row.samples:,} samples"
             clock = time.strftime("%H:%M:%S")
-            err.print(f"{clock} step {row.step + 1}  epoch {row.epoch}  {share}  {values}", soft_wrap=True)
+            self._say(f"{clock} step {row.step + 1}  epoch {row.epoch}  {share}  {values}")
 
     def on_validation(self, row: ValidationRow) -> None:
         """Show the scores from here on."""
