@@ -57,6 +57,7 @@ def test_an_exponent_with_a_plus_is_one_number() -> None:
         ("power(p=1, 2)", "follows a named argument"),
         ("power(p=a)", "expected a number"),
         ("power(p=nan)", "expected a finite number"),
+        ("linear+warmup(5ep, strt=0)", "unknown argument 'strt'; did you mean 'start'\\? The form is warmup"),
         ("power(q=1)", "unknown argument 'q'; the form is power"),
         ("power(1, 2)", "too many arguments"),
         ("power(1, p=1)", "gives 'p' twice"),

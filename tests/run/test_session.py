@@ -246,6 +246,11 @@ def test_mistakes_in_the_loop_are_named() -> None:
         ({"base_batch": None}, "base_batch is missing: at how many samples per step"),
         ({"base_batch": 0}, "^base_batch is 0; expected a number above 0"),
         ({"lr": 0.1}, "lr is no setting here: the optimizer has it"),
+        ({"evalute": dict}, "unknown setting 'evalute'; did you mean 'evaluate'"),
+        ({"ouput": "runs"}, "unknown setting 'ouput'; did you mean 'out'"),
+        ({"extra": {}}, "unknown setting 'extra'; did you mean 'extras'"),
+        ({"epoch": 3}, "unknown setting 'epoch'; did you mean 'epochs'"),
+        ({"calbacks": 1}, "unknown setting 'calbacks'; did you mean 'callbacks'"),
         ({"engine": "fussed"}, "engine is 'fussed'; did you mean 'fused'"),
     ],
 )

@@ -218,6 +218,7 @@ def test_a_model_that_cannot_be_built_is_one_error_with_the_reason(tmp_path: Pat
         ({"jobs": 0}, "jobs is 0; expected the number of runs at once, 1 or more"),
         ({"rules": ["lineer"]}, "did you mean 'linear'"),
         ({"plan": "steps.csv"}, "counts steps and cannot be shortened"),
+        ({"metrc": "loss"}, "unknown setting 'metrc'; did you mean 'metric'"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_refused_before_anything_runs(changes: dict[str, Any], text: str, tmp_path: Path) -> None:

@@ -52,9 +52,9 @@ def test_arms_are_chosen_by_workload_trace_rule_and_seed() -> None:
     assert len(chosen()) == 8
     assert chosen(trace=["large"], seed=["1"]) == [("large", "constant", 1), ("large", "linear", 1)]
     assert chosen(rule=["linear"], seed=["0", "1"], trace=["spot"]) == [("spot", "linear", 0), ("spot", "linear", 1)]
-    with pytest.raises(ConfigError, match="small has no rule 'sqrt'; expected one of 'constant', 'linear'"):
+    with pytest.raises(ConfigError, match="small has no rule 'sqrt'; Known: constant, linear"):
         chosen(rule=["sqrt"])
-    with pytest.raises(ConfigError, match="'epochs' does not tell arms apart; expected one of workload, trace, rule"):
+    with pytest.raises(ConfigError, match="'epochs' does not tell arms apart; Known: "):
         chosen(epochs=["2"])
     without = small(skip=[{"rule": "linear"}])
     with pytest.raises(ConfigError, match=r"small has no arm with rule=linear: \[\[skip\]\] leaves it out"):

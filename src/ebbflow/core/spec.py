@@ -122,9 +122,12 @@ def nearest(name: str, known: list[str]) -> str:
     >>> nearest("lineer", ["constant", "linear"])
     "did you mean 'linear'? Known: constant, linear"
     """
+    return f"{_similar(name, known)}Known: {', '.join(sorted(known))}"
+
+
+def _similar(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known: {', '.join(sorted(known))}"
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _convert(text: str, annotation: Any, where: str) -> Any:
@@ -198,7 +201,10 @@ def bind(call: Call, target: Callable[..., T]) -> T:
         raise SpecError(f"{call} has too many arguments: {', '.join(rest)}; the form is {usage}")
     for key, text in call.kwargs:
         if key not in names and others is None:
-            raise SpecError(f"{call} has the unknown argument {key!r}; the form is {usage}")
+            meant = _similar(key, names)
+            raise SpecError(
+                f"{call} has the unknown argument {key!r}; {meant}{'The' if meant else 'the'} form is {usage}"
+            )
         if values.get(key, ()) != ():
             raise SpecError(f"{call} gives {key!r} twice; the form is {usage}")
         hint = hints[key if key in names or others is None else others.name]

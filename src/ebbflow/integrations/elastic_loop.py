@@ -66,7 +66,7 @@ def elastic_loop(
     local_batch = loader.batch_size
     assert local_batch is not None, "a DataLoader without a batch size was refused"
     known = {"local_batch": local_batch, **settings}
-    config = RunConfig.for_front_end("session", known, workload=type(model).__name__)
+    config = RunConfig.for_front_end("session", known, beside=("options",), workload=type(model).__name__)
     if config.ref_batch is None:
         raise ConfigError("base_batch is missing: at how many samples per step was the optimizer's rate tuned?")
     plan: Policy | BatchPlan = make_policy(config.policy, config.local_batch)

@@ -183,6 +183,10 @@ class LiveSession(Session):
             incarnation=self._connection.name,
         )
 
+    @classmethod
+    def _own_arguments(cls) -> list[str]:
+        return [*super()._own_arguments(), *_OF_THE_FLEET]
+
     def _make_engine(self, parts: EngineParts) -> Engine:
         sizes = self._sizes or by_policy(make_policy(self.config.policy, self.config.local_batch))
         digest = "/".join(self._ranks.gather(weights_digest(self.model)))

@@ -209,11 +209,15 @@ class RunConfig(BaseModel):
             raise ConfigError(f"{where}: {error}") from None
 
     @classmethod
-    def for_front_end(cls, front_end: FrontEnd, values: Mapping[str, Any], **others: Any) -> Self:
-        """A configuration from the arguments of a front end, under its own names; `others`: what it does not offer."""
+    def for_front_end(
+        cls, front_end: FrontEnd, values: Mapping[str, Any], *, beside: Iterable[str] = (), **others: Any
+    ) -> Self:
+        """A configuration from the arguments of a front end, under its own names; `others`: what it does not offer.
+
+        `beside`: the arguments that it takes besides settings, one of which a misspelt name may have meant."""
         known = settings_of(front_end)
         if unknown := [name for name in values if name not in known]:
-            raise ConfigError(_not_offered(unknown[0], front_end))
+            raise ConfigError(_not_offered(unknown[0], front_end, beside))
         plan, trace = values.get("plan"), values.get("trace")
         if plan is not None and trace not in (None, _DEFAULTS["trace"]):
             raise ConfigError(f"trace is {trace!r}, but the steps are those of the file {plan}; leave one of them out")
@@ -382,10 +386,10 @@ def recipe_settings() -> list[str]:
     return [name for name in RunConfig.model_fields if _metadata(name)["recipe"]]
 
 
-def _not_offered(name: str, front_end: FrontEnd) -> str:
+def _not_offered(name: str, front_end: FrontEnd, beside: Iterable[str] = ()) -> str:
     """Why a front end does not take a setting: it does not offer it, calls it something else, or there is none."""
     if name not in RunConfig.model_fields:
-        return f"unknown setting {name!r}; {nearest(name, list(settings_of(front_end)))}"
+        return f"unknown setting {name!r}; {nearest(name, [*settings_of(front_end), *beside])}"
     metadata = _metadata(name)
     if _offered(name, front_end):
         return f"{name} is called {metadata['names'][front_end]} here"

@@ -12,6 +12,7 @@ With `loss=` the session computes the steps itself, and `session.run()` needs no
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -32,7 +33,7 @@ from ebbflow.optim.elastic import ElasticOptimizer, multiply_rates
 from ebbflow.optim.rule_optimizer import RuleOptimizer
 from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer, with_rule
-from ebbflow.run.config import RunConfig, shows_settings
+from ebbflow.run.config import RunConfig, settings_of, shows_settings
 from ebbflow.run.device import cpu_settings
 from ebbflow.run.flow import Flow, OpenStep, Stateful, states_of
 from ebbflow.run.header import make_header
@@ -321,7 +322,9 @@ class Session:
         self.model = model
         if isinstance(data, DataLoader) and config is None and data.batch_size is not None:
             settings = {"local_batch": data.batch_size, **settings}
-        self.config = config or RunConfig.for_front_end("session", settings, workload=type(model).__name__)
+        self.config = config or RunConfig.for_front_end(
+            "session", settings, beside=self._own_arguments(), workload=type(model).__name__
+        )
         if max_steps is not None and max_steps < 1:
             raise ConfigError(f"max_steps is {max_steps}; expected 1 or more")
         if self.config.epochs is None and self._planned:
@@ -349,6 +352,12 @@ class Session:
         self._checkpoint_every_s = checkpoint_every_s
         self._stack = ExitStack()
         self._loop: TrainingLoop | None = None
+
+    @classmethod
+    def _own_arguments(cls) -> list[str]:
+        """The arguments that are no settings."""
+        settings = settings_of("session")
+        return [name for name in inspect.signature(cls).parameters if name not in settings]
 
     # Beginning and ending -----------------------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ __all__ = ["RATES", "choose", "parse_budget"]
 
 RATES = (1.0, 4.0, 0.25)
 """Factors of the base rate, the preferred one first."""
+_OWN = ("budget", "rules", "rates", "seeds", "out", "jobs", "metric", "higher_is_better", "command", "on_progress")
+"""The arguments of `choose` that are no settings."""
 _AXES = ("workload", "trace", "rule", "seed", "label")
 
 Made = Callable[[], Mapping[str, Any]]
@@ -90,10 +92,13 @@ def choose(
     Session, with `base_batch`): epochs, local_batch, schedule, device, ...
     """
     began = time.monotonic()
+    if settings.get("plan") is not None:
+        raise ConfigError(f"the plan {settings['plan']} counts steps and cannot be shortened; give a trace instead")
     if callable(workload):
         config, own_optimizer, train = _own_model(workload, trace, settings)
     else:
-        config = RunConfig(workload=workload, trace=trace, **settings)
+        given = {"workload": workload, "trace": trace, **settings}
+        config = RunConfig.for_front_end("command", given, beside=_OWN)
         metric, own_optimizer, train = "", None, None
     budget_s, share = parse_budget(budget, device=config.device)
     load_plugins(config.plugins)
@@ -106,8 +111,6 @@ def choose(
     optimizer = own_optimizer or whole.optimizer
     named = own_optimizer or name_of_text(whole.optimizer)
     family = optimizer_family(named)
-    if config.plan is not None:
-        raise ConfigError(f"the plan {config.plan} counts steps and cannot be shortened; give a trace instead")
     if not int(load_trace(config.trace).workers.max()):
         raise ConfigError(f"the trace {config.trace} has no workers at any time; give one with a worker or more")
     if jobs is not None and jobs < 1:
@@ -212,7 +215,7 @@ def _own_model(make: Made, trace: str, settings: dict[str, Any]) -> tuple[RunCon
         settings = {"local_batch": data.batch_size, **settings}
     name = f"{make.__module__.rpartition('.')[2].strip('_')}-{make.__name__}".replace("_", "-")
     config = RunConfig.for_front_end(
-        "session", {"trace": trace, **settings}, workload=name, device=str(device),
+        "session", {"trace": trace, **settings}, beside=_OWN, workload=name, device=str(device),
         lr=rounded_rate(optimizer.param_groups[0]["lr"]),
     )  # fmt: skip
     for field_name, shown in (("epochs", "epochs"), ("ref_batch", "base_batch"), ("local_batch", "local_batch")):

@@ -170,11 +170,9 @@ class Study:
         names = {axis: list(map(str, found)) for axis, found in self.names().items()}
         for axis, values in chosen.items():
             if axis not in names:
-                raise ConfigError(f"{axis!r} does not tell arms apart; expected one of {', '.join(names)}")
+                raise ConfigError(f"{axis!r} does not tell arms apart; {nearest(axis, [*names])}")
             if unknown := [value for value in values if value not in names[axis]]:
-                raise ConfigError(
-                    f"{self.source} has no {axis} {unknown[0]!r}; expected one of {', '.join(map(repr, names[axis]))}"
-                )
+                raise ConfigError(f"{self.source} has no {axis} {unknown[0]!r}; {nearest(unknown[0], names[axis])}")
         found = [
             arm
             for arm in self.arms()
