@@ -101,7 +101,7 @@ def test_the_summary_equals_a_walk_step_by_step(
 def test_a_plan_that_is_too_short_says_how_far_it_reaches() -> None:
     # Ten steps of 8. An epoch of 20 takes 8 + 8 + 4, three steps: three epochs, then 8 of 20 samples: 3.4.
     plan = BatchPlan.constant(4, 8, steps=10)
-    with pytest.raises(PlanError, match=r"its 10 steps \(10.0 s\) reach 3.4 of 5 epochs; .*--repeat"):
+    with pytest.raises(PlanError, match=r"its 10 steps \(10.0 s\) reach 3.4 of 5 epochs; .*repeat=True"):
         plan.for_epochs(20, 5)
     # Across epoch ends ten steps are 80 samples: four epochs.
     assert plan.for_epochs(20, 4, cut=False).steps == 10

@@ -279,7 +279,7 @@ def test_a_run_by_gain_that_would_never_end_is_given_up(tmp_path: Path, trace: s
 
 def test_a_plan_too_short_for_a_run_by_gain_says_how_far_it_came(tmp_path: Path, trace: str) -> None:
     with pytest.raises(
-        PlanError, match=r"ends before the run: after .* worth .* reference steps of 36\.375 .*--repeat"
+        PlanError, match=r"ends before the run: after .* worth .* reference steps of 36\.375 .*repeat=True"
     ):
         run(tmp_path, trace, rule="adascale(progress=gain)", step_time="2s")
     whole = train(config(trace, rule="adascale(progress=gain)", step_time="2s", repeat=True), tmp_path / "repeated")

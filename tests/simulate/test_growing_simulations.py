@@ -239,7 +239,7 @@ def test_no_smaller_fleet_makes_more_progress_per_hour_than_goodput(
 
 def test_goodput_needs_a_noise_scale_to_be_simulated() -> None:
     for lacking in ({"noise_scale": float("inf")}, {"ref_batch": None}):
-        with pytest.raises(ConfigError, match=r"follows the noise scale.*--noise-scale 8000 --ref-batch 256"):
+        with pytest.raises(ConfigError, match=r"follows the noise scale.*noise_scale=8000 and ref_batch=256"):
             best("goodput", "constant(4)", **lacking)
 
 

@@ -162,7 +162,9 @@ def test_train_refuses_changed_code_and_goes_on_if_that_is_allowed(
     config = begin(plugin, tmp_path / "run")
     forget()
     plugin.write_text(PLUGIN + "# edited\n")
-    with pytest.raises(CodeChanged, match=r"plugin mine\.py has changed; give another --out, or .*--allow-code-change"):
+    with pytest.raises(
+        CodeChanged, match=r"plugin mine\.py has changed; give another out=, or .*allow_code_change=True"
+    ):
         train(config, tmp_path / "run")
     run = train(config, tmp_path / "run", allow_code_change=True)
     assert run.status == "finished"

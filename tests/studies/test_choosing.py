@@ -213,7 +213,7 @@ def test_a_model_that_cannot_be_built_is_one_error_with_the_reason(tmp_path: Pat
         ({"budget": "soon"}, "the budget is 'soon'; expected a time (30min, 2h, 0.5gpuh) or a share (20%)"),
         ({"budget": "-5%"}, "the budget is -5%; expected a time or a share above 0"),
         ({"budget": "0s"}, "the budget is 0s; expected a time or a share above 0"),
-        ({"budget": "1gpuh"}, "the device is cpu; give a time, or --device cuda"),
+        ({"budget": "1gpuh"}, "the device is cpu; give a time, or device='cuda'"),
         ({"seeds": 0}, "seeds is 0; expected"),
         ({"jobs": 0}, "jobs is 0; expected the number of runs at once, 1 or more"),
         ({"rules": ["lineer"]}, "did you mean 'linear'"),

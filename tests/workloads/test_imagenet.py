@@ -324,7 +324,7 @@ def test_photographs_of_coco_are_read_from_shards(shared, tmp_path):
 
 
 def test_missing_data_and_missing_layouts_are_explained(tmp_path):
-    with pytest.raises(DataError, match=r"imagenet-vgg16bn needs its data: give with --data .* the folder that holds"):
+    with pytest.raises(DataError, match=r"imagenet-vgg16bn needs its data: give with data= .* the folder that holds"):
         workloads.build("imagenet-vgg16bn")
     with pytest.raises(DataError, match="nowhere: cannot be read"):
         build("imagenet-mobilenet", tmp_path / "nowhere")

@@ -253,7 +253,7 @@ def test_a_wrong_name_or_argument_is_explained(text, kind, says, data):
 
 @pytest.mark.parametrize("name", [name for name in OWN if name.startswith(("cifar", "shake"))])
 def test_missing_data_is_asked_for(name):
-    with pytest.raises(DataError, match=f"{name} needs its data: give with --data"):
+    with pytest.raises(DataError, match=f"{name} needs its data: give with data="):
         workloads.build(name)
 
 

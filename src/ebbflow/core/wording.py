@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,11 +27,13 @@ def called(name: str, value: object = "") -> str:
 
     >>> called("ref_batch"), called("ref_batch", 256)
     ('ref_batch=', 'ref_batch=256')
+    >>> called("engine", "loop")
+    "engine='loop'"
     >>> with names_of_options():
-    ...     called("ref_batch"), called("ref_batch", 256), called("repeat", True)
-    ('--ref-batch', '--ref-batch 256', '--repeat')
+    ...     called("ref_batch"), called("ref_batch", 256), called("repeat", True), called("stragglers", "rare(0.1)")
+    ('--ref-batch', '--ref-batch 256', '--repeat', "--stragglers 'rare(0.1)'")
     """
     if not _of_the_command:
-        return f"{name}={value}"
+        return f"{name}=" if value == "" else f"{name}={value!r}"
     option = f"--{name.replace('_', '-')}"
-    return option if value is True or value == "" else f"{option} {value}"
+    return option if value is True or value == "" else f"{option} {shlex.quote(str(value))}"

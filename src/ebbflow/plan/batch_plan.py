@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ebbflow.core.columns import Columns
 from ebbflow.core.files import read_text
 from ebbflow.core.units import MOST_SAMPLES, Seconds, format_seconds, parse_seconds, whole_number
+from ebbflow.core.wording import called
 from ebbflow.errors import PlanError
 from ebbflow.plan.policies import Policy, make_policy, sizes_of
 from ebbflow.plan.steptime import ConstantStepTime, StepTime, StepTimeLike, make_step_time
@@ -338,7 +339,7 @@ class BatchPlan:
         if reached < epochs:
             longer = "give a file with more rows"
             if "file" not in self.source:
-                longer = "repeat the trace (repeat=True, --repeat), start it earlier"
+                longer = f"repeat the trace ({called('repeat', True)}), start it earlier"
             raise PlanError(
                 f"the plan is too short: its {steps:,} steps ({format_seconds(self._end_of(steps))}) reach "
                 f"{math.floor(reached * 100) / 100:g} of {epochs} epochs; {longer} or ask for fewer epochs"

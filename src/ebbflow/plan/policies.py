@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ebbflow.core.plugins import raise_naming
 from ebbflow.core.spec import Call, Registry, bind, param, parse_call
 from ebbflow.core.units import whole_number
+from ebbflow.core.wording import called
 from ebbflow.errors import PlanError, SpecError
 
 __all__ = [
@@ -89,8 +90,9 @@ def make_policy(text: str | Call | Policy, local_batch: int | None = None) -> Po
     given = {*fields[: len(call.args)], *(key for key, _ in call.kwargs)}
     if local_batch is None and parameters.get("local_batch") is inspect.Parameter.empty and "local_batch" not in given:
         raise SpecError(
-            f"the policy {call} lacks local_batch, the samples that a worker takes per step; give --local-batch 32, or "
-            f"write it into the policy: {Call(call.name, ('32', *call.args), call.kwargs)}"
+            f"the policy {call} lacks local_batch, the samples that a worker takes per step; give "
+            f"{called('local_batch', 32)}, or write it into the policy: "
+            f"{Call(call.name, ('32', *call.args), call.kwargs)}"
         )
     if local_batch is not None and "local_batch" in fields and "local_batch" not in given:
         call = Call(call.name, call.args, (*call.kwargs, ("local_batch", str(local_batch))))

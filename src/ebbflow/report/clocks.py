@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ebbflow.core.wording import called
 from ebbflow.errors import ConfigError
 from ebbflow.report.results import ArmResult, Results
 from ebbflow.simulate.scenario import ScenarioSettings
@@ -50,7 +51,7 @@ def make_clocks(settings: ScenarioSettings, networks: Sequence[str] = ()) -> tup
         if getattr(model, "serial", False):
             raise ConfigError(
                 f"{settings.profile} is of emulated workers: one machine computed for all of them. For the time of a "
-                f"fleet, measure one worker (ebbflow profile WORKLOAD) or give --compute-sample"
+                f"fleet, measure one worker (ebbflow profile WORKLOAD) or give {called('compute_sample')}"
             )
         clocks.append(Clock(named[1] if named else network or str(model), model))
     names = [clock.name for clock in clocks]

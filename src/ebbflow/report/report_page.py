@@ -27,6 +27,7 @@ from typing import Any
 
 from ebbflow.core.printable import printable
 from ebbflow.core.units import format_seconds, plural
+from ebbflow.core.wording import called
 from ebbflow.errors import ConfigError, OutputError
 from ebbflow.report.clocks import Clock, read_clocks
 from ebbflow.report.conclusions import takeaways
@@ -397,7 +398,8 @@ def replace_folder(target: Path) -> Iterator[Path]:
         if isinstance(error, OutputError):
             raise
         raise OutputError(
-            f"{target} cannot be written: {error.strerror or error}; free some space or choose another with --out"
+            f"{target} cannot be written: {error.strerror or error}; free some space or choose another with "
+            f"{called('out')}"
         ) from error
     finally:
         if partial is not None and partial.exists():
@@ -423,12 +425,12 @@ def _refuse_other_content(target: Path) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise ConfigError(f"{target} is a file; give a folder for the report with --out")
+        raise ConfigError(f"{target} is a file; give a folder for the report with {called('out')}")
     if not os.access(target, os.R_OK) or not any(target.iterdir()):
         return
     page = target / "index.html"
     if not page.is_file() or _GENERATOR not in page.read_text(encoding="utf-8", errors="replace")[:2000]:
         raise ConfigError(
             f"{target} holds files that are not a report of ebbflow, and a report replaces its folder; "
-            f"choose another folder with --out"
+            f"choose another folder with {called('out')}"
         )

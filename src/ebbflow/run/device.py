@@ -22,8 +22,8 @@ def enough_memory(device: str) -> Iterator[None]:
             raise  # on a CPU torch has no class of its own for it
         reason = str(error).strip().partition("\n")[0][:200] or "out of memory"
         raise ConfigError(
-            f"the memory of the device {device} does not suffice ({reason}): run fewer things on it at once (--jobs of "
-            f"a study), or use a smaller local batch, micro-batch or model, or precision bf16"
+            f"the memory of the device {device} does not suffice ({reason}): run fewer things on it at once (jobs of a "
+            f"study), or use a smaller local batch, micro-batch or model, or precision bf16"
         ) from error
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from ebbflow.core.wording import called
 from ebbflow.errors import ConfigError, Diverged, PlanError
 from ebbflow.optim.rule_optimizer import Update
 from ebbflow.record import End, Event, LayersRow, Row, StepRow, ValidationRow, layers_due
@@ -145,7 +146,8 @@ class TrainingLoop:
                 raise
             raise PlanError(
                 f"the plan ends before the run: after {self._gained()} of {self._reference_steps:g} ({error}). A run "
-                f"that counts gain takes more samples than its epochs: repeat the trace (--repeat), or count samples"
+                f"that counts gain takes more samples than its epochs: repeat the trace ({called('repeat', True)}), or "
+                f"count samples"
             ) from None
 
     def after(self, row: StepRow) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ebbflow.core.units import Seconds, parse_seconds
+from ebbflow.core.wording import called
 from ebbflow.data.ledger import largest_micro_batch, micro_batch_sizes
 from ebbflow.errors import ConfigError
 from ebbflow.plan import (
@@ -210,6 +211,6 @@ def check_measurable(
     more = "more workers" if policy is None else "a larger initial batch"
     raise ConfigError(
         f"{who} measures the noise of the gradient, which takes steps of two micro-batches or more, but the largest "
-        f"step has {most} samples in one: set micro_batch to {max(1, most // 2)} or less (--micro-batch), use {more}, "
+        f"step has {most} samples in one: give {called('micro_batch', max(1, most // 2))} or less, use {more}, "
         f"or {others}"
     )

@@ -31,6 +31,7 @@ from ebbflow.core.files import read_text
 from ebbflow.core.plugins import raise_naming
 from ebbflow.core.spec import Registry, nearest, param, parse_call, render
 from ebbflow.core.units import Seconds, Usd, format_seconds
+from ebbflow.core.wording import called
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.traces import Trace
 
@@ -189,8 +190,8 @@ class PriceHistory:
         if len(times) and not times.max() <= self.end * (1 + 1e-12):
             raise PlanError(
                 f"{self.name or 'the price history'} covers {format_seconds(self.end)}, the run takes "
-                f"{format_seconds(float(times.max()))}; give a longer history, begin earlier in it (--price-offset), "
-                f"or a flat price"
+                f"{format_seconds(float(times.max()))}; give a longer history, begin earlier in it "
+                f"({called('price_offset')}), or a flat price"
             )
         index = np.searchsorted(self.times, times, side="right") - 1
         return self._before[index] + (times - self.times[index]) * self.usd_per_hour[index] / 3600
@@ -200,7 +201,7 @@ class PriceHistory:
         if not self.times[0] <= offset < self.end:
             raise ConfigError(
                 f"{self.name or 'the price history'} has prices from {self.times[0]:g} to {self.end:g} s; it cannot "
-                f"begin at {offset:g} s; choose another time with --price-offset"
+                f"begin at {offset:g} s; choose another time with {called('price_offset')}"
             )
         low = int(np.searchsorted(self.times, offset, side="right")) - 1
         times = np.maximum(self.times[low:] - offset, 0.0)

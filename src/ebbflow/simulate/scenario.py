@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbflow.core.units import Seconds, parse_seconds
+from ebbflow.core.wording import called
 from ebbflow.errors import ConfigError
 from ebbflow.plan.goodput import batch_candidates, efficiencies, efficiency
 from ebbflow.plan.growing import Goodput, workers_for
@@ -180,7 +181,8 @@ def _check_growing(policy: GrowingPolicy, ref_batch: int | None, noise_scale: fl
         if noise_scale == math.inf or ref_batch is None:
             raise ConfigError(
                 f"the policy {policy} follows the noise scale, which a simulation does not measure; give it, or a "
-                f"record to take it from, with the reference batch: --noise-scale 8000 --ref-batch 256"
+                f"record to take it from, with the reference batch: {called('noise_scale', 8000)} and "
+                f"{called('ref_batch', 256)}"
             )
         if policy.local_batch is None:
             raise ConfigError(f"the policy {policy} lacks local_batch, the samples that a worker takes per step")
@@ -192,7 +194,9 @@ def _check_growing(policy: GrowingPolicy, ref_batch: int | None, noise_scale: fl
             f"recorded run; or count the steps of such batches with ebbflow plan --plan FILE"
         )
     if policy.initial is None and ref_batch is None:
-        raise ConfigError(f"the policy {policy} begins with the reference batch; give it (--ref-batch), or initial=")
+        raise ConfigError(
+            f"the policy {policy} begins with the reference batch; give it ({called('ref_batch')}), or initial="
+        )
 
 
 def rented_trace(trace: Trace, *, offset: Seconds, max_workers: int | None) -> Trace:
@@ -273,16 +277,19 @@ class ScenarioSettings:
     )
     on_demand_step_time: str | None = _setting(_MONEY, "Step time of the on-demand cluster, if it differs.", None)
 
-    def scenario(self, trace: str) -> Scenario:
+    def scenario(self, trace: str | Path) -> Scenario:
         """The scenario on a trace, which is a file or the text of a generator."""
         if self.noise_scale is not None and self.ref_batch is None:
-            raise ConfigError("--noise-scale needs --ref-batch: the batch at which the epochs asked for are enough")
+            raise ConfigError(
+                f"{called('noise_scale')} needs {called('ref_batch')}: the batch at which the epochs asked for are "
+                f"enough"
+            )
         fleet, model = load(trace, format=self.format), self.step_model()
         if getattr(model, "serial", False) and not self.emulated and min(fleet.stats().max, self.max_workers or 2) > 1:
             raise ConfigError(
                 f"{self.profile} is of emulated workers: one machine computed for all of them, so that a step takes "
                 f"longer the more there are. For a fleet, measure one worker (ebbflow profile WORKLOAD) or fit a live "
-                f"job (--from); for the time of an emulated run, add --emulated"
+                f"job (--from); for the time of an emulated run, add {called('emulated', True)}"
             )
         return Scenario(
             trace=fleet,
@@ -309,9 +316,9 @@ class ScenarioSettings:
             return
         if not any(isinstance(make_policy(text, self.local_batch or 1), GrowingPolicy) for text in policies):
             raise ConfigError(
-                f"--ref-batch {self.ref_batch} would change nothing: it is the batch at which the epochs are enough "
-                f"where the noise scale is known, and with which growing policies begin; add --noise-scale or a "
-                f"growing policy, or leave it out"
+                f"{called('ref_batch', self.ref_batch)} would change nothing: it is the batch at which the epochs "
+                f"are enough where the noise scale is known, and with which growing policies begin; add "
+                f"{called('noise_scale')} or a growing policy, or leave it out"
             )
 
     def step_model(self) -> StepModel:
@@ -319,22 +326,22 @@ class ScenarioSettings:
         given = [self.step_time is not None, self.profile is not None, bool(self.compute_step or self.compute_sample)]
         if sum(given) != 1:
             raise ConfigError(
-                "say how long a step takes in one way: --step-time 0.6s, --profile FILE (ebbflow profile writes it) "
-                "or --compute-step and --compute-sample"
+                f"say how long a step takes in one way: {called('step_time', '0.6s')}, {called('profile', 'FILE')} "
+                f"(ebbflow profile writes it) or {called('compute_step')} and {called('compute_sample')}"
             )
         if self.step_time is not None:
             without_effect = {
-                "--network": self.network is not None,
-                "--overlap": self.overlap != 0,
-                "--loading": self.loading != "0s",
-                "--micro-batch": self.micro_batch is not None,
-                "--emulated": self.emulated,
+                called("network"): self.network is not None,
+                called("overlap"): self.overlap != 0,
+                called("loading"): self.loading != "0s",
+                called("micro_batch"): self.micro_batch is not None,
+                called("emulated"): self.emulated,
             }
             if any(without_effect.values()):
                 found = " and ".join(name for name, is_given in without_effect.items() if is_given)
                 raise ConfigError(
-                    f"--step-time is the time of the whole step; {found} would change nothing. Leave it out, or give "
-                    f"--profile or --compute-sample instead of --step-time"
+                    f"{called('step_time')} is the time of the whole step; {found} would change nothing. Leave it out, "
+                    f"or give {called('profile')} or {called('compute_sample')} instead of {called('step_time')}"
                 )
             return parse_step_time(self.step_time)
         if self.profile is not None:
@@ -357,12 +364,16 @@ class ScenarioSettings:
         if self.price_history is not None and self.spot_price is None:
             return read_prices(self.price_history, zone=self.zone, offset=parse_seconds(self.price_offset))
         if self.spot_price is not None and self.price_history is None:
-            of_a_history = {"--zone": self.zone is not None, "--price-offset": parse_seconds(self.price_offset) > 0}
+            of_a_history = {
+                called("zone"): self.zone is not None, called("price_offset"): parse_seconds(self.price_offset) > 0,
+            }  # fmt: skip
             if given := [option for option, value in of_a_history.items() if value]:
                 raise ConfigError(
-                    f"{given[0]} is for a price history, and --spot-price is a price for all zones and times: leave it "
-                    f"out, or give --price-history instead of --spot-price"
+                    f"{given[0]} is for a price history, and {called('spot_price')} is a price for all zones and "
+                    f"times: leave it out, or give {called('price_history')} instead of {called('spot_price')}"
                 )
             return make_price(self.spot_price)
-        raise ConfigError("give the price of a worker: --spot-price 0.744 (USD per hour) or --price-history FILE, "
-                          "one of the two; --spot-price 0 if money does not matter")  # fmt: skip
+        raise ConfigError(
+            f"give the price of a worker: {called('spot_price', 0.744)} (USD per hour) or "
+            f"{called('price_history', 'FILE')}, one of the two; {called('spot_price', 0)} if money does not matter"
+        )

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbflow.core.units import Seconds, format_seconds
+from ebbflow.core.wording import called
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.goodput import BatchValue, FurtherWorker, further_worker, value_of
 from ebbflow.plan.policies import Policy, computed_samples, make_policy, sizes_of
@@ -67,13 +68,13 @@ def compare_fleets(
     if len(prices) > 1 and len(prices) != len(traces):
         raise ConfigError(f"{len(prices)} spot prices for {len(traces)} traces; give one, or one for each trace")
     of_a_cluster = {
-        "--on-demand-workers": settings.on_demand_workers,
-        "--on-demand-step-time": settings.on_demand_step_time,
+        called("on_demand_workers"): settings.on_demand_workers,
+        called("on_demand_step_time"): settings.on_demand_step_time,
     }
     if settings.price is None and (given := [name for name, value in of_a_cluster.items() if value is not None]):
         raise ConfigError(
             f"{given[0]} is for an on-demand cluster, which is compared only if its workers have a price; give it, "
-            f"such as --price 2.48, or leave {given[0]} out"
+            f"such as {called('price', 2.48)}, or leave {given[0]} out"
         )
     each = list(prices) if len(prices) == len(traces) else [prices[0] if prices else None] * len(traces)
     fleets = [(trace, price, _fleet_name(trace, price, traces)) for trace, price in zip(traces, each, strict=True)]
@@ -289,8 +290,9 @@ def check_step_time(scenarios: Sequence[tuple[str, Scenario]]) -> None:
         (low, one), *_, (high, other) = sorted(found.items())
         raise ConfigError(
             f"a step time was measured with one local batch, but a worker takes {low} samples in {one!r} and {high} in "
-            f"{other!r}; the larger batch would cost nothing. Give --profile (ebbflow profile measures several local "
-            f"batches), or --compute-step and --compute-sample; or ask for one local batch at a time"
+            f"{other!r}; the larger batch would cost nothing. Give {called('profile')} (ebbflow profile measures "
+            f"several local batches), or {called('compute_step')} and {called('compute_sample')}; or ask for one local "
+            f"batch at a time"
         )
 
 
@@ -309,7 +311,9 @@ def outcomes(scenario: Scenario, settings: Iterable[Setting]) -> Iterator[Outcom
 def best_outcome(found: Sequence[Outcome], goal: Goal) -> Outcome:
     """The best outcome within the limit, or a PlanError that says what comes closest."""
     if not found:
-        raise PlanError("no setting comes to an end on this trace; repeat it (--repeat) or ask for fewer epochs")
+        raise PlanError(
+            f"no setting comes to an end on this trace; repeat it ({called('repeat', True)}) or ask for fewer epochs"
+        )
     within = [one for one in found if goal.met(one)]
     if not within:
         raise PlanError(goal.refusal(found))

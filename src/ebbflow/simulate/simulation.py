@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from ebbflow.core.spec import parse_call
 from ebbflow.core.units import Seconds, format_seconds
+from ebbflow.core.wording import called
 from ebbflow.errors import ConfigError, PlanError
 from ebbflow.plan.policies import GrowingPolicy
 from ebbflow.simulate.advance import GrowthPhases, simulate_growing
@@ -221,8 +222,8 @@ def _too_short(scenario: Scenario, paid: Trace, done: float) -> str:
         )
     return (
         f"the trace is too short: its {format_seconds(paid.end)} reach "
-        f"{math.floor(done * scenario.epochs * 100) / 100:g} of {scenario.epochs} epochs; repeat it (--repeat), "
-        f"start it earlier or ask for fewer epochs"
+        f"{math.floor(done * scenario.epochs * 100) / 100:g} of {scenario.epochs} epochs; repeat it "
+        f"({called('repeat', True)}), start it earlier or ask for fewer epochs"
     )
 
 
@@ -245,7 +246,9 @@ def on_demand(scenario: Scenario, *, workers: int, usd_per_hour: float, model: S
 def comparison_cluster(spot: Simulation, settings: ScenarioSettings) -> Simulation:
     """The on-demand cluster to compare a simulation with; by default it has the mean number of workers of that one."""
     if settings.price is None:
-        raise ConfigError("give the on-demand price of a worker to compare with: --price 2.48 (USD per hour)")
+        raise ConfigError(
+            f"give the on-demand price of a worker to compare with: {called('price', 2.48)} (USD per hour)"
+        )
     step_time = settings.on_demand_step_time
     return on_demand(
         spot.scenario,
@@ -311,6 +314,8 @@ def draw_simulations(scenario_of: Callable[[int], Scenario], seeds: int) -> Iter
 def reseeded_simulations(settings: ScenarioSettings, trace: str, seeds: int) -> Iterator[Simulation]:
     """Simulations with other seeds of the trace's generator and of the stragglers; refused if there is no chance."""
     if settings.stragglers is None and reseeded(trace, 0) == reseeded(trace, 1):
-        raise ConfigError("--seeds draws nothing here: the trace has no seed and there are no stragglers; give a "
-                          "generator such as 'poisson(8)', or --stragglers 'lognormal(0.1)'")  # fmt: skip
+        raise ConfigError(
+            f"{called('seeds')} draws nothing here: the trace has no seed and there are no stragglers; give a "
+            f"generator such as 'poisson(8)', or {called('stragglers', 'lognormal(0.1)')}"
+        )
     return draw_simulations(lambda seed: settings.scenario(reseeded(trace, seed)), seeds)

@@ -16,6 +16,7 @@ from typing import Any
 from ebbflow._version import __version__
 from ebbflow.core.plugins import load_plugins
 from ebbflow.core.units import parse_seconds
+from ebbflow.core.wording import called
 from ebbflow.errors import ConfigError, UnitError
 from ebbflow.rules.families import candidate_rules, name_of_optimizer, optimizer_family
 from ebbflow.run.config import RunConfig
@@ -48,7 +49,9 @@ def parse_budget(text: str, *, device: str) -> tuple[float | None, float | None]
     number = text.strip().removesuffix("gpuh").removesuffix("%")
     unit = text.strip()[len(number) :]
     if unit == "gpuh" and not device.startswith("cuda"):
-        raise ConfigError(f"the budget is {text}, but the device is {device}; give a time, or --device cuda")
+        raise ConfigError(
+            f"the budget is {text}, but the device is {device}; give a time, or {called('device', 'cuda')}"
+        )
     try:
         found = float(number) / 100 if unit == "%" else parse_seconds(f"{number}h" if unit else text)
     except (UnitError, ValueError):
@@ -61,7 +64,7 @@ def parse_budget(text: str, *, device: str) -> tuple[float | None, float | None]
 def choose(
     workload: str | Made,
     *,
-    trace: str,
+    trace: str | Path,
     budget: str,
     rules: Sequence[str] = (),
     rates: Sequence[float] = RATES,
@@ -182,7 +185,7 @@ def choose(
     return chosen
 
 
-def _own_model(make: Made, trace: str, settings: dict[str, Any]) -> tuple[RunConfig, str, TrainArm]:
+def _own_model(make: Made, trace: str | Path, settings: dict[str, Any]) -> tuple[RunConfig, str, TrainArm]:
     """What a tournament needs of a user's own model: settings, the name of the optimizer, and what trains an arm."""
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
@@ -242,7 +245,7 @@ def _candidates(rules: Sequence[str], rates: Sequence[float]) -> list[Candidate]
             raise ConfigError(f"a rate is {rate:g}; expected a factor of the base rate above 0, such as 0.25")
     found = list(dict.fromkeys(Candidate(rule, float(rate)) for rate in rates for rule in rules))
     if len(found) < 2:
-        raise ConfigError("there is one candidate only, and nothing to choose; give more with --rule and --rates")
+        raise ConfigError("there is one candidate only, and nothing to choose; give more rules or rates")
     return found
 
 

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from ebbflow.core.plugins import line_of
 from ebbflow.core.spec import Call, Registry, parse_calls
 from ebbflow.core.units import MOST_SEED, whole_number
+from ebbflow.core.wording import called
 from ebbflow.engines.batches import as_pair
 from ebbflow.engines.loss_sum import LossSum, mean_over_samples
 from ebbflow.engines.replica_step import Loss
@@ -424,7 +425,7 @@ register = register_workload
 
 def missing_data(workload: str, expected: str) -> DataError:
     """Return the error for a workload that needs the path of its data and was given none."""
-    return DataError(f"{workload} needs its data: give with --data (in a study: --set data=) {expected}")
+    return DataError(f"{workload} needs its data: give with {called('data')} (in a study: --set data=) {expected}")
 
 
 def recipe(text: str | Call) -> Recipe:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ebbflow.core.spec import nearest
+from ebbflow.core.wording import called
 from ebbflow.data.ledger import MicroBatch
 from ebbflow.engines.base import Engine, EngineParts, Faults, register_engine
 from ebbflow.engines.batches import map_batch, tensors_in
@@ -368,7 +369,7 @@ class FusedEngine(EmulatedEngine):
         if not rows:
             raise ConfigError(
                 f"the inputs are a {type(inputs).__name__} without a tensor of {shape.samples} rows, so batch norm "
-                f"cannot be seen to separate the workers; use the loop (--engine loop)"
+                f"cannot be seen to separate the workers; use the loop ({called('engine', 'loop')})"
             )
         chosen = next((tensor for tensor in rows if tensor.is_floating_point()), rows[0])
         traced = chosen.detach().requires_grad_(chosen.is_floating_point())

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn import SyncBatchNorm
 
+from ebbflow.core.wording import called
 from ebbflow.errors import ConfigError
 from ebbflow.torch_api import (
     BatchNorm,
@@ -108,7 +109,7 @@ class _GroupedLayer:
         raise ConfigError(
             f"a {type(self.module).__name__} got {len(x)} rows of {groups} workers and cannot tell them apart: workers "
             f"cannot be fused where a forward pass drops or adds samples, or has rows in another order than the "
-            f"samples; use the loop (--engine loop)"
+            f"samples; use the loop ({called('engine', 'loop')})"
         )
 
     def _groups_as_channels(self, x: torch.Tensor, groups: int) -> torch.Tensor:
@@ -177,7 +178,7 @@ class GroupedBatchNorm:
         self.traced_inputs: torch.Tensor | None = None
         """Inputs of the current forward pass, if it is to show whether rows can be attributed to workers."""
         if reason := unfusable(model):
-            raise ConfigError(f"{reason}: workers cannot be fused; use the loop (--engine loop)")
+            raise ConfigError(f"{reason}: workers cannot be fused; use the loop ({called('engine', 'loop')})")
         self.layers = [_GroupedLayer(module, self) for module in model.modules() if isinstance(module, BatchNorm)]
         self._tracked = [layer for layer in self.layers if layer.tracked]
         if mode == "frozen" and len(self._tracked) < len(self.layers):
