@@ -102,3 +102,15 @@ def test_a_record_from_before_a_setting_existed_is_of_a_run_at_its_default() -> 
 def test_a_trace_may_be_longer_than_a_path_can_be() -> None:
     text = " ".join(f"{second}s:{1 + second % 3}" for second in range(5000)) + " 5000s"
     assert same(RunConfig(workload="digits-mlp", trace=text), RunConfig(workload="digits-mlp", trace=text))
+
+
+def test_a_path_is_as_good_as_its_text_in_every_setting(tmp_path: Path) -> None:
+    trace, plan, plugin = tmp_path / "spot.csv", tmp_path / "plan.csv", tmp_path / "mine.py"
+    trace.write_text(TRACE)
+    made = RunConfig(workload="mine", trace=trace, data=tmp_path, plugins=[plugin])
+    assert made == RunConfig(workload="mine", trace=str(trace), data=str(tmp_path), plugins=(str(plugin),))
+    json.dumps(made.as_dict())
+    session = RunConfig.for_front_end("session", {"plan": plan}, workload="Net")
+    assert session.plan == str(plan)
+    with pytest.raises(ConfigError, match=r"^plugins is '.*mine.py'; expected a list of texts"):
+        RunConfig(workload="mine", plugins=plugin)

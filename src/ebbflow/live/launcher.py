@@ -142,7 +142,7 @@ def launch_fleet(
     *,
     replicas: int,
     workload: str | None = None,
-    out: Path | None = None,
+    out: Path | str | None = None,
     job: str | None = None,
     lighthouse: LighthouseOptions | None = None,
     max_failures: int = 5,
@@ -166,7 +166,7 @@ def launch_fleet(
     _check_gpus(replicas, gpus)
     program = replica_command(command, workload=workload)
     name = job or job_name(command, workload=workload)
-    folder = (out or Path("runs") / name).resolve()
+    folder = Path(out or Path("runs") / name).resolve()
     options = lighthouse or LighthouseOptions()
     check_folder(folder, "fleet")
     with _hold_folder(folder):
@@ -198,7 +198,7 @@ def join_fleet(
     *,
     lighthouse: str,
     workload: str | None = None,
-    out: Path | None = None,
+    out: Path | str | None = None,
     job: str | None = None,
     name: str | None = None,
     bind: str | None = None,
@@ -224,7 +224,7 @@ def join_fleet(
     title = job or job_name(command, workload=workload)
     config = FleetConfig(
         lighthouse=format_address(host, port),
-        folder=(out or Path("runs") / title).resolve(),
+        folder=Path(out or Path("runs") / title).resolve(),
         job=title,
         bind=bind,
         min_replicas=min_replicas,

@@ -12,6 +12,7 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import date, time
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -189,7 +190,7 @@ class RunConfig(BaseModel):
 
     def __init__(self, **values: Any) -> None:
         try:
-            super().__init__(**values)
+            super().__init__(**{name: _as_text(value) for name, value in values.items()})
         except ValidationError as error:
             raise ConfigError(_explained(error)) from None
 
@@ -384,6 +385,13 @@ def shows_settings(front_end: FrontEnd) -> Callable[[Shown], Shown]:
 def recipe_settings() -> list[str]:
     """The settings that a workload's recipe fills in."""
     return [name for name in RunConfig.model_fields if _metadata(name)["recipe"]]
+
+
+def _as_text(value: Any) -> Any:
+    """A path as its text, also in a list; anything else as it is."""
+    if isinstance(value, PathLike):
+        return fspath(value)
+    return type(value)(map(_as_text, value)) if type(value) in (list, tuple) else value
 
 
 def _not_offered(name: str, front_end: FrontEnd, beside: Iterable[str] = ()) -> str:

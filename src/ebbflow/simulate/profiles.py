@@ -262,10 +262,10 @@ def noise_scale_of(run: Run) -> float:
     return mean_noise / mean_signal
 
 
-def read_noise_scale(text: str) -> float:
+def read_noise_scale(text: str | Path) -> float:
     """A noise scale given as a number of samples, or as a record to take it from."""
     try:
-        value = float(text)
+        value = float(str(text))
     except ValueError:
         return noise_scale_of(read_record(record_path(Path(text))))
     if not (np.isfinite(value) and value > 0):
