@@ -117,3 +117,15 @@ def test_what_cannot_be_applied_to_a_shown_study_is_refused(
     ebbflow: Ebbflow, options: tuple[object, ...], says: str
 ) -> None:
     ebbflow("study", "andre-table1", *options, "--show").assert_refused(says)
+
+
+@pytest.mark.process
+def test_one_reason_for_which_many_arms_fail_is_said_once(ebbflow: Ebbflow, tmp_path: Path) -> None:
+    (tmp_path / "study.toml").write_text(
+        'workloads = ["cifar10-resnet18(width=2)", "digits-mlp(width=4)"]\nrules = ["linear", "sqrt"]\n'
+        'traces = { two = "constant(workers=2)" }\nsettings = { epochs = 1 }\n'
+    )
+    answer = ebbflow("study", "study.toml", "--out", "out")
+    assert answer.code == 1
+    assert answer.err.count("needs its data") == 1
+    assert "failed: 2 of 4 arms" in answer.err

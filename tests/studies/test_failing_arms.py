@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ebbflow.errors import ConfigError
+from ebbflow.errors import ConfigError, DataError
 from ebbflow.record import read_record
 from ebbflow.report.results import load_results
 from ebbflow.report.summary import summarise
@@ -111,6 +111,30 @@ def test_a_data_folder_that_is_not_there_is_an_arms_failure(tmp_path: Path) -> N
     assert [run.status for run in runs] == ["failed", "finished"]
     assert runs[0].end is not None
     assert "nowhere" in runs[0].end.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"data": "nowhere"},
+            r"^the data of cifar10-vgg11 are not at nowhere: it does not exist\. Nothing was started",
+        ),
+        ({}, r"^cifar10-vgg11 needs its data: give with data= .*\. Nothing was started, since all 4 arms would fail"),
+    ],
+)
+def test_data_that_no_arm_can_do_without_are_missed_once_before_anything_starts(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    chosen = study(
+        workloads=["cifar10-vgg11(width=2)"],
+        rules=["constant", "linear"],
+        seeds=2,
+        settings={"epochs": 1, "local_batch": 16, **settings},
+    )
+    with pytest.raises(DataError, match=message):
+        run_study(chosen, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.process

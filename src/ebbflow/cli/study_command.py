@@ -188,6 +188,7 @@ def run_with_progress(
     fractions = dict.fromkeys((arm.id for arm in arms), 0.0)
     ended: dict[str, str] = {}
     warned: set[str] = set()
+    said: set[str] = set()
     found = 0
     with interruptible(), Progress(
         text_column("{task.description}"), BarColumn(), text_column("{task.percentage:3.0f} %"), TimeElapsedColumn(),
@@ -207,7 +208,8 @@ def run_with_progress(
                     f"warning: {progress.arm} has ended before and is kept, but {progress.other_data}; for other data "
                     f"choose another folder with --out", soft_wrap=True,
                 )  # fmt: skip
-            if progress.what in ("failed", "diverged"):
+            if progress.what == "diverged" or (progress.what == "failed" and progress.text not in said):
+                said.add(progress.text)  # many arms may fail for one reason, which their records have for each
                 err.print(f"{progress.arm} {progress.what}: {progress.text}", soft_wrap=True)
             left = f"{format_seconds(progress.left_s)} left" if progress.left_s else ""
             bar.update(task, completed=sum(fractions.values()), description=f"{len(ended)}/{len(arms)} arms", left=left)

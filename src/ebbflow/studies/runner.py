@@ -36,7 +36,7 @@ from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.plugins import raised_in_plugin
 from ebbflow.core.signals import StopSignal
 from ebbflow.core.wording import called
-from ebbflow.errors import CodeChanged, ConfigError, EbbflowError, OutputError, RecordError
+from ebbflow.errors import CodeChanged, ConfigError, DataError, EbbflowError, OutputError, RecordError
 from ebbflow.record import End, Header, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.config import recipe_settings
 from ebbflow.studies.forecast import ArmPace, StudyForecast
@@ -129,6 +129,7 @@ def run_study(
     check_arms(arms)
     arms = [arm for arm in arms if only is None or arm.id in only]
     jobs = jobs or default_jobs(arms, cores=available_cores())
+    _check_data(arms, out)
     with _study_folder(study, out, command):
         waiting = []
         aside: defaultdict[str, list[Path]] = defaultdict(list)
@@ -154,6 +155,24 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _check_data(arms: Sequence[Arm], out: Path) -> None:
+    """Refuse to begin if there are data for none of the arms; where there are for some, these run, and others fail.
+
+    Arms that have ended need no data any more.
+    """
+    from ebbflow.workloads import WORKLOADS  # imports torch, which describing a study does not need
+
+    asked = {(arm.config.workload, arm.config.data) for arm in arms}
+    problems = {(name, data): WORKLOADS.make(name).missing_data(data) for name, data in asked}
+    if not any(problems.values()):
+        return
+    waiting = [arm for arm in arms if _earlier_result(out / "arms" / arm.id)[0] not in ("finished", "diverged")]
+    texts = dict.fromkeys(problems[arm.config.workload, arm.config.data] for arm in waiting)
+    if waiting and all(texts):
+        count = "the arm" if len(waiting) == 1 else f"all {len(waiting)} arms"
+        raise DataError(f"{'; '.join(texts)}. Nothing was started, since {count} would fail")
 
 
 def _earlier_result(folder: Path) -> tuple[str, Mapping[str, Any]]:

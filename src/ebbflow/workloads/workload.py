@@ -337,6 +337,24 @@ class Workload:
             recipe=task.recipe or self.recipe,
         )
 
+    def missing_data(self, data: Path | str | None) -> str:
+        """Why the data of a workload of ebbflow's are not there, without reading them; empty if they may be.
+
+        A workload of a user's own may make its data, so nothing is said of those.
+        """
+        if not self.takes_data or not self.function.__module__.startswith("ebbflow.workloads."):
+            return ""
+        if data is not None:
+            path = Path(data).expanduser()
+            return "" if path.exists() else f"the data of {self.name} are not at {path}: it does not exist"
+        try:
+            self.build()
+        except DataError as error:
+            return str(error)
+        except Exception:  # something else, which whoever builds it for training reports
+            return ""
+        return ""
+
     def _call_builder(self, **arguments: Any) -> Task:
         """Call the workload's function; an error in a user's function is reported with the user's own file and line."""
         try:
