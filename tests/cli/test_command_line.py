@@ -310,12 +310,22 @@ def test_a_terminal_that_lacks_a_character_gets_no_traceback() -> None:
 @pytest.mark.process
 def test_a_study_whose_arms_fail_reports_and_ends_with_code_1(ebbflow: Ebbflow) -> None:
     Path("study.toml").write_text(
-        'workloads = ["shakespeare-gpt"]\nrules = ["linear"]\n[traces]\nstatic = "constant(workers=8)"\n'
+        'workloads = ["digits-mlp"]\nrules = ["linear"]\n[traces]\nstatic = "constant(workers=8)"\n'
+        '[settings]\ndevice = "cuda:99"\n'
     )
     answer = ebbflow("study", "study.toml", "--out", "out", "--jobs", 1)
     assert answer.code == 1
-    assert "needs its data: give with --data (in a study: --set data=)" in answer.err
+    assert "device cuda:99 was asked for, but torch sees" in answer.err
     assert "The table is not complete: 1 failed." in answer.out
+
+
+def test_a_study_without_its_data_is_refused_before_it_begins(ebbflow: Ebbflow) -> None:
+    Path("study.toml").write_text(
+        'workloads = ["shakespeare-gpt"]\nrules = ["linear", "sqrt"]\ntraces = "constant(8)"\n'
+    )
+    answer = ebbflow("study", "study.toml", "--out", "out")
+    answer.assert_refused("needs its data: give with --data (in a study: --set data=)", "all 2 arms would fail")
+    assert not Path("out").exists()
 
 
 def test_a_damaged_last_line_of_a_record_is_reported_and_the_rest_used(ebbflow: Ebbflow) -> None:

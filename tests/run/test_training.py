@@ -287,7 +287,7 @@ def test_a_plan_too_short_for_a_run_by_gain_says_how_far_it_came(tmp_path: Path,
 
 
 def test_a_rule_that_measures_needs_steps_of_two_pieces(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"adascale measures the noise .* set micro_batch to 2 or less"):
+    with pytest.raises(ConfigError, match=r"adascale measures the noise .* give micro_batch=2 or less"):
         run(tmp_path, "constant(workers=1)", rule="adascale")
     assert run(tmp_path, "constant(workers=1)", rule="adascale", micro_batch=2, epochs=1).status == "finished"
 
@@ -297,9 +297,7 @@ def test_a_growing_policy_that_could_never_measure_is_refused(tmp_path: Path) ->
     # micro-batch.
     fleet: dict[str, Any] = {"trace": "constant(workers=8)", "epochs": 1}
     for policy in ("noise(initial=4, wait=0, dwell=1)", "ada-norm(initial=4, wait=0, dwell=1)"):
-        with pytest.raises(
-            ConfigError, match=r"the policy .* one: set micro_batch to 2 or less .* larger initial batch"
-        ):
+        with pytest.raises(ConfigError, match=r"the policy .* one: give micro_batch=2 or less,.* larger initial batch"):
             run(tmp_path, policy=policy, **fleet)
     with pytest.raises(ConfigError, match=r"the rule adascale measures .* largest step has 4 samples in one"):
         run(tmp_path, policy="geo(50ep, initial=4)", rule="adascale", **fleet)

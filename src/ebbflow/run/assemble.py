@@ -14,6 +14,7 @@ from ebbflow import workloads
 from ebbflow.core.spec import nearest
 from ebbflow.core.trackers import Tracker, check_tracker, open_tracker
 from ebbflow.core.units import parse_seconds
+from ebbflow.core.wording import called
 from ebbflow.data.ledger import Ledger
 from ebbflow.engines import emulated
 from ebbflow.engines.base import ENGINES, Engine, EngineMaker, EngineParts
@@ -186,8 +187,8 @@ def default_rule_of(
             unmeasured = "synchronised batch norm computes a step in one micro-batch, in which no noise is seen"
         elif not unmeasured and (most := one_micro_batch(policy if isinstance(policy, GrowingPolicy) else None)):
             unmeasured = (
-                f"all steps have one micro-batch, in which no noise is seen (micro_batch={max(1, most // 2)} or less "
-                f"makes two)"
+                f"all steps have one micro-batch, in which no noise is seen "
+                f"({called('micro_batch', max(1, most // 2))} or less makes two)"
             )
     return default_rule(optimizer, ends=config.epochs is not None, grows=grows, unmeasured=unmeasured)
 
