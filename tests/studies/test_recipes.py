@@ -16,7 +16,16 @@ from ebbflow.run.assemble import resolve
 from ebbflow.run.config import RunConfig
 from ebbflow.run.planning import check_measurable, make_plan
 from ebbflow.run.training import train
-from ebbflow.studies.grid import Arm, Study, check_arms, load_study, recipe_names, with_settings
+from ebbflow.studies.grid import (
+    Arm,
+    Study,
+    check_arms,
+    load_study,
+    recipe_names,
+    recipe_text,
+    study_text,
+    with_settings,
+)
 from ebbflow.studies.scaling import scaled, with_stand_in
 from ebbflow.traces import load
 from ebbflow.workloads import recipe
@@ -95,6 +104,28 @@ def test_the_page_of_recipes_names_every_one(name: str) -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
     runs = len(load_study(name).arms())
     assert f"| `{name}` | {runs} |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "says"),
+    [
+        *((f"lena-table{table}", "cifar10-resnet18", "after 100 of 200 epochs of 45,000") for table in (1, 2, 3)),
+        *(
+            (f"lena-table{table}-cifar100", "cifar100-resnet50", "after 150 of 300 epochs of 45,000")
+            for table in (1, 2, 3)
+        ),
+        ("andre-table3", "coco-ssd300(network=resnet50)", "with weights from ImageNet, which the recipe lacks"),
+        ("dynamic-table3", "imagenet-inceptionv3", "here with its auxiliary classifier"),
+        ("dynamic-table4", "coco-ssd512", "initial weights are not in the paper"),
+        ("dynamic-table5", "ade20k-fcn", "initial weights are not in the paper"),
+    ],
+)
+def test_sources_say_where_a_paper_is_different(name: str, workload: str, says: str) -> None:
+    study = load_study(name)
+    sources = {value.source for value in study.paper if value.what == "metric" and value.workload == workload}
+    assert all(says in source or "section 4.1" in source for source in sources)
+    assert says in recipe_text(name)  # which --show prints, as it prints the study that other options make of it
+    assert says in study_text(scaled(study, 0.1))
 
 
 @pytest.mark.parametrize("name", IMAGES)
