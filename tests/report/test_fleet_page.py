@@ -91,6 +91,16 @@ def test_the_last_step_took_as_long_as_its_row_says(tmp_path: Path) -> None:
     assert history.seconds(history.steps()) == [4, 5]
 
 
+def test_a_huge_loss_is_no_infinity_on_the_page(tmp_path: Path) -> None:
+    rows = [replace(step(i, time_s=i, batch=20, samples=20 * (i + 1)), loss=1.7e308) for i in range(3)]
+    write(tmp_path, "r0", HEADER, *rows)
+    history = FleetHistory(tmp_path)
+    history.read()
+    view = fleet_view(NOW, history)
+    assert view["series"]["loss"] == pytest.approx([1.7e308] * 3)
+    json.dumps(view, allow_nan=False)
+
+
 def test_only_whole_new_lines_are_read(tmp_path: Path) -> None:
     path = write(tmp_path, "r0", HEADER, step(0, time_s=0, batch=10, samples=10))
     history = FleetHistory(tmp_path)

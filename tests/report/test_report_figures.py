@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
+from ebbflow.record import End, Header, RecordWriter, StepRow, ValidationRow
 from ebbflow.report.figures import all_figures
 from ebbflow.report.plotting import (
     PALETTE,
@@ -24,7 +26,7 @@ from ebbflow.report.plotting import (
     save,
     ticks_at_powers_of_two,
 )
-from ebbflow.report.report_page import ReportPaths, inline_svg
+from ebbflow.report.report_page import ReportPaths, inline_svg, write_report
 from ebbflow.report.results import load_results
 from ebbflow.report.summary import summarise
 
@@ -106,6 +108,49 @@ def test_a_run_that_begins_within_the_trace_is_shaded_and_drawn_from_there(
     x, y = (np.asarray(values) for values in axis.lines[0].get_data())
     assert x[np.flatnonzero(y == 0)[0]] == pytest.approx(100 / 60)
     assert x[-1] == pytest.approx(arm.end_s / 60)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("huge", "status", "diverged"),
+    [
+        ((1e300, 1.5e308, 1e308, 1e300), "finished", True),
+        ((2.0, 1e300, 3e37, None), "diverged", True),
+        ((0.7, 0.6, 1e37, 1e38), "finished", False),
+    ],
+)
+def test_huge_losses_leave_the_figures_and_tables_of_other_runs_readable(
+    tmp_path: Path, huge: tuple[float | None, ...], status: Literal["finished", "diverged"], diverged: bool
+) -> None:
+    for rule, values, end in (("wild", huge, status), ("sqrt", (1.0, 0.9, 0.8, 0.7), "finished")):
+        for seed in (0, 1):
+            with RecordWriter(tmp_path / "arms" / f"{rule}-{seed}" / "record.jsonl") as record:
+                config = {"workload": "w", "trace": "t", "rule": rule, "seed": seed, "ref_batch": 10, "metric": "loss"}
+                record.write(Header(config=config | {"higher_is_better": False}))
+                for i, value in enumerate(values):
+                    loss = value and value * (1 + 0.1 * seed)
+                    row = StepRow(
+                        step=i, time_s=2.0 * i, duration_s=2.0, wall_s=i, epoch=i, samples=20 * (i + 1), workers=2,
+                        batch=20, micro_batches=2, lr_base=0.1, lr=0.2, multiplier=2.0, loss=loss,
+                        stats={} if value is None else {"noise": value},
+                    )  # fmt: skip
+                    record.write(row)
+                    record.write(
+                        ValidationRow(
+                            step=i + 1, epoch=i + 1.0, samples=20 * (i + 1), time_s=2.0 * i, wall_s=i,
+                            metrics={"loss": loss},
+                        )
+                    )  # fmt: skip
+                record.write(End(status=end, steps=4, samples=80, wall_s=4))
+    page = write_report(tmp_path, targets=["0.8"])
+    wild, sqrt = sorted(page.summary.cells, key=lambda cell: cell.rule != "wild")
+    assert wild.diverged == ((0, 1) if diverged else ())
+    assert sqrt.mean == pytest.approx(0.735)
+    figures = drawings(tmp_path)
+    for stem in ("validation-w", "loss-w"):
+        (axis,) = figures[stem].figure.axes
+        low, high = axis.get_ylim()
+        assert axis.get_yscale() == "log" or high - low < 10, "the other rule is no line on the axis"
 
 
 def test_a_statistic_of_the_steps_gets_its_own_figure(tmp_path: Path, make_record: Callable[..., Path]) -> None:

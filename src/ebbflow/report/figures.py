@@ -120,8 +120,14 @@ def _draw_unfinished(axis: Axes, curve: tuple[Array, Array], line: dict[str, Any
         drawn.crosses.extend(axis.plot(x[-1:], y[-1:], **cross, clip_on=False))
 
 
+_DWARFED = 50
+"""How many times larger than the values of the finished runs an axis is on which they look all the same."""
+
+
 def _zoom(axes: Sequence[Axes], drawn: _Drawn) -> bool:
     """Restrict the axis to later values if the first ones would make differences invisible; True if it did so.
+
+    Or to the runs that finished, where others that diverged would.
 
     Crosses outside of the axis are put on its edge.
     """
@@ -131,8 +137,13 @@ def _zoom(axes: Sequence[Axes], drawn: _Drawn) -> bool:
     # What matters is where the curves end: the last three quarters of each, with their bands.
     late = np.concatenate([values[values.size // 4 :] for values in (*drawn.means, *drawn.bands)])
     low, high = float(late.min()), float(late.max())
-    if high <= low or float(np.ptp(everything)) < 2 * (high - low):
+    if high <= low or log_if_wide(axes, [late], wide=1e6):
         return False
+    if float(np.ptp(everything)) < 2 * (high - low):
+        low, high = (float(limit(np.concatenate([everything, *drawn.bands]))) for limit in (np.min, np.max))
+        shown = max(abs(end - start) for start, end in (axis.get_ylim() for axis in axes))
+        if shown < _DWARFED * (high - low):
+            return False
     pad = 0.08 * (high - low)
     for axis in axes:
         axis.set_ylim(low - pad, high + pad)
@@ -160,7 +171,8 @@ def _validation(of: WorkloadArms, *, targets: Sequence[float]) -> Drawing | None
     goal = _draw_targets(axes, [target * factor for target in targets])
     outer_labels(axes, "epoch", f"validation {metric}{unit}")
     legend(figure, axes)
-    note = " The vertical axis shows where the curves end; the first epochs lie outside." if zoomed else ""
+    outside = "The vertical axis shows where the curves end; first epochs, and runs that diverged, may lie outside."
+    note = f" {outside}" if zoomed else ""
     caption = f"Validation {metric} over the epochs on each trace.{goal}{_band_text(of.arms)}{note}"
     return of.drawing("validation", f"Validation {metric}", caption, figure)
 
@@ -348,7 +360,9 @@ def _loss(of: WorkloadArms) -> Drawing | None:
 
     for axis, trace in zip(axes, of.traces, strict=True):
         _draw_rules(axis, of.on_trace(trace), of.style, curve, drawn)
-    log_if_wide(axes, drawn.means, wide=20)
+    everything = [np.asarray(line.get_ydata(), dtype=float) for axis in axes for line in axis.lines]
+    if not log_if_wide(axes, drawn.means, wide=20):
+        log_if_wide(axes, everything, wide=1e4)  # the losses of a run that diverged
     outer_labels(axes, "epoch", "training loss")
     legend(figure, axes)
     caption = f"Training loss, averaged over neighbouring steps.{_band_text(of.arms)}"

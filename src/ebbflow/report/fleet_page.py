@@ -187,14 +187,14 @@ def _series(steps: Sequence[StepRow], seconds: Sequence[float]) -> dict[str, lis
     for start in range(0, len(steps), group):
         rows, times = steps[start : start + group], seconds[start : start + group]
         took, samples = sum(times), sum(row.batch for row in rows)
-        losses = [row.loss * row.batch for row in rows if row.loss is not None]
+        losses = [row.loss * (row.batch / samples) for row in rows if row.loss is not None]
         largest = max(rows, key=lambda row: row.batch)
         values = (
             clock,
             largest.workers,
             largest.batch,
             largest.lr,
-            sum(losses) / samples if len(losses) == len(rows) else None,
+            sum(losses) if len(losses) == len(rows) else None,
             samples / took if took > 0 else None,
         )
         for name, value in zip(names, values, strict=True):

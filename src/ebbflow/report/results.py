@@ -30,6 +30,15 @@ Status = Literal["finished", "diverged", "failed", "interrupted", "unreadable", 
 VERSION = 1
 _COLUMNS = ("time_s", "duration_s", "epoch", "workers", "batch", "lr", "multiplier", "loss")
 _EMPTY: Array = np.empty(0)
+LARGEST = 1e100
+"""A number that is larger counts as one that is not finite: it says only that a run diverged, the mean or the variance
+of a few of them is no float, and no axis can show it beside others."""
+
+
+def _numbers(values: Iterable[float | None]) -> Array:
+    """An array of these numbers; NaN for None and for what is too large to be compared."""
+    found = np.array([*values], dtype=np.float64)  # None becomes NaN
+    return np.where(np.abs(found) <= LARGEST, found, math.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +74,7 @@ class LayerCurves:
             batch=np.array([row.batch for row in rows], dtype=np.float64),
             warming=np.array([warming.get(row.step) for row in rows], dtype=np.float64),  # None becomes NaN
             **{
-                name: np.array([getattr(row, name) for row in rows], dtype=np.float64)  # None becomes NaN
+                name: np.array([_numbers(getattr(row, name)) for row in rows])
                 for name in ("noise", "signal", "multiplier")
             },
         )
@@ -210,18 +219,18 @@ class ArmResult:
             damage=run.damage,
             header=run.header,
             epochs=epochs,
-            values=values,
+            values=_numbers(values),
             times=np.array([ends.get(row.step - 1, row.time_s + usual_s) for row in scored], dtype=np.float64),
             counts=counts - run.dropped_until(counts),
             updates=np.array([row.step for row in scored], dtype=np.float64),
             walls=np.array([row.wall_s for row in scored], dtype=np.float64),
             train_values=_train_values([row.metrics for row in scored], f"train_{metric}"),
             scores={
-                name: np.array([row.metrics.get(name) for row in scored], dtype=np.float64)  # None becomes NaN
+                name: _numbers(row.metrics.get(name) for row in scored)
                 for name in dict.fromkeys(name for row in scored for name in row.metrics)
                 if name != metric
             },
-            columns=own | {name: run.column(name) for name in stats},
+            columns=own | {name: _numbers(run.column(name)) for name in stats},
             stats=stats,
             code=_code(run),
             weights=run.end.weights_sha256 if run.end else "",
@@ -275,7 +284,7 @@ def _metric_of(run: Run) -> tuple[str, bool]:
 
 def _train_values(metrics: Sequence[Mapping[str, float | None]], name: str) -> Array:
     """This metric of each validation, NaN where it is missing or None; empty if it always is."""
-    values = np.array([found.get(name) for found in metrics], dtype=np.float64)  # None becomes NaN
+    values = _numbers(found.get(name) for found in metrics)
     return values if np.isfinite(values).any() else _EMPTY
 
 
@@ -311,7 +320,9 @@ def _note(run: Run) -> str:
 
 def _columns(run: Run) -> dict[str, Array]:
     """The columns of the steps that every record has."""
-    return {"position": run.column("samples") / _epoch_samples(run)} | {name: run.column(name) for name in _COLUMNS}
+    return {"position": run.column("samples") / _epoch_samples(run)} | {
+        name: _numbers(run.column(name)) for name in _COLUMNS
+    }
 
 
 def _smaller_last_steps(columns: Mapping[str, Array]) -> npt.NDArray[np.bool_]:
