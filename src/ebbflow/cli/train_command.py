@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ebbflow.cli.common import AsJson, command_line, err, interruptible, out, print_json
 from ebbflow.cli.options import takes_settings
-from ebbflow.cli.train_progress import TrainProgress
+from ebbflow.cli.train_progress import TrainProgress, number_text
 from ebbflow.core.endings import Ending
 from ebbflow.core.memory import keep_freed_memory
 from ebbflow.core.signals import StopSignal
@@ -91,7 +91,7 @@ def _print(run: Run, folder: Path, *, trained: bool, as_json: bool) -> None:
     if run.end is not None and run.end.text:
         out.print(run.end.text, soft_wrap=True)
     for name, value in answer["metrics"].items():
-        out.print(f"  {name:10s} {value:.4f}" if value is not None else f"  {name:10s} not a number")
+        out.print(f"  {name:10s} {number_text(value, 4) if value is not None else 'not a number'}")
     if run.header.left_out:
         out.print(f"left out of the data, or changed: {run.header.left_out}", soft_wrap=True)
     # On one line each, whatever the terminal's width, and quoted: the command is there to be copied.

@@ -15,11 +15,22 @@ from rich.table import Column
 from ebbflow.cli.common import err, text_column
 from ebbflow.record import StepRow, ValidationRow
 
-__all__ = ["TrainProgress", "values_that_fit"]
+__all__ = ["TrainProgress", "number_text", "values_that_fit"]
 
 _BAR = 10
 """The bar is not made shorter than this by what stands before it."""
 _FIRST_LINE_S, _LINE_EVERY_S = 5.0, 60.0
+
+
+def number_text(value: float | None, digits: int) -> str:
+    """A number with so many decimals, or, if that would be a row of digits, in the exponential form.
+
+    >>> number_text(0.5, 3), number_text(1e300, 3), number_text(None, 3)
+    ('0.500', '1.000e+300', 'nan')
+    """
+    if value is None:
+        return "nan"
+    return f"{value:.{digits}f}" if abs(value) < 1e9 else f"{value:.{digits}e}"
 
 
 def values_that_fit(shown: Mapping[str, str], room: int) -> str:
@@ -98,7 +109,7 @@ class TrainProgress:
     def on_step(self, row: StepRow) -> None:
         """Show a step; as a line if one is due."""
         self._shown["workers"] = f"{row.workers:3d}"
-        self._shown["loss"] = f"{row.loss:.3f}" if row.loss is not None else "nan"
+        self._shown["loss"] = number_text(row.loss, 3)
         self._describe()
         self._bar.update(self._task, completed=row.samples)
         now = time.monotonic()
@@ -113,7 +124,7 @@ class TrainProgress:
         """Show the scores from here on."""
         for name, value in row.metrics.items():
             if name != "loss":
-                self._shown[name] = f"{value:.4f}" if value is not None else "nan"
+                self._shown[name] = number_text(value, 4)
         self._describe()
 
     def _describe(self) -> None:
