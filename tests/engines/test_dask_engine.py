@@ -538,6 +538,21 @@ def test_workers_listen_only_on_the_address_that_they_were_told(two_workers: Cli
     assert {address for addresses in found.values() for address in addresses} == {"127.0.0.1"}
 
 
+@pytest.mark.parametrize("transport", ["allreduce", "centralized"])
+def test_modules_that_were_in_eval_mode_stay_in_it_here_and_on_the_workers(two_workers: Client, transport: str) -> None:
+    model = make_model()
+    model[3].eval()
+    before, optimizer = copy.deepcopy(model[3]), make_optimizer(model)
+    with engine_with(two_workers, model=model, optimizer=optimizer, transport=transport, min_workers=2) as engine:
+        flow = Flow(engine, optimizer, Ledger(samples=SAMPLES))
+        for _ in range(2):
+            assert flow.run_step() is not None
+            model.eval()  # as an evaluation may leave it
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert torch.equal(getattr(model[3], name), getattr(before, name))
+    assert not torch.equal(model[3].weight, before.weight)
+
+
 def test_a_model_that_cannot_be_pickled_is_refused_with_advice(two_workers: Client) -> None:
     model = make_model()
     model.lock = threading.Lock()

@@ -180,6 +180,20 @@ def test_a_parameter_that_is_frozen_later_gets_no_gradient_from_an_old_graph(mon
     assert len(MODES) == 2
 
 
+def test_a_layer_that_is_put_into_eval_mode_later_is_not_replayed_from_an_old_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = BatchPlan.constant(4, 24)
+    engine, other = with_graphs(images, monkeypatch, plan=plan)
+    loop = engine_on(LoopEngine, other, plan)
+    for one in (engine, loop):
+        train(one, steps=6)
+        one.model[1].eval()  # type: ignore[index]
+        train(one, steps=6)
+    assert_same_state(engine.model, other)
+    assert len(MODES) == 2
+
+
 @pytest.mark.parametrize("said", ["a kernel that waits\nand more", ""])
 def test_a_model_that_cannot_be_captured_is_trained_without_and_says_why(
     said: str, monkeypatch: pytest.MonkeyPatch

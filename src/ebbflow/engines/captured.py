@@ -77,18 +77,21 @@ class CapturedPasses:
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._computed: Counter[Hashable] = Counter()
         self._trained: tuple[bool, ...] = ()
+        self._modes: tuple[bool, ...] = ()
         self.refused = ""
         """Why nothing is captured any more; empty as long as it is."""
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def begin(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Begin a step of a model with these parameters, of which others may be trained than in the step before."""
+    def begin(self, parameters: Sequence[torch.nn.Parameter], modes: Sequence[bool] = ()) -> None:
+        """Begin a step of a model with these parameters, of which others may be trained than in the step before.
+
+        `modes`: whether each module is in training mode, which may have changed, too."""
         trained = tuple(parameter.requires_grad for parameter in parameters)
-        if trained == self._trained:
+        if (trained, tuple(modes)) == (self._trained, self._modes):
             return
-        self._trained = trained
+        self._trained, self._modes = trained, tuple(modes)
         self.clear()
         summed = {id(parameter) for parameter in self._sums.parameters}
         if any(parameter.requires_grad and id(parameter) not in summed for parameter in parameters):

@@ -22,6 +22,7 @@ from ebbflow.engines.batches import as_pair
 from ebbflow.engines.captured import CapturedPasses, Count
 from ebbflow.engines.kept_buffers import KeptBuffers
 from ebbflow.engines.loss_sum import LossSum, check_differentiable, mean_over_samples
+from ebbflow.engines.module_modes import ModuleModes
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import FusedMeter, Meter, meter_for
 from ebbflow.torch_api import BatchNorm, foreach_add_, foreach_copy_, foreach_lerp_
@@ -104,27 +105,20 @@ def needed_meter(parameters: Sequence[torch.nn.Parameter], needs: Collection[str
 
 
 class ModelReset:
-    """Puts a model into training mode and clears its gradients before a step.
+    """Puts a model into training mode, as `ModuleModes` does, and clears its gradients before a step.
 
     Faster than `model.train()` and `model.zero_grad()`, which visit every module: 1.3 ms per step for a ResNet-18.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._modules, self.parameters = [*model.modules()], [*model.parameters()]
-        self._modes: list[bool] = []  # of each module after model.train(), which a model may have overridden
+        self.parameters = [*model.parameters()]
+        self.modes = ModuleModes(model)
 
     def __call__(self) -> None:
-        """Do it: torch's own calls only where a mode has changed."""
-        self.train()
+        """Do it."""
+        self.modes.train()
         for parameter in self.parameters:
             parameter.grad = None
-
-    def train(self) -> None:
-        """Put the model into training mode."""
-        if [module.training for module in self._modules] != self._modes:
-            self._model.train()
-            self._modes = [module.training for module in self._modules]
 
 
 class LocalBatchNorm:
@@ -410,7 +404,7 @@ class ReplicaStep:
         for meter in self._meters():
             meter.discard()
         if self._captured is not None:
-            self._captured.begin(self._reset.parameters)
+            self._captured.begin(self._reset.parameters, self._reset.modes.latest)
         self.loss, self.count, self.samples = 0.0, 0, 0
 
     def pause(self) -> None:
@@ -420,7 +414,7 @@ class ReplicaStep:
 
     def resume(self) -> None:
         """Go on with a step that was paused: its gradients, loss, statistics and buffers are added to."""
-        self._reset.train()
+        self._reset.modes.train()
         self.batch_norm.resume()
         self.buffers.resume()
         for meter in self._meters():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ebbflow.core.wording import called
+from ebbflow.engines.module_modes import modes_kept
 from ebbflow.errors import ConfigError, Diverged, PlanError
 from ebbflow.optim.rule_optimizer import Update
 from ebbflow.record import End, Event, LayersRow, Row, StepRow, ValidationRow, layers_due
@@ -208,10 +209,10 @@ class TrainingLoop:
         samples, time_s = flow.validation_due
         began = time.perf_counter()
         flow.engine.sync()
-        with flow.engine.autocast():
+        with modes_kept(flow.engine.model), flow.engine.autocast():
             metrics = numbers(self.evaluate())
         if flow.average is not None:
-            with flow.average.swapped_in(), flow.engine.autocast():
+            with flow.average.swapped_in(), modes_kept(flow.engine.model), flow.engine.autocast():
                 averaged = numbers(self.evaluate())
             metrics |= {f"ema_{name}": value for name, value in averaged.items()}
         flow.wall_s += time.perf_counter() - began

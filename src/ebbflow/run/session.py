@@ -314,10 +314,10 @@ class Session:
         pairs. `reduction`: whether the loss that `step.backward` gets is a mean or a sum over the samples; by default a
         mean, and a loss that ends with a sum is refused. `max_steps`: the run ends after this many steps, or after
         `epochs` if that is given and comes first. `evaluate()`: called after every epoch; the scores that it returns go
-        into the record. `extras`: whatever else belongs to the state, by name, with `state_dict` and
-        `load_state_dict`: schedulers, a second optimizer. They are saved and restored with it, also where the rule goes
-        back to a snapshot (`auto`); what is not among them is not. `out`: the folder of the run. `config`: all
-        settings at once instead of `settings`."""
+        into the record, and after it every module is in the mode (`train` or `eval`) in which it was before. `extras`:
+        whatever else belongs to the state, by name, with `state_dict` and `load_state_dict`: schedulers, a second
+        optimizer. They are saved and restored with it, also where the rule goes back to a snapshot (`auto`); what is
+        not among them is not. `out`: the folder of the run. `config`: all settings at once instead of `settings`."""
         _check_kinds(model, optimizer, evaluate, extras or {})
         self.model = model
         if isinstance(data, DataLoader) and config is None and data.batch_size is not None:

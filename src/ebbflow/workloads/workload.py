@@ -43,6 +43,7 @@ from ebbflow.core.units import MOST_SEED, whole_number
 from ebbflow.core.wording import called
 from ebbflow.engines.batches import as_pair
 from ebbflow.engines.loss_sum import LossSum, mean_over_samples
+from ebbflow.engines.module_modes import modes_kept
 from ebbflow.engines.replica_step import Loss
 from ebbflow.errors import ConfigError, DataError, EbbflowError, InputError, SpecError
 from ebbflow.workloads.prefetch import DatasetSource
@@ -194,26 +195,21 @@ class Task:
         The model is evaluated in `eval` mode; afterwards every module is in the mode in which it was before.
         """
         valid = _required(source or self.valid, "valid", "source of validation samples")
-        modes = [(module, module.training) for module in model.modules()]  # a frozen module keeps its own mode
         metric: Any = self.validation() if self.validation is not None else None
         if self.validation is not None and not all(hasattr(metric, name) for name in ("update", "compute")):
             raise ConfigError(f"the validation of the task returned {metric!r}; expected a metric with the methods "
                               f"update and compute")  # fmt: skip
         sums: dict[str, list[tuple[Tensor, Tensor | float]]] = {}
         batches = torch.split(torch.arange(len(valid)), self.eval_batch)
-        model.eval()
-        try:
-            with torch.no_grad():
-                for indices, batch in zip(batches, _validation_batches(valid, batches), strict=True):
-                    x, y = as_pair(batch)
-                    for name, value in _by_name(self._batch_scores(model, x, y), "the scores of a batch").items():
-                        mean, count = mean_over_samples(value, len(indices))
-                        sums.setdefault(name, []).append((mean * len(indices), count))
-                    if metric is not None:
-                        metric.update(model, x, y)
-        finally:
-            for module, training in modes:
-                module.training = training
+        with modes_kept(model), torch.no_grad():
+            model.eval()
+            for indices, batch in zip(batches, _validation_batches(valid, batches), strict=True):
+                x, y = as_pair(batch)
+                for name, value in _by_name(self._batch_scores(model, x, y), "the scores of a batch").items():
+                    mean, count = mean_over_samples(value, len(indices))
+                    sums.setdefault(name, []).append((mean * len(indices), count))
+                if metric is not None:
+                    metric.update(model, x, y)
         scores = {name: _ratio(parts) for name, parts in sums.items()}
         if metric is not None:
             found = _by_name(metric.compute(), "what the validation metric computed")

@@ -16,6 +16,7 @@ from ebbflow.engines.allreduce import StepAllReduce, StepPart
 from ebbflow.engines.base import Gradients
 from ebbflow.engines.dask.cluster import DaskCluster, Message
 from ebbflow.engines.dask.dask_worker import ApplyStep, FlatState, ReplicaBlueprint, WorkerFailure, WorkerTask
+from ebbflow.engines.module_modes import ModuleModes
 from ebbflow.engines.replica_step import LocalBatchNorm, needed_meter
 
 __all__ = ["AllReduceTransport", "CentralizedTransport", "GradientTransport"]
@@ -79,6 +80,8 @@ class CentralizedTransport(_Caller):
         super().__init__(cluster)
         self.model = blueprint.model
         self.batch_norm = LocalBatchNorm(self.model)
+        self._modes = ModuleModes(self.model)
+        self._modes.train()  # as the workers do, which have them from the blueprint
         self._state = FlatState(self.model)
         self._rows: Sequence[npt.NDArray[Any]] = ()
         self._combine = StepAllReduce(
@@ -106,7 +109,7 @@ class CentralizedTransport(_Caller):
         if answers is None:
             return None
         self._rows = list(answers.values())
-        self.model.train()
+        self._modes.put_back()
         self.batch_norm.begin()
         gradients = self._combine(StepPart(batch=next(iter(tasks.values())).batch))
         self._rows = ()

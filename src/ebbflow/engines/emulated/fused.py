@@ -299,7 +299,7 @@ class FusedEngine(EmulatedEngine):
         if self._sums is not None and self._sums is not self.meter:
             self._sums.discard()
         if self._captured is not None:
-            self._captured.begin(self._parameters)
+            self._captured.begin(self._parameters, self._reset.modes.latest)
 
     def _on_no_graph(self, reason: str) -> None:
         self._report("no CUDA graph", f"every kernel is launched on its own: {reason}")
