@@ -132,3 +132,10 @@ def test_a_step_that_saves_the_next_one_can_make_the_plan_long_enough() -> None:
 def test_many_epochs_over_many_samples_are_counted_without_walking() -> None:
     # 10^9 samples in steps of 1,000: 10^6 steps an epoch, 10^9 for a thousand.
     assert BatchPlan.constant(8, 1000).for_epochs(10**9, 1000).steps == 10**9
+
+
+def test_epochs_that_are_followed_one_by_one_have_a_limit() -> None:
+    plan = BatchPlan.constant(2, 32)
+    with pytest.raises(PlanError, match="epochs is 1000000000; expected a whole number from 1 to 1,000,000"):
+        plan.for_epochs(500, 10**9)
+    assert plan.for_epochs(500, 10**9, cut=False).steps == 500 * 10**9 // 32

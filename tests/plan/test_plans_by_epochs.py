@@ -74,3 +74,9 @@ def test_the_setting_takes_a_time_per_epoch() -> None:
     for other in ({"policy": "geo(1ep)"}, {"on_change": "lose"}):
         with pytest.raises(ConfigError, match="a time per epoch, which is for policies that follow the workers"):
             planned(trace="0h:1 1h:2 2h", **other)
+
+
+@pytest.mark.parametrize("settings", [{}, {"step_time": "fit"}, {"step_time": "1s", "repeat": True}])
+def test_more_epochs_than_can_be_planned_are_refused_at_once(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"epochs is 1,000,000,000; expected at most 100,000, .*ConcatDataset"):
+        planned(trace="constant(2)", epochs=10**9, **settings)

@@ -155,3 +155,18 @@ def test_what_is_no_trace_is_refused(text: str, kind: type[EbbflowError], messag
 def test_a_given_format_means_a_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no such file"):
         load("constant(8)", format="canonical")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "square(1, 2, period=1s, duration=1000000000h)",
+        "random-levels(1, 2, every=0.001s)",
+        "poisson(workers=1000000000)",
+        "poisson(workers=1, preempt_every=0.000001s, provision=0s)",
+        "gcp-a100-like(duration=10000000000h)",
+    ],
+)
+def test_a_trace_that_would_fill_the_memory_is_refused_at_once(text: str) -> None:
+    with pytest.raises(TraceError, match=r"the trace would have about .* changes; expected at most 10,000,000"):
+        load(text)

@@ -39,6 +39,8 @@ _BATCH_FILE_HEADER = "step,batchsize"
 _SNAP = 1e-6
 """Part of a step's duration within which its beginning and a change of the fleet count as the same time."""
 _MANY_STEPS, _MANY_CHANGES = 10_000_000, 1_000_000
+_MOST_EPOCHS = 1_000_000
+"""Each epoch ends with a smaller step, so that they are followed one by one, which takes 20 microseconds for each."""
 _ALMOST = 1 - 1e-9
 """Largest part of an epoch that an unfinished epoch counts as."""
 
@@ -334,7 +336,7 @@ class BatchPlan:
         With `cut`, as in training, each epoch ends with a smaller step (`cut_step`); without, steps continue across the
         ends of epochs.
         """
-        _check_training(samples, epochs)
+        _check_training(samples, epochs, cut=cut)
         reached, steps, batches = self._follow(samples, epochs, cut=cut)
         if reached < epochs:
             longer = "give a file with more rows"
@@ -444,9 +446,11 @@ class BatchPlan:
         return f"BatchPlan({self._length}, {sizes}, {len(self.first)} runs)"
 
 
-def _check_training(samples: int, epochs: int) -> None:
+def _check_training(samples: int, epochs: int, *, cut: bool = True) -> None:
+    """`cut`: whether the epochs are followed one by one."""
     whole_number(samples, "samples", error=PlanError)
-    whole_number(epochs, "epochs", most=MOST_SAMPLES // samples << 20, error=PlanError)  # 2^60 samples in all
+    most = MOST_SAMPLES // samples << 20  # 2^60 samples in all
+    whole_number(epochs, "epochs", most=min(most, _MOST_EPOCHS) if cut else most, error=PlanError)
 
 
 # -- from a trace to runs of equal steps -------------------------------------------------------------------------------

@@ -75,8 +75,21 @@ def load(text_or_path: str | Path, *, format: str | None = None) -> Trace:
     return replace(trace, name=text)
 
 
+_MOST_CHANGES = 10_000_000
+
+
+def _check_changes(count: float) -> None:
+    """Refuse a trace that would fill the memory, or take minutes to make."""
+    if not count <= _MOST_CHANGES:
+        raise TraceError(
+            f"the trace would have about {count:.2g} changes; expected at most {_MOST_CHANGES:,}: choose a shorter "
+            f"duration, longer times between changes, or fewer workers that change one by one"
+        )
+
+
 def _every(period: float, duration: float) -> npt.NDArray[np.float64]:
     """Multiples of the period below the duration, without one that is there by rounding alone, as in 2.1 / 0.3 > 7."""
+    _check_changes(duration / period)
     return np.arange(max(1, int(np.ceil(duration / period - 1e-6))), dtype=np.float64) * period
 
 
@@ -136,6 +149,7 @@ def poisson(
     average (`0s`: none). In the long run the part preempt_every / (preempt_every + provision) of the workers is there.
     """
     _positive(preempt_every=preempt_every, duration=duration)
+    _check_changes(workers * (1 + 2 * duration / (preempt_every + provision)))
     rng = _rng(seed)
     rounds = 1 + int(1.2 * duration / (preempt_every + provision))
     changes: list[tuple[float, int]] = []
@@ -188,6 +202,7 @@ class _Cloud:
         """A random trace of this cloud."""
         if not self.tick <= duration:
             raise TraceError(f"duration is {duration:g} s; expected at least one observation of {self.tick:g} s")
+        _check_changes(duration / self.tick)
         rng = _rng(seed)
         ticks = int(np.ceil(duration / self.tick))
         change = np.zeros(ticks + 1, dtype=np.int64)  # machines that come or go at each tick
