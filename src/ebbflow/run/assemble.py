@@ -31,6 +31,7 @@ from ebbflow.plan.policies import Drop, Policy
 from ebbflow.record import RowTracker
 from ebbflow.rules.families import default_rule, name_of_optimizer, optimizer_family, tell_default_rule
 from ebbflow.rules.rule import Rule, make_rule
+from ebbflow.run.checkpoint import check_extra_state
 from ebbflow.run.config import RunConfig, recipe_settings, settings_of
 from ebbflow.run.flow import Flow
 from ebbflow.run.planning import check_measurable, make_plan, unmeasured_step
@@ -248,6 +249,7 @@ def assemble(
     `optimizer`: the one that the settings describe, unless given. `plan`: workers and samples of each step, where the
     fleet does not decide. `policy`: an object instead of the text of the settings.
     """
+    check_extra_state(task.model)  # now, and not at the first checkpoint
     samples = len(task.train)
     optimizer = optimizer if optimizer is not None else make_optimizer(config, task)
     if policy is None and config.plan is None:

@@ -23,7 +23,7 @@ from ebbflow.plan.growing import Growth
 from ebbflow.plan.policies import Drop
 from ebbflow.record import StepRow
 from ebbflow.rules.rule import StepContext
-from ebbflow.run.checkpoint import check_extra_state, load_model, unreadable_part
+from ebbflow.run.checkpoint import load_model, unreadable_part
 from ebbflow.run.kept_states import KeptStates
 
 __all__ = ["Flow", "OpenStep", "Stateful", "check_loss", "states_of"]
@@ -148,7 +148,6 @@ class Flow:
     """While a step is open: what it may have changed apart from the engine."""
 
     def __post_init__(self) -> None:
-        check_extra_state(self.engine.model)  # now, and not at the first checkpoint
         if self.average is not None and self.engine.replicated:
             raise ConfigError(
                 "a moving average of the weights (ema) is kept in the process that has the weights, and here replicas "
