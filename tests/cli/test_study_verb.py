@@ -79,7 +79,7 @@ def test_a_part_of_a_study_is_run_and_the_rest_is_left_for_another_call(ebbflow:
 def test_what_a_study_cannot_be_limited_to_is_refused(ebbflow: Ebbflow) -> None:
     options = ("study", "demo", "--out", "out")
     ebbflow(*options, "--only", "large").assert_refused("--only 'large'", "NAME=VALUE")
-    ebbflow(*options, "--only", "trace=large").assert_refused("has no trace 'large'", "'static'")
+    ebbflow(*options, "--only", "trace=large").assert_refused("has no trace 'large'", "static")
     ebbflow(*options, "--budget", "0s").assert_refused("--budget 0s", "50min")
     ebbflow(*options, "--budget", "soon").assert_refused("soon")
 

@@ -476,7 +476,7 @@ def test_a_whole_step_time_is_a_clock_without_a_network(results: Results) -> Non
     [
         ({}, ["affine(1s)"], "say how long a step takes"),
         ({"compute_sample": "1ms"}, ["a=affine(1s)", "a=affine(2s)"], "two networks are called 'a'"),
-        ({"step_time": "1s"}, ["affine(1s)"], "--network would change nothing"),
+        ({"step_time": "1s"}, ["affine(1s)"], "network= would change nothing"),
     ],
 )
 def test_clocks_that_make_no_sense_are_refused(settings: dict[str, str], networks: list[str], message: str) -> None:
