@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -92,13 +92,13 @@ class SessionStep:
         """Each micro-batch as a DataLoader would yield it; call `backward` on its loss before the next one."""
         self._own_loop = True
         self._engine.open(self._opened.assignment, self._opened.size)
-        rates = self._rates()
+        before, seen = self._rates(), self._rates_seen()
         for number, micro_batch in enumerate(self._engine.micro_batches()):
-            if self._rates() != rates:
+            if self._rates_seen() != seen:
                 raise ConfigError(
-                    f"the learning rate was changed from {rates[0]:g} to {self._rates()[0]:g} in the middle of a step, "
-                    f"so that it would follow the micro-batches; step schedulers once per step, behind "
-                    f"`for x, y in step`, or give schedule= to the session instead"
+                    f"the learning rate was changed{_in_words(before, self._rates())} in the middle of a step, so that "
+                    f"it would follow the micro-batches; step schedulers once per step, before `for x, y in step`, or "
+                    f"give schedule= to the session instead"
                 )
             self._current = micro_batch
             self._seen = self._gradients_seen()
@@ -122,8 +122,12 @@ class SessionStep:
                 "the session instead, or change the mean gradient in a hook of optimizer.register_step_pre_hook"
             )
 
-    def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._session.flow.optimizer.param_groups]
+    def _rates(self) -> list[Any]:
+        return [group["lr"] for group in self._session.flow.optimizer.param_groups]
+
+    def _rates_seen(self) -> list[Any]:
+        """What tells whether the rates are the same, without waiting for a device that has them."""
+        return [(id(rate), rate._version) if isinstance(rate, torch.Tensor) else rate for rate in self._rates()]
 
     def backward(
         self,
@@ -228,6 +232,14 @@ def own_task(model: torch.nn.Module, data: Any, loss: Loss | None, *, workers: i
     if isinstance(source, DatasetSource):
         source = source.with_loader_workers(workers)
     return Task(model=model, train=source, loss=loss)
+
+
+def _in_words(before: Sequence[Any], after: Sequence[Any]) -> str:
+    """Which rate was changed, if it is a number; a tensor may have been changed in place."""
+    for old, new in zip(before, after, strict=True):
+        if old is not new and old != new:
+            return f" from {float(old):g} to {float(new):g}"
+    return ""
 
 
 def _check_kinds(model: Any, optimizer: Any, evaluate: Any, extras: Mapping[str, Any]) -> None:
