@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Two files of tests at a time, on large machines too: some start many processes of their own.
-PARALLEL ?= --numprocesses 2 --dist loadfile
+# In the order of their names: xdist would leave files of few tests for the end, which are those that take longest.
+PARALLEL ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # constraints.txt pins everything that is installed here, torch above all.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
