@@ -64,7 +64,7 @@ class TrainProgress:
         self._folder = folder
         self._tells = not (silent or quiet)
         self._lines = self._tells and not terminal
-        kept = Column(no_wrap=True)  # the bar becomes shorter, and not what stands behind it
+        kept = Column(no_wrap=True)  # the bar becomes shorter, and not what follows it
         self._bar = Progress(
             text_column("{task.description}"), BarColumn(), MofNCompleteColumn(table_column=kept),
             text_column("samples"), TimeRemainingColumn(table_column=kept),
@@ -128,5 +128,5 @@ class TrainProgress:
         self._describe()
 
     def _describe(self) -> None:
-        behind = len(f"  {self._total}/{self._total} samples 0:00:00 ") + _BAR
-        self._bar.update(self._task, description=values_that_fit(self._shown, err.width - behind))
+        follows = len(f"  {self._total}/{self._total} samples 0:00:00 ") + _BAR
+        self._bar.update(self._task, description=values_that_fit(self._shown, err.width - follows))

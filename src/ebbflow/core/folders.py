@@ -59,6 +59,7 @@ def _kind_of_record(path: Path) -> FolderKind | None:
             config: Any = json.loads(file.readline())["config"]
         if "live" in config:  # of a replica
             return "fleet"
+        # `train` records the text of its trace or plan, and its task; a session has none of these.
         return "run" if "trace_text" in config or "task" in config else "session"
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -124,7 +124,7 @@ def missing_samples(batch: Any, given: int) -> int | None:
 
     All its parts then have one length, by their first dimension or as a list, that is smaller. A batch is complete if
     anything in it has an entry for each sample, or if samples are the second dimension of all its tensors; and a single
-    row may hold several samples, one behind the other. What is in objects of a user's own is not known.
+    row may hold several samples, one after the other. What is in objects of a user's own is not known.
 
     >>> x, y = torch.zeros(7, 3, 8, 8), torch.zeros(7)
     >>> missing_samples((x, y), 8), missing_samples({"x": x, "lengths": torch.zeros(8)}, 8), missing_samples(None, 8)

@@ -58,7 +58,7 @@ def _modes(modules: Sequence[torch.nn.Module]) -> list[bool]:
 
 
 def _set_modes(modules: Sequence[torch.nn.Module], modes: Sequence[bool]) -> None:
-    """Set the mode of each module; a module comes behind the one that it is a part of, whose mode it would get."""
+    """Set the mode of each module; a module comes after the one that it is a part of, whose mode it would get."""
     for module, mode in zip(modules, modes, strict=True):
         if module.training != mode:
             module.train(mode)  # some do more there, such as taking LoRA weights out of the others

@@ -39,7 +39,7 @@ _BATCH_FILE_HEADER = "step,batchsize"
 _SNAP = 1e-6
 """Part of a step's duration within which its beginning and a change of the fleet count as the same time."""
 _MANY_STEPS, _MANY_CHANGES = 10_000_000, 1_000_000
-_MOST_EPOCHS = 1_000_000
+_MOST_FOLLOWED_EPOCHS = 1_000_000
 """Each epoch ends with a smaller step, so that they are followed one by one, which takes 20 microseconds for each."""
 _ALMOST = 1 - 1e-9
 """Largest part of an epoch that an unfinished epoch counts as."""
@@ -450,7 +450,7 @@ def _check_training(samples: int, epochs: int, *, cut: bool = True) -> None:
     """`cut`: whether the epochs are followed one by one."""
     whole_number(samples, "samples", error=PlanError)
     most = MOST_SAMPLES // samples << 20  # 2^60 samples in all
-    whole_number(epochs, "epochs", most=min(most, _MOST_EPOCHS) if cut else most, error=PlanError)
+    whole_number(epochs, "epochs", most=min(most, _MOST_FOLLOWED_EPOCHS) if cut else most, error=PlanError)
 
 
 # -- from a trace to runs of equal steps -------------------------------------------------------------------------------

@@ -355,6 +355,16 @@ def settings_of(front_end: FrontEnd) -> dict[str, str]:
     return {_metadata(name)["names"].get(front_end, name): name for name in every if _offered(name, front_end)}
 
 
+def other_arguments(function: Callable[..., Any], front_end: FrontEnd) -> list[str]:
+    """The arguments by name that a class or function takes besides the settings of a front end."""
+    settings, parameters = settings_of(front_end), inspect.signature(function).parameters.values()
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name not in settings
+    ]
+
+
 def fields_of(front_end: FrontEnd) -> Iterator[tuple[str, FieldInfo]]:
     """Name in the front end and declaration of every setting that it offers: from this, front ends are generated."""
     for shown, name in settings_of(front_end).items():

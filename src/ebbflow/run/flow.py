@@ -74,7 +74,7 @@ class _BeforeStep:
     """What a script may change while a step is under way, as it was before: the extras, and the rates they set.
 
     A scheduler that the loop steps before the step is complete would otherwise count a step that was lost. Extras whose
-    state has tensors are left alone, since a copy in every step would be dear.
+    state has tensors are left alone, since a copy in every step would be expensive.
     """
 
     def __init__(self, extras: Mapping[str, Stateful], groups: list[dict[str, Any]]) -> None:

@@ -30,7 +30,7 @@ from ebbflow.traces import load as load_trace
 
 __all__ = ["MAX_EPOCHS", "check_measurable", "epoch_time", "make_plan", "unmeasured_step", "unmeasured_trace"]
 
-MOST_EPOCHS = 100_000
+_MOST_PLANNED_EPOCHS = 100_000
 """The plan of a run is made before its first step, and takes up to a millisecond for each epoch."""
 MAX_EPOCHS = 10
 """A run that counts gain may take this many times its epochs; one that takes more has too little gain ever to end."""
@@ -63,10 +63,10 @@ def make_plan(
 
 def _make_plan(config: RunConfig, samples: int, *, by_gain: bool, guards: bool) -> tuple[BatchPlan, Trace | None]:
     assert config.epochs  # resolve() filled it in
-    if config.epochs > MOST_EPOCHS:
+    if config.epochs > _MOST_PLANNED_EPOCHS:
         raise ConfigError(
-            f"epochs is {config.epochs:,}; expected at most {MOST_EPOCHS:,}, since all steps are planned before the "
-            f"first: let an epoch be several passes over a small data set (torch.utils.data.ConcatDataset)"
+            f"epochs is {config.epochs:,}; expected at most {_MOST_PLANNED_EPOCHS:,}, since all steps are planned "
+            f"before the first: let an epoch be several passes over a small data set (torch.utils.data.ConcatDataset)"
         )
     if config.plan is not None:
         plan = _read_plan(config)

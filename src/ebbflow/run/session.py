@@ -12,7 +12,6 @@ With `loss=` the session computes the steps itself, and `session.run()` needs no
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -33,7 +32,7 @@ from ebbflow.optim.elastic import ElasticOptimizer, multiply_rates
 from ebbflow.optim.rule_optimizer import RuleOptimizer
 from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer, with_rule
-from ebbflow.run.config import RunConfig, settings_of, shows_settings
+from ebbflow.run.config import RunConfig, other_arguments, shows_settings
 from ebbflow.run.device import cpu_settings
 from ebbflow.run.flow import Flow, OpenStep, Stateful, states_of
 from ebbflow.run.header import make_header
@@ -244,11 +243,13 @@ def _in_words(before: Sequence[Any], after: Sequence[Any]) -> str:
 
 def _check_kinds(model: Any, optimizer: Any, evaluate: Any, extras: Mapping[str, Any]) -> None:
     """Refuse arguments of another kind, such as in another order, before anything is asked of them."""
-    for name, value, kind in (("model", model, torch.nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+    for name, value, kind, expected in (
+        ("model", model, torch.nn.Module, "torch.nn.Module"),
+        ("optimizer", optimizer, torch.optim.Optimizer, "torch.optim.Optimizer"),
+    ):
         if not isinstance(value, kind):
             raise ConfigError(
-                f"the {name} is a {type(value).__name__}; expected a torch.{kind.__module__.split('.')[1]}."
-                f"{kind.__name__}: Session(model, optimizer, data, ...)"
+                f"the {name} is a {type(value).__name__}; expected a {expected}: Session(model, optimizer, data, ...)"
             )
     if evaluate is not None and not callable(evaluate):
         raise ConfigError(
@@ -368,8 +369,7 @@ class Session:
     @classmethod
     def _own_arguments(cls) -> list[str]:
         """The arguments that are no settings."""
-        settings = settings_of("session")
-        return [name for name in inspect.signature(cls).parameters if name not in settings]
+        return other_arguments(cls, "session")
 
     # Beginning and ending -----------------------------------------------------------------------------------------
 
@@ -550,7 +550,7 @@ class Session:
 
     @property
     def record(self) -> Run:
-        """The record so far, if the session has a folder; behind the `with`, the whole record."""
+        """The record so far, if the session has a folder; after the `with`, the whole record."""
         if self._folder is None:
             raise ConfigError("the session has no folder, so no record; give out=")
         self.loop.record.flush()

@@ -19,7 +19,7 @@ from ebbflow.core.units import parse_seconds
 from ebbflow.core.wording import called
 from ebbflow.errors import ConfigError, UnitError
 from ebbflow.rules.families import candidate_rules, name_of_optimizer, optimizer_family
-from ebbflow.run.config import RunConfig
+from ebbflow.run.config import RunConfig, other_arguments
 from ebbflow.studies.grid import Study, check_arms
 from ebbflow.studies.halving import Candidate
 from ebbflow.studies.runner import available_cores, default_jobs
@@ -30,8 +30,6 @@ __all__ = ["RATES", "choose", "parse_budget"]
 
 RATES = (1.0, 4.0, 0.25)
 """Factors of the base rate, the preferred one first."""
-_OWN = ("budget", "rules", "rates", "seeds", "out", "jobs", "metric", "higher_is_better", "command", "on_progress")
-"""The arguments of `choose` that are no settings."""
 _AXES = ("workload", "trace", "rule", "seed", "label")
 
 Made = Callable[[], Mapping[str, Any]]
@@ -101,7 +99,7 @@ def choose(
         config, own_optimizer, train = _own_model(workload, trace, settings)
     else:
         given = {"workload": workload, "trace": trace, **settings}
-        config = RunConfig.for_front_end("command", given, beside=_OWN)
+        config = RunConfig.for_front_end("command", given, beside=other_arguments(choose, "command"))
         metric, own_optimizer, train = "", None, None
     budget_s, share = parse_budget(budget, device=config.device)
     load_plugins(config.plugins)
@@ -218,8 +216,8 @@ def _own_model(make: Made, trace: str | Path, settings: dict[str, Any]) -> tuple
         settings = {"local_batch": data.batch_size, **settings}
     name = f"{make.__module__.rpartition('.')[2].strip('_')}-{make.__name__}".replace("_", "-")
     config = RunConfig.for_front_end(
-        "session", {"trace": trace, **settings}, beside=_OWN, workload=name, device=str(device),
-        lr=rounded_rate(optimizer.param_groups[0]["lr"]),
+        "session", {"trace": trace, **settings}, beside=other_arguments(choose, "session"), workload=name,
+        device=str(device), lr=rounded_rate(optimizer.param_groups[0]["lr"]),
     )  # fmt: skip
     for field_name, shown in (("epochs", "epochs"), ("ref_batch", "base_batch"), ("local_batch", "local_batch")):
         if getattr(config, field_name) is None:
