@@ -168,7 +168,7 @@ WARMUPS = {
 }  # fmt: skip
 
 
-def place(folder: str, cell: Cell) -> tuple[str, str, str]:
+def place(folder: str, cell: Cell | ArmResult) -> tuple[str, str, str]:
     """Where the result stands on its page: the corner of the table, how the row begins, the column."""
     if folder == "andre":
         corner = {"cifar10-resnet18": "ResNet-18", "cifar10-vgg11": "VGG-11, no batch norm"}[cell.workload]
@@ -219,7 +219,7 @@ def place(folder: str, cell: Cell) -> tuple[str, str, str]:
     return f"{BATCHES[cell.trace]} samples per step{', 100 epochs' * folder.endswith('100')}", row, WARMUPS[warmup]
 
 
-def place_of_small(folder: str, cell: Cell) -> tuple[str, str, str]:
+def place_of_small(folder: str, cell: Cell | ArmResult) -> tuple[str, str, str]:
     """The same for the studies of small networks."""
     rule, _, warmup = cell.rule.partition("+")
     if folder == "small-pieces":
@@ -349,7 +349,11 @@ def test_the_gains_of_the_defect_on_the_page_are_those_of_the_rows(evidence: Cal
 
 
 @pytest.mark.parametrize(
-    ("length", "batch"), [(length, batch) for length in ("", ", 100 epochs") for batch in ("1,024", "8,192", "16,384")]
+    ("length", "batch"),
+    [
+        *(("", batch) for batch in ("1,024", "8,192", "16,384")),
+        *((", 100 epochs", batch) for batch in ("1,024", "2,048", "4,096", "8,192", "16,384")),
+    ],
 )
 def test_what_lenas_tables_have_in_common_is_the_same_in_both(length: str, batch: str) -> None:
     """Table 2 takes three of its nine combinations from Table 1, with one digit after the point.
@@ -369,6 +373,28 @@ def test_what_lenas_tables_have_in_common_is_the_same_in_both(length: str, batch
         ours, deviation, paper = numbers
         seeds = f" ± {deviation}" if "±" in second["linear"]["no warm-up"] else ""
         assert second[rule][warmup] == f"{ours}{seeds} ({paper})"
+
+
+def test_the_largest_losses_of_the_first_steps_on_lenas_page_are_those_of_the_rows(
+    evidence: Callable[[str], Results],
+) -> None:
+    """In the first twentieth of a run; combinations without a row have at most a twentieth more than the first loss."""
+    table = tables((EVIDENCE / "lena.md").read_text())["largest loss, first and second seed"]
+    rows = {row[""]: row for row in table}
+    seen = set()
+    for arm in (arm for folder in ("lena-table1-100", "lena-table2-100") for arm in finished(evidence(folder))):
+        if arm.rule == "constant":
+            continue
+        _, rule, warmup = place("lena-table2-100", arm)
+        losses = arm.columns["loss"]
+        largest = losses[: arm.steps // 20].max()
+        name = f"{rule}, {warmup}"
+        if name not in rows:
+            assert largest <= 1.05 * losses[0]
+            continue
+        seen.add(name)
+        assert rows[name][BATCHES[arm.trace]].split(", ")[arm.seed] == f"{largest:.{1 if largest < 9.95 else 0}f}"
+    assert seen == {*rows}
 
 
 @pytest.mark.parametrize("batch", ["8,192", "16,384"])
