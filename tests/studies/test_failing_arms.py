@@ -24,10 +24,10 @@ PLUGIN = '''
 import os, signal
 from dataclasses import dataclass
 import torch
-from ebbflow.rules import Rule, Scaling, register
+from ebbflow.rules import Rule, Scaling, register_rule
 
 def at_step_ten(name, action):
-    @register(name, cite="test")
+    @register_rule(name, cite="test")
     @dataclass(frozen=True)
     class Fails(Rule):
         """Fails at its tenth step."""
@@ -42,7 +42,7 @@ def out_of_memory():
 at_step_ten("memory", out_of_memory)
 at_step_ten("killed", lambda: os.kill(os.getpid(), signal.SIGKILL))
 
-@register("overflowing", cite="test")
+@register_rule("overflowing", cite="test")
 @dataclass(frozen=True)
 class Overflowing(Rule):
     """Diverges."""

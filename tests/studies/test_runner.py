@@ -213,13 +213,13 @@ def test_an_arm_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "from dataclasses import dataclass\n"
-        "from ebbflow.rules import Rule, Scaling, register\n"
-        "@register('explode', cite='test')\n@dataclass(frozen=True)\nclass Explode(Rule):\n"
+        "from ebbflow.rules import Rule, Scaling, register_rule\n"
+        "@register_rule('explode', cite='test')\n@dataclass(frozen=True)\nclass Explode(Rule):\n"
         "    '''Fails at the third step.'''\n"
         "    def scale(self, context, state):\n"
         "        if context.step == 3:\n            raise RuntimeError('boom')\n"
         "        return Scaling(), state\n"
-        "@register('infinite', cite='test')\n@dataclass(frozen=True)\nclass Infinite(Rule):\n"
+        "@register_rule('infinite', cite='test')\n@dataclass(frozen=True)\nclass Infinite(Rule):\n"
         "    '''Diverges.'''\n"
         "    def scale(self, context, state):\n        return Scaling(lr=1e30), state\n"
     )

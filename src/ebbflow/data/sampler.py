@@ -175,6 +175,21 @@ def _expected_plan(plan: object) -> str:
     )
 
 
+def _is_growing(policy: str) -> bool:
+    """Whether the text of a plan's policy is that of one that looks at the progress of training."""
+    try:
+        return isinstance(make_policy(policy, local_batch=1), GrowingPolicy)
+    except SpecError:  # a policy that is not registered, or a plan without one
+        return False
+
+
+def _grows(policy: object) -> ConfigError:
+    return ConfigError(
+        f"the policy {policy} looks at the progress of training, and an ElasticSampler knows its steps beforehand; "
+        f"train with ebbflow.Session, or use follow, fixed or capped"
+    )
+
+
 def _plan_of(plan: BatchPlan | Policy | str | int, *, local_batch: int | None, world_size: int) -> BatchPlan:
     if isinstance(plan, int):
         if local_batch is None:
@@ -186,16 +201,16 @@ def _plan_of(plan: BatchPlan | Policy | str | int, *, local_batch: int | None, w
         except SpecError as error:
             raise ConfigError(f"{_expected_plan(plan)} ({error})") from error
         if isinstance(policy, GrowingPolicy):
-            raise ConfigError(
-                f"the policy {policy} looks at the progress of training, and an ElasticSampler knows its steps "
-                f"beforehand; train with ebbflow.Session, or use follow, fixed or capped"
-            )
+            raise _grows(policy)
         workers, samples = (int(sizes[0]) for sizes in sizes_of(policy, np.array([world_size], np.int64)))
         constant = BatchPlan.constant(workers, samples)
         plan = replace(constant, source={**constant.source, "policy": str(policy)})
     if not isinstance(plan, BatchPlan):
         raise ConfigError(_expected_plan(plan))
-    if str(plan.source.get("policy", "")).startswith("drop("):
+    followed = str(plan.source.get("policy", ""))
+    if _is_growing(followed):
+        raise _grows(followed)
+    if followed.startswith("drop("):
         raise ConfigError(
             f"the plan follows {plan.source['policy']}, whose steps drop samples, and an ElasticSampler gives out "
             f"every sample; train with ebbflow.Session, which drops and counts them, or use follow or fixed"

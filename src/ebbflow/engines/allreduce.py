@@ -65,7 +65,7 @@ class AllReduce:
         sources: Sequence[torch.nn.Parameter] | None = None,
         collect: Callable[[int], None] = lambda number: None,
         lengths: Sequence[int] | None = None,
-        told: int = 0,
+        host_fields: int = 0,
         norm: bool = False,
     ) -> None:
         """`meter` has measured the same parameters. None, or one that is off: nothing is measured and nothing paid.
@@ -78,8 +78,8 @@ class AllReduce:
         `sources`: the parameters in which a backward pass leaves the gradients, where these are not the given ones;
         `collect(number)` then moves one of them into `.grad` of the given one. `lengths`: the numbers of each parameter
         by which buckets are cut, where a process holds fewer of them and others are to send buckets of the same
-        parameters. `told`: so many numbers at the beginning of the fields are read with the measurement, into
-        `self.told`. `norm`: whether `self.norm` is wanted."""
+        parameters. `host_fields`: the first so many numbers of the fields are copied to the host together with the
+        measurement, into `self.host_values`. `norm`: whether `self.norm` is wanted."""
         self.parameters = tuple(parameters)
         self._sources = self.parameters if sources is None else tuple(sources)
         self._collect = collect
@@ -89,8 +89,8 @@ class AllReduce:
         self._all_reduce = all_reduce or self._by_torch
         self._begin = begin
         self._fields = dict(fields or {})
-        self._told = told
-        self.told: list[float] = []
+        self._host_fields = host_fields
+        self.host_values: list[float] = []
         """The first numbers of the fields, summed over the processes."""
         self._norm = norm
         self.norm: float | None = None
@@ -124,8 +124,8 @@ class AllReduce:
         parts = self._buffer.split(lengths)  # type: ignore[no-untyped-call]
         self._flat, self._present, self._statistics = parts[:3]
         read_from = sizes["gradient"] + sizes["present"]
-        self._read = self._buffer[read_from : read_from + statistics + self._told]
-        """What is read on the host after a step: the statistics, and the numbers that are told."""
+        self._read = self._buffer[read_from : read_from + statistics + self._host_fields]
+        """What is read on the host after a step: the statistics, and the first numbers of the fields."""
         self._named: dict[str, torch.Tensor] = dict(zip(self._fields, parts[3:], strict=True))
         backwards = self.parameters[::-1]  # the order in which a backward pass finds the gradients, more or less
         vectors = self._flat.split([parameter.numel() for parameter in backwards])
@@ -351,11 +351,11 @@ class AllReduce:
             squares = squared_norms([views[id(parameter)] for parameter in meter.parameters])
         elif meter is not None or self._norm:
             squares = squared_norms([self._flat])
-        if not len(squares) and not self._told:
+        if not len(squares) and not self._host_fields:
             return None
         found = (torch.cat([squares.to(self._read.dtype), self._read]) if len(squares) else self._read).tolist()
-        sq_mean, statistics = found[: len(squares)], found[len(squares) : len(found) - self._told]
-        self.told = found[len(found) - self._told :]
+        sq_mean, statistics = found[: len(squares)], found[len(squares) : len(found) - self._host_fields]
+        self.host_values = found[len(found) - self._host_fields :]
         self.norm = math.sqrt(sq_mean[0]) if self._norm and meter is None else None
         if meter is None:
             return None
@@ -433,7 +433,7 @@ class StepAllReduce:
         self._flags = tuple(flags)
         numbers = 3 + len(self._flags)
         fields = {"numbers": numbers, "batch_norm": sum(self._sizes)}
-        self._message = AllReduce(parameters, meter=meter, fields=fields, told=numbers, **settings)
+        self._message = AllReduce(parameters, meter=meter, fields=fields, host_fields=numbers, **settings)
         self.flags: dict[str, float] = dict.fromkeys(flags, 0.0)
         """Sum over the processes of what each said in the latest step."""
 
@@ -485,7 +485,7 @@ class StepAllReduce:
         if self._sums:
             parts = message["batch_norm"].split(self._sizes)  # type: ignore[no-untyped-call]
             foreach_copy_(self._sums, [p.view_as(own) for p, own in zip(parts, self._sums, strict=True)])
-        mean, passes, counted, *flagged = message.told
+        mean, passes, counted, *flagged = message.host_values
         self.flags = dict(zip(self._flags, flagged, strict=True))
         gradients = Gradients(loss=mean, micro_batches=round(passes), measurement=measurement, norm=message.norm)
         return normalise(gradients, message.parameters, count=counted, batch=part.batch)

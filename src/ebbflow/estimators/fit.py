@@ -67,6 +67,8 @@ class Fit:
         self.config: RunConfig = net._run_config(self.batches, self.rule)
         self._engine_settings = net.get_params_for("engine")
         self.on_cluster = runs_on_cluster(net.engine, train, self._engine_settings)
+        if self.on_cluster:
+            self.config.check_engine("dask")
         self._outputs = _KeptOutputs(net)
 
     def run(self) -> None:

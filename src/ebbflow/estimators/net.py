@@ -32,6 +32,7 @@ from ebbflow.estimators.modules import DefaultMLP, ModelLoss
 from ebbflow.optim.optimizers import OPTIMIZERS, build_optimizer
 from ebbflow.rules.families import default_rule, name_of_optimizer, tell_default_rule
 from ebbflow.rules.rule import Rule, make_rule
+from ebbflow.run.assemble import why_never_measured
 from ebbflow.run.config import RunConfig, fields_of
 
 __all__ = ["EbbflowNet"]
@@ -255,7 +256,9 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
                 rule = "constant"  # the batch is always the one at which the rate was tuned
             else:
                 name = name_of_optimizer(type(self.optimizer_))
-                rule = tell_default_rule(*default_rule(name, ends=ends, grows=grows))
+                trained = [parameter for parameter in self.module_.parameters() if parameter.requires_grad]
+                unmeasured = why_never_measured(self.batch_norm, trained)
+                rule = tell_default_rule(*default_rule(name, ends=ends, grows=grows, unmeasured=unmeasured))
         self.rule_ = str(rule)
         return rule
 

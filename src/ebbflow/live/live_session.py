@@ -55,7 +55,7 @@ from ebbflow.live.rank_watch import RankWatch
 from ebbflow.live.replica_files import ReplicaRecord, StatusFile
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.policies import make_policy
-from ebbflow.record import NoRecord, StepRow
+from ebbflow.record import NoRecord, Run, StepRow, read_record
 from ebbflow.run.assemble import (
     assemble,
     loader_workers,
@@ -69,7 +69,7 @@ from ebbflow.run.checkpoint import save_checkpoint, weights_digest
 from ebbflow.run.config import RunConfig, shows_settings
 from ebbflow.run.flow import OpenStep, Stateful
 from ebbflow.run.header import make_header
-from ebbflow.run.loop import Callbacks, TrainingLoop
+from ebbflow.run.loop import Callbacks, Evaluate, TrainingLoop
 from ebbflow.run.session import Session
 from ebbflow.run.sharded_checkpoint import whole_tensor
 from ebbflow.run.sharded_state import shard_maker, whole_state, with_shards, without_shards
@@ -82,6 +82,11 @@ OnEpoch = Callable[[int], Mapping[str, Any] | None]
 STATE_VERSION = 1
 _OF_THE_FLEET = ("lighthouse", "replica", "folder", "job", "bind", "checkpoints", "transport")
 """What the environment says, unless it is given."""
+_NOT_OF_A_FLEET = {
+    "out": "a replica writes into its own part of the fleet's folder; give folder=, or --out to ebbflow launch",
+    "callbacks": "a replica calls on_commit(row) after every step and on_epoch(epoch) after every epoch; give these",
+}
+"""Arguments of other sessions, and what a replica has instead."""
 _LONGEST_REASON = 2000  # characters of a status: what a backend says, with what to do about it
 _LOOK_AGAIN_S = 0.1
 _MEET_S = 60.0  # for which a replica that has the final state waits for others: they may be gone for good
@@ -109,6 +114,7 @@ class LiveSession(Session):
         loss: Loss | None = None,
         reduction: Literal["mean", "sum"] | None = None,
         max_steps: int | None = None,
+        evaluate: Evaluate | None = None,
         on_epoch: OnEpoch | None = None,
         on_commit: Callable[[StepRow], None] = lambda row: None,
         extras: Mapping[str, Stateful] | None = None,
@@ -123,6 +129,11 @@ class LiveSession(Session):
         if isinstance(model, DistributedDataParallel) and self._ranks.size > 1:
             wrapped, given, model = model, loss, model.module
             loss = (lambda _, x, y: given(wrapped, x, y)) if given is not None else None
+        if evaluate is not None and on_epoch is not None:
+            raise ConfigError("evaluate and on_epoch are both called after every epoch; give one of them")
+        for name, instead in _NOT_OF_A_FLEET.items():
+            if name in settings:
+                raise ConfigError(f"{name} is given, but {instead}")
         fleet = {name: settings.pop(name) for name in _OF_THE_FLEET if name in settings}
         self._sizes: StepSizes | None = settings.pop("policy") if callable(settings.get("policy")) else None
         super().__init__(
@@ -134,7 +145,7 @@ class LiveSession(Session):
             reduction=reduction,
             max_steps=max_steps,
             extras=extras,
-            evaluate=(lambda: on_epoch(self.flow.ledger.epoch)) if on_epoch is not None else None,
+            evaluate=evaluate if on_epoch is None else lambda: on_epoch(self.flow.ledger.epoch),
             checkpoint_every_s=checkpoint_every_s,
             config=config,
             **settings,
@@ -338,6 +349,12 @@ class LiveSession(Session):
         engine = self.flow.engine
         assert isinstance(engine, LiveEngine)
         return engine
+
+    @property
+    def record(self) -> Run:
+        """What this replica has recorded so far; after the `with`, its whole record."""
+        self.loop.record.flush()
+        return read_record(self.fleet.own_folder / "record.jsonl")
 
     @property
     def left(self) -> bool:
@@ -576,7 +593,7 @@ class LiveSession(Session):
             self._event("settings changed", changed)
             for group, initial in zip(self._optimizer.inner.param_groups, self._initial_groups, strict=True):
                 group.update(initial)
-            self._optimizer._initial_lrs = [group["lr"] for group in self._optimizer.inner.param_groups]
+            self._optimizer.base_rates_changed()
         self.engine.lineage, self.engine.fork = int(state["lineage"]), state.get("fork")
         return self.flow.step, self.engine.lineage
 
@@ -622,7 +639,8 @@ def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any, **
     own loop is. `max_steps`: training ends after this many steps, or after `epochs` if that comes first. `extras`:
     whatever else belongs to the state, by name, with `state_dict` and `load_state_dict`; it goes back to a snapshot
     with the rest. `notice`: asked before every step whether this machine is about to be taken away.
-    `on_epoch(epoch)`: called after every epoch on every replica; the scores that it returns go into the record.
+    `evaluate()`, or `on_epoch(epoch)`: called after every epoch on every replica; the scores that it returns go into
+    the record.
     `data_mesh`: if a replica has several ranks of which some get the same samples (tensor parallel), the
     one-dimensional DeviceMesh over which the samples are divided.
 

@@ -20,8 +20,8 @@ class RepeatedFailures:
     A peer that was lost is missing in the next quorum, and one behind a cut link or a firewall is left out of it, if
     most of the others reach each other. Whatever fails again and again with the same replicas while all of them send
     heartbeats and answer, such as NCCL with two of them on one GPU, or gloo with a firewall between any two, would fail
-    for ever. What gloo says of it can sound like a lost
-    connection, so that its words do not decide, but only how soon it is certain.
+    for ever. The message of gloo can look like that of a lost connection. So it does not decide whether the fleet gives
+    up, only how soon.
     """
 
     def __init__(self) -> None:

@@ -149,6 +149,11 @@ class ElasticOptimizer(RuleOptimizer):
             raise ConfigError(f"accumulation is {accumulation}; expected a number above 0")
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"reduction is {reduction!r}; {nearest(str(reduction), ['mean', 'sum'])}")
+        if sampler is None and (reduction, accumulation) != ("mean", 1):
+            raise ConfigError(
+                f"reduction is {reduction!r} and accumulation is {accumulation}, but without a sampler every call of "
+                f"step() takes the mean gradient of a whole step; divide the loss by its samples, or pass sampler="
+            )
         self.sampler = sampler
         self.reduction = reduction
         self.accumulation = accumulation
@@ -283,6 +288,11 @@ class ElasticOptimizer(RuleOptimizer):
         if self.sampler is not None:
             self._take(weight)
             return result
+        if weight is not None:
+            raise ConfigError(
+                f"step(weight={weight:g}): without a sampler every call is a whole step, in which there is nothing to "
+                f"weigh; divide the loss by what it is to be the mean of, or pass sampler= to ElasticOptimizer"
+            )
         if samples is None or samples < 1:
             raise ConfigError(f"step(samples={samples}): pass the step's samples, or sampler= to ElasticOptimizer")
         if self.rule.needs:

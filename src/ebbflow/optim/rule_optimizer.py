@@ -382,6 +382,20 @@ class RuleOptimizer(torch.optim.Optimizer):
                 f"{self._rates_set[0]:g}: use either schedule= or a scheduler of torch"
             )
 
+    @property
+    def initial_rates(self) -> list[Any]:
+        """The learning rates of the parameter groups that the optimizer was made with, or restored."""
+        return list(self._initial_lrs)
+
+    def base_rates_changed(self) -> None:
+        """Take the present rates of the parameter groups as those that the optimizer was made with."""
+        self._initial_lrs, self._rates_set = self._rates(), None
+
+    @property
+    def rule_state(self) -> Any:
+        """The state of the rule, in plain containers."""
+        return plain_numbers(self._rule_state)
+
     def _rates(self) -> list[Any]:
         return [group["lr"] for group in self.param_groups]
 
@@ -415,11 +429,11 @@ class RuleOptimizer(torch.optim.Optimizer):
             "version": STATE_VERSION,
             "inner": self.inner.state_dict(),
             "rule": str(self.rule),
-            "rule_state": plain_numbers(self._rule_state),
+            "rule_state": self.rule_state,
             "averages": self._averages.state(),
             "slopes": self._slopes.state_dict(),
             "beta_steps": list(self._applier.steps),
-            "initial_lrs": list(self._initial_lrs),
+            "initial_lrs": self.initial_rates,
             "base_batch": self.base_batch,
             "steps": self._steps,
             "samples": self._samples,

@@ -17,9 +17,7 @@ from ebbflow.rules.rule import (
     rule_entries,
 )
 
-register = register_rule
-
 __all__ = [
-    "RULES", "Modifier", "Rule", "Scaling", "StepContext", "make_rule", "register", "register_modifier",
-    "register_rule", "rule_entries",
+    "RULES", "Modifier", "Rule", "Scaling", "StepContext", "make_rule", "register_modifier", "register_rule",
+    "rule_entries",
 ]  # fmt: skip

@@ -159,7 +159,8 @@ class Ramp(Modifier):
             if _cut_by_epoch(context, state["batch"]):
                 lowered = [min(m, target) for m, target in zip(current, targets, strict=True)]
                 return self._scaling(scaling, lowered, targets), state
-            begin = [min(1.0, m / target) for m, target in zip(current, targets, strict=True)]
+            # There is no way up from a rate of zero by a factor, nor any to it.
+            begin = [min(1.0, m / target) if m and target else 1.0 for m, target in zip(current, targets, strict=True)]
             step = 0
         climbed = [target * self._part(b, step) for target, b in zip(targets, begin, strict=True)]
         new = {"batch": context.batch, "targets": list(targets), "begin": begin, "step": step}
@@ -170,7 +171,7 @@ class Ramp(Modifier):
         return begin + (1.0 - begin) * min(1.0, step * begin / self.steps)
 
     def _scaling(self, scaling: Scaling, layers: list[float], targets: tuple[float, ...]) -> Scaling:
-        lowest = min(m / target for m, target in zip(layers, targets, strict=True))
+        lowest = min(m / target if target else 1.0 for m, target in zip(layers, targets, strict=True))
         return scaling.with_lr(layers).with_stats(ramp=lowest)
 
 
@@ -248,6 +249,6 @@ class KeepDecay(Modifier):
     """
 
     def modify(self, context: StepContext, scaling: Scaling, state: State) -> tuple[Scaling, State]:
-        """Multiply the decay by the batch ratio over the multiplier."""
-        factor = context.ratio / scaling.multiplier
+        """Multiply the decay by the batch ratio over the multiplier; a rate of zero decays nothing anyway."""
+        factor = context.ratio / scaling.multiplier if scaling.multiplier else 1.0
         return replace(scaling, weight_decay=scaling.weight_decay * factor), state

@@ -163,6 +163,13 @@ def _with_settings_of(optimizer: RuleOptimizer, config: RunConfig) -> RunConfig:
     return config.replace(**settled)
 
 
+def why_never_measured(batch_norm: str, trained: Sequence[torch.nn.Parameter]) -> str:
+    """Why noise and signal are not measured in any step, in words; empty if they may be."""
+    if batch_norm == "sync":
+        return "synchronised batch norm computes a step in one micro-batch, in which no noise is seen"
+    return why_unmeasurable(trained) if trained else ""
+
+
 def default_rule_of(
     config: RunConfig,
     optimizer: str,
@@ -181,11 +188,9 @@ def default_rule_of(
     policy = make_policy(config.policy, config.local_batch) if config.plan is None else None
     grows = isinstance(policy, GrowingPolicy) and policy.damps
     if optimizer_family(optimizer) == "sgd" and not grows and not unmeasured:  # others measure nothing
-        unmeasured = why_unmeasurable(trained) if trained is not None else ""
+        unmeasured = why_never_measured(config.batch_norm, trained or ())
         if engine is not None and not getattr(engine, "measures", False):
             unmeasured = "the engine is not registered as one that measures the noise of the gradient (measures=True)"
-        elif config.batch_norm == "sync":
-            unmeasured = "synchronised batch norm computes a step in one micro-batch, in which no noise is seen"
         elif not unmeasured and (most := one_micro_batch(policy if isinstance(policy, GrowingPolicy) else None)):
             unmeasured = (
                 f"all steps have one micro-batch, in which no noise is seen "

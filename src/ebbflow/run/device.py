@@ -29,7 +29,8 @@ def enough_memory(device: str) -> Iterator[None]:
 
 @contextmanager
 def cpu_settings(threads: int) -> Iterator[None]:
-    """Threads and denormal numbers as a run needs them; the caller's process gets its own back."""
+    """Threads and denormal numbers as a run needs them; afterwards the process has its threads back, and denormal
+    numbers, which are torch's default."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)  # denormals late in training slow a CPU down several times

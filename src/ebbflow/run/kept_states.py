@@ -148,7 +148,7 @@ class KeptStates:
     def _go_back(self, run: Resumable, state: Mapping[str, Any]) -> dict[str, float]:
         """Go on from a state that was kept; what the rule has learned since goes on, and so does what is kept."""
         kept = (self.snapshot, self.unconfirmed, self.branches)
-        reviewed = run.optimizer.state_dict()["rule_state"]
+        reviewed = run.optimizer.rule_state
         given_back = run.go_back(_in_host_memory(state))  # a copy: torch's optimizers go on with the tensors they load
         run.optimizer.rule_restored(reviewed)
         self.snapshot, self.unconfirmed, self.branches = kept

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -108,26 +109,42 @@ class TrainingLoop:
         self.save = save or (lambda: None)
         self.save_final = save_final or (lambda: None)
         self.checkpoint_every_s = checkpoint_every_s
-        self.ended = False
-        """Whether the last row of the record was written."""
+        self.ending: End | None = None
+        """The last row of the record, once it was written."""
         self._saved_at = time.monotonic()
         self._should_stop = flow.engine.agree_to_stop(self.callbacks.should_stop)
 
     def run(self) -> End:
         """All epochs, or all the gain where the rule counts that; the last row of the record says how it ended."""
+        self.begin()
+        try:
+            while self.continues():
+                self.after(self.next_step())
+        except Diverged as error:
+            return self.end("diverged", str(error))
+        assert self.ending is not None
+        return self.ending
+
+    def begin(self) -> None:
+        """Tell the callbacks where the run begins, or goes on."""
         flow = self.flow
         if flow.step:
             self.callbacks.on_resume(flow.step, flow.ledger.total / flow.ledger.samples)
         self.callbacks.on_start(flow.ledger.total, flow.total_samples)
+
+    def continues(self) -> bool:
+        """Whether there is another step; if not, the end of the run is written."""
         self.validate()  # what was interrupted in the evaluation of an epoch makes up for it
-        try:
-            while not flow.finished:
-                if flow.ledger.total >= MAX_EPOCHS * flow.total_samples:
-                    return self.end("failed", self._too_little_gain())
-                self.after(self.next_step())
-        except Diverged as error:
-            return self.end("diverged", str(error))
-        return self.end("finished", self._gained() if flow.optimizer.by_gain else "")
+        if self.ending is not None:
+            return False
+        flow = self.flow
+        if flow.finished:
+            self.end("finished", self._gained() if flow.optimizer.by_gain else "")
+            return False
+        if 0 < MAX_EPOCHS * flow.total_samples <= flow.ledger.total:
+            self.end("failed", self._too_little_gain())
+            return False
+        return True
 
     def next_step(self) -> StepRow:
         """Compute steps until one is committed."""
@@ -140,8 +157,14 @@ class TrainingLoop:
         self.event("lost step", "a worker left during the step; the same samples are assigned again")
 
     def _try_step(self) -> StepRow | None:
-        try:
+        with self.plan_errors_explained():
             return self.flow.run_step()
+
+    @contextmanager
+    def plan_errors_explained(self) -> Iterator[None]:
+        """Around the beginning of a step: a plan that ends before the gain is there says what to do about it."""
+        try:
+            yield
         except PlanError as error:
             if not self.flow.optimizer.by_gain:
                 raise
@@ -249,7 +272,7 @@ class TrainingLoop:
         )
         self.record.write(end)
         self.record.flush()
-        self.ended = True
+        self.ending = end
         return end
 
     @property

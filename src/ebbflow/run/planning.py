@@ -93,18 +93,18 @@ def _make_plan(config: RunConfig, samples: int, *, by_gain: bool, guards: bool) 
             repeat=repeat,
         )
         return plan, trace
+    offset = parse_seconds(config.offset)
+    if by_gain and not repeat:  # how many steps it takes is not known: as many as the trace has
+        model = make_step_time(parse_seconds(config.step_time))
+        return BatchPlan.from_trace(trace, policy, model, offset=offset, on_change=config.on_change), trace
     if isinstance(policy, GrowingPolicy):
         return _growing_plan(config, trace, policy, samples, epochs=epochs, repeat=repeat), trace
-    offset = parse_seconds(config.offset)
     if config.step_time == "fit":
         step_time = fit_step_time(
             trace, policy, samples=samples, epochs=config.epochs, offset=offset, on_change=config.on_change
         )
     else:
         step_time = parse_seconds(config.step_time)
-    if by_gain and not (config.repeat or config.step_time == "fit"):
-        model = make_step_time(step_time)
-        return BatchPlan.from_trace(trace, policy, model, offset=offset, on_change=config.on_change), trace
     plan = plan_for(
         trace,
         policy,
@@ -121,9 +121,9 @@ def _make_plan(config: RunConfig, samples: int, *, by_gain: bool, guards: bool) 
 def _reach(config: RunConfig, *, by_gain: bool, guards: bool) -> tuple[int, bool]:
     """How many epochs a plan must reach, and whether the trace is repeated for them."""
     assert config.epochs
-    if by_gain:
-        return config.epochs * MAX_EPOCHS, True
     fitted = config.step_time == "fit" or epoch_time(config.step_time) is not None
+    if by_gain:
+        return config.epochs * MAX_EPOCHS, config.repeat or fitted
     if (fitted or config.repeat) and guards:
         # It goes back twice at most, each time from a quarter, and probes give back a twentieth.
         return config.epochs + 1 + config.epochs * 11 // 20, True
@@ -178,9 +178,10 @@ def unmeasured_step(config: RunConfig, plan: BatchPlan, samples: int, policy: Gr
 
 
 def unmeasured_trace(config: RunConfig, policy: GrowingPolicy | None) -> int:
-    """The same for any number of samples, as far as the trace says it: no workers that it has make two micro-batches.
+    """As `unmeasured_step`, where the number of samples is not known: the largest step if no number of workers that the
+    trace has makes two micro-batches.
 
-    It says nothing about a growing `policy`, whose steps depend on the samples.
+    Always 0 for a growing `policy`, whose steps depend on the samples.
     """
     if policy is not None:
         return 0

@@ -12,6 +12,7 @@ With `loss=` the session computes the steps itself, and `session.run()` needs no
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -33,7 +34,7 @@ from ebbflow.optim.rule_optimizer import RuleOptimizer
 from ebbflow.record import NoRecord, RecordWriter, Run, StepRow, read_record
 from ebbflow.run.assemble import assemble, engine_maker, loader_workers, make_optimizer, with_rule
 from ebbflow.run.config import RunConfig, other_arguments, shows_settings
-from ebbflow.run.device import cpu_settings
+from ebbflow.run.device import cpu_settings, enough_memory
 from ebbflow.run.flow import Flow, OpenStep, Stateful, states_of
 from ebbflow.run.header import make_header
 from ebbflow.run.loop import Callbacks, Evaluate, TrainingLoop
@@ -44,6 +45,8 @@ from ebbflow.torch_api import is_sum_over
 from ebbflow.workloads import DatasetSource, Source, Task
 
 __all__ = ["Session", "SessionStep", "own_task", "train_session"]
+
+_LOG = logging.getLogger(__name__)
 
 _ELSEWHERE = {"live": "ebbflow.live.live_session:LiveSession"}
 """Engines whose session does more than compute: it is imported when it is first used."""
@@ -221,7 +224,7 @@ def own_task(model: torch.nn.Module, data: Any, loss: Loss | None, *, workers: i
             f"the data is a tuple of {len(data)} arrays, which would be taken for a data set of {len(data)} samples; "
             f"make one of their rows: torch.utils.data.TensorDataset(x, y)"
         )
-    device = next(model.parameters()).device
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if isinstance(data, DataLoader):
         source: Source = DatasetSource.from_loader(data, device, pairs=loss is not None)
     elif hasattr(data, "batch") and (hasattr(data, "to") or not hasattr(data, "__getitem__")):
@@ -338,6 +341,7 @@ class Session:
         self.config = config or RunConfig.for_front_end(
             "session", settings, beside=self._own_arguments(), workload=type(model).__name__
         )
+        load_plugins(self.config.plugins)
         if max_steps is not None and max_steps < 1:
             raise ConfigError(f"max_steps is {max_steps}; expected 1 or more")
         if self.config.epochs is None and self._planned:
@@ -374,10 +378,10 @@ class Session:
     # Beginning and ending -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        load_plugins(self.config.plugins)
         with ExitStack() as stack:
             self._loop = self._open(stack)
             self._watch_optimizer(stack)
+            self._loop.begin()
             self._stack = stack.pop_all()
         return self
 
@@ -425,7 +429,7 @@ class Session:
             stack.enter_context(files.lock())
             ended = ranks.shared(files.finished_run)
             if ended is not None:
-                what = "the finished run" if ended.status == "finished" else "a diverged run"
+                what = "the finished run" if ended.status == "finished" else f"a {ended.status} run"
                 raise ConfigError(f"{self._folder} holds {what} of this session; give another out=")
             described = {**config.recorded(), "trace": config.trace, "metric": "loss", "higher_is_better": False}
             device = str(next(self.model.parameters()).device)
@@ -435,7 +439,7 @@ class Session:
             save, save_final = partial(files.save, flow), partial(files.save_weights, flow)
 
             def leave(kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-                if loop.ended:
+                if loop.ending is not None:
                     files.remove_checkpoint()
                     return
                 if flow.incomplete:  # half a step has happened; the last checkpoint is of a whole one
@@ -488,7 +492,7 @@ class Session:
         return self.loop.flow
 
     def __iter__(self) -> Iterator[SessionStep]:
-        """Steps to compute, until all epochs are done."""
+        """Steps to compute, until the run has ended (see `finished`)."""
         while (step := self.next_step()) is not None:
             with step._opened.restore:
                 try:
@@ -509,16 +513,19 @@ class Session:
 
     def _continues(self) -> bool:
         """Whether there is another step; ends the run if there is none."""
-        self.loop.validate()  # what was interrupted in the evaluation of an epoch makes up for it
-        if not self.flow.finished:
-            return True
-        if not self.loop.ended:
-            self.loop.end("finished")
-        return False
+        ended = self.loop.ending
+        if ended is not None:
+            return False
+        continues = self.loop.continues()
+        ending = self.loop.ending
+        if ending is not None and ending.status == "failed":
+            _LOG.warning("the run has failed: %s", ending.text)
+        return continues
 
     def _open_step(self) -> OpenStep | None:
         """The next step up to its backward passes; None if it turns out that there may be none."""
-        return self.flow.open()
+        with self.loop.plan_errors_explained():
+            return self.flow.open()
 
     def _after(self, row: StepRow | None) -> None:
         """Everything that follows a step; None: it was lost."""
@@ -535,8 +542,8 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done."""
-        return self.flow.finished
+        """Whether the run has ended: after its epochs, its `max_steps` or, where the rule counts it, all its gain."""
+        return self.flow.finished or self.loop.ending is not None
 
     @property
     def step(self) -> int:
@@ -562,7 +569,7 @@ def train_session(
     config: RunConfig,
     folder: Path | str,
     *,
-    command: str = "",
+    command: str = "",  # accepted, as `train` does, which writes it into the record
     callbacks: Callbacks | None = None,
     checkpoint_every_s: float = 60.0,
     keep_weights: bool = True,
@@ -574,14 +581,13 @@ def train_session(
     The record does not hold the `command`.
     """
     callbacks, folder = callbacks or Callbacks(), Path(folder)
-    with cpu_settings(config.threads):
+    with cpu_settings(config.threads), enough_memory(config.device):
         torch.manual_seed(config.seed)
         made = dict(make())
         if config.lr is not None:
             multiply_rates(made["optimizer"], float(config.lr))
         session = Session(**made, config=config, out=folder, callbacks=callbacks, checkpoint_every_s=checkpoint_every_s)
         with suppress(Diverged), session:
-            callbacks.on_start(session.flow.ledger.total, session.flow.total_samples)
             session.run()
     if not keep_weights:
         (folder / WEIGHTS).unlink(missing_ok=True)

@@ -92,7 +92,8 @@ class RunFiles:
         if not path.is_file() or (self.folder / CHECKPOINT).is_file() or not _has_header(path):
             return None
         run = read_record(path)
-        ended = run.status in ("finished", "diverged")
+        # The end of a run names its weights; that of one that raised an error does not, and it is tried again.
+        ended = run.status in ("finished", "diverged") or bool(run.end and run.end.weights_sha256)
         # One that was killed before its first checkpoint begins anew, but no other run replaces its record.
         other = self._config.differences(run.header.config, by_recipe=self._by_recipe) if ended or run.steps else []
         if other:
@@ -170,10 +171,10 @@ class RunFiles:
                 f"another folder"
             )
         changes = self.check_code(state["settings"], flow.engine.model)
-        made_with = flow.optimizer.state_dict()["initial_lrs"]
+        made_with = flow.optimizer.initial_rates
         flow.load_state_dict(state, origin=f"the checkpoint {path}")
         # Torch restores the rates of an optimizer, whatever it was made with: other ones would be ignored.
-        if (restored := flow.optimizer.state_dict()["initial_lrs"]) != made_with:
+        if (restored := flow.optimizer.initial_rates) != made_with:
             was, now = (", ".join(f"{float(rate):g}" for rate in rates) for rates in (restored, made_with))
             raise CheckpointError(
                 f"{path} belongs to a run whose optimizer was made with the learning rate {was}, this one was made "

@@ -265,7 +265,7 @@ class AllReduceTransport(_Caller):
                 self.blueprint.model.load_state_dict(state["model"])
                 optimizer = self.blueprint.optimizer
                 # The rule has followed every step here, too, and has seen its loss, which no worker's rule has.
-                optimizer.load_state_dict({**state["optimizer"], "rule_state": optimizer.state_dict()["rule_state"]})
+                optimizer.load_state_dict({**state["optimizer"], "rule_state": optimizer.rule_state})
                 self._saved, self._since_saved = content, []
                 return True
         self._connected = ()

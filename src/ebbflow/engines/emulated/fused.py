@@ -202,7 +202,7 @@ class FusedEngine(EmulatedEngine):
         """Go on with the loss scale of `state`; a run that saved none begins with a new one."""
         self._scale = float(state.get("scale", self._scale))
         self._since_overflow = int(state.get("since_overflow", 0))
-        self._checked_rows = bool(state.get("tried", True))
+        self._checked_rows = bool(state.get("tried", False))  # the state may be that of another engine
 
     _more_parts = ", or a smaller fused_batch"
 
