@@ -141,15 +141,35 @@ class LayersRow:
     noise: Sequence[float | None]
     signal: Sequence[float | None]
     multiplier: Sequence[float | None]
+    warm_up: Sequence[float | None] | None = None
+    """How far the warm-up of each layer is, from 0 to 1; None if the layers have none of their own."""
 
     @classmethod
-    def of(cls, row: StepRow, *, noise: Iterable[float], signal: Iterable[float], multiplier: Iterable[float]) -> Self:
+    def of(
+        cls,
+        row: StepRow,
+        *,
+        noise: Iterable[float],
+        signal: Iterable[float],
+        multiplier: Iterable[float],
+        warm_up: Iterable[float] | None = None,
+    ) -> Self:
         """The row that belongs to a step, with six digits of each number."""
-        short = {
-            name: [float(f"{value:.6g}") for value in values]
-            for name, values in (("noise", noise), ("signal", signal), ("multiplier", multiplier))
-        }
-        return cls(step=row.step, samples=row.samples, batch=row.batch, **short)
+
+        def short(values: Iterable[float]) -> list[float]:
+            return [float(f"{value:.6g}") for value in values]
+
+        return cls(
+            step=row.step,
+            samples=row.samples,
+            batch=row.batch,
+            noise=short(noise),
+            signal=short(signal),
+            multiplier=short(multiplier),
+            warm_up=None
+            if warm_up is None
+            else short(value if value >= 1 else min(value, 0.999999) for value in warm_up),
+        )
 
 
 def layers_due(row: StepRow, *, total_samples: int, rows: int = LAYER_ROWS) -> bool:

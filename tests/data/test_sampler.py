@@ -332,6 +332,9 @@ def test_a_policy_is_asked_for_the_batch_of_the_ranks(policy: str, batches: list
 def test_policies_that_a_sampler_cannot_follow_are_refused() -> None:
     with pytest.raises(ConfigError, match="looks at the progress of training"):
         ElasticSampler(60, "geo(delay=60ep, factor=5)", local_batch=3)
+    trace = Trace.parse("0s:4 100s")
+    with pytest.raises(ConfigError, match=r"the policy geo\(1ep.* looks at the progress of training"):
+        ElasticSampler(60, BatchPlan.from_trace(trace, "geo(1ep, initial=4, local_batch=3)", "1s"), local_batch=3)
     with pytest.raises(ConfigError, match="steps drop samples"):
         ElasticSampler(60, "drop(4, parts=3)")
 

@@ -164,6 +164,15 @@ def test_a_fit_that_goes_on_keeps_what_its_rule_has_measured(client: Client) -> 
     np.testing.assert_allclose(rates[0], rates[1], rtol=1e-5)
 
 
+def spread_over(client: Client, *arrays: Any) -> list[Any]:
+    """The same arrays with their blocks on both workers in turn: left alone, a busy machine may compute all on one."""
+    workers = [*client.scheduler_info()["workers"]]
+    return [
+        da.concatenate([client.persist(array.blocks[i], workers=[workers[i % 2]]) for i in range(array.numblocks[0])])
+        for array in arrays
+    ]
+
+
 def test_blocks_of_a_dask_array_stay_where_they_are(client: Client) -> None:
     held: dict[str, Any] = {}
     gathered: list[Any] = []
@@ -171,7 +180,7 @@ def test_blocks_of_a_dask_array_stay_where_they_are(client: Client) -> None:
     client.gather = lambda futures, **kw: gathered.append(futures) or gather(futures, **kw)
     try:
         there = EbbflowClassifier(**SETTINGS, **BOTH, callbacks=[WhileItFits(lambda: held.update(client.has_what()))])
-        there.fit(*blocks())
+        there.fit(*spread_over(client, *blocks()))
     finally:
         client.gather = gather
     places = [set(keys) for keys in held.values()]
@@ -253,3 +262,10 @@ def test_an_adaptive_search_may_train_candidates_in_tasks(client: Client) -> Non
     scores = [client.submit(score, model, DIGITS[300:], LABELS[300:]).result(timeout=150) for model in candidates]
     assert scores[1] > scores[0]
     assert candidates[1].result(timeout=150).n_epochs_ == 3
+
+
+@pytest.mark.parametrize("setting", [{"fused_batch": 7}, {"batch_norm": "frozen"}])
+def test_settings_that_dask_cannot_follow_are_refused_with_the_reason(client: Client, setting: dict[str, Any]) -> None:
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"^{name} is .*, but it belongs to the engine that fuses virtual workers"):
+        EbbflowClassifier(**{**SETTINGS, **setting}, engine="dask").fit(DIGITS, LABELS)

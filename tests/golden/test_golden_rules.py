@@ -427,6 +427,12 @@ def test_inside_moves_the_multiplier_into_the_gradient() -> None:
     assert first("linear+inside+inside", 400) == Scaling(gradient=4.0), "twice is once"
 
 
+def test_a_warm_up_of_its_own_is_recorded_for_each_layer() -> None:
+    # The run has 100 reference steps, so that theta is 1.5; the gains of the first step are 5/4 and 12/7.
+    assert first("lena(eps=0)+statewarmup(0.015)", 200, moments=TWO_LAYERS).warm_up == pytest.approx((5 / 6, 1.0))
+    assert first("adascale+statewarmup(0.015)", 200, moments=TWO_LAYERS).warm_up is None
+
+
 def test_keepdecay_keeps_the_decay_of_a_sample() -> None:
     # lambda S/m: linear 4/4, square root 4/2, constant 4/1
     assert first("linear+keepdecay", 400).weight_decay == 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -190,6 +190,25 @@ def test_a_modifier_can_follow_a_layer_wise_rule(name: str, history: list[Step],
     for seen, scaling in zip(history, scalings, strict=True):
         assert all(math.isfinite(number) and number > 0 for number in numbers(scaling))
         assert len(totals(scaling)) == (LAYERS if seen.moments is not None else 1)
+
+
+class Nothing(Rule):
+    """A rate of zero in every other step, as where a branch is scored."""
+
+    def scale(self, context: StepContext, state: object) -> tuple[Scaling, object]:
+        return Scaling(lr=float(context.step % 2)), state
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if RULES.entry(name).kind == "modifier"])
+@examples(25)
+@given(history=histories())
+def test_a_rate_of_zero_stays_zero_behind_every_modifier(name: str, history: list[Step]) -> None:
+    chain = make_rule(f"constant+{TEXTS[name].partition('+')[2]}")
+    assert isinstance(chain, RuleChain)
+    scalings, _ = run(replace(chain, rule=Nothing()), history)
+    for step, scaling in enumerate(scalings):
+        assert all(math.isfinite(number) for number in numbers(scaling))
+        assert (scaling.lr == 0.0) == (step % 2 == 0)
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -35,6 +35,7 @@ from ebbflow.live.protocol import read_statuses
 from ebbflow.live.registration import Registration
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.report.results import load_results
+from ebbflow.run.loop import Callbacks
 from ebbflow.workloads.prefetch import Request, SampleReader
 from live import replicas
 from step_counter import Counter
@@ -98,6 +99,14 @@ def test_a_script_trains_in_its_own_loop(script: Any, tmp_path: Path) -> None:
     account, (run,) = read_fleet(tmp_path)
     assert account.exactly_once and account.epochs == 1 and len(rows) == len(account.steps)
     assert [row.metrics for row in run.validations] == [{"epoch": 1.0}]
+    assert fleet.record == run
+
+
+def test_scores_may_come_from_evaluate_as_in_other_sessions(script: Any) -> None:
+    _, fleet = script(loss=lambda model, x, y: loss_fn(model(x), y), evaluate=lambda: {"score": 0.5})
+    with fleet:
+        fleet.run()
+    assert [row.metrics for row in fleet.record.validations] == [{"score": 0.5}]
 
 
 @pytest.mark.parametrize(
@@ -429,6 +438,12 @@ def test_what_a_fleet_cannot_use_is_refused(script: Any, monkeypatch: pytest.Mon
         script(base_batch=None)
     with pytest.raises(ConfigError, match="fp16"):
         script(precision="fp16")
+    with pytest.raises(ConfigError, match=r"out is given, but a replica writes .* give folder="):
+        script(out="runs")
+    with pytest.raises(ConfigError, match=r"callbacks is given, but a replica calls on_commit\(row\)"):
+        script(callbacks=Callbacks())
+    with pytest.raises(ConfigError, match="evaluate and on_epoch are both called"):
+        script(evaluate=dict, on_epoch=lambda epoch: {})
     model = make_model()
     sampler = ebbflow.ElasticSampler(97, 2, local_batch=4)
     elastic = ElasticOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), base_batch=8, sampler=sampler)

@@ -256,6 +256,17 @@ def test_the_public_names_are_the_ones_the_readme_uses() -> None:
     assert ebbflow.BatchPlan is BatchPlan
 
 
+def test_what_only_micro_batches_have_is_refused_without_a_sampler() -> None:
+    """Each of these would otherwise have no effect: a summed loss of 8 samples would be a rate of 8 times the base."""
+    net = model()
+    for setting in ({"reduction": "sum"}, {"accumulation": 4}):
+        with pytest.raises(ConfigError, match="takes the mean gradient of a whole step; divide the loss"):
+            elastic(net, sampler=None, **setting)
+    optimizer, _ = elastic(net, sampler=None, schedule="constant")
+    with pytest.raises(ConfigError, match=r"step\(weight=0\.5\): without a sampler every call is a whole step"):
+        optimizer.step(samples=8, weight=0.5)
+
+
 @pytest.mark.parametrize("samples", [0, -8])
 def test_a_step_of_no_samples_is_refused(samples: int) -> None:
     """The linear rule would make a rate of nothing of it, or a negative one."""

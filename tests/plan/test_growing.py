@@ -17,7 +17,7 @@ from ebbflow.core.units import Seconds
 from ebbflow.data.ledger import Assignment, Ledger
 from ebbflow.engines.base import Engine, Gradients
 from ebbflow.errors import CheckpointError, EbbflowError, PlanError, SpecError, UnitError
-from ebbflow.moments.estimate import Measurement
+from ebbflow.moments.estimate import Measurement, Moments
 from ebbflow.optim.elastic import ElasticOptimizer
 from ebbflow.plan.batch_plan import BatchPlan, StepSize
 from ebbflow.plan.fitted_plans import fit_growing, foresee, plan_growing
@@ -133,6 +133,55 @@ def test_the_rate_pays_for_what_the_rule_has_not(rule: str, exponent: float, mul
     scaling = damp(made.scale(context, made.init())[0], made, context, made.init(), exponent=exponent)
     assert scaling.multiplier == pytest.approx(multiplier)
     assert scaling.stats["damping"] == pytest.approx(damping)
+
+
+@pytest.mark.parametrize(
+    ("rule", "before", "after"),
+    [
+        # 128 samples at a reference of 32, then 512 are requested: m(512) x 1/4, whether or not there is a ramp.
+        ("linear", 4.0, 16 / 4),
+        ("linear+ramp", 4.0, 16 / 4),
+        ("dynamic", 4.0, 16 / 4),
+        ("sqrt+ramp", 2.0, 4 / 4),
+        ("constant+ramp", 1.0, 1 / 4),
+    ],
+)
+def test_a_ramp_follows_the_batches_that_there_were_and_not_the_requested_ones(
+    rule: str, before: float, after: float
+) -> None:
+    made = make_rule(rule)
+    state, found = made.init(), []
+    for step in range(40):
+        context = StepContext(
+            step=step, batch=128, ref_batch=32, samples=128 * step, shortfall=0.25 if step >= 20 else 1.0
+        )
+        scaling, new = made.scale(context, state)
+        found.append(damp(scaling, made, context, state, exponent=1.0).multiplier)
+        state = new
+    assert found == pytest.approx([before] * 20 + [after] * 20)
+
+
+def test_a_ramp_that_is_under_way_goes_on_at_the_reduced_rate() -> None:
+    # From 32 to 128 samples the ramp of sqrt climbs from 1 to 2 over 16 steps; requested are 512: 4 x 1/4 of 2 is 1/2.
+    made = make_rule("sqrt+ramp")
+    _, state = made.scale(StepContext(step=0, batch=32, ref_batch=32, samples=0), made.init())
+    for step in range(1, 6):
+        context = StepContext(step=step, batch=128, ref_batch=32, samples=128 * step, shortfall=0.25)
+        scaling, new = made.scale(context, state)
+        assert scaling.multiplier == pytest.approx(1 + (step - 1) / 16)
+        damped = damp(scaling, made, context, state, exponent=1.0)
+        assert damped.multiplier == pytest.approx(scaling.multiplier / 2) and damped.stats["damping"] == 0.5
+        state = new
+
+
+def test_each_layer_pays_what_its_own_multiplier_has_not() -> None:
+    # One layer is all signal, one all noise. At 128 of 32 samples they have 1 and 4, at the requested 512 1 and 16.
+    moments = Moments(noise=8.0, signal=8.0, layer_noise=(0.0, 8.0), layer_signal=(8.0, 0.0))
+    context = StepContext(step=0, batch=128, ref_batch=32, samples=0, shortfall=0.25, moments=moments)
+    made = make_rule("lena(eps=0)")
+    damped = damp(made.scale(context, made.init())[0], made, context, made.init(), exponent=1.0)
+    assert damped.lr == pytest.approx((1 / 4, 16 / 4))
+    assert damped.stats["damping"] == pytest.approx((1 / 4 + 4) / (1 + 4))
 
 
 def test_a_rule_that_stands_still_has_nothing_to_pay_with() -> None:

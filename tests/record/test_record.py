@@ -119,6 +119,11 @@ def test_a_row_of_layers_is_read_back_with_six_digits(tmp_path: Path) -> None:
     assert len(run.steps) == 1
 
 
+def test_a_warm_up_that_has_nearly_ended_is_not_rounded_to_one_that_has() -> None:
+    warm_up = LayersRow.of(step(0), noise=(), signal=(), multiplier=(), warm_up=(0.12345678, 0.99999999, 1.0)).warm_up
+    assert warm_up == [0.123457, 0.999999, 1.0]
+
+
 @pytest.mark.parametrize(("steps", "batch"), [(5000, 32), (1000, 160), (50, 3200)])
 def test_layers_are_recorded_about_two_hundred_times_whatever_the_batch(steps: int, batch: int) -> None:
     total = steps * batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -544,6 +545,24 @@ def test_records_without_training_scores_have_no_figure_of_them(results: Results
 # ---- ends of warm-ups ----
 
 
+def test_layers_that_are_not_known_at_first_end_their_warm_up_once(tmp_path: Path) -> None:
+    """Six layers. The first steps have one micro-batch, so that nothing is measured and all layers have one warm-up."""
+    config = {"workload": "w", "trace": "t", "rule": "lena", "seed": 0, "ref_batch": 8, "layers": list("abcdef")}
+    with RecordWriter(tmp_path / "record.jsonl") as record:
+        record.write(Header(config=config))
+        for step, warming in enumerate([1, 1, 6, 6, 4, 1, 0, 0]):
+            row = StepRow(
+                step=step, time_s=0, wall_s=0, epoch=step // 2, samples=16 * (step + 1), workers=2, batch=16,
+                micro_batches=2, lr_base=0.1, lr=0.1, multiplier=1.5, loss=1.0, stats={"warming": float(warming)},
+            )  # fmt: skip
+            record.write(row)
+            record.write(LayersRow.of(row, noise=[8.0] * 6, signal=[1.0] * 6, multiplier=[1.0] * 6))
+        record.write(ValidationRow(step=8, epoch=4, samples=128, time_s=0, wall_s=0, metrics={"accuracy": 0.5}))
+    (arm,) = load_results(tmp_path).arms
+    counts, left = ends_by_epoch(arm)
+    assert (counts.tolist(), left) == ([0, 0, 5, 1], 0)
+
+
 def test_the_ends_of_warm_ups_by_epoch_and_by_layer(tmp_path: Path) -> None:
     """Two steps per epoch at twice the reference batch. Layers a, b, c have the gains 2, 1 and 4/3 throughout."""
     parts = [(0.5, 0.3, 0.4), (1.0, 0.6, 0.8), (1.0, 0.8, 1.0), (1.0, 0.9, 1.0)]  # of the gain, in each step
@@ -572,5 +591,11 @@ def test_the_ends_of_warm_ups_by_epoch_and_by_layer(tmp_path: Path) -> None:
     drawn = drawings(results)
     (axis,) = drawn["warmup-ends-w"].figure.axes
     assert axis.get_title("left") == "lena, t (1 left)"
+    # A record that says how far each warm-up is, in which the multiplier is no part of the gain that noise and signal
+    # show, since the rule has an eps: there the first layer has no signal.
+    said = dataclasses.replace(arm.layers, warm_up=np.array(parts), multiplier=arm.layers.multiplier / 3)
+    np.testing.assert_array_equal(warmup_ends(said, 8), [1.0, np.nan, 1.5])
+    swapped = dataclasses.replace(arm.layers, warm_up=np.array(parts)[:, ::-1])
+    np.testing.assert_array_equal(warmup_ends(swapped, 8), [1.5, np.nan, 1.0])
     (axis,) = drawn["layer-warmup-w"].figure.axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["a", "b", "c"]

@@ -24,7 +24,7 @@ from ebbflow.record import Run
 from ebbflow.report.report_page import write_report
 from ebbflow.rules import auto_rule
 from ebbflow.rules.auto_rule import Auto
-from ebbflow.rules.rule import StepContext, make_rule
+from ebbflow.rules.rule import StepContext, damp, make_rule
 from ebbflow.run import kept_states
 from ebbflow.run.loop import Callbacks
 from ebbflow.workloads import TensorSource, cross_entropy
@@ -59,6 +59,17 @@ def test_sgd_has_the_gain_and_adam_the_root_warmed_up_by_what_the_steps_are_wort
     assert AUTO.scale(wide, AUTO.init())[0].lr == pytest.approx(8 / 3 * 0.064)
     adaptive = replace(wide, adaptive=True)
     assert AUTO.scale(adaptive, AUTO.init())[0].lr == pytest.approx(4 * 0.08)
+
+
+def test_a_batch_that_was_only_requested_begins_no_ramp() -> None:
+    rule, state, samples = make_rule("auto(limit=0)"), AUTO.init(), 0
+    state = rule.init()
+    for step in range(4):
+        context = replace(STEP, step=step, samples=samples, batch=32, adaptive=True, shortfall=0.25)
+        scaling, new = rule.scale(context, state)
+        # 32 samples of 128 requested ones, at a reference of 8: the root of 16, times that of 1/4, is the root of 4.
+        assert damp(scaling, rule, context, state, exponent=0.5).multiplier == pytest.approx(2.0)
+        state, samples = new, samples + 32
 
 
 def test_the_warm_up_ends_after_a_quarter_of_the_run_at_the_latest() -> None:

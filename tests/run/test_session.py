@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 import ebbflow
 from contract.suite import SAMPLES, BackAndForth, make_data, make_model, weights_of
 from ebbflow.errors import CheckpointError, ConfigError, Diverged
+from ebbflow.run.loop import Callbacks
 from ebbflow.workloads import TensorSource, cross_entropy
 from step_counter import Counter
 
@@ -202,6 +203,61 @@ def test_a_finished_session_that_is_asked_again_for_a_step_ends_once(tmp_path: P
     assert sum('"kind":"end"' in line for line in lines) == 1
 
 
+def test_callbacks_hear_where_a_session_begins_and_goes_on(tmp_path: Path) -> None:
+    heard: list[Any] = []
+    callbacks = Callbacks(
+        on_start=lambda done, total: heard.append(("start", done, total)),
+        on_resume=lambda step, epoch: heard.append(("resume", step)),
+    )
+    settings = {**SETTINGS, "rule": "linear", "out": tmp_path / "run", "callbacks": callbacks}
+    for _ in range(2):
+        model = make_model()
+        with ebbflow.Session(model, sgd(model), TensorSource(*make_data()), loss=cross_entropy, **settings) as session:
+            for step in session:
+                if step.number == 2:
+                    break
+            done = session.flow.ledger.total
+    assert heard[0] == ("start", 0, 2 * SAMPLES)
+    assert heard[1:] == [("resume", 2), ("start", done, 2 * SAMPLES)]
+
+
+def test_a_session_whose_gain_is_too_small_ends_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without noise a step is worth one reference step, whatever its batch."""
+    model = nn.Linear(1, 1)
+    x = torch.ones(64, 1)
+    settings: dict[str, Any] = {
+        "trace": "constant(workers=8)", "base_batch": 1, "local_batch": 8, "epochs": 1, "out": tmp_path / "run",
+        "rule": "adascale(progress=gain)", "loss": lambda model, x, y: nn.functional.mse_loss(model(x), y),
+    }  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with ebbflow.Session(model, optimizer, TensorDataset(x, x), **settings) as session:
+        session.run()
+        assert session.finished and session.next_step() is None
+    assert session.record.status == "failed" and session.epoch == 10
+    assert "the run has failed: the gain is too small for the run ever to end" in caplog.text
+    with (
+        pytest.raises(ConfigError, match="holds a failed run of this session"),
+        ebbflow.Session(model, optimizer, TensorDataset(x, x), **settings),
+    ):
+        pass
+
+
+def test_plugins_of_a_configuration_are_loaded_before_its_rule_is_looked_up(
+    tmp_path: Path, forget_plugins: None
+) -> None:
+    (tmp_path / "plug.py").write_text(
+        "from dataclasses import dataclass\nfrom ebbflow.rules import Rule, Scaling, register_rule\n"
+        "@register_rule('cube-root', cite='test')\n@dataclass(frozen=True)\nclass CubeRoot(Rule):\n"
+        "    def scale(self, context, state):\n        return Scaling(lr=context.ratio ** (1 / 3)), state\n"
+    )
+    model = make_model()
+    names = {"trace": "constant(workers=2)", "ref_batch": 8, "local_batch": 4, "epochs": 1}
+    config = ebbflow.RunConfig(workload="mine", rule="cube-root", plugins=(str(tmp_path / "plug.py"),), **names)
+    with ebbflow.Session(model, sgd(model), TensorSource(*make_data()), loss=cross_entropy, config=config) as session:
+        session.run()
+        assert session.finished
+
+
 def test_a_step_that_the_loop_leaves_alone_is_computed_with_the_loss() -> None:
     model = make_model(batch_norm=True)
     data = TensorSource(*make_data())
@@ -322,6 +378,12 @@ def test_a_model_whose_parameters_are_all_frozen_is_refused() -> None:
     model = make_model().requires_grad_(False)
     with pytest.raises(ConfigError, match=r"the \d+ tensors of the optimizer are all frozen .* nothing to train"):
         ebbflow.Session(model, sgd(model), TensorSource(*make_data()), rule="sqrt", **SETTINGS)
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    other = nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match="2 of the 2 tensors of the optimizer do not belong to the model"):
+        ebbflow.Session(nn.Identity(), sgd(other), TensorDataset(torch.ones(8, 2)), **SETTINGS)
 
 
 def test_a_rule_that_measures_refuses_parameters_without_a_shape() -> None:

@@ -14,8 +14,10 @@ from ebbflow import workloads
 from ebbflow.errors import CheckpointError, ConfigError, EbbflowError, OutputError, PlanError
 from ebbflow.record import Run, StepRow, read_record
 from ebbflow.run import training
+from ebbflow.run.assemble import resolve
 from ebbflow.run.config import RunConfig
 from ebbflow.run.loop import Callbacks
+from ebbflow.run.planning import make_plan
 from ebbflow.run.training import train
 from ebbflow.workloads import Recipe, Task, TensorSource
 from ebbflow.workloads.sources import EvenSubset
@@ -275,6 +277,24 @@ def test_a_run_by_gain_that_would_never_end_is_given_up(tmp_path: Path, trace: s
     assert result.end is not None
     assert "the gain is too small for the run ever to end" in result.end.text
     assert result.end.samples == 10 * SAMPLES
+
+
+def test_a_run_that_has_failed_by_its_own_end_is_not_trained_again(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"workload": "test-cliff(same=true)", "rule": "adascale(progress=gain)", "ref_batch": 1,
+                                "local_batch": 13, "epochs": 1}  # fmt: skip
+    first = run(tmp_path, "constant(workers=8)", **settings)
+    stepped: list[StepRow] = []
+    again = train(
+        config("constant(workers=8)", **settings), tmp_path / "run", callbacks=Callbacks(on_step=stepped.append)
+    )
+    assert (again.status, again.end, stepped) == ("failed", first.end, [])
+
+
+def test_a_growing_policy_does_not_repeat_a_trace_for_a_run_by_gain_unless_told(tmp_path: Path) -> None:
+    growing: dict[str, Any] = {"policy": "geo(1ep, factor=2)", "rule": "adascale(progress=gain)", "step_time": "1s"}
+    settings = resolve(config("constant(workers=2, duration=100s)", **growing))
+    plans = [make_plan(settings.replace(repeat=repeat), SAMPLES, by_gain=True)[0] for repeat in (False, True)]
+    assert plans[0].steps == 100 and plans[1].steps > 100
 
 
 def test_a_plan_too_short_for_a_run_by_gain_says_how_far_it_came(tmp_path: Path, trace: str) -> None:

@@ -54,6 +54,8 @@ class LayerCurves:
     multiplier: Array
     warming: Array
     """How many layers were in their warm-up in each of these steps; NaN for rules that do not say."""
+    warm_up: Array
+    """How far the warm-up of each layer was, from 0 to 1; NaN where the record does not say."""
 
     @classmethod
     def from_run(cls, run: Run) -> LayerCurves | None:
@@ -73,6 +75,7 @@ class LayerCurves:
             position=np.array([row.samples for row in rows]) / _epoch_samples(run),
             batch=np.array([row.batch for row in rows], dtype=np.float64),
             warming=np.array([warming.get(row.step) for row in rows], dtype=np.float64),  # None becomes NaN
+            warm_up=np.array([_numbers(row.warm_up or [None] * count) for row in rows]),
             **{
                 name: np.array([_numbers(getattr(row, name)) for row in rows])
                 for name in ("noise", "signal", "multiplier")

@@ -274,11 +274,15 @@ def _layers_in_warmup(arm: ArmResult) -> float:
 def ends_by_epoch(arm: ArmResult) -> tuple[Array, int]:
     """(how many layers ended their warm-up in each epoch, from the first on; how many never did).
 
-    Exact: from the number of layers in warm-up, which every step of the record has.
+    Exact: from the number of layers in warm-up, which every step of the record has. Before anything is measured all
+    layers have one warm-up, which counts as theirs.
     """
     assert arm.layers is not None
     known = np.isfinite(arm.columns["warming"])
     warming, epoch = arm.columns["warming"][known], arm.columns["epoch"][known]
+    measured = np.flatnonzero(np.diff(warming) > 0)[:1] + 1  # the only time when the number rises
+    before = slice(0, int(measured[0]) if measured.size else 0)
+    warming[before] = np.where(warming[before] > 0, len(arm.layers.names), 0)
     ended = -np.diff(warming, prepend=float(len(arm.layers.names)))
     counts = np.zeros(int(epoch[-1]) + 1)
     np.add.at(counts, epoch.astype(np.intp), np.maximum(ended, 0.0))
@@ -288,13 +292,17 @@ def ends_by_epoch(arm: ArmResult) -> tuple[Array, int]:
 def warmup_ends(curves: LayerCurves, ref_batch: int) -> Array:
     """The epoch in which each layer ended its warm-up; NaN for one that did not.
 
-    A record has the number of layers in warm-up, not which ones. They are those whose multiplier is the smallest part
-    of their gain, since a warm-up multiplies the gain by what it has done so far. So the result is as fine as the rows
-    of layers, about 200 per run.
+    As fine as the rows of layers, about 200 per run. Records of earlier versions have the number of layers in warm-up,
+    not which ones. Those are then estimated: a warm-up multiplies the gain by what it has done so far, so they are the
+    layers whose multiplier is the smallest part of their gain. The eps of a rule is not known here, so that layers with
+    hardly any signal may be exchanged with others.
     """
-    part = curves.multiplier / gradient_variance(curves, ref_batch)
-    rank = np.argsort(np.argsort(np.where(np.isfinite(part), part, -np.inf), axis=1, kind="stable"), axis=1)
-    ended = rank >= curves.warming[:, None]  # NaN: not known, not ended
+    if np.isfinite(curves.warm_up).any():
+        ended = curves.warm_up >= 1  # NaN: not known, not ended
+    else:
+        part = curves.multiplier / gradient_variance(curves, ref_batch)
+        rank = np.argsort(np.argsort(np.where(np.isfinite(part), part, -np.inf), axis=1, kind="stable"), axis=1)
+        ended = rank >= curves.warming[:, None]
     return np.where(ended.any(axis=0), curves.position[np.argmax(ended, axis=0)], np.nan)
 
 

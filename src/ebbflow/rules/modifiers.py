@@ -113,7 +113,10 @@ class StateWarmup(Modifier):
         layers = spread(scaling.layers, count)
         sums = [before + more for before, more in zip(spread(state, count), spread(added, count), strict=True)]
         warmed = [m * p / theta if p < theta else m for m, p in zip(layers, sums, strict=True)]
-        return scaling.with_lr(warmed).with_stats(warming=float(sum(p < theta for p in sums))), sums
+        warmed_up = scaling.with_lr(warmed).with_stats(warming=float(sum(p < theta for p in sums)))
+        if count > 1:
+            warmed_up = replace(warmed_up, warm_up=tuple(p / theta if p < theta else 1.0 for p in sums))
+        return warmed_up, sums
 
 
 @register_modifier("ramp", cite="Lin et al. 2019, arXiv 1904.12043, eq. 6")
@@ -148,6 +151,8 @@ class Ramp(Modifier):
 
     def modify(self, context: StepContext, scaling: Scaling, state: State) -> tuple[Scaling, State]:
         """c m*, and the new state: the batch, the targets, the initial c of each layer and the steps since then."""
+        if context.hypothetical:
+            return scaling, state
         targets = scaling.layers
         if state is None:
             state = {"batch": context.batch, "targets": list(targets), "begin": [1.0], "step": 0}
@@ -201,11 +206,13 @@ class Inside(Modifier):
     """
 
     def modify(self, context: StepContext, scaling: Scaling, state: State) -> tuple[Scaling, State]:
-        """Move the multipliers from `lr` to `gradient`."""
-        if not isinstance(scaling.lr, tuple) and not isinstance(scaling.gradient, tuple):
-            return replace(scaling, lr=1.0, gradient=scaling.gradient * scaling.lr), state
+        """Move the multipliers from `lr` to `gradient`; a rate of zero stays, or momentum would move the weights."""
         count = max(len(scaling.inside), len(scaling.layers))
-        return replace(scaling, lr=1.0, gradient=tuple(scaling.by_layer(count))), state
+        inside = tuple(scaling.by_layer(count))
+        stay = tuple(float(m > 0) for m in scaling.layers)
+        lr = 1.0 if all(stay) else stay if len(stay) > 1 else 0.0
+        single = not isinstance(scaling.lr, tuple) and not isinstance(scaling.gradient, tuple)
+        return replace(scaling, lr=lr, gradient=inside[0] if single else inside), state
 
 
 @register_modifier("cap", cite="a safeguard, not a published method")

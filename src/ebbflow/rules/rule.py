@@ -85,6 +85,9 @@ class StepContext:
     """Whether the optimizer normalises the gradient, as Adam and similar ones do."""
     moments: Moments | None = None
     """Averaged noise and signal, including this step; None if no rule needs them or nothing was measured yet."""
+    hypothetical: bool = False
+    """Whether the step does not happen, and the rule is only asked what it would do: a ramp, which follows the batches
+    that there were, does not begin for it."""
     slopes: tuple[float, float] | None = None
     """Slopes of the loss along the step before this one, where it began and where it ended; for rules that follow
     them, where they are known."""
@@ -114,6 +117,8 @@ class Scaling:
     """Reference steps that the step is worth, where the schedule follows the gain; None: it follows the samples."""
     stats: Mapping[str, float] = field(default_factory=dict, compare=False)
     """Values for the record; they have no effect."""
+    warm_up: tuple[float, ...] | None = field(default=None, compare=False)
+    """For the record: how far the warm-up of each layer is, from 0 to 1, where each layer has one of its own."""
 
     @property
     def layers(self) -> tuple[float, ...]:
@@ -350,15 +355,26 @@ def damp(scaling: Scaling, rule: Rule, context: StepContext, state: State, *, ex
     `scaling` is what the rule returned for the step. A step of B samples where D were requested should have the
     multiplier of the rule for D times (B/D)^exponent. The exponent is 1 for SGD, whose noise grows with rate/B, and 1/2
     for optimizers that normalise the gradient. A rule that follows the batch reduces the rate itself (`linear` by B/D);
-    it is only reduced further as far as that is not enough, and never raised. With `constant` this is the damping of
-    Holt and Sievert (2021), the rate times max_batch/D.
+    it is only reduced further as far as that is not enough, and never raised; of a layer-wise rule this holds for each
+    layer. A ramp that is under way goes on, at the reduced rate. With `constant` this is the damping of Holt and
+    Sievert (2021), the rate times max_batch/D.
     """
     if context.shortfall >= 1 or not scaling.multiplier > 0:
         return scaling
-    # A rule is a pure function, so that asking it about a step that does not happen changes nothing.
-    requested, _ = rule.scale(replace(context, batch=round(context.batch / context.shortfall), shortfall=1.0), state)
-    damping = min(1.0, context.shortfall**exponent * requested.multiplier / scaling.multiplier)
-    return scaling.map_lr(lambda lr: lr * damping).with_stats(damping=damping)
+    # A rule is a pure function, so that asking it about steps that do not happen changes nothing.
+    wanted = round(context.batch / context.shortfall)
+    taken, requested = (
+        rule.scale(replace(context, batch=batch, shortfall=1.0, hypothetical=True), state)[0]
+        for batch in (context.batch, wanted)
+    )
+    count = max(len(values) for one in (scaling, taken, requested) for values in (one.layers, one.inside))
+    factors = [
+        min(1.0, context.shortfall**exponent * ours / theirs) if theirs > 0 else 1.0
+        for ours, theirs in zip(requested.by_layer(count), taken.by_layer(count), strict=True)
+    ]
+    lr = [m * factor for m, factor in zip(spread(scaling.layers, count), factors, strict=True)]
+    damped = scaling.with_lr(lr)
+    return damped.with_stats(damping=damped.multiplier / scaling.multiplier)
 
 
 # -- the registry ------------------------------------------------------------------------------------------------------

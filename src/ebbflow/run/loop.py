@@ -218,7 +218,8 @@ class TrainingLoop:
         if update.applied and layers_due(row, total_samples=self.flow.total_samples):
             noise, signal = update.moments.layer_noise, update.moments.layer_signal
             multiplier = update.scaling.by_layer(len(noise))
-            self.record.write(LayersRow.of(row, noise=noise, signal=signal, multiplier=multiplier))
+            warm_up = update.scaling.warm_up
+            self.record.write(LayersRow.of(row, noise=noise, signal=signal, multiplier=multiplier, warm_up=warm_up))
 
     def validate(self) -> None:
         """Evaluate the model, if an epoch has ended since it was evaluated last, and this epoch is one that counts."""
