@@ -339,6 +339,14 @@ def test_policies_that_a_sampler_cannot_follow_are_refused() -> None:
         ElasticSampler(60, "drop(4, parts=3)")
 
 
+@pytest.mark.parametrize("samples", [50, 120])
+def test_a_loader_of_another_number_of_samples_is_refused(samples: int) -> None:
+    """Of more samples, the others would never be trained on; of fewer, an index would not be found."""
+    loader = DataLoader(TensorDataset(torch.ones(103, 2)), batch_sampler=ElasticSampler(samples, 2, local_batch=5))
+    with pytest.raises(ConfigError, match=f"indices of {samples} samples, but the data set of the DataLoader has 103"):
+        iter(loader)
+
+
 def test_one_of_several_processes_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")

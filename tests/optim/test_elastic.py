@@ -341,3 +341,64 @@ def test_a_state_of_a_rule_that_is_not_read_back_is_refused() -> None:
     inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
     with pytest.raises(ConfigError, match=r"returned a state with a numpy.ndarray, .* x.tolist\(\) of an array"):
         ElasticOptimizer(inner, rule=Returns(Scaling(), {"past": np.ones(2)}), base_batch=8)
+
+
+def test_a_scaled_gradient_that_was_unscaled_already_is_refused_in_a_step_of_one_micro_batch() -> None:
+    """As in torch's recipe for clipping with a scaler: the step would unscale it once more, and stand still."""
+    net = model()
+    sampler = ElasticSampler(SAMPLES, 1, local_batch=8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer, _ = elastic(net, sampler=sampler, scaler=scaler)
+    inputs = torch.ones(8, next(net.parameters()).shape[1], dtype=torch.float64)
+    scaler.scale(net(inputs).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(ConfigError, match=r"the gradients were changed .* as clip_grad_norm_ and unscale_ do"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_a_rate_that_a_step_hook_changes_is_refused_since_it_would_be_put_back(register: str) -> None:
+    net = model()
+    optimizer, _ = elastic(net, sampler=None)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    getattr(optimizer, register)(lambda *_: scheduler.step())
+    net(torch.ones(8, next(net.parameters()).shape[1], dtype=torch.float64)).sum().backward()
+    with pytest.raises(ConfigError, match=r"rate was changed from .* while the optimizer stepped, by a step hook"):
+        optimizer.step(samples=32)
+
+
+def test_a_sum_that_is_weighted_by_tokens_is_the_mean_over_the_tokens() -> None:
+    """Against one backward pass over the whole step: two micro-batches of 3 samples with 4 and 10 tokens."""
+    tokens = torch.tensor([1.0, 1.0, 2.0, 5.0, 4.0, 1.0], dtype=torch.float64)
+    inputs = torch.linspace(-1, 1, 6, dtype=torch.float64)[:, None]
+    net, reference = (nn.Linear(1, 1).double() for _ in range(2))
+    reference.load_state_dict(net.state_dict())
+    sampler = ElasticSampler(6, 2, local_batch=3, shuffle=False)
+    optimizer = ElasticOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), "constant", base_batch=6, sampler=sampler, reduction="sum"
+    )
+    for rows in sampler:
+        (tokens[rows] * net(inputs[rows])[:, 0].square()).sum().backward()
+        optimizer.step(weight=float(tokens[rows].sum()))
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    ((tokens * reference(inputs)[:, 0].square()).sum() / tokens.sum()).backward()
+    plain.step()
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_an_optimizer_that_begins_elsewhere_than_its_sampler_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A script that saves the inner optimizer and the sampler trains all epochs again, with its schedule from 0."""
+    net = model()
+    sampler = ElasticSampler(SAMPLES, 1, local_batch=8)
+    for _ in range(3):
+        sampler.consume()
+    optimizer, _ = elastic(net, sampler=sampler)
+    inputs = torch.ones(8, next(net.parameters()).shape[1], dtype=torch.float64)
+    for _ in range(2):
+        net(inputs).square().mean().backward()
+        optimizer.step()
+    said = [
+        text for text in caplog.messages if "the sampler is at sample 24 of the training and this optimizer" in text
+    ]
+    assert len(said) == 1 and "load the state of the ElasticOptimizer" in said[0]

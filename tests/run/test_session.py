@@ -559,6 +559,34 @@ def test_changes_between_the_micro_batches_of_a_step_are_refused(between: str, m
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("kept", [False, True], ids=["nothing is saved", "saved"])
+def test_a_scheduler_that_is_not_saved_with_the_run_is_refused(kept: bool, tmp_path: Path) -> None:
+    """After a kill the run would go on at the rate of the beginning."""
+    x, y = make_data()
+
+    def train(**more: Any) -> None:
+        model = make_model()
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        extras = {"extras": {"scheduler": scheduler}} if more.pop("extra", False) else {}
+        settings = {**SETTINGS, "rule": "linear", **more, **extras}
+        with ebbflow.Session(model, optimizer, TensorDataset(x, y), **settings) as session:
+            for step in session:
+                if session.step:
+                    scheduler.step()
+                for inputs, targets in step:
+                    step.backward(nn.functional.cross_entropy(model(inputs), targets))
+
+    if not kept:
+        train()
+        return
+    with pytest.raises(
+        ConfigError, match="a scheduler changed the learning rate, but its state is not part of what is"
+    ):
+        train(out=tmp_path / "without")
+    train(out=tmp_path / "with", extra=True)
+
+
 def test_a_scheduler_beside_a_schedule_is_refused() -> None:
     each_micro_batch("scheduler per step")
     with pytest.raises(ConfigError, match=r"but the schedule cosine.* had set .*: use either schedule= or a scheduler"):

@@ -300,6 +300,7 @@ class ElasticSampler(Sampler[list[int]]):
         caller = sys._getframe(1).f_locals
         self._check_caller(caller.get("self"))
         loader = caller.get("loader")
+        self._check_samples(loader)
         prefetched = loader.num_workers * (loader.prefetch_factor or 0) if isinstance(loader, DataLoader) else None
         last = self._iteration
         if (
@@ -330,6 +331,16 @@ class ElasticSampler(Sampler[list[int]]):
             raise ConfigError(
                 "an ElasticSampler was passed to a DataLoader as sampler=, but it yields whole micro-batches; pass it "
                 "as batch_sampler=, without batch_size, shuffle and drop_last"
+            )
+
+    def _check_samples(self, loader: object) -> None:
+        """Refuse a DataLoader whose data set has another number of samples, if that can be asked."""
+        dataset = getattr(loader, "dataset", None)
+        if isinstance(loader, DataLoader) and isinstance(dataset, Sized) and len(dataset) != self.samples:
+            raise ConfigError(
+                f"the sampler gives out indices of {self.samples:,} samples, but the data set of the DataLoader has "
+                f"{len(dataset):,}; make the sampler with len(dataset), and for a part of the data give both a "
+                f"torch.utils.data.Subset"
             )
 
     def _check_consumed(self, last: _Iteration) -> None:

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,6 +102,8 @@ class LiveSession(Session):
     """
 
     _planned = False
+    _whose_state = "the fleet's: a replica that joins later"
+    _keeps_state = True
 
     def __init__(
         self,
@@ -171,7 +172,6 @@ class LiveSession(Session):
             {name: value for name, value in group.items() if name != "params"}
             for group in self._optimizer.inner.param_groups
         ]
-        self._rates: list[float] = []
         self._saved_at = time.monotonic()
         device = next(model.parameters()).device
         self._job = describe_job(
@@ -379,56 +379,14 @@ class LiveSession(Session):
 
     def _open_step(self) -> OpenStep | None:
         try:
-            opened = self.flow.open()
-            self._rates = self._current_rates()
-            return opened
+            return super()._open_step()
         except LeftFleet:  # told to leave while waiting for others: nobody else may have this state
             self.engine.left, self.engine.last_of_all = True, self.engine.established
         except TrainingFinished:
             pass
         return None
 
-    def _current_rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._optimizer.inner.param_groups]
-
-    def _check_rates(self) -> None:
-        """Refuse rates that a scheduler of torch changed and whose state a new replica would not receive."""
-        optimizer = self._optimizer
-        stepped = any(getattr(one.step, "_wrapped_by_lr_sched", False) for one in (optimizer, optimizer.inner))
-        if not stepped or self._rates == self._current_rates():
-            return
-        if optimizer.schedule is not None:
-            raise ConfigError(
-                f"a scheduler changed the learning rate, but schedule={str(optimizer.schedule)!r} sets it in every "
-                f"step; use one of the two"
-            )
-        if not self._keeps_scheduler:
-            raise ConfigError(
-                "a scheduler changed the learning rate, but its state is not part of the fleet's: a replica that joins "
-                "later would have another rate. Give it with extras={'scheduler': scheduler}, or use schedule= instead"
-            )
-
-    @cached_property
-    def _keeps_scheduler(self) -> bool:
-        """Whether any of the extras is a scheduler, or has the state of one in its own."""
-        return any(
-            callable(getattr(extra, "step", None)) or _has_key(extra.state_dict(), "last_epoch")
-            for extra in self._extras.values()
-        )
-
-    def _watch_optimizer(self, stack: ExitStack) -> None:
-        super()._watch_optimizer(stack)
-        applying = self.flow.on_gradients
-        assert applying is not None
-
-        def on_gradients() -> None:
-            self._check_rates()
-            applying()
-
-        self.flow.on_gradients = on_gradients
-
     def _after(self, row: StepRow | None) -> None:
-        self._rates = self._current_rates()
         if row is not None:
             self._fault("step")
             lineage = {"lineage": float(self.engine.lineage), "parent": float(self.engine.parent)}
@@ -436,7 +394,6 @@ class LiveSession(Session):
                 lineage["fork"] = float(self.engine.fork)
             row = dataclasses.replace(row, stats={**row.stats, **lineage})
         super()._after(row)
-        self._check_rates()
 
     def _committed(self, row: StepRow) -> None:
         ledger = self.flow.ledger
@@ -618,13 +575,6 @@ class LiveSession(Session):
             self.refresh()
         except (StorageUnreachable, UnreadableCheckpoints) as error:
             self._event("no checkpoint", f"{error}; the state of a peer is used if there is one")
-
-
-def _has_key(state: Any, key: str) -> bool:
-    """Whether a key is anywhere in a state."""
-    if isinstance(state, Mapping):
-        return key in state or any(_has_key(value, key) for value in state.values())
-    return isinstance(state, list | tuple) and any(_has_key(value, key) for value in state)
 
 
 def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Any, **settings: Any) -> LiveSession:

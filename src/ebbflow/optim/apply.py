@@ -199,7 +199,17 @@ class Applier:
                 stack.enter_context(self._split(scaling))
             elif isinstance(scaling.lr, tuple):
                 stack.enter_context(self._blended(scaling.lr))
+            groups = list(self.inner.param_groups)
+            rates = [group["lr"] for group in groups]
             yield
+            for group, rate in zip(groups, rates, strict=True):
+                if group["lr"] is not rate and bool(group["lr"] != rate):
+                    raise ConfigError(
+                        f"the learning rate was changed from {float(rate):g} to {float(group['lr']):g} while the "
+                        f"optimizer stepped, by a step hook, for example, so that the change would be lost: the rates "
+                        f"are those of the step then, and put back after it. Change them, or step a scheduler, after "
+                        f"the step: if optimizer.updated: scheduler.step()"
+                    )
 
     @contextmanager
     def _settings(self, scaling: Scaling) -> Iterator[None]:

@@ -174,6 +174,7 @@ class ElasticOptimizer(RuleOptimizer):
             on_nonfinite=on_nonfinite,
         )
         self._open = OpenGradients()
+        self._begins = True  # whether no micro-batch was taken since the optimizer was made or its state loaded
         self._scaler = scaler
         self._scale = 1.0  # loss scale of the current step's gradients
         self._stop = stop
@@ -333,11 +334,15 @@ class ElasticOptimizer(RuleOptimizer):
                 "before backward(); where a micro-batch is left out, call skip() instead of step()"
             )
         self._begin_micro_batch(self.sampler.peek(self))
+        if self._begins:
+            self._begins = False
+            self._tell_another_position()
         self.micro_batch, taken, samples = micro_batch, _, _ = self._consume()
         self._check_gradients(alone=micro_batch.count == taken)
         weight = float(samples) if weight is None or not samples else weight  # a repeated micro-batch has no samples
         if weight:
-            factor = 1.0 / samples if self.reduction == "sum" else self.accumulation / taken
+            # A sum over tokens, weighted by tokens, is divided by them: the weight is what the mean is taken over.
+            factor = 1.0 / weight if self.reduction == "sum" else self.accumulation / taken
             if self._meter is not None:
                 scale = self._scale if self._ranks is None else 1.0  # gradients are unscaled after they were combined
                 self._meter.close_micro_batch(weight, scale=scale / factor)
@@ -351,6 +356,17 @@ class ElasticOptimizer(RuleOptimizer):
         else:
             self._clear()
 
+    def _tell_another_position(self) -> None:
+        """Warn where the optimizer does not begin at the sample at which the sampler is."""
+        assert self.sampler is not None
+        if self.sampler.position != self._samples:
+            _LOG.warning(
+                "the sampler is at sample %s of the training and this optimizer at sample %s, from which its schedule, "
+                "its warm-up and `finished` count; to continue a run, load the state of the ElasticOptimizer that was "
+                "saved with it: it has the position of the sampler, too",
+                f"{self.sampler.position:,}", f"{self._samples:,}",
+            )  # fmt: skip
+
     def _begin_micro_batch(self, micro_batch: MicroBatchInfo) -> None:
         """Look at what must not change within a step: before each micro-batch, one that is left out, too."""
         if micro_batch.first and self._scaler is not None and self._meter is not None:
@@ -362,12 +378,15 @@ class ElasticOptimizer(RuleOptimizer):
         """Refuse gradients that were changed, unless the step has this micro-batch alone."""
         assert self._watched is not None
         if self._ranks is None:
-            if alone:
+            # Torch counts no change where a scaler unscales; a scaler waits for the device in every step anyway.
+            unseen = self._scaler is not None and (alone or self._steps < _FIRST_STEPS)
+            if alone and self._scaler is None:
                 self._watched.forget()
-            elif self._watched.changed():
+            elif self._watched.changed(thoroughly=unseen):
                 raise ConfigError(
                     "the gradients were changed between backward() and step(), as clip_grad_norm_ and unscale_ do; "
-                    "that would change every micro-batch of the step instead of their mean. Give clip= (and scaler=) "
+                    "that would change every micro-batch of the step instead of their mean, and with a scaler a "
+                    "gradient that step() unscales (once more). Give clip= (and scaler=) "
                     "to ElasticOptimizer instead (transformers: max_grad_norm=0; Lightning: no gradient_clip_val), "
                     "or change the mean gradient in a hook of register_step_pre_hook. DistributedDataParallel changes "
                     "them, too: give it as model="
@@ -562,7 +581,7 @@ class ElasticOptimizer(RuleOptimizer):
         if self.sampler is not None and saved.get("sampler") is not None:
             self.sampler.check_state(saved["sampler"])  # what is refused changes nothing
         super().load_state_dict(saved)
-        self._open = OpenGradients()
+        self._open, self._begins = OpenGradients(), True
         if self._meter is not None:
             self._meter.discard()
             self._meter.on = saved.get("measuring", True)

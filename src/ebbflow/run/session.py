@@ -15,7 +15,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -236,6 +236,13 @@ def own_task(model: torch.nn.Module, data: Any, loss: Loss | None, *, workers: i
     return Task(model=model, train=source, loss=loss)
 
 
+def _has_key(state: Any, key: str) -> bool:
+    """Whether a key is anywhere in a state."""
+    if isinstance(state, Mapping):
+        return key in state or any(_has_key(value, key) for value in state.values())
+    return isinstance(state, list | tuple) and any(_has_key(value, key) for value in state)
+
+
 def _in_words(before: Sequence[Any], after: Sequence[Any]) -> str:
     """Which rate was changed, if it is a number; a tensor may have been changed in place."""
     for old, new in zip(before, after, strict=True):
@@ -293,6 +300,7 @@ class Session:
 
     _planned: ClassVar[bool] = True
     """Whether the steps follow a plan that is known beforehand."""
+    _whose_state: ClassVar[str] = "what is saved of the run: after an interruption it"
 
     def __new__(cls, *arguments: Any, engine: str | EngineMaker = "auto", **others: Any) -> Session:
         """The kind of session that the engine needs."""
@@ -369,6 +377,7 @@ class Session:
         self._checkpoint_every_s = checkpoint_every_s
         self._stack = ExitStack()
         self._loop: TrainingLoop | None = None
+        self._rates: list[float] = []
 
     @classmethod
     def _own_arguments(cls) -> list[str]:
@@ -390,6 +399,7 @@ class Session:
         self._applying = False
 
         def on_gradients() -> None:
+            self._check_rates()
             self._applying = True
 
         def before_step(*_: Any) -> None:
@@ -402,6 +412,40 @@ class Session:
 
         self.flow.on_gradients = on_gradients
         stack.callback(self._optimizer.inner.register_step_pre_hook(before_step).remove)
+
+    @property
+    def _keeps_state(self) -> bool:
+        """Whether the run may go on, here or elsewhere, with what was saved of it."""
+        return self._folder is not None
+
+    def _current_rates(self) -> list[float]:
+        """The rates, if a scheduler of torch may change them and that matters."""
+        optimizer = self._optimizer
+        stepped = any(getattr(one.step, "_wrapped_by_lr_sched", False) for one in (optimizer, optimizer.inner))
+        return [float(group["lr"]) for group in optimizer.inner.param_groups] if stepped and self._keeps_state else []
+
+    def _check_rates(self) -> None:
+        """Refuse rates that a scheduler of torch changed and whose state would not go on with the run."""
+        if not self._rates or self._rates == self._current_rates():
+            return
+        if self._optimizer.schedule is not None:
+            raise ConfigError(
+                f"a scheduler changed the learning rate, but schedule={str(self._optimizer.schedule)!r} sets it in "
+                f"every step; use one of the two"
+            )
+        if not self._keeps_scheduler:
+            raise ConfigError(
+                f"a scheduler changed the learning rate, but its state is not part of {self._whose_state} would have "
+                f"another rate. Give it with extras={{'scheduler': scheduler}}, or use schedule= instead"
+            )
+
+    @cached_property
+    def _keeps_scheduler(self) -> bool:
+        """Whether any of the extras is a scheduler, or has the state of one in its own."""
+        return any(
+            callable(getattr(extra, "step", None)) or _has_key(extra.state_dict(), "last_epoch")
+            for extra in self._extras.values()
+        )
 
     def _open(self, stack: ExitStack) -> TrainingLoop:
         config, task = self.config, self.task
@@ -525,15 +569,19 @@ class Session:
     def _open_step(self) -> OpenStep | None:
         """The next step up to its backward passes; None if it turns out that there may be none."""
         with self.loop.plan_errors_explained():
-            return self.flow.open()
+            opened = self.flow.open()
+        self._rates = self._current_rates()
+        return opened
 
     def _after(self, row: StepRow | None) -> None:
         """Everything that follows a step; None: it was lost."""
         self._applying = False
+        self._rates = self._current_rates()
         if row is None:
             self.loop.lost_step()
         else:
             self.loop.after(row)
+        self._check_rates()
 
     def run(self) -> None:
         """Train to the end with the loss that was given."""
