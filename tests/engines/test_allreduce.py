@@ -89,12 +89,12 @@ def test_the_norm_of_the_mean_gradient_is_found_in_a_step_that_is_not_measured(o
     w = nn.Parameter(torch.zeros(2))
     meter = FlatMeter([w])
     meter.on = on
-    combine = AllReduce([w], meter=meter, fields={"numbers": 2, "more": 3}, told=2, norm=True)
+    combine = AllReduce([w], meter=meter, fields={"numbers": 2, "more": 3}, host_fields=2, norm=True)
     combine["numbers"].copy_(torch.tensor([5.0, 7.0]))
     (w * torch.tensor([3.0, 4.0])).sum().backward()
     meter.close_micro_batch(4)
     measured = combine(samples=4, batch=4)
-    assert combine.told == [5.0, 7.0]
+    assert combine.host_values == [5.0, 7.0]
     assert (measured.norm if measured is not None else combine.norm) == pytest.approx(5.0)
     assert (combine.norm is None) is on
 
