@@ -55,6 +55,72 @@ def test_the_scheduler_counts_reference_steps_and_the_rule_multiplies_once() -> 
     assert elastic.param_groups[0]["lr"] == pytest.approx(1.5e-3 * (1 + math.cos(15 / 64 * math.pi)))
 
 
+def small_loop(*scheduler: Any, **settings: Any) -> tuple[Any, ...]:
+    """24 samples on two workers with 3 each: 4 updates of 6 samples in an epoch, which are its reference steps."""
+    from accelerate import Accelerator
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.randn(24, 2), batch_size=3, shuffle=True)  # type: ignore[arg-type]
+    accelerator = Accelerator(cpu=True)
+    fleet = {"trace": "constant(workers=2)", "base_batch": 6, "rule": "sqrt", "epochs": 3}
+    made = [make(optimizer) for make in scheduler]
+    return accelerator, made, *prepare(accelerator, model, optimizer, loader, *made, **fleet, **settings)
+
+
+def an_epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any) -> None:
+    for x in loader:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def halved(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def test_a_scheduler_that_counts_epochs_is_refused_in_prepare() -> None:
+    """It would be halved four times per epoch."""
+    accelerator, _, model, optimizer, loader, scheduler = small_loop(halved)
+    an_epoch(accelerator, model, optimizer, loader)
+    with pytest.raises(ConfigError, match=r"stepped once for 4 updates of the optimizer.*do not give it to prepare"):
+        scheduler.step()
+
+
+def test_a_scheduler_that_is_not_given_to_prepare_counts_epochs() -> None:
+    accelerator, _, model, optimizer, loader = small_loop()
+    scheduler, rates = halved(optimizer.optimizer.inner), []
+    for _ in range(3):
+        an_epoch(accelerator, model, optimizer, loader)
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.05, 0.025, 0.0125] and optimizer.optimizer.last.lr_base == 0.025
+
+
+def test_a_scheduler_goes_on_after_updates_that_a_loaded_state_takes_back(tmp_path: Path) -> None:
+    """Saved after the first of two updates; the second one, which the scheduler has not seen, is taken back."""
+    accelerator, _, model, optimizer, loader, scheduler = small_loop(halved)
+    for number, x in enumerate(loader):
+        if number == 4:
+            accelerator.load_state(str(tmp_path))
+            break
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:
+            scheduler.step()
+            accelerator.save_state(str(tmp_path))
+    assert optimizer.optimizer.updates == 1
+    for x in loader:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        if optimizer.optimizer.updated:
+            scheduler.step()
+        optimizer.zero_grad()
+    assert optimizer.optimizer.updates == 4 and optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
+
+
 def test_a_scaler_unscales_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """As fp16 does, with a scaler on the CPU: a scale of 1024 is a power of two, so that all bits are the same."""
     plain, _, _ = main()(EIGHT | {"rule": "adascale"}, batch_size=4, epochs=1)

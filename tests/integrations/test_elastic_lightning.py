@@ -196,6 +196,45 @@ def test_the_scheduler_counts_reference_steps_and_the_rule_multiplies_once(tmp_p
     assert any(row.get("train_loss_epoch") for row in rows)
 
 
+class EveryThird(Regression):
+    """With a scheduler that takes a step for every three reference steps, and halves the rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 3},
+        }
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def test_the_frequency_of_a_scheduler_counts_reference_steps() -> None:
+    """Samples after each step, with 60 in an epoch: 16, 32, 48, 56, 60, 68, 76, 96, 116, 120. In steps of 8 these are
+    2, 4, 6, 7, 7, 8, 9, 12, 14 and 15, of which every third halves the rate."""
+    module = EveryThird()
+    fitted(module)
+    assert module.rates == pytest.approx([0.05 * 0.5**third for third in (0, 1, 2, 2, 2, 2, 3, 4, 4, 5)])
+
+
+def test_a_scheduler_that_is_not_stepped_after_every_update_is_refused() -> None:
+    """It would take the steps that were left out in its next one."""
+
+    class Delayed(EveryThird):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            if self.trainer.global_step > 2:
+                scheduler.step()
+
+    with pytest.raises(ConfigError, match=r"stepped once for 3 updates of the optimizer.*interval to 'epoch'"):
+        fitted(Delayed())
+
+
 def test_validation_and_epochs_are_those_of_the_samples() -> None:
     """60 samples: steps of 16, 16, 16, 8, 4 in the first epoch, then of 8, 8, 20, 20, 4."""
     module = Regression()
@@ -237,6 +276,7 @@ def test_mixed_precision_in_bfloat16_learns() -> None:
         ({}, {"limit_train_batches": 3}, r"limit_train_batches .or overfit_batches. is 3"),
         ({}, {"limit_train_batches": 1}, "is 1, but every sample counts once per epoch"),  # of batches, unlike 1.0
         ({}, {"overfit_batches": 1}, "is 1, but every sample counts once per epoch"),
+        ({}, {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs is 1, but the session reads"),
         ({}, {"max_epochs": -1}, "max_epochs and max_steps of the Trainer are both -1"),
     ],
 )
@@ -285,6 +325,134 @@ def test_manual_optimization_is_refused() -> None:
     module.automatic_optimization = False
     with pytest.raises(ConfigError, match="automatic_optimization = False"):
         fitted(module)
+
+
+def test_a_backward_of_the_module_is_refused() -> None:
+    class Own(Regression):
+        def backward(self, loss: torch.Tensor, *_: Any) -> None:
+            (0 * loss).backward()  # type: ignore[no-untyped-call]
+
+    with pytest.raises(ConfigError, match="the module overrides backward, which would not be called"):
+        fitted(Own())
+
+
+def test_what_follows_backward_runs_once_per_step_and_sees_its_mean_gradient() -> None:
+    """Eight samples in steps of two: on one worker, and on two workers with one sample each."""
+
+    class Watching(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[torch.Tensor] = []
+
+        def on_after_backward(self) -> None:
+            assert self.line.bias.grad is not None
+            self.seen.append(self.line.bias.grad.clone())
+
+    found = []
+    for workers, size in ((1, 2), (2, 1)):
+        module = Watching()
+        module.counting = False
+        data = TensorDataset(*(torch.nan_to_num(tensor) for tensor in masked(8).tensors))
+        elastic = {"trace": f"constant(workers={workers})"}
+        trainer = fitted(module, data, batch_size=size, elastic=elastic, max_epochs=1)
+        assert len(module.seen) == trainer.global_step == 4
+        found.append(torch.stack(module.seen))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+class EverySecond(Regression):
+    """Steps the optimizer for every second batch only, and otherwise just computes."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class Accumulating(lightning.Callback):
+    """Changes in the course of the training what the strategy read at its start."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.accumulate_grad_batches = 2
+
+
+@pytest.mark.parametrize(
+    ("module", "settings"),
+    [
+        (EverySecond, {}),
+        (EverySecond, {"fast_dev_run": True}),  # of one batch, after which there is no other
+        (Regression, {"callbacks": [Accumulating()]}),
+    ],
+    ids=["own-step", "last-step", "callback"],
+)
+def test_a_step_whose_gradient_was_not_applied_is_an_error(module: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"step 0 was computed, but .*set accumulate_grad_batches of the Trainer"):
+        fitted(module(), **settings)
+
+
+class Normalized(Regression):
+    """With batch norm, whose statistics StochasticWeightAveraging computes in another pass over the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3).double()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x, y = batch
+        return super().training_step((self.norm(x), y), index)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "advice"),
+    [
+        ("GradientAccumulationScheduler", {"scheduling": {0: 2}}, "set accumulate_grad_batches of the Trainer"),
+        ("LearningRateFinder", {}, "find the rate without ElasticStrategy"),
+        ("StochasticWeightAveraging", {"swa_lrs": 0.01}, "give ema=0.999 to ElasticStrategy"),
+    ],
+)
+def test_callbacks_that_do_not_fit_are_refused_by_name(name: str, arguments: dict[str, Any], advice: str) -> None:
+    callback = getattr(lightning.pytorch.callbacks, name)(**arguments)
+    with pytest.raises(ConfigError, match=f"{name} is among the callbacks of the Trainer.*{advice}"):
+        fitted(Normalized(), callbacks=[callback])
+
+
+def test_a_search_for_a_batch_size_is_refused_by_name(tmp_path: Path) -> None:
+    class Searching(Regression):
+        batch_size = 4
+
+        def train_dataloader(self) -> Any:  # Lightning searches with loaders of the module only
+            return DataLoader(masked(), batch_size=self.batch_size, shuffle=True)
+
+    trainer = lightning.Trainer(
+        strategy=ElasticStrategy(base_batch=8, **FLEET), accelerator="cpu", devices=1, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[lightning.pytorch.callbacks.BatchSizeFinder()], default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"BatchSizeFinder is among the callbacks.*find the size without Elastic"):
+        trainer.fit(Searching())
+
+
+@pytest.mark.parametrize(
+    ("module", "length"),
+    [(Regression, {}), (Normalized, {"max_epochs": -1, "max_steps": 30})],
+    ids=["no-batch-norm", "no-last-epoch"],
+)
+def test_averaging_without_another_pass_over_the_data_is_allowed(module: Any, length: dict[str, Any]) -> None:
+    """30 steps of 8 samples are four epochs."""
+    averaging = lightning.pytorch.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    trainer = fitted(module(), callbacks=[averaging], **length)
+    assert averaging.n_averaged is not None and averaging.n_averaged >= 2
+    assert trainer.strategy.session.flow.ledger.epoch == (4 if length else 2)
+
+
+def test_the_average_of_the_weights_is_in_the_module_while_it_is_swapped_in() -> None:
+    module = Normalized()
+    trainer = fitted(module, elastic={"ema": 0.5})
+    latest = weights(module)
+    with trainer.strategy.session.flow.average.swapped_in():
+        assert not torch.equal(weights(module), latest)
+    assert torch.equal(weights(module), latest)
 
 
 @pytest.mark.process

@@ -24,12 +24,16 @@ from ebbflow.run.session import Session, SessionStep
 from ebbflow.workloads import DatasetSource
 
 if TYPE_CHECKING:
+    from lightning.pytorch import callbacks as _callbacks
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 else:
     _NEEDED = {"extra": "lightning", "needed_for": "ElasticStrategy"}
-    Callback = require("lightning.pytorch.callbacks", **_NEEDED).Callback
+    _callbacks = require("lightning.pytorch.callbacks", **_NEEDED)
+    Callback = _callbacks.Callback
     SingleDeviceStrategy = require("lightning.pytorch.strategies", **_NEEDED).SingleDeviceStrategy
+    is_overridden = require("lightning.pytorch.utilities.model_helpers", **_NEEDED).is_overridden
 
 __all__ = ["ElasticStrategy"]
 
@@ -44,6 +48,16 @@ _INSTEAD = {
     "out": "default_root_dir of the Trainer",
     "tracker": "logger of the Trainer",
 }
+
+_REFUSED_CALLBACKS = {
+    "GradientAccumulationScheduler": "it leaves steps of the session without an update; set accumulate_grad_batches "
+    "of the Trainer for the whole run, and let policy= of the session change the batch",
+    "LearningRateFinder": "it trains before the session begins; find the rate without ElasticStrategy, at "
+    "base_batch samples per step, and use it in configure_optimizers",
+    "BatchSizeFinder": "it trains with several DataLoaders; find the size without ElasticStrategy, and use it as "
+    "batch_size of the DataLoader",
+}
+"""Callbacks of Lightning that do not work with the steps of a session, why, and what to do instead."""
 
 
 class _Steps:
@@ -83,8 +97,10 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     the reference batch.
 
     Limits: one optimizer, automatic optimization, no "16-mixed" precision (use "bf16-mixed"). Hooks that get the batch
-    (`on_train_batch_start`, ...) get a placeholder; `training_step` gets the samples. `limit_train_batches`, several
-    DataLoaders, samplers of one's own and streams are refused.
+    (`on_train_batch_start`, ...) get a placeholder; `training_step` gets the samples. `on_before_backward` and
+    `on_after_backward` run once per step, with its mean loss and gradient. `limit_train_batches`,
+    `reload_dataloaders_every_n_epochs`, several DataLoaders, samplers of one's own, streams, a `backward` of the module
+    and callbacks that search for a rate or a batch or change the accumulation are refused.
     """
 
     strategy_name = "ebbflow"
@@ -119,7 +135,9 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self.optimizers = [self.optimizer]
         for config in self.lr_scheduler_configs:
             if config.interval == "step" and not config.reduce_on_plateau:
-                config.scheduler = ReferenceSteps(config.scheduler, self.optimizer)
+                # With a frequency Lightning would ask for every so many updates only, which are not reference steps.
+                config.scheduler = ReferenceSteps(config.scheduler, self.optimizer, every=config.frequency)
+                config.frequency = 1
         if not any(isinstance(callback, _LogSteps) for callback in trainer.callbacks):
             trainer.callbacks.append(_LogSteps())
 
@@ -134,11 +152,39 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 f"limit_train_batches (or overfit_batches) is {limit}, but every sample counts once per epoch; train "
                 f"on a smaller data set"
             )
+        if reload := trainer.reload_dataloaders_every_n_epochs:
+            raise ConfigError(
+                f"reload_dataloaders_every_n_epochs is {reload}, but the session reads one DataLoader in all epochs; "
+                f"leave it at 0, and let the data set itself change what it returns"
+            )
+        if is_overridden("backward", self.lightning_module):
+            raise ConfigError(
+                "the module overrides backward, which would not be called, since the session weights the gradients of "
+                "a step; change the loss in training_step, or the mean gradient in on_after_backward, which runs once "
+                "per step"
+            )
+        self._check_callbacks(trainer)
         if not self._live and (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ConfigError(
                 f"this is one of {ranks} processes (WORLD_SIZE), each of which would train the whole run; start "
                 f"several with `ebbflow launch` and engine='live', or one without torchrun"
             )
+
+    def _check_callbacks(self, trainer: Any) -> None:
+        for callback in trainer.callbacks:
+            for name, why in _REFUSED_CALLBACKS.items():
+                if isinstance(callback, getattr(_callbacks, name)):
+                    raise ConfigError(f"{name} is among the callbacks of the Trainer: {why}")
+            averaging = _callbacks.StochasticWeightAveraging
+            if not isinstance(callback, averaging) or trainer.max_epochs == -1:  # without an end, there is no last pass
+                continue
+            if averaging.pl_module_contains_batch_norm(self.lightning_module):
+                raise ConfigError(
+                    "StochasticWeightAveraging is among the callbacks of the Trainer, and the module has batch norm, "
+                    "whose statistics it computes in another pass over the data, which a session does not have; leave "
+                    "it out and give ema=0.999 to ElasticStrategy: after fit, the weights are the average within "
+                    "`with strategy.session.flow.average.swapped_in():`"
+                )
 
     def process_dataloader(self, dataloader: object) -> object:
         """The DataLoader of the training is read by a session, which begins here; others stay as they are."""
@@ -205,6 +251,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def on_train_end(self) -> None:
         """The end of a run that is finished; one that was stopped has none."""
+        self._check_applied()
         if self.session is not None and self.session.flow.finished:
             self.session.next_step()
         self._close(None)
@@ -226,6 +273,7 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def training_step(self, batch: Any, *arguments: Any, **others: Any) -> Any:
         """The backward passes of a step, and the sum over all workers; again, if one of them was lost meanwhile."""
         assert self.session is not None
+        self._check_applied()
         trainer = self.lightning_module.trainer
         progress = trainer.fit_loop.epoch_loop.batch_progress
         while (step := self.session.next_step()) is not None:
@@ -239,6 +287,16 @@ class ElasticStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 return torch.tensor(step.loss, device=self.root_device)
         progress.is_last_batch = trainer.should_stop = True  # this replica left, or another one has finished the run
         return torch.zeros((), device=self.root_device)
+
+    def _check_applied(self) -> None:
+        """Refuse to go on where a step was computed and its gradient not applied: it would be lost without a word."""
+        if self.optimizer.combined is not None:
+            raise ConfigError(
+                f"step {self.optimizer.combined.number} was computed, but the optimizer was not stepped with its "
+                f"gradient, as where optimizer_step of the module or a callback accumulates batches; call "
+                f"optimizer.step(closure=optimizer_closure) for every batch, and set accumulate_grad_batches of the "
+                f"Trainer instead"
+            )
 
     def _backward(self, step: SessionStep, samples: Any, *arguments: Any, **others: Any) -> None:
         module = self.lightning_module

@@ -121,27 +121,57 @@ class ReferenceSteps:
 
     The loop calls `step` after every update, as before, or after every micro-batch. Whether updates had many samples
     or few, the base rate is the same function of the samples as in a run at the reference batch: it does not depend on
-    the history of the fleet, and a replica that joins late has the rate of the others.
+    the history of the fleet, and a replica that joins late has the rate of the others. With `every`, it is a step of
+    the scheduler for so many reference steps. A scheduler that is stepped less often than the optimizer is refused.
     """
 
-    def __init__(self, scheduler: Any, optimizer: SessionOptimizer | RuleOptimizer) -> None:
+    def __init__(self, scheduler: Any, optimizer: SessionOptimizer | RuleOptimizer, *, every: int = 1) -> None:
         self._scheduler = scheduler
         self._optimizer = optimizer
+        self._every = every
+        self._unseen = _Updates()
+        optimizer.register_step_post_hook(self._unseen)
 
     def step(self, *arguments: Any) -> None:
         """Bring the scheduler to the present progress."""
+        updates, self._unseen.number = self._unseen.number, 0
+        if updates > 1:
+            raise ConfigError(
+                f"the scheduler was stepped once for {updates} updates of the optimizer, as one that counts epochs is, "
+                f"but it counts reference steps, and would take those of all {updates} updates at once; step it after "
+                f"every optimizer.step(), or, if it counts epochs, do not give it to prepare (Lightning: set its "
+                f"interval to 'epoch')"
+            )
         scheduler, elastic = self._scheduler, self._optimizer
         if isinstance(elastic, SessionOptimizer):
             assert elastic.session is not None, "a step came before"
             elastic = elastic.session.flow.optimizer
-        due = elastic.reference_steps
+        due = elastic.reference_steps // self._every
         if scheduler.last_epoch > due:  # the rule went back to a snapshot
             scheduler.last_epoch = max(0, due - 1)
         while scheduler.last_epoch < due:
             scheduler.step()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the scheduler; updates before that do not count any more."""
+        self._scheduler.load_state_dict(state_dict)
+        self._unseen.number = 0
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
+
+
+class _Updates:
+    """How often an optimizer has updated, as a hook of it; loading a state does not count, nor does a skipped step.
+
+    It refers to nothing, since a cycle of references would keep the optimizer and the model alive.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.number += 1
 
 
 def refuse_settings(settings: dict[str, Any], instead: dict[str, str]) -> None:
