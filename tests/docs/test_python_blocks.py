@@ -36,7 +36,7 @@ def test_every_block_of_every_page_is_run() -> None:
         "docs/which-rule.md": (1, "this file"),
     }
     expected = {page: count for page, (count, _) in elsewhere.items()}
-    expected |= {"README.md": 2, "docs/choose.md": 1, "docs/guide.md": 1, "docs/live.md": 1}
+    expected |= {"README.md": 2, "docs/choose.md": 1, "docs/guide.md": 2, "docs/live.md": 1}
     expected |= {"docs/live-operations.md": 1, "docs/live-ranks.md": 1}
     expected |= {"docs/own-loops.md": 1, "docs/torchrun.md": 1, "docs/workloads.md": 1}
     pages = [str(page.relative_to(ROOT)) for page in PAGES if page.name != "api.md"]
@@ -74,7 +74,7 @@ def test_the_two_lines_of_the_readme_train(names: dict[str, Any]) -> None:
     assert found["optimizer"].updates == 4 and found["sampler"].epoch == 1  # of 64, 64, 64 and 8 samples
 
 
-@pytest.mark.parametrize(("page", "number"), [("README.md", 1), ("docs/guide.md", 0), ("docs/live.md", 0)])
+@pytest.mark.parametrize(("page", "number"), [("README.md", 1), ("docs/guide.md", 1), ("docs/live.md", 0)])
 def test_the_loop_of_a_live_fleet_trains(
     page: str, number: int, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +82,25 @@ def test_the_loop_of_a_live_fleet_trains(
     live = importlib.import_module("ebbflow.live")
     monkeypatch.setattr(live, "join", _Session)
     assert run(page, number, names)["fleet"].flow.finished
+
+
+def test_a_loss_weighted_by_class_does_not_depend_on_who_shares_a_step() -> None:
+    class_weights = torch.tensor([1.0, 30.0, 0.1])
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(96, 3, generator=generator), torch.randint(3, (96,), generator=generator))
+    functions = {"ebbflow": ebbflow, "cross_entropy": torch.nn.functional.cross_entropy, "class_weights": class_weights}
+    loss = run("docs/guide.md", 0, functions)["loss"]
+    trained = []
+    for workers in (1, 4):
+        model = torch.nn.Linear(3, 3)
+        torch.nn.init.zeros_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        settings = {"trace": f"constant(workers={workers})", "local_batch": 32 // workers, "base_batch": 32}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ebbflow.Session(model, optimizer, data, rule="constant", epochs=2, loss=loss, **settings) as session:
+            session.run()
+        trained.append(model.weight.detach())
+    torch.testing.assert_close(*trained)
 
 
 def test_a_checkpoint_of_a_fleet_is_read_as_the_page_shows(names: dict[str, Any], tmp_path: Path) -> None:

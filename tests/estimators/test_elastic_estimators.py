@@ -13,14 +13,17 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.datasets import load_digits
+from sklearn.utils.validation import has_fit_parameter
 from skorch.callbacks import EpochScoring, GradientNormClipping, LRScheduler
 from skorch.dataset import ValidSplit
+from skorch.helper import predefined_split
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ebbflow.data.permutation import Permutation
+from ebbflow.engines.loss_sum import LossSum
 from ebbflow.errors import ConfigError, DataError, Diverged, SpecError
-from ebbflow.estimators.modules import DefaultMLP
+from ebbflow.estimators.modules import DefaultMLP, ModelLoss
 from ebbflow.record import read_record
 from ebbflow.report.report_page import write_report
 from ebbflow.sklearn import EbbflowClassifier, EbbflowRegressor
@@ -296,6 +299,196 @@ def test_a_loss_that_explodes_stops_the_fit_with_advice(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match="use a smaller learning rate"):
         model.fit(INPUTS, VALUES)
     assert read_record(model.record_).status == "diverged"
+
+
+# -- losses that torch divides by weights ------------------------------------------------------------------------------
+
+CLASS_WEIGHTS = torch.tensor([1.0, 20.0, 1.0, 1.0, 5.0, 1.0, 1.0, 1.0, 0.1, 3.0])
+
+
+class Probabilities(nn.Module):
+    """What `NLLLoss` takes, as in skorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).softmax(dim=1)
+
+
+@pytest.mark.parametrize(
+    "sharing",
+    [
+        {"engine": "loop", "local_batch": 16, "micro_batch": 5},
+        {"engine": "fused", "local_batch": 8, "fused_batch": 16},
+        {"engine": "auto"},
+    ],
+    ids=["loop", "fused", "whole"],
+)
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
+        nn.CrossEntropyLoss(ignore_index=3),
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=1, label_smoothing=0.2),
+        nn.NLLLoss(weight=CLASS_WEIGHTS, ignore_index=4),
+    ],
+    ids=["weights", "ignored", "weights, ignored and smoothed", "likelihood"],
+)
+def test_a_mean_by_weights_is_that_of_the_whole_step_however_it_is_shared(
+    criterion: nn.Module, sharing: dict[str, Any]
+) -> None:
+    x, y = torch.from_numpy(DIGITS[:96]), torch.from_numpy(LABELS[:96])
+    module = Probabilities if isinstance(criterion, nn.NLLLoss) else DefaultMLP
+    sizes = {} if module is Probabilities else {"features": 64, "outputs": 10}
+    torch.manual_seed(7)
+    model = module(**sizes)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for epoch in range(2):
+        order = torch.from_numpy(Permutation(96, 7, epoch).indices(0, 96))
+        for rows in order.split(32):
+            plain.zero_grad()
+            output = model(x[rows])
+            if module is Probabilities:
+                output = torch.log(output + torch.finfo(output.dtype).eps)
+            loss = criterion(output, y[rows])
+            loss.backward()
+            plain.step()
+            losses.append(loss.item())
+
+    ours = EbbflowClassifier(
+        module, **{f"module__{name}": value for name, value in sizes.items()}, criterion=criterion, optimizer="sgd",
+        lr=0.1, batch_size=32, max_epochs=2, random_state=7, **sharing,
+    ).fit(x, y)  # fmt: skip
+    for own, expected in zip(weights(ours.module_), weights(model), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-6)
+    recorded = [batch["train_loss"] for epoch in ours.history for batch in epoch["batches"]]
+    assert recorded == pytest.approx(losses, rel=1e-4)
+
+
+def test_parts_of_a_step_have_the_sum_and_the_count_by_which_torch_divides() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sequences = torch.randn(4, 3, 5, generator=generator)  # 4 samples of 5 tokens, 3 classes
+    tokens = torch.randint(3, (4, 5), generator=generator)
+    tokens[0, 2:] = -100
+    tokens[1] = 7  # no class at all
+    for criterion in (
+        nn.CrossEntropyLoss(ignore_index=7, weight=torch.tensor([1.0, 2.0, 4.0])),
+        nn.CrossEntropyLoss(ignore_index=7, label_smoothing=0.1),
+    ):
+        found = ModelLoss(criterion).in_step(sequences[1:], tokens[1:])
+        assert isinstance(found, LossSum)
+        torch.testing.assert_close(found.total / found.count, criterion(sequences[1:], tokens[1:]))
+    # By default torch ignores -100, the padding of sequences: here 3 of 10 tokens.
+    assert ModelLoss(nn.CrossEntropyLoss()).in_step(sequences[[0, 2]], tokens[[0, 2]])[1] == 7
+    # Nothing counts: torch's mean would be 0/0.
+    total, count = ModelLoss(nn.CrossEntropyLoss(ignore_index=7)).in_step(sequences[1:2], tokens[1:2])
+    assert (total, count) == (0, 0)
+
+
+class MeanOverSamples(nn.CrossEntropyLoss):
+    """Weighted, but divided by the number of samples."""
+
+    def forward(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, targets, self.weight, reduction="none").mean()
+
+
+def test_a_mean_over_samples_stays_one() -> None:
+    output, labels = torch.randn(4, 10, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 4, 0, 8])
+    shares = torch.full((4, 10), 0.1)
+    for criterion, targets in (
+        (MeanOverSamples(weight=CLASS_WEIGHTS), labels),
+        (nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), shares),  # torch divides by the 4 samples
+        (nn.MultiMarginLoss(weight=CLASS_WEIGHTS), labels),
+    ):
+        torch.testing.assert_close(ModelLoss(criterion).in_step(output, targets), criterion(output, targets))
+
+
+def test_a_step_whose_targets_are_all_ignored_changes_nothing() -> None:
+    settings = {"criterion": nn.CrossEntropyLoss, "criterion__ignore_index": 0, "optimizer": "sgd", "random_state": 0}
+    model = EbbflowClassifier(**settings).partial_fit(DIGITS[:20], np.zeros(20, dtype=int), classes=range(10))
+    torch.manual_seed(0)
+    for own, expected in zip(weights(model.module_), weights(DefaultMLP(features=64, outputs=10)), strict=True):
+        np.testing.assert_array_equal(own, expected)
+    assert model.history[-1]["train_loss"] == 0
+
+
+def test_a_loss_of_its_own_may_be_a_sum_with_its_count() -> None:
+    class Weighted(EbbflowClassifier):  # type: ignore[misc]
+        def get_loss(self, y_pred: Any, y_true: Any, X: Any = None, training: bool = False) -> Any:
+            total = nn.functional.cross_entropy(y_pred, y_true, CLASS_WEIGHTS, reduction="sum")
+            count = CLASS_WEIGHTS[y_true].sum()
+            return LossSum(total, count) if training else total / count
+
+    settings = {"optimizer": "sgd", "lr": 0.1, "max_epochs": 1, "random_state": 0, "train_split": ValidSplit(5)}
+    own = Weighted(**settings, engine="loop", micro_batch=5).fit(DIGITS, LABELS)
+    torchs = EbbflowClassifier(**settings, criterion=nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)).fit(DIGITS, LABELS)
+    for ours, expected in zip(weights(own.module_), weights(torchs.module_), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_validation_has_the_mean_of_torch_over_a_batch() -> None:
+    settings = {"criterion": nn.CrossEntropyLoss, "criterion__weight": CLASS_WEIGHTS, "max_epochs": 1}
+    valid = predefined_split(TensorDataset(torch.from_numpy(DIGITS[200:]), torch.from_numpy(LABELS[200:])))
+    model = EbbflowClassifier(**settings, train_split=valid, random_state=0).fit(DIGITS[:200], LABELS[:200])
+    with torch.no_grad():
+        output = model.module_(torch.from_numpy(DIGITS[200:]))
+    expected = nn.functional.cross_entropy(output, torch.from_numpy(LABELS[200:]), CLASS_WEIGHTS)
+    assert model.history[-1]["valid_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+# -- what training would not use ---------------------------------------------------------------------------------------
+
+
+class MyLoader(DataLoader[Any]):
+    """An iterator of skorch's kind."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"iterator_train__sampler": [0, 0, 1]},
+        {"iterator_train__drop_last": True},
+        {"iterator_train": MyLoader},
+    ],
+)
+def test_an_iterator_for_training_is_refused_with_what_to_do(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    refused = pytest.raises(ConfigError, match=f"^{name} is given, but training uses no iterator.*criterion__weight")
+    model = EbbflowRegressor(**settings)
+    assert model.get_params()[name] is settings[name]
+    with refused:
+        model.fit(INPUTS, VALUES)
+    with refused:
+        model.partial_fit(INPUTS, VALUES)
+    with refused:  # as a search fits it
+        clone(model).fit(INPUTS, VALUES)
+    with refused:
+        EbbflowRegressor().set_params(**settings).fit(INPUTS, VALUES)
+
+
+def test_the_iterator_that_skorch_has_by_default_may_be_named() -> None:
+    model = EbbflowRegressor(iterator_train=DataLoader, max_epochs=1).fit(INPUTS, VALUES)
+    assert "iterator_train" not in model.get_params()
+
+
+@pytest.mark.parametrize("name", ["train_step", "train_step_single", "get_train_step_accumulator", "run_single_epoch"])
+def test_a_way_to_train_that_would_not_be_called_is_refused(name: str) -> None:
+    own = type("Own", (EbbflowRegressor,), {name: lambda *_, **__: None})
+    with pytest.raises(ConfigError, match=f"^Own has a {name} of its own, which training would not call.*get_loss"):
+        own().fit(INPUTS, VALUES)
+
+
+def test_sample_weights_are_refused_with_what_to_do() -> None:
+    for fit in (EbbflowClassifier(max_epochs=1).fit, EbbflowClassifier().partial_fit):
+        with pytest.raises(ConfigError, match=rf"^{fit.__name__} was given sample_weight.*criterion__weight=.*repeat"):
+            fit(DIGITS, LABELS, sample_weight=np.ones(300))
+        with pytest.raises(TypeError, match=rf"{fit.__name__}\(\) got an unexpected keyword argument 'weights'"):
+            fit(DIGITS, LABELS, weights=np.ones(300))
+        fit(DIGITS, LABELS, sample_weight=None)  # what meta-estimators pass on if they were given none
+    assert not has_fit_parameter(EbbflowClassifier(), "sample_weight")
 
 
 # -- data --------------------------------------------------------------------------------------------------------------

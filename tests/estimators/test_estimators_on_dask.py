@@ -150,6 +150,18 @@ def test_a_fit_on_a_cluster_equals_one_in_this_process(client: Client, transport
     assert_same_weights(there, here)
 
 
+@pytest.mark.parametrize("transport", ["allreduce", "centralized"])
+def test_a_mean_by_weights_is_that_of_the_whole_step(client: Client, transport: str) -> None:
+    """The share of each worker has other weights, and other targets that are ignored."""
+    weight = torch.tensor([1.0, 20.0, 1.0, 1.0, 5.0, 1.0, 1.0, 1.0, 0.1, 3.0])
+    settings = {"criterion": torch.nn.CrossEntropyLoss(weight=weight, ignore_index=3), **SETTINGS}
+    # One backward pass over the whole step, in which torch's mean is the one that is meant.
+    here = EbbflowClassifier(**settings, engine="loop", local_batch=80, micro_batch=80).fit(DIGITS, LABELS)
+    there = EbbflowClassifier(**settings, **BOTH, engine__transport=transport).fit(DIGITS, LABELS)
+    assert [h["workers"] for h in there.history] == [2, 2]
+    assert_same_weights(there, here)
+
+
 def test_a_fit_that_goes_on_keeps_what_its_rule_has_measured(client: Client) -> None:
     """The replicas of the second fit begin with the averages of the first one, as a fit in this process does."""
     settings = {

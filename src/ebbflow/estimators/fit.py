@@ -22,6 +22,7 @@ from skorch.utils import TeeGenerator
 
 from ebbflow.core.spec import nearest
 from ebbflow.engines.base import Engine, EngineMaker, EngineParts
+from ebbflow.engines.loss_sum import LossSum
 from ebbflow.engines.replica_step import Fetch
 from ebbflow.errors import ConfigError, DataError, Diverged, EbbflowError, OutputError
 from ebbflow.estimators.batch_size import make_batches
@@ -174,7 +175,7 @@ class Fit:
         from ebbflow.engines.dask import DaskEngine, connect  # reports what to install where distributed is missing
 
         net = self.net
-        if type(net).get_loss is not type(net)._usual_loss:
+        if net._has_own_loss:
             raise ConfigError(
                 f"{type(net).__name__} has a get_loss of its own, which cannot be sent to the workers; write a "
                 f"criterion (a module that takes output and target), or use engine='emulated'"
@@ -307,12 +308,14 @@ class _KeptOutputs:
         self.net = net
         self._kept: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
 
-    def __call__(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def __call__(self, model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | LossSum:
         """The loss of a micro-batch."""
         output = model(inputs)
         first = output[0] if isinstance(output, tuple) else output
         self._kept.append((inputs, targets, first.detach()))
-        loss: torch.Tensor = self.net.get_loss(output, targets, X=inputs, training=True)
+        if not self.net._has_own_loss:
+            return ModelLoss(self.net.criterion_).in_step(output, targets)
+        loss: torch.Tensor | LossSum = self.net.get_loss(output, targets, X=inputs, training=True)
         return loss
 
     def take(self, batch: int) -> tuple[Any, torch.Tensor, torch.Tensor]:

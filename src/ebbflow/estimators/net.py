@@ -57,7 +57,8 @@ _OTHER_DEFAULTS = {
 SETTINGS: dict[str, Any] = {name: _OTHER_DEFAULTS.get(name, field.default) for name, field in fields_of("estimator")}
 """The settings of a run that are parameters of the estimators, with their defaults."""
 
-
+_NOT_CALLED = ("train_step", "train_step_single", "get_train_step_accumulator", "run_single_epoch")
+"""Methods by which skorch trains; here the engine makes the steps. Validation alone calls `run_single_epoch`."""
 _PREFIXES = tuple(f"{part}__" for part in _MADE_BY_FIT)
 
 
@@ -72,8 +73,8 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
     Guarantees: each sample is used exactly once per epoch, in an order that depends only on `random_state` and the
     epoch; the gradient of a step is the mean over its samples, however many workers share it; an estimator continues
     after `partial_fit`, a warm start or unpickling as if it had not been interrupted; random numbers of the caller are
-    left alone. Limits: the criterion must be a mean over samples; there are no sample weights. docs/estimators.md
-    explains the parameters."""
+    left alone. Limits: the criterion must be a mean over samples, apart from torch's means weighted by class; there are
+    no sample weights. docs/estimators.md explains the parameters."""
 
     # skorch determines these while it initializes. Known from the start, they allow parameters to be modules, and the
     # constructor to set nothing but parameters, as scikit-learn demands.
@@ -137,12 +138,14 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def _get_param_names(self) -> list[str]:
-        """Parameters of the constructor, and settings of parts (`module__hidden`) that were given."""
+        """Parameters of the constructor, and what else was given: settings of parts (`module__hidden`), and an
+        `iterator_train`, so that `fit` refuses it in a clone, too."""
         named = [
             name for name, p in inspect.signature(EbbflowNet.__init__).parameters.items()
             if name != "self" and p.kind is not inspect.Parameter.VAR_KEYWORD
         ]  # fmt: skip
-        return [*named, *(name for name in vars(self) if "__" in name and not name.startswith("_"))]
+        settings = [name for name in vars(self) if "__" in name and not name.startswith("_")]
+        return [*named, *(["iterator_train"] if self._has_own_iterator else []), *settings]
 
     def _get_params_callbacks(self, deep: bool = True) -> dict[str, Any]:
         """Nothing: callbacks change while they are in use, and parameters must not. They can be set all the same."""
@@ -232,10 +235,15 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
     _default_criterion: type[torch.nn.Module]
 
     def get_loss(self, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The criterion's loss, the same in training and validation; see `ModelLoss`."""
+        """The mean loss of the criterion, as validation uses it; see `ModelLoss`."""
         return ModelLoss(self.criterion_).of(y_pred, torch.as_tensor(y_true, device=self.device))
 
     _usual_loss = get_loss
+
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether a subclass computes the loss itself; training then asks its `get_loss`, as skorch does."""
+        return type(self).get_loss is not EbbflowNet._usual_loss
 
     def get_iterator(self, dataset: Any, training: bool = False) -> Any:
         """As in skorch, for prediction and validation; training gets its batches from the engine."""
@@ -283,21 +291,56 @@ class EbbflowNet(NeuralNet):  # type: ignore[misc]  # skorch has no types
 
     # -- fitting ---------------------------------------------------------------------------------------------------
 
-    def fit(self, X: Any, y: Any = None) -> Self:
+    def fit(self, X: Any, y: Any = None, **fit_params: Any) -> Self:
         """Train for `max_epochs` epochs, from the beginning or, with `warm_start`, from where training was."""
+        self._refuse_what_has_no_effect("fit", fit_params)
         going_on = self.warm_start and self.initialized_
         X, y = self._check_training(X, y, reset=not going_on)
         if not going_on:
             self._start()
         return self._train(X, y, epochs=whole_number(self.max_epochs, "max_epochs"))
 
-    def partial_fit(self, X: Any, y: Any = None, classes: Any = None) -> Self:
+    def partial_fit(self, X: Any, y: Any = None, classes: Any = None, **fit_params: Any) -> Self:
         """Train one epoch over these samples and continue where training was; so do rule and batch policy."""
+        self._refuse_what_has_no_effect("partial_fit", fit_params)
         first = not self.initialized_
         X, y = self._check_training(X, y, reset=first, **({} if classes is None else {"classes": classes}))
         if first:
             self._start()
         return self._train(X, y, epochs=1)
+
+    @property
+    def _has_own_iterator(self) -> bool:
+        """Whether `iterator_train` was given; skorch sets it to None where a net only predicts."""
+        return self.iterator_train is not DataLoader and self.iterator_train is not None
+
+    def _refuse_what_has_no_effect(self, method: str, arguments: dict[str, Any]) -> None:
+        """Refuse further arguments of a fit, and parameters and methods of a subclass that training would not use."""
+        name = type(self).__name__
+        for argument, value in arguments.items():
+            if argument != "sample_weight":
+                raise TypeError(f"{name}.{method}() got an unexpected keyword argument {argument!r}")
+            if value is not None:
+                raise ConfigError(
+                    f"{method} was given sample_weight, but every sample counts equally, once per epoch; leave it out, "
+                    f"and weight the classes of a classifier with criterion__weight=torch.tensor([...]), or repeat "
+                    f"samples in X and y, for example with numpy.repeat(X, times, axis=0)"
+                )
+        iterator = ["iterator_train"] if self._has_own_iterator else []
+        unread = [*iterator, *(parameter for parameter in vars(self) if parameter.startswith("iterator_train__"))]
+        if unread:
+            raise ConfigError(
+                f"{unread[0]} is given, but training uses no iterator: the engine reads every sample once per epoch, "
+                f"in a random order; leave it out, and set batch_size, weight classes with criterion__weight, repeat "
+                f"or leave out samples in the data, or change samples in a Dataset or in the module"
+            )
+        uncalled = [own for own in _NOT_CALLED if getattr(type(self), own) is not getattr(NeuralNet, own)]
+        if uncalled:
+            raise ConfigError(
+                f"{name} has a {uncalled[0]} of its own, which training would not call, since the engine makes the "
+                f"steps; change the loss in get_loss or in a criterion, samples in a Dataset or in the module, "
+                f"gradients in a callback (on_grad_computed), and validation in validation_step"
+            )
 
     def _check_training(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, Any]:
         """Inputs as tensors (or a Dataset) and targets as the module's loss takes them."""
