@@ -36,7 +36,7 @@ from ebbflow.errors import OutputError, RecordError
 
 __all__ = [
     "End", "Event", "Header", "LayersRow", "NoRecord", "RecordWriter", "Row", "RowTracker", "Run", "StepRow",
-    "ValidationRow", "layers_due", "read_record",
+    "ValidationRow", "has_header", "layers_due", "read_record",
 ]  # fmt: skip
 
 VERSION = 2
@@ -264,6 +264,13 @@ def decode(line: str) -> Row:
     kind = _KINDS[body["kind"]]
     keys = ((name, _KEYS.get(name, name)) for name in _FIELDS[kind.kind])
     return kind(**{name: body[key] for name, key in keys if key in body})
+
+
+def has_header(path: Path) -> bool:
+    """Whether the first line of a record is complete; not if the run has only begun, or was killed before it was
+    written."""
+    with path.open("rb") as file:
+        return file.readline().endswith(b"\n")
 
 
 class RowTracker:

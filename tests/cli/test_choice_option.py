@@ -83,7 +83,6 @@ def test_the_runs_of_a_study_that_take_a_choice_are_compared_with_it(
     of_sgd: str, tmp_path: Path, ebbflow: Ebbflow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study_command, "run_with_progress", lambda *args, **options: Ending.FAILED)
-    monkeypatch.setattr(study_command, "show_report", lambda *args, **options: None)
     text = 'workloads = ["digits-mlp"]\nrules = ["linear"]\ntraces = ["constant(workers=2)"]\n'
     (tmp_path / "study.toml").write_text(text, encoding="utf-8")
     command = ("study", str(tmp_path / "study.toml"), "--choice", of_sgd)

@@ -50,6 +50,13 @@ def test_a_target_and_a_price_give_time_and_cost_to_it(study: Path, tmp_path: Pa
     assert "To accuracy 99.0 %" in (tmp_path / "r" / "index.html").read_text()
 
 
+@pytest.mark.parametrize("price", ["inf", "1e308"])
+def test_a_price_that_gives_no_costs_is_refused(study: Path, ebbflow: Ebbflow, price: str) -> None:
+    ebbflow("report", str(study), "--spot-price", price).assert_refused(
+        "USD per hour; expected a number from 0 to 1e+09"
+    )
+
+
 def test_a_report_takes_paths_as_text(study: Path, tmp_path: Path) -> None:
     arm = str(study / "arms" / "digits-mlp_gpu_constant_s0")
     assert load_results(arm).arms

@@ -76,6 +76,58 @@ def test_a_part_of_a_study_is_run_and_the_rest_is_left_for_another_call(ebbflow:
     assert len(list(Path("out").glob("arms/*/record.jsonl"))) == 4
 
 
+TINY = (
+    'workloads = "digits-mlp"\nrules = ["constant", "linear"]\n[settings]\nepochs = 1\n'
+    '[traces]\nstatic = "constant(workers=4)"\n'
+)
+
+
+@pytest.mark.process
+def test_a_budget_that_ends_before_anything_is_written_leaves_an_unfinished_study(
+    ebbflow: Ebbflow, tmp_path: Path
+) -> None:
+    """Building the model takes longer than the call may, and longer than arms have to end."""
+    plugin = tmp_path / "slow.py"
+    plugin.write_text(
+        "import time\nfrom ebbflow import register_workload\nfrom ebbflow.workloads import WORKLOADS, recipe\n"
+        "@register_workload('slow-to-build', recipe=recipe('digits-mlp'), cite='test')\n"
+        "def slow(recipe):\n    time.sleep(100)\n    return WORKLOADS.entry('digits-mlp').make(recipe=recipe)\n"
+    )
+    Path("slow.toml").write_text(TINY.replace("digits-mlp", "slow-to-build"))
+    options = ("study", "slow.toml", "--plugin", plugin, "--out", "out", "--jobs", 1, "--budget", "4s")
+    ended = ebbflow(*options, "--json")
+    assert (ended.code, json.loads(ended.out)) == (4, {"cells": []})
+    assert "0 of 2 arms have ended; the same command continues with the others" in ended.err
+    (Path("out/arms/begun")).mkdir(parents=True)
+    (Path("out/arms/begun/record.jsonl")).write_text("")
+    ebbflow("report", "out").assert_refused("has no records yet", "wait until it begins")
+
+
+@pytest.mark.process
+def test_a_report_that_cannot_be_made_does_not_hide_how_the_study_ended(ebbflow: Ebbflow) -> None:
+    Path("tiny.toml").write_text(TINY)
+    Path("out/report").mkdir(parents=True)
+    Path("out/report/notes.txt").write_text("mine")
+    answer = ebbflow("study", "tiny.toml", "--out", "out", "--jobs", 1)
+    assert answer.code == 1
+    assert "error: the report could not be made: " in answer.err
+    assert len(list(Path("out").glob("arms/*/record.jsonl"))) == 2
+
+
+def test_a_setting_that_an_override_keeps_from_some_runs_is_said_to_do_so(ebbflow: Ebbflow) -> None:
+    Path("tiny.toml").write_text(TINY + '[[override]]\nrule = "linear"\nset = { lr = 0.02 }\n')
+    said = ebbflow("study", "tiny.toml", "--set", "lr=0.5", "--set", "threads=1", "--show").err
+    assert "--set lr: 1 of 2 runs keep their own, by an [[override]] of the study: 0.02" in said
+    assert "threads" not in said
+    assert load_study("tiny.toml").overridden("lr") == [0.02]
+
+
+def test_a_study_of_ones_own_is_shown_without_other_options_too(ebbflow: Ebbflow) -> None:
+    Path("tiny.toml").write_text(TINY)
+    Path("shown.toml").write_text(ebbflow("study", "tiny.toml", "--show").text)
+    assert [arm.id for arm in load_study("shown.toml").arms()] == [arm.id for arm in load_study("tiny.toml").arms()]
+
+
 def test_what_a_study_cannot_be_limited_to_is_refused(ebbflow: Ebbflow) -> None:
     options = ("study", "demo", "--out", "out")
     ebbflow(*options, "--only", "large").assert_refused("--only 'large'", "NAME=VALUE")

@@ -156,9 +156,14 @@ def test_an_end_written_for_a_killed_process_does_not_hide_what_was_done(tmp_pat
             {"study.json": '{"version": 9}', "arms/a/record.jsonl": ""},
             "has study version 9, this ebbflow reads up to 1",
         ),
+        ({"study.json": "{}", "arms/a/record.jsonl": ""}, "has no records yet; .* or wait until it begins"),
         (
-            {"study.json": "{}", "arms/a/record.jsonl": ""},
+            {"study.json": "{}", "arms/a/record.jsonl": '{"kind":"event","step":1,"what":"x"}\n'},
             "has no record that can be read; the first says: .* no header",
+        ),
+        (
+            {"study.json": "{}", "arms/a/record.jsonl": '{"kind":"header","version":2,"config":[]}\n'},
+            "has no record that can be read; the first says: .* it was damaged or edited",
         ),
         ({"record.jsonl": "nonsense\n"}, "line 1: not a row of a record"),
     ],

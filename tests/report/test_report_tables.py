@@ -7,6 +7,7 @@ import io
 import json
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -581,3 +582,20 @@ def test_a_live_run_has_the_times_that_its_workers_measured() -> None:
     live = timed(0.9, header=Header(config={"step_time": "fit", "engine": "live"}), columns=columns)
     text = effort_caption(summarise([live]), "w")
     assert text == "Time as the workers measured it, and workers that took part x hours; means over seeds."
+
+
+def test_a_long_name_of_a_trace_leaves_room_for_the_numbers(tmp_path: Path, make_record: Callable[..., Path]) -> None:
+    name = "/data/availability/a-rather-long-folder-name/experiments/2026-11/spot-europe-west4.csv"
+    for rule, last in (("constant", 0.9), ("linear+warmup(2ep)", 0.8)):
+        path = make_record(tmp_path / "arms" / rule / "record.jsonl", last=[last] * 3, rule=rule)
+        path.write_text(path.read_text().replace('"trace":"static"', f'"trace":"{name}"', 1))
+    results = load_results(tmp_path)
+    console = Console(width=80, file=io.StringIO())
+    console.print(terminal(summarise(results.arms, results.config), width=80))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    first = text.partition("└")[0]
+    assert "90" in first and "80" in first and "(continued)" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    shown = "".join(line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│"))
+    assert shown == name

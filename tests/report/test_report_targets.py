@@ -485,6 +485,18 @@ def test_clocks_that_make_no_sense_are_refused(settings: dict[str, str], network
         make_clocks(clocks_of(**settings), networks)
 
 
+def test_runs_that_have_finished_are_a_baseline_before_those_that_have_not(results: Results) -> None:
+    """As while the runs of the rule constant are still under way."""
+    arms = [
+        dataclasses.replace(arm, status="unfinished") if arm.rule == "constant" else dataclasses.replace(arm)
+        for arm in results.arms
+    ]
+    finished = [arm for arm in results.arms if arm.rule == "constant"]
+    others = [dataclasses.replace(arm, rule="linear", trace=arm.trace) for arm in finished]
+    same = summarise([*(arm for arm in arms if arm.rule == "constant"), *others], results.config, targets=["0.99x"])
+    assert same.baselines == {"w": ("batch 10", "linear")}
+
+
 def test_only_batches_of_the_reference_batch_are_a_baseline(results: Results) -> None:
     assert {arm.trace for arm in results.arms if at_reference_batch(arm)} == {"batch 10"}
 

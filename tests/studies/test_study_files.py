@@ -120,6 +120,11 @@ def test_files_of_both_kinds_with_paths_relative_to_the_file(tmp_path: Path, suf
             "'spot' = '1'; expected a finite number$",
         ),
         (
+            {"paper": [{"rule": "constant", "source": name, "values": {"spot": 0.9}} for name in ("x", "y")]},
+            "'spot': constant has a published value of metric twice",
+        ),
+        ({"seeds": 100_000_000}, "seeds is 100000000; expected how many .3., up to 10,000"),
+        (
             {"paper": [{"rule": "constant", "source": "x", "what": "epochs to 0.9", "values": {"spot": "N/A"}}]},
             "^study.toml: paper: 'spot' = 'N/A'; expected a finite number, or .never. for a target",
         ),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ebbflow.cli.common import AsJson, err
-from ebbflow.cli.report_command import show_report
+from ebbflow.cli.report_command import show_report_of
 from ebbflow.cli.study_command import Jobs, run_with_progress
 from ebbflow.studies.grid import load_study
 
@@ -28,5 +28,4 @@ def demo(
         f"{len(study.seeds)} seeds each.",
     )
     ended = run_with_progress(study, out_folder, jobs=jobs)
-    show_report(out_folder, as_json=json)
-    raise typer.Exit(ended.code)
+    raise typer.Exit(show_report_of(out_folder, ended, as_json=json).code)

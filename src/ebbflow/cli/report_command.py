@@ -11,11 +11,15 @@ import typer
 
 from ebbflow.cli.common import AsJson, PluginFiles, err, out, print_json
 from ebbflow.cli.scenario_options import step_option
+from ebbflow.core.endings import Ending
 from ebbflow.core.plugins import load_plugins
+from ebbflow.errors import ConfigError, InputError, OutputError
 from ebbflow.simulate.scenario import ScenarioSettings
 from ebbflow.simulate.step_models import NETWORKS
 
-__all__ = ["report", "show_report"]
+__all__ = ["report", "show_report", "show_report_of"]
+
+_HIGHEST_PRICE = 1e9
 
 
 def report(
@@ -74,6 +78,19 @@ def report(
         webbrowser.open(page.resolve().as_uri())
 
 
+def show_report_of(folder: Path, ended: Ending, *, as_json: bool) -> Ending:
+    """Show the report of what has ended so; a report that cannot be made does not hide how that was.
+
+    Returns how the command ends: failed where all else went well.
+    """
+    try:
+        show_report(folder, as_json=as_json)
+    except (InputError, OutputError) as error:
+        err.print(f"error: the report could not be made: {error}", soft_wrap=True, markup=False)
+        return Ending.FAILED if ended is Ending.FINISHED else ended
+    return ended
+
+
 def show_report(
     folder: Path, *, out_folder: Path | None = None, as_json: bool = False, targets: Sequence[str] = (),
     usd_per_hour: float | None = None, step_model: tuple[ScenarioSettings, Sequence[str]] | None = None,
@@ -88,6 +105,8 @@ def show_report(
     from ebbflow.report.export import terminal
     from ebbflow.report.report_page import write_report
 
+    if usd_per_hour is not None and not usd_per_hour <= _HIGHEST_PRICE:
+        raise ConfigError(f"the price is {usd_per_hour:g} USD per hour; expected a number from 0 to {_HIGHEST_PRICE:g}")
     clocks = make_clocks(*step_model) if step_model else ()
     paths = write_report(folder, out=out_folder, targets=targets, clocks=clocks, usd_per_hour=usd_per_hour)
     for problem in paths.results.problems:

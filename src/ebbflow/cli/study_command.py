@@ -14,11 +14,12 @@ from rich.table import Table
 
 from ebbflow.cli.common import AsJson, PluginFiles, command_line, err, interruptible, out, print_json, text_column
 from ebbflow.cli.options import ChoiceFile, compared
-from ebbflow.cli.report_command import show_report
+from ebbflow.cli.report_command import show_report_of
 from ebbflow.core.choices import read_choice
 from ebbflow.core.endings import Ending
 from ebbflow.core.units import format_seconds, parse_seconds
 from ebbflow.errors import ConfigError
+from ebbflow.report.results import begun_records
 from ebbflow.studies.grid import (
     Study,
     check_arms,
@@ -50,7 +51,11 @@ def study(
     seeds: Annotated[int | None, typer.Option(help="Number of seeds. Default: as in the study.")] = None,
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A setting for every run, such as device=cuda; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="A setting for every run without an override of its own, such as device=cuda; repeatable.",
+        ),
     ] = None,
     choice: ChoiceFile = None,
     plugin: PluginFiles = None,
@@ -68,7 +73,7 @@ def study(
         str | None,
         typer.Option(
             help="How long this call may take, such as 50min: arms that would not end by then are not started, those "
-            "that run write checkpoints, and the same command continues. Exit code 4."
+            "that run have ten seconds for a checkpoint, and the same command continues. Exit code 4."
         ),
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the recipes that come with ebbflow.")] = False,
@@ -95,13 +100,15 @@ def study(
             f"no study was given; write one (see the guide) or name a recipe: {', '.join(recipe_names())}"
         )
     changed = setting or plugin or scale != 1 or any(value is not None for value in (stand_in, choice, seeds))
-    if shown and not changed:
+    if shown and not changed and config in recipe_names():
         print(recipe_text(config), end="")
         return
     chosen = load_study(config)
     if stand_in is not None:
         chosen = with_stand_in(chosen, stand_in)
     chosen = with_plugins(with_settings(chosen, setting or []), plugin or [])
+    for text in setting or []:
+        _tell_overrides(chosen, text.partition("=")[0].strip())
     if choice is not None:
         chosen = _with_choice(chosen, choice, setting or [])
     if seeds is not None:
@@ -118,11 +125,22 @@ def study(
         chosen, folder, jobs=jobs, checkpoint_every=checkpoint_every, keep_weights=keep_weights,
         only=_by_axis(only or []), within_s=math.inf if budget is None else _limit(budget),
     )  # fmt: skip
-    if any(folder.glob("arms/*/record.jsonl")):
-        show_report(folder, as_json=json)
+    if begun_records(folder):
+        ended = show_report_of(folder, ended, as_json=json)
     elif json:  # the time was over before the first arm began
         print_json({"cells": []})
     raise typer.Exit(ended.code)
+
+
+def _tell_overrides(study: Study, name: str) -> None:
+    """Say which runs do not take a setting that was given for every run."""
+    kept = study.overridden(name)
+    if kept:
+        values = ", ".join(dict.fromkeys(map(str, kept)))
+        err.print(
+            f"--set {name}: {len(kept)} of {len(study.arms())} runs keep their own, by an [[override]] of the study: "
+            f"{values}", soft_wrap=True, markup=False,
+        )  # fmt: skip
 
 
 def _by_axis(only: list[str]) -> dict[str, list[str]]:

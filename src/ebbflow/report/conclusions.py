@@ -22,13 +22,20 @@ def takeaways(summary: Summary) -> list[str]:
     return [text for text in [*texts, *_targets(summary), _losses(summary)] if text]
 
 
+def _all_diverged(summary: Summary, workload: str) -> bool:
+    """Whether all arms have ended, none with a result."""
+    lost = [name for cell in summary.cells_of(workload) for name, _ in cell.lost]
+    return set(lost) == {"diverged"} and not any(cell.missing for cell in summary.cells_of(workload))
+
+
 def _conclusion(summary: Summary, workload: str) -> str:
     verdicts = summary.verdicts(workload)
     if not verdicts:
         if ended := sum(len(cell.not_validated) for cell in summary.cells_of(workload)):
             runs = "the run has" if ended == 1 else f"{ended} runs have"
             return f"On {workload} {runs} finished without a validation (a Session takes evaluate=): there is no score."
-        return f"On {workload} no arm has finished, so nothing can be said yet."
+        yet = "" if _all_diverged(summary, workload) else " yet"
+        return f"On {workload} no arm has finished, so nothing can be said{yet}."
     numbers = summary.number_format(workload)
     cells = [cell for cell in summary.cells_of(workload) if cell.mean is not None]
     if len({cell.rule for cell in cells}) == 1:

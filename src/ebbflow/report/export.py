@@ -140,7 +140,7 @@ def terminal(summary: Summary, *, width: int = 80) -> Group:
             # title at the width of the table, in the middle of a longer name.
             parts.append(Text(workload if block == 0 else f"{workload} (continued)", style="bold"))
             table = Table()
-            table.add_column("trace", style="dim", no_wrap=True)
+            table.add_column("trace", style="dim", overflow="fold", max_width=_trace_width(summary, workload, width))
             for rule in rules:
                 table.add_column(_header(rule), justify="right")
             numbers = summary.number_format(workload)
@@ -420,10 +420,15 @@ def _rich_cell(cell: Cell | None, numbers: NumberFormat) -> Text:
     return text
 
 
+def _trace_width(summary: Summary, workload: str, width: int) -> int:
+    """Of the first column: half of the terminal at most, so that a long path does not take the place of the numbers."""
+    return min(max(map(len, ["trace", *summary.traces_of(workload)])), width // 2)
+
+
 def _blocks(summary: Summary, workload: str, width: int) -> Iterator[list[str]]:
     """The rules of a workload, in groups that fit next to the names of the traces."""
     numbers, traces = summary.number_format(workload), summary.traces_of(workload)
-    room = width - max(map(len, ["trace", *traces])) - 4  # borders and padding
+    room = width - _trace_width(summary, workload, width) - 4  # borders and padding
     block: list[str] = []
     used = 0
     for rule in summary.rules_of(workload):

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from ebbflow.errors import RecordError
 from ebbflow.live.accounting import read_fleet_run
-from ebbflow.record import Header, Run, read_record
+from ebbflow.record import Header, Run, has_header, read_record
 
-__all__ = ["ArmResult", "LayerCurves", "Status", "Results", "load_results"]
+__all__ = ["ArmResult", "LayerCurves", "Status", "Results", "begun_records", "load_results"]
 
 Array = npt.NDArray[np.float64]
 Status = Literal["finished", "diverged", "failed", "interrupted", "unreadable", "missing"]
@@ -483,14 +483,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     return body
 
 
+def begun_records(folder: Path) -> list[Path]:
+    """The records of the arms of a study that have written their header; the others count as missing."""
+    return [path for path in sorted((folder / "arms").glob("*/record.jsonl")) if has_header(path)]
+
+
 def _read_arm(path: Path) -> ArmResult:
     """The arm of a record. A record that cannot be read gives an arm with that status, and the report goes on."""
     try:
         return ArmResult.from_run(read_record(path))
     except RecordError as error:
-        return ArmResult(
-            id=path.parent.name, workload="", trace="", rule="", seed=0, status="unreadable", note=str(error)
-        )
+        note = str(error)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a row of JSON, with values of other types
+        note = f"{path} has a row whose values are not those of a record ({error}); it was damaged or edited"
+    return ArmResult(id=path.parent.name, workload="", trace="", rule="", seed=0, status="unreadable", note=note)
 
 
 def load_results(path: Path | str) -> Results:
@@ -510,9 +516,11 @@ def load_results(path: Path | str) -> Results:
         )
     body = _read_json(path / "study.json") if (path / "study.json").is_file() else {}
     config = body.get("config", {})
-    arms = [_read_arm(record) for record in sorted((path / "arms").glob("*/record.jsonl"))]
+    arms = [_read_arm(record) for record in begun_records(path)]
     if not arms:
-        raise RecordError(f"{path} has no records yet; expected arms/*/record.jsonl; run the study first")
+        raise RecordError(
+            f"{path} has no records yet; expected arms/*/record.jsonl; run the study, or wait until it begins"
+        )
     if all(arm.status == "unreadable" for arm in arms):
         raise RecordError(f"{path} has no record that can be read; the first says: {arms[0].note}")
     readable, replaced = _newest(_named_fits([arm for arm in arms if arm.status != "unreadable"]))

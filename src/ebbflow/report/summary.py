@@ -443,12 +443,16 @@ def _of_cell(paper: Iterable[PaperValue], cell: Cell) -> list[PaperValue]:
 def _baselines(
     keys: Iterable[tuple[str, str, str]], groups: Mapping[tuple[str, str, str], list[ArmResult]]
 ) -> dict[str, tuple[str, str]]:
-    """(trace, rule) of the runs at the reference batch for each workload, that of the rule constant before others."""
+    """(trace, rule) of the runs at the reference batch for each workload, that of the rule constant before others.
+
+    Runs that have finished come before those that have not, which have no score yet."""
     found: dict[str, tuple[str, str]] = {}
-    for key in sorted(keys, key=lambda key: key[2] != "constant"):  # stable
-        ran = [arm for arm in groups[key] if arm.steps]
-        if ran and all(map(at_reference_batch, ran)):
-            found.setdefault(key[0], key[1:])
+    ordered = sorted(keys, key=lambda key: key[2] != "constant")  # stable
+    for finished in (True, False):
+        for key in ordered:
+            ran = [arm for arm in groups[key] if arm.steps and (not finished or outcome(arm) == "finished")]
+            if ran and all(map(at_reference_batch, ran)):
+                found.setdefault(key[0], key[1:])
     return found
 
 

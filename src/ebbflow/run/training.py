@@ -27,7 +27,7 @@ from ebbflow.core.plugins import load_plugins
 from ebbflow.core.wording import called
 from ebbflow.errors import CheckpointError, CodeChanged, ConfigError
 from ebbflow.plan import BatchPlan
-from ebbflow.record import Event, NoRecord, RecordWriter, Run, read_record
+from ebbflow.record import Event, NoRecord, RecordWriter, Run, has_header, read_record
 from ebbflow.run.assemble import (
     assemble,
     check_names,
@@ -89,7 +89,7 @@ class RunFiles:
     def finished_run(self) -> Run | None:
         """The record in the folder if its run has ended; an error if it is a run of another configuration."""
         path = self.folder / RECORD
-        if not path.is_file() or (self.folder / CHECKPOINT).is_file() or not _has_header(path):
+        if not path.is_file() or (self.folder / CHECKPOINT).is_file() or not has_header(path):
             return None
         run = read_record(path)
         # The end of a run names its weights; that of one that raised an error does not, and it is tried again.
@@ -161,6 +161,7 @@ class RunFiles:
         if idle := flow.engine.idle_processes():
             _LOG.warning(idle)
             self.record.write(Event(step=0, what="idle ranks", text=idle))
+        self.record.flush()  # a report can be made from here on
         return self.record
 
     def _restore(self, flow: Flow, state: dict[str, Any], path: Path) -> tuple[int, str]:
@@ -202,12 +203,6 @@ class RunFiles:
 
 def _parameter_count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _has_header(path: Path) -> bool:
-    """Whether the first line of the record is complete; not if the run was killed before it wrote it."""
-    with path.open("rb") as file:
-        return file.readline().endswith(b"\n")
 
 
 def train(

@@ -86,6 +86,7 @@ _KEYS = [
     "made_from",
 ]
 _SELECTORS = ["workload", "trace", "rule", "seed"]
+_MOST_SEEDS = 10_000
 _AXES = {"workload": "workloads", "trace": "[traces]", "rule": "rules", "seed": "seeds", "label": "[traces]"}
 """What the grid itself determines for each run, and the key that does so: these are not settings."""
 _PAPER_KEYS = ["source", "workload", "rule", "values", "what"]
@@ -184,6 +185,18 @@ class Study:
         if not found:
             asked = ", ".join(f"{axis}={value}" for axis, values in chosen.items() for value in values)
             raise ConfigError(f"{self.source} has no arm with {asked}: [[skip]] leaves it out")
+        return found
+
+    def overridden(self, name: str) -> list[Any]:
+        """What the [[override]] tables say of a setting, for each run of which they do."""
+        axes = ("workload", "label", "rule", "seed")
+        found = []
+        for config in (arm.config for arm in self.arms()):
+            chosen = dict(
+                zip(("workload", "trace", "rule", "seed"), (getattr(config, axis) for axis in axes), strict=True)
+            )
+            said = [entry["set"][name] for entry in self.override if name in entry["set"] and _matches(entry, **chosen)]
+            found += said[-1:]
         return found
 
     def _arm(self, *, workload: str, trace: str, rule: str, seed: int) -> Arm:
@@ -431,13 +444,15 @@ def _traces(values: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _seeds(found: Any, source: str) -> tuple[int, ...]:
-    if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+    if isinstance(found, int) and not isinstance(found, bool) and 0 < found <= _MOST_SEEDS:
         return tuple(range(found))
     if isinstance(found, list) and found and all(isinstance(seed, int) and seed >= 0 for seed in found):
         if len(set(found)) < len(found):
             raise ConfigError(f"{source}: seeds has an entry twice: {found}")
         return tuple(found)
-    raise ConfigError(f"{source}: seeds is {found!r}; expected how many (3) or which ([0, 1, 2])")
+    raise ConfigError(
+        f"{source}: seeds is {found!r}; expected how many (3), up to {_MOST_SEEDS:,}, or which ([0, 1, 2])"
+    )
 
 
 def _selections(values: Mapping[str, Any], key: str, source: str) -> tuple[dict[str, Any], ...]:
@@ -470,6 +485,7 @@ def _paper(found: Any, study: Study) -> tuple[PaperValue, ...]:
     if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
         raise ConfigError(f"{study.source}: paper is {found!r}; expected [[paper]] tables")
     result = []
+    cells: set[tuple[str, ...]] = set()
     for entry in found:
         for key in entry:
             if key not in _PAPER_KEYS:
@@ -487,6 +503,10 @@ def _paper(found: Any, study: Study) -> tuple[PaperValue, ...]:
             if trace not in study.traces:
                 names = nearest(str(trace), list(study.traces))
                 raise ConfigError(f"{where} = {value!r}; expected a trace of the study; {names}")
+            cell = (row["workload"], trace, row["rule"], str(quantity))
+            if cell in cells:
+                raise ConfigError(f"{where}: {row['rule']} has a published value of {quantity} twice; expected one")
+            cells.add(cell)
             result.append(
                 PaperValue(workload=row["workload"], trace=trace, rule=row["rule"], source=row["source"],
                            value=parse_value(value, quantity, where=where), what=str(quantity))

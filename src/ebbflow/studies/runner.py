@@ -318,9 +318,17 @@ def _run_arms(
         for _, process in running.values():
             process.terminate()  # interrupted or stopped: each arm writes a checkpoint and exits
         ended_by = time.monotonic() + _END_WITHIN_S
+        too_slow = 0
         for _, process in running.values():
             process.join(timeout=max(0.0, ended_by - time.monotonic()))
+            too_slow += process.is_alive()
             process.kill()
+        if too_slow:
+            _LOG.warning(
+                "%d of %d arms did not come to the end of a step within %g s and were killed; they go on from their "
+                "latest checkpoints, if they have written any",
+                too_slow, len(running), _END_WITHIN_S,
+            )  # fmt: skip
 
 
 def _start_server(context: ForkServerContext) -> None:
