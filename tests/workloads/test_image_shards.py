@@ -237,6 +237,14 @@ def test_a_label_that_is_no_class_is_named_with_its_shard_and_member(shards, tmp
 # ---- wrong images ----
 
 
+def test_an_error_in_a_transform_names_shard_and_member(shards):
+    def fails(image):
+        raise ZeroDivisionError("division by zero")
+
+    with pytest.raises(DataError, match=r"train-000001\.tar: 10\.jpg: the transform of this image raised ZeroDivision"):
+        ImageShards(shards, fails)[3]
+
+
 def test_headers_are_read_without_the_images_behind_them(tmp_path, monkeypatch):
     """Only a few kilobytes of an image of a megabyte; one whose shard is gone is named, and so is one that is none."""
     large = io.BytesIO()

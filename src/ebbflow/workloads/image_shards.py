@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from ebbflow.errors import DataError
 from ebbflow.workloads.disk_cache import disk_cached
-from ebbflow.workloads.image_files import IMAGE_SUFFIXES, check_all, check_header, decode_image
+from ebbflow.workloads.image_files import IMAGE_SUFFIXES, check_all, check_header, decode_image, transformed
 from ebbflow.workloads.image_folders import Transform
 
 __all__ = ["ImageShards", "ShardSample", "find_shards", "index_shard"]
@@ -202,7 +202,7 @@ class ImageShards(Dataset[tuple[Tensor, int]]):
                 content = file.read(row["size"])
         except OSError as error:
             raise DataError(f"{where}: cannot be read ({error.strerror or error})") from None
-        return self.transform(decode_image(io.BytesIO(content), where)), int(row["label"])
+        return transformed(where, self.transform, decode_image(io.BytesIO(content), where)), int(row["label"])
 
     def check_headers(self) -> None:
         """Read the headers of all images; those that are no images raise DataError."""
