@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -54,6 +53,7 @@ TURNED = (
 _PNG_FORMAT = 24  # where the bit depth is in a PNG, and after it the colour type; Pillow tells neither
 _ORIENTATION = 0x0112  # the number of the tag in EXIF
 _IDX_BYTES = 0x08  # the idx code of unsigned bytes, the only type that the image sets use
+_ZIP = b"PK\x03\x04"  # how a zip file begins; what makes it one for Python is the directory at its end
 _CIFAR_SIDE = 32
 _CIFAR_PIXELS = 3 * _CIFAR_SIDE * _CIFAR_SIDE
 
@@ -313,6 +313,10 @@ def _read_cifar(data: Path, kind: _CifarFormat) -> tuple[Images, Images]:
         train = _concatenate([read(path, kind) for path in paths[:-1]])
         _check_classes(paths[0], train.labels, kind)
         return train, read(paths[-1], kind)
+    if data.is_file() and _read_bytes(data).startswith(_ZIP):
+        raise DataError(
+            f"{data}: cut short: it begins as an npz file does, but has no directory at its end; get it again"
+        )
     found = "is a file of another kind" if data.is_file() else "has none of it" if data.is_dir() else "does not exist"
     for other in (_CIFAR10, _CIFAR100):
         if any(path.is_file() for _, paths in _cifar_places(data, other) for path in paths):
@@ -393,8 +397,8 @@ def _cifar_npz(path: Path, split: str, kind: _CifarFormat) -> Images:
             names = arrays.get("classes")
     except KeyError as error:
         raise DataError(f"{path}: {error.args[0]}; expected the arrays {split}_jpeg, _offsets and _labels") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: damaged npz file ({error}); get it again") from None
+    except Exception as error:  # zipfile and numpy raise nearly anything for a damaged file, also a MemoryError
+        raise DataError(f"{path}: damaged npz file ({type(error).__name__}: {error}); get it again") from None
     where = f"{path}, {split}"
     if split == "train":
         _check_classes(where, labels, kind, names)
