@@ -93,6 +93,21 @@ def test_an_error_about_a_wrong_folder_names_what_is_wrong(tmp_path):
         ImageFolder(tmp_path / "empty", as_bytes)
 
 
+def test_a_class_that_cannot_be_opened_is_named(folder, monkeypatch):
+    scandir = os.scandir
+
+    def refuses(path):
+        if path == folder / "dog":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuses)
+    with pytest.raises(
+        DataError, match=r"/dog: cannot be read \(Permission denied\); expected a folder with one folder"
+    ):
+        ImageFolder(folder, as_bytes)
+
+
 def test_a_class_without_images_is_named(folder):
     (folder / "eel").mkdir()
     (folder / "eel" / ".hidden.jpg").write_bytes(b"")

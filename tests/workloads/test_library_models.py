@@ -106,6 +106,20 @@ def test_networks_for_images_train_on_folders(workload: str, photographs: Path, 
     assert np.isfinite(loss_after_an_epoch(workload, photographs, tmp_path / "run"))
 
 
+@pytest.mark.parametrize("engine", ["loop", "fused"])
+def test_a_micro_batch_that_is_too_small_for_a_batch_norm_is_explained(
+    photographs: Path, tmp_path: Path, engine: str
+) -> None:
+    """The last layers of a ResNet-18 see a single pixel of an image of 32x32."""
+    config = ebbflow.RunConfig(
+        workload="folder-resnet18(size=32)", data=photographs, local_batch=1, trace="0s:2 40s", engine=engine,
+        loader_workers=0,
+    )  # fmt: skip
+    says = r"a batch norm gets a single value per channel, .*\(1, 3, 32, 32\)\); expected .* larger local_batch, or mic"
+    with pytest.raises(ConfigError, match=says):
+        ebbflow.train(config, tmp_path / "run")
+
+
 @pytest.mark.process
 @pytest.mark.timeout(120)
 def test_a_saved_data_set_holds_the_images_of_the_folder(photographs: Path, saved: Path) -> None:

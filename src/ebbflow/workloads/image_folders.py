@@ -42,8 +42,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             images = [_names(folder / name, folders=False) for name in self.classes]
         except OSError as error:
             raise DataError(
-                f"{folder}: cannot be read ({error.strerror or error}); expected a folder with one folder of images "
-                f"per class"
+                f"{error.filename or folder}: cannot be read ({error.strerror or error}); expected a folder with one "
+                f"folder of images per class"
             ) from None
         for name, files in zip(self.classes, images, strict=True):
             if not files:
