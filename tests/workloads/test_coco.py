@@ -96,6 +96,18 @@ def test_images_in_the_folder_that_the_annotations_do_not_name_are_counted(tmp_p
     assert read_coco(tmp_path, "train2017").left_out == {"images on disk without an entry": 2}
 
 
+def test_images_in_folders_below_are_counted_if_the_annotations_have_others_there(tmp_path):
+    folder = write(tmp_path, content()) / "train2017"
+    for name in ("part1/x.jpg", "part1/.y.jpg", "part1/list.txt", "part2/z.jpg"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    annotations = content()
+    (folder / "9.jpg").rename(folder / "part1" / "9.jpg")
+    annotations["images"][2]["file_name"] = "part1/9.jpg"
+    write_annotations(tmp_path, annotations)
+    assert read_coco(tmp_path, "train2017").left_out == {"images on disk without an entry": 1}
+
+
 def test_files_are_the_same_however_the_annotations_write_their_names(tmp_path):
     annotations = content()
     folder = write(tmp_path / "data", annotations) / "train2017"
@@ -170,13 +182,30 @@ def test_a_box_that_is_outside_because_the_size_of_its_image_is_wrong_is_an_erro
         read_coco(write(tmp_path, annotations), "train2017")
 
 
-def test_boxes_that_are_fractions_of_their_images_are_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("fractions", "within"),
+    [
+        ([[0.25, 0.17, 0.5, 0.33], [0, 0, 1, 1], [0.03, 0.07, 0.07, 0.13], [0.1, 0.13, 0.2, 0.27]], 4),
+        # Both sums are above 1 by rounding: 0.005 and 0.995, and 0.335 and 0.665.
+        ([[0.01, 0.34, 1.0, 0.67], [0, 0, 1, 1], [0.03, 0.07, 0.07, 0.13], [0.1, 0.13, 0.2, 0.27]], 4),
+        ([[0.25, 0.17, 0.5, 0.33], [0, 0, 1, 1], [0.03, 0.07, 0.07, 0.13], [4, 4, 8, 8]], 3),
+    ],
+    ids=["exactly", "rounded", "all but one"],
+)
+def test_boxes_that_are_fractions_of_their_images_are_an_error(tmp_path, fractions, within):
     annotations = content()
-    for annotation in annotations["annotations"]:
-        x, y, width, height = annotation["bbox"]
-        annotation["bbox"] = [x / 40, y / 30, width / 40, height / 30]
-    with pytest.raises(DataError, match=r"instances_train2017\.json: no bbox reaches beyond 1, .* in pixels: correct"):
+    for annotation, box in zip(annotations["annotations"], fractions, strict=True):
+        annotation["bbox"] = box
+    says = rf"instances_train2017\.json: {within} of 4 boxes end within the first pixel .* in pixels: correct"
+    with pytest.raises(DataError, match=says):
         read_coco(write(tmp_path, annotations), "train2017")
+
+
+def test_tiny_boxes_in_the_corner_of_their_images_are_boxes(tmp_path):
+    annotations = content()
+    for annotation in annotations["annotations"][:2]:
+        annotation["bbox"] = [0, 0, 1, 1]
+    assert len(read_coco(write(tmp_path, annotations), "train2017").boxes) == 4
 
 
 def test_an_image_that_only_viewers_turn_is_said_to_be_one(tmp_path):
@@ -351,6 +380,30 @@ def test_without_augmentation_boxes_are_scaled_with_their_image(tmp_path):
     assert targets[0]["size"].tolist() == [30, 40]
     assert targets[0]["image_id"] == 7
     assert targets[1]["boxes"].shape == (0, 4)
+
+
+@pytest.mark.parametrize(("width", "height"), [(2, 1), (2, 2), (3, 3), (30, 3), (4, 4)])
+def test_images_of_a_few_pixels_are_augmented_without_an_error(tmp_path, width, height):
+    annotations = content()
+    annotations["images"] = [{"id": 7, "file_name": "7.jpg", "width": width, "height": height}]
+    box = {"image_id": 7, "category_id": 2, "bbox": [0, 0, width, height]}
+    annotations["annotations"] = [{"id": 11, **box}, {"id": 12, **box}]
+    write(tmp_path, annotations)
+    Image.new("RGB", (width, height), (9, 200, 3)).save(tmp_path / "train2017" / "7.jpg")
+    images = CocoImages(read_coco(tmp_path, "train2017"), size=64, augment=True)
+    torch.manual_seed(0)
+    for _ in range(60):
+        assert images[0][0].shape == (3, 64, 64)
+
+
+def test_an_error_in_a_transform_names_the_image(tmp_path):
+    def fails(image, target):
+        raise ZeroDivisionError("division by zero")
+
+    images = CocoImages(read_coco(write(tmp_path, content()), "train2017"), size=64, augment=False)
+    images.transform = fails
+    with pytest.raises(DataError, match=r"3\.jpg \(image 3 of the annotations\): the transform of this image raised Z"):
+        images[1]
 
 
 def test_augmented_boxes_are_inside_the_image_and_never_empty(shared):

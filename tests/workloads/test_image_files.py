@@ -6,6 +6,8 @@ import gzip
 import io
 import pickle
 import struct
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -405,6 +407,58 @@ def test_a_truncated_npz_is_refused(tmp_path):
     raw[200:260] = bytes(60)  # the directory at the end is whole, the content is not
     path.write_bytes(raw)
     with pytest.raises(DataError, match="damaged npz"):
+        read_cifar10(path)
+
+
+def test_an_npz_that_is_cut_short_is_said_to_be(tmp_path):
+    path = tmp_path / "set.npz"
+    np.savez(path, **npz_arrays([jpeg((0, 0, 0))], "train"), **npz_arrays([jpeg((0, 0, 0))], "test"))
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(DataError, match=r"set\.npz: cut short: it begins as an npz file does, .*; get it again"):
+        read_cifar10(path)
+
+
+def overwrite(found: bytes, by: bytes, after: int = 0) -> Callable[[bytearray], None]:
+    def change(raw: bytearray) -> None:
+        start = raw.rindex(found) + after
+        raw[start : start + len(by)] = by
+
+    return change
+
+
+# The first three are in the directory at the end, and end in NotImplementedError, RuntimeError and BadZipFile; the
+# others are in the description of an array.
+@pytest.mark.parametrize(
+    "change",
+    [
+        overwrite(b"PK\x01\x02", b"\x63", after=10),  # an unknown compression
+        overwrite(b"PK\x01\x02", b"\x01", after=8),  # encrypted
+        overwrite(b"PK\x01\x02", b"\x63", after=16),  # another checksum
+        overwrite(b"{'descr'", b"('descr'"),
+        overwrite(b"{'descr'", b"{'descr\n"),
+        overwrite(b"'shape': (1,)", b"'shape': (9**", after=0),
+    ],
+)
+def test_a_damaged_npz_is_named_whatever_it_makes_zipfile_and_numpy_raise(tmp_path, change):
+    path = tmp_path / "set.npz"
+    np.savez(path, **npz_arrays([jpeg((0, 0, 0))], "train"), **npz_arrays([jpeg((0, 0, 0))], "test"))
+    raw = bytearray(path.read_bytes())
+    change(raw)
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"set\.npz: damaged npz file \(\w+: .*\); get it again"):
+        read_cifar10(path)
+
+
+def test_a_damaged_npz_that_would_need_all_memory_is_named(tmp_path):
+    path = tmp_path / "set.npz"
+    arrays = {**npz_arrays([jpeg((0, 0, 0))], "train"), **npz_arrays([jpeg((0, 0, 0))], "test")}
+    del arrays["test_labels"]
+    np.savez(path, **arrays)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (10**17,)})
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("test_labels.npy", header.getvalue())
+    with pytest.raises(DataError, match=r"set\.npz: damaged npz file \(\w*MemoryError: .*\); get it again"):
         read_cifar10(path)
 
 

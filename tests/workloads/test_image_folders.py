@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ from PIL import Image
 
 from ebbflow.errors import DataError
 from ebbflow.workloads import DatasetSource
-from ebbflow.workloads.image_files import decode_image
+from ebbflow.workloads.image_files import check_header, decode_image
 from ebbflow.workloads.image_folders import ImageFolder
+from workloads.png_files import COLOURS, GREY_WITH_ALPHA, png
 
 
 def as_bytes(image: Image.Image) -> torch.Tensor:
@@ -63,6 +65,23 @@ def test_pixels_of_more_than_eight_bits_are_refused_instead_of_being_cut(tmp_pat
         decode_image(path, path)
 
 
+@pytest.mark.parametrize(("colours", "channels"), [(COLOURS, 3), (GREY_WITH_ALPHA, 2), (6, 4)])
+def test_channels_of_more_than_eight_bits_are_refused_instead_of_being_rounded(tmp_path, colours, channels):
+    path = tmp_path / "deep.png"
+    numbers = np.full((4, 4, channels), 40)
+    path.write_bytes(png(numbers, bits=16, colours=colours))
+    for read in (check_header, decode_image):
+        with pytest.raises(DataError, match=r"deep\.png: 16 bits per channel; expected 8 bits per channel, convert"):
+            read(path, path)
+    path.write_bytes(png(numbers, bits=8, colours=colours))
+    assert np.unique(decode_image(path, path)).tolist() == [40]
+
+
+def test_greys_of_few_bits_are_images_from_black_to_white(tmp_path):
+    (tmp_path / "few.png").write_bytes(png(np.array([[0, 1, 2, 3]]), bits=2))
+    assert np.asarray(decode_image(tmp_path / "few.png", "few.png"))[0, :, 0].tolist() == [0, 85, 170, 255]
+
+
 # ---- wrong folders, at once ----
 
 
@@ -72,6 +91,21 @@ def test_an_error_about_a_wrong_folder_names_what_is_wrong(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty: no folders; expected CLASS/NAME\.jpg"):
         ImageFolder(tmp_path / "empty", as_bytes)
+
+
+def test_a_class_that_cannot_be_opened_is_named(folder, monkeypatch):
+    scandir = os.scandir
+
+    def refuses(path):
+        if path == folder / "dog":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuses)
+    with pytest.raises(
+        DataError, match=r"/dog: cannot be read \(Permission denied\); expected a folder with one folder"
+    ):
+        ImageFolder(folder, as_bytes)
 
 
 def test_a_class_without_images_is_named(folder):
@@ -86,6 +120,23 @@ def test_a_file_that_is_no_image_by_its_name_is_named_and_not_left_out(folder, n
     (folder / name).write_text("no image")
     with pytest.raises(DataError, match=rf"{name}: expected only images \(\.jpg, .*\) in .*cat; move this elsewhere"):
         ImageFolder(folder, as_bytes)
+
+
+@pytest.mark.parametrize("name", ["cat/9.jpg", "eel"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("gone.jpg")], ids=["pipe", "link"])
+def test_a_pipe_or_a_link_to_nothing_is_named_before_it_is_opened(folder, name, make):
+    make(folder / name)
+    with pytest.raises(DataError, match=f"{name}: neither a file nor a folder, but a link to nothing, or a pipe; expe"):
+        ImageFolder(folder, as_bytes)
+
+
+def test_an_error_in_a_transform_names_the_image(folder):
+    def fails(image):
+        raise ZeroDivisionError("division by zero")
+
+    images = ImageFolder(folder, fails)
+    with pytest.raises(DataError, match=r"cat/1\.png: the transform of this image raised ZeroDivisionError: division "):
+        images[1]
 
 
 def test_images_beside_the_folders_of_classes_or_below_them_are_named(folder):

@@ -117,6 +117,31 @@ def test_the_index_is_made_once_and_again_if_a_shard_changes(shards, monkeypatch
     assert made == shards
 
 
+def labels(images: ImageShards) -> list[int]:
+    return [images[i][1] for i in range(len(images))]
+
+
+def test_a_shard_with_other_labels_is_read_again_even_if_its_size_and_time_are_the_same(shards):
+    times = shards[0].stat()
+    assert labels(ImageShards(shards, colour)) == [0, 1, 2, 0, 1, 2]
+    write(shards[0], [member for k in range(3) for member in sample(f"0{k}", 2 - k, 10 * (k + 1))])
+    os.utime(shards[0], ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert (shards[0].stat().st_size, shards[0].stat().st_mtime_ns) == (times.st_size, times.st_mtime_ns)
+    assert labels(ImageShards(shards, colour)) == [2, 1, 0, 0, 1, 2]
+
+
+def test_shards_of_two_folders_have_indices_of_their_own_in_one_cache(tmp_path):
+    found = []
+    with disk_cached_in(tmp_path / "cache"):
+        for folder, order in (("a", (0, 1)), ("b", (1, 0))):
+            (tmp_path / folder).mkdir()
+            path = tmp_path / folder / "train-0.tar"
+            write(path, [member for k in range(2) for member in sample(str(k), order[k], 50)])
+            os.utime(path, ns=(0, 0))  # as tools do that write the same shards again bit for bit
+            found.append(labels(ImageShards([path], colour)))
+    assert found == [[0, 1], [1, 0]]
+
+
 def test_the_index_is_in_the_disk_cache_of_the_run_if_there_is_one(shards, tmp_path):
     with disk_cached_in(tmp_path / "cache"):
         ImageShards(shards, colour)
@@ -176,6 +201,29 @@ def test_a_damaged_header_is_not_taken_for_the_end(tmp_path):
         list(index_shard(path))
 
 
+@pytest.mark.parametrize("kind", [b"0", b"x", b"g", b"L", b"K", b"S"])
+@pytest.mark.parametrize("size", [b"\x80" + b"\x7f" * 11, b"\xff" * 12, b"\x80" + b"\0" * 6 + b"\x7f" * 5])
+def test_a_header_whose_size_no_file_has_is_that_of_a_damaged_shard(tmp_path, kind, size):
+    path = write(tmp_path / "x.tar", sample("a", 0, 50))
+    content = bytearray(path.read_bytes())
+    content[156:157], content[124:136], content[148:156] = kind, size, b" " * 8
+    content[148:156] = b"%06o\0 " % sum(content[:512])  # the checksum is right
+    path.write_bytes(content)
+    with pytest.raises(
+        DataError, match=r"x\.tar: .*; get or write the shard again|x\.tar: a\.jpg is a link or a special"
+    ):
+        list(index_shard(path))
+
+
+def test_names_of_members_that_are_not_utf_8_are_read(tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    (path,) = shards = [write(tmp_path / "train-0.tar", [*sample(name, 0, 50), *sample("b", 1, 50)])]
+    for _ in range(2):  # the second is from the cache
+        images = ImageShards(shards, colour)
+        assert labels(images) == [0, 1]
+        assert images._where(0) == f"{path}: {name}.jpg"
+
+
 def test_members_after_the_end_of_an_archive_are_not_lost_without_notice(tmp_path):
     one, two = (write(tmp_path / f"{key}.tar", sample(key, 0, 50)) for key in "ab")
     one.write_bytes(one.read_bytes() + two.read_bytes())
@@ -207,7 +255,7 @@ def test_a_wrong_member_is_named_with_its_shard(tmp_path, members, says):
 def test_files_that_are_no_tar_files_and_links_in_them_are_refused(tmp_path):
     path = tmp_path / "x.tar"
     path.write_bytes(b"\x1f\x8b" + bytes(range(256)) * 8)
-    with pytest.raises(DataError, match=r"x\.tar: cut short, or not a tar file, after its beginning"):
+    with pytest.raises(DataError, match=r"x\.tar: cut short, damaged, or not a tar file, after its beginning"):
         list(index_shard(path))
     with tarfile.open(path, "w") as tar:
         link = tarfile.TarInfo("a.jpg")
@@ -235,6 +283,14 @@ def test_a_label_that_is_no_class_is_named_with_its_shard_and_member(shards, tmp
 
 
 # ---- wrong images ----
+
+
+def test_an_error_in_a_transform_names_shard_and_member(shards):
+    def fails(image):
+        raise ZeroDivisionError("division by zero")
+
+    with pytest.raises(DataError, match=r"train-000001\.tar: 10\.jpg: the transform of this image raised ZeroDivision"):
+        ImageShards(shards, fails)[3]
 
 
 def test_headers_are_read_without_the_images_behind_them(tmp_path, monkeypatch):

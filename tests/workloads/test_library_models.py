@@ -14,7 +14,10 @@ import ebbflow
 from ebbflow.core.spec import Call, parse_call
 from ebbflow.errors import ConfigError, DataError
 from ebbflow.workloads import build
+from ebbflow.workloads.image_files import decode_image
+from ebbflow.workloads.saved_datasets import SavedImages, read_saved
 from ebbflow.workloads.torchvision_import import import_timm
+from workloads.png_files import COLOURS, GREY, png
 
 for package in ("timm", "transformers"):
     if importlib.util.find_spec(package) is None:
@@ -103,6 +106,20 @@ def test_networks_for_images_train_on_folders(workload: str, photographs: Path, 
     assert np.isfinite(loss_after_an_epoch(workload, photographs, tmp_path / "run"))
 
 
+@pytest.mark.parametrize("engine", ["loop", "fused"])
+def test_a_micro_batch_that_is_too_small_for_a_batch_norm_is_explained(
+    photographs: Path, tmp_path: Path, engine: str
+) -> None:
+    """The last layers of a ResNet-18 see a single pixel of an image of 32x32."""
+    config = ebbflow.RunConfig(
+        workload="folder-resnet18(size=32)", data=photographs, local_batch=1, trace="0s:2 40s", engine=engine,
+        loader_workers=0,
+    )  # fmt: skip
+    says = r"a batch norm gets a single value per channel, .*\(1, 3, 32, 32\)\); expected .* larger local_batch, or mic"
+    with pytest.raises(ConfigError, match=says):
+        ebbflow.train(config, tmp_path / "run")
+
+
 @pytest.mark.process
 @pytest.mark.timeout(120)
 def test_a_saved_data_set_holds_the_images_of_the_folder(photographs: Path, saved: Path) -> None:
@@ -137,6 +154,51 @@ def test_validation_images_of_a_saved_data_set_that_are_none_are_named_before_tr
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match=says):
         build("timm:resnet10t(size=32)", data=tmp_path / "saved")
+
+
+def save_training_images(folder: Path, images: list[bytes]) -> SavedImages:
+    """Save these files as training images, and return a reader of them."""
+    datasets = pytest.importorskip("datasets")
+    rows = {"image": [{"bytes": image, "path": None} for image in images], "label": [*range(len(images))]}
+    part = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(folder)
+    return SavedImages(read_saved(folder).train, np.asarray)
+
+
+@pytest.mark.parametrize(
+    ("bits", "colours", "says"), [(16, GREY, "pixels of type I;16"), (16, COLOURS, "16 bits per channel")]
+)
+def test_training_images_of_a_saved_data_set_with_more_than_eight_bits_are_refused(
+    tmp_path: Path, bits: int, colours: int, says: str
+) -> None:
+    numbers = np.full((8, 8, 3) if colours == COLOURS else (8, 8), 300)
+    images = save_training_images(tmp_path / "saved", [png(numbers, bits=bits, colours=colours)])
+    with pytest.raises(DataError, match=f"saved, split train, column image, image 0: {says}; expected 8 bits per"):
+        images[0]
+
+
+def test_images_of_a_saved_data_set_are_turned_as_viewers_turn_them(tmp_path: Path) -> None:
+    """As the page on workloads says; images in folders and shards are not."""
+    pil = pytest.importorskip("PIL.Image")
+    exif = pil.Exif()
+    exif[0x0112] = 6
+    pil.new("RGB", (8, 4)).save(tmp_path / "turned.png", exif=exif)
+    images = save_training_images(tmp_path / "saved", [(tmp_path / "turned.png").read_bytes()])
+    assert images[0][0].shape == (8, 4, 3)
+    assert decode_image(tmp_path / "turned.png", "turned.png").size == (8, 4)
+
+
+def test_a_saved_image_that_cannot_be_decoded_or_transformed_is_named(tmp_path: Path) -> None:
+    def fails(image: object) -> torch.Tensor:
+        raise ZeroDivisionError("division by zero")
+
+    whole = png(image(0).astype(int), bits=8, colours=COLOURS)
+    images = save_training_images(tmp_path / "saved", [whole, whole[: len(whole) // 2]])
+    with pytest.raises(DataError, match=r"split train, column image, image 1 cannot be decoded: .*; get it again"):
+        images[1]
+    images.transform = fails
+    with pytest.raises(DataError, match=r"column image, image 0: the transform of this image raised ZeroDivisionErr"):
+        images[0]
 
 
 def test_a_column_of_a_saved_data_set_without_images_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from ebbflow.workloads.segmentation import (
 )
 from ebbflow.workloads.torchvision_import import import_torchvision
 from workloads.fresh_process import unpickled_in_a_fresh_process
+from workloads.png_files import COLOURS, png
 
 CAMVID = MaskClasses(classes=11, void=11)
 
@@ -97,6 +99,14 @@ def test_masks_of_every_kind_with_one_number_per_pixel_are_read(folder, mode, dt
     assert opened(folder)[0][1].tolist() == numbers.astype(int).tolist()
 
 
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+def test_the_numbers_of_a_grey_mask_are_those_in_the_file_whatever_its_bit_depth(folder, bits):
+    numbers = np.tile(np.arange(40) % min(2**bits, 12), (30, 1))
+    (folder / "train" / "masks" / "0.png").write_bytes(png(numbers, bits=bits))
+    mask = opened(folder)[0][1]
+    assert mask.where(mask != VOID, 11).tolist() == numbers.tolist()
+
+
 def test_the_published_layout_of_ade20k_is_found_with_its_150_classes(tmp_path):
     for part in ("training", "validation"):
         root = tmp_path / "ADEChallengeData2016"
@@ -166,6 +176,24 @@ def emptied(name: str):
         (
             lambda folder: Image.new("I;16", (40, 30)).save(folder / "train" / "images" / "0.jpg", format="PNG"),
             r"images.0\.jpg: pixels of type I;16; expected 8 bits per channel, convert the image",
+        ),
+        (
+            lambda folder: (folder / "train" / "images" / "1.png").write_bytes(
+                png(np.zeros((30, 41, 3), np.uint16), bits=16, colours=COLOURS)
+            ),
+            r"images.1\.png: 16 bits per channel; expected 8 bits per channel, convert the image",
+        ),
+        (
+            lambda folder: Image.new("L", (40, 30)).save(folder / "train" / "masks" / "0.png", format="JPEG"),
+            r"masks.0\.png: it is a JPEG by its content; expected a PNG, since other formats may change numbers: make",
+        ),
+        (
+            lambda folder: os.mkfifo(folder / "train" / "images" / "9.jpg"),
+            r"images: 1 file\(s\) that are folders, pipes or broken links; expected files \*\.jpg.*: 9\.jpg; add",
+        ),
+        (
+            lambda folder: (folder / "train" / "masks" / "9.png").symlink_to("gone.png"),
+            r"masks: 1 file\(s\) that are folders, pipes or broken links; expected files \*\.png: 9\.png; add",
         ),
         (in_colours("LA"), r"masks.0\.png: an image in colours \(Pillow's mode LA\)"),
         (
@@ -270,6 +298,16 @@ def test_a_file_that_is_cut_short_is_named_when_it_is_read(folder, name):
     samples = opened(folder)
     with pytest.raises(DataError, match=rf"{name}: not a readable image .*get it again"):
         samples[0]
+
+
+def test_an_error_in_a_transform_names_the_image(folder):
+    def fails(image, mask):
+        raise ZeroDivisionError("division by zero")
+
+    part = folder / "train"
+    samples = SegmentationFolder(part / "images", part / "masks", values=CAMVID, transform=fails)
+    with pytest.raises(DataError, match=r"1\.png: the transform of this image raised ZeroDivisionError: division by"):
+        samples[1]
 
 
 def test_a_mask_that_changes_its_size_during_training_is_named(folder):

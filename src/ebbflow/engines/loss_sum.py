@@ -6,9 +6,9 @@ gradient would depend on how the step is shared. It returns the sum and the coun
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,9 @@ from ebbflow.errors import ConfigError
 from ebbflow.moments.estimate import Measurement
 from ebbflow.torch_api import foreach_mul_
 
-__all__ = ["LossSum", "check_differentiable", "check_scalar", "mean_over_samples", "normalise", "rescaled"]
+__all__ = ["LossSum", "check_differentiable", "check_scalar", "loss_of", "mean_over_samples", "normalise", "rescaled"]
+
+_ONE_VALUE = "Expected more than 1 value per channel when training"  # how the message of torch's batch norm begins
 
 
 class LossSum(NamedTuple):
@@ -31,6 +33,25 @@ class LossSum(NamedTuple):
     """One number with a gradient."""
     count: torch.Tensor | float  # type: ignore[assignment]  # no LossSum is searched as a tuple
     """Boxes, pixels, tokens: 0 or more, and not a function of the weights."""
+
+
+def loss_of(
+    loss: Callable[[torch.nn.Module, Any, Any], torch.Tensor | LossSum],
+    model: torch.nn.Module,
+    inputs: Any,
+    targets: Any,
+) -> torch.Tensor | LossSum:
+    """Return the loss of a micro-batch; one that is too small for a batch norm raises ConfigError, which says so."""
+    try:
+        return loss(model, inputs, targets)
+    except ValueError as error:
+        if not str(error).startswith(_ONE_VALUE):
+            raise
+        shape = f", and inputs have the shape {tuple(inputs.shape)}" if isinstance(inputs, torch.Tensor) else ""
+        raise ConfigError(
+            f"a batch norm gets a single value per channel, which has no variance ({error}{shape}); expected two or "
+            f"more: use a larger local_batch, or micro_batch if it is given, or larger inputs"
+        ) from error
 
 
 def check_scalar(loss: object) -> None:

@@ -21,7 +21,7 @@ from ebbflow.data.permutation import Permutation
 from ebbflow.engines.batches import as_pair
 from ebbflow.engines.captured import CapturedPasses, Count
 from ebbflow.engines.kept_buffers import KeptBuffers
-from ebbflow.engines.loss_sum import LossSum, check_differentiable, mean_over_samples
+from ebbflow.engines.loss_sum import LossSum, check_differentiable, loss_of, mean_over_samples
 from ebbflow.engines.module_modes import ModuleModes
 from ebbflow.errors import ConfigError
 from ebbflow.moments.meters import FusedMeter, Meter, meter_for
@@ -495,7 +495,7 @@ class ReplicaStep:
             if self._sums is not None and self.meter is None:
                 self._sums.put_back()  # what is sent of a gradient is that of all micro-batches
             with self.autocast():
-                loss = self.loss_function(self.model, micro_batch.inputs, micro_batch.targets)
+                loss = loss_of(self.loss_function, self.model, micro_batch.inputs, micro_batch.targets)
             if added is not None and self._sends(micro_batch):
                 added.put_back()  # what is sent of a gradient is that of all micro-batches
                 added = None
@@ -518,7 +518,7 @@ class ReplicaStep:
     ) -> tuple[torch.Tensor, Count]:
         assert self.loss_function is not None
         with self.autocast():
-            loss, count = mean_over_samples(self.loss_function(self.model, inputs, targets), samples)
+            loss, count = mean_over_samples(loss_of(self.loss_function, self.model, inputs, targets), samples)
         check_differentiable(loss)
         (loss * factor).backward()  # type: ignore[no-untyped-call]
         return loss.detach(), count

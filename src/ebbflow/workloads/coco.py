@@ -34,7 +34,14 @@ from torch.utils.data import Dataset
 
 from ebbflow.core.extras import require
 from ebbflow.errors import DataError
-from ebbflow.workloads.image_files import IMAGE_SUFFIXES, IMAGENET_MEAN, check_all, check_header, decode_image
+from ebbflow.workloads.image_files import (
+    IMAGE_SUFFIXES,
+    IMAGENET_MEAN,
+    check_all,
+    check_header,
+    decode_image,
+    transformed,
+)
 from ebbflow.workloads.torchvision_import import import_torchvision, pickle_with_torchvision
 
 __all__ = ["CocoImages", "CocoMetric", "CocoSplit", "check_headers", "collate_detection", "read_coco"]
@@ -50,6 +57,8 @@ _MOST_ID = 10**15 - 1  # pycocotools keeps ids as floats, which have all whole n
 _MOST_PIXELS = 1_000_000  # no image format has more in a row
 _MOST_AREA = 10**10  # square pixels; pycocotools counts no object with more, or with less than 0, and says nothing
 _LEAST_SIDE = 1e-6  # of the image's side; in 32 bits a thinner box has none, of which the loss takes the logarithm
+_LEAST_CROPPED = 4  # pixels; of a shorter side, torchvision's crop may take 0.3 and have none left, and divides by 0
+_FIRST_PIXEL = 1.02  # where boxes that are fractions of their image end, also if they were rounded to two digits
 _MOST_BAD = 0.01  # part of a file's boxes that may be bad; more of them mean another format, such as x1, y1, x2, y2
 
 
@@ -145,10 +154,13 @@ def read_coco(data: Path, split: str) -> CocoSplit:
 
     numbers = np.array([row[:2] for row in rows], dtype=np.int64)
     corners = np.array(boxes, dtype=np.float64)
-    if corners.max() <= 1:  # every box in the first pixel of its image
+    # A data set may have some boxes in the first pixel of their image, but not most. So neither rounding, by which
+    # fractions end behind 1, nor a few boxes in pixels hide that the others are fractions.
+    within = int((corners[:, 2:] <= _FIRST_PIXEL).all(axis=1).sum())
+    if 2 * within > len(corners):
         raise DataError(
-            f"{path}: no bbox reaches beyond 1, as if they were fractions of the image; expected x, y, width, height "
-            f"in pixels: correct the file"
+            f"{path}: {within} of {len(corners)} boxes end within the first pixel of their image, as if bbox were "
+            f"fractions of it; expected x, y, width, height in pixels: correct the file"
         )
     clipped, bad, left_out = _clip(corners, sizes[numbers[:, 0]])
     names = np.array([os.fsencode(image["file_name"]) for image in images])
@@ -266,23 +278,38 @@ def _in_folder(file: str, folder: Path, resolve: Callable[[Path], Path]) -> str:
 
 
 def _check_files(folder: Path, path: Path, images: Sequence[dict[str, Any]]) -> int:
-    """Refuse annotations whose images are not there; return the number of images that the annotations do not have."""
+    """Refuse annotations whose images are not there; return the number of images that the annotations do not have.
+
+    These are counted in the folder and in those folders below it in which the annotations have images.
+    """
+    named = {image["file_name"] for image in images}
     try:
-        # One call instead of one for each of 118,287 images. A folder, or a link to nothing, is no image.
-        names = {entry.name for entry in os.scandir(folder) if entry.is_file()}
+        present = _files(folder)
     except OSError as error:
         raise DataError(
             f"{folder}: cannot be read ({error.strerror or error}); expected the folder of the images of {path.name}"
         ) from None
-    missing = [i for i in images if i["file_name"] not in names and not _is_file(folder / i["file_name"])]
+    for inner in {name.rpartition("/")[0] for name in named if not name.startswith("/")} - {""}:
+        with contextlib.suppress(OSError, ValueError):  # its images are then missing
+            present |= {f"{inner}/{name}" for name in _files(folder / inner)}
+    missing = [i for i in images if i["file_name"] not in present and not _is_file(folder / i["file_name"])]
     if missing:
         raise DataError(
             f"{folder}: {len(missing)} of the {len(images)} images of {path.name} are not there; the first is "
             f"{_shown(missing[0]['file_name'])} (image {missing[0]['id']}); get the missing images, or remove their "
             f"entries"
         )
-    others = names - {image["file_name"] for image in images}
-    return sum(name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".") for name in others)
+    others = present - named
+    return sum(name.lower().endswith(IMAGE_SUFFIXES) and not name.rpartition("/")[2].startswith(".") for name in others)
+
+
+def _files(folder: Path) -> set[str]:
+    """Return the names of a folder's files. A folder, or a link to nothing, is none.
+
+    This is one call instead of one for each of 118,287 images.
+    """
+    with os.scandir(folder) as entries:
+        return {entry.name for entry in entries if entry.is_file()}
 
 
 def _is_file(path: Path) -> bool:
@@ -362,7 +389,8 @@ class CocoImages(Dataset[tuple[Tensor, Target]]):
 
     With `augment`, SSD's augmentation (Liu et al., ECCV 2016) by torchvision: photometric distortion, zooming out, a
     crop that overlaps a box, mirroring. It draws from torch's global generator only. Boxes whose centre is outside of
-    the crop are left out, and so are boxes of which less than a pixel is left.
+    the crop are left out, and so are boxes of which less than a pixel is left. An image with a side of less than four
+    pixels is not cropped.
     """
 
     def __init__(self, split: CocoSplit, *, size: int, augment: bool) -> None:
@@ -370,7 +398,7 @@ class CocoImages(Dataset[tuple[Tensor, Target]]):
         augmentation = [
             v2.RandomPhotometricDistort(),
             v2.RandomZoomOut(fill=IMAGENET_MEAN.flatten().round().int().tolist()),
-            v2.RandomIoUCrop(),
+            _CropIfLargeEnough(v2.RandomIoUCrop()),
             v2.RandomHorizontalFlip(),
             v2.ClampBoundingBoxes(),
             v2.SanitizeBoundingBoxes(),
@@ -390,15 +418,24 @@ class CocoImages(Dataset[tuple[Tensor, Target]]):
         pixels = torch.from_numpy(np.array(decode_image(path, where, size=(width, height)))).permute(2, 0, 1)
         part = slice(split.first[index], split.first[index + 1])
         boxes = tensors.BoundingBoxes(torch.from_numpy(split.boxes[part]), format="XYXY", canvas_size=(height, width))
-        image, target = self.transform(
-            tensors.Image(pixels), {"boxes": boxes, "labels": torch.from_numpy(split.labels[part])}
-        )
+        target = {"boxes": boxes, "labels": torch.from_numpy(split.labels[part])}
+        image, target = transformed(where, self.transform, tensors.Image(pixels), target)
         return image.as_subclass(Tensor), {
             "boxes": target["boxes"].as_subclass(Tensor),
             "labels": target["labels"],
             "image_id": torch.tensor(int(split.ids[index])),
             "size": torch.from_numpy(split.sizes[index]),
         }
+
+
+@dataclass(frozen=True)
+class _CropIfLargeEnough:
+    """A random crop, and images that are too small for it as they are."""
+
+    crop: Callable[[Tensor, Target], tuple[Tensor, Target]]
+
+    def __call__(self, image: Tensor, target: Target) -> tuple[Tensor, Target]:
+        return self.crop(image, target) if min(image.shape[-2:]) >= _LEAST_CROPPED else (image, target)
 
 
 def collate_detection(samples: Sequence[tuple[Tensor, Target]]) -> tuple[Tensor, list[Target]]:

@@ -44,9 +44,11 @@ def disk_cached(
 
     `folder` is where to cache it outside of `disk_cached_in`, if at all.
 
-    The file is named after the content of the sources, so it is never out of date. The returned array may be changed:
-    neither the file nor the arrays of other processes change with it. If the folder cannot be written, the array is
-    made without the cache.
+    The file is named after the content of the sources, so it is never out of date if `make` uses nothing else. If it
+    reads other files, the sources have to contain what shows that these have changed.
+
+    The returned array may be changed: neither the file nor the arrays of other processes change with it. If the folder
+    cannot be written, the array is made without the cache.
     """
     folder = _FOLDER.get() or folder
     if folder is None:

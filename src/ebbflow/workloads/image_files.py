@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,8 +33,8 @@ from ebbflow.workloads.disk_cache import disk_cached
 
 __all__ = [
     "IMAGENET_MEAN", "IMAGENET_STD", "IMAGE_SUFFIXES", "TURNED", "Images", "check_all", "check_header",
-    "decode_image", "decode_jpegs", "is_turned", "open_image", "read_cifar10", "read_cifar100", "read_idx",
-    "read_mnist_folder",
+    "decode_image", "decode_jpegs", "is_turned", "open_image", "png_format", "read_cifar10", "read_cifar100",
+    "read_idx", "read_mnist_folder", "transformed",
 ]  # fmt: skip
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
@@ -51,8 +50,10 @@ TURNED = (
 )
 """What to do about an image whose annotations were made as viewers show it."""
 
+_PNG_FORMAT = 24  # where the bit depth is in a PNG, and after it the colour type; Pillow tells neither
 _ORIENTATION = 0x0112  # the number of the tag in EXIF
 _IDX_BYTES = 0x08  # the idx code of unsigned bytes, the only type that the image sets use
+_ZIP = b"PK\x03\x04"  # how a zip file begins; what makes it one for Python is the directory at its end
 _CIFAR_SIDE = 32
 _CIFAR_PIXELS = 3 * _CIFAR_SIDE * _CIFAR_SIDE
 
@@ -134,6 +135,33 @@ def check_header(file: Path | BinaryIO, where: Path | str, *, size: tuple[int, i
         return width, height
 
 
+def png_format(image: Any) -> tuple[int, int] | None:
+    """Return bits per number and colour type (0: grey) of a PNG by its header, before it is decoded; else None."""
+    if image.format != "PNG":
+        return None
+    position = image.fp.tell()
+    image.fp.seek(_PNG_FORMAT)
+    bits, colours = image.fp.read(2)
+    image.fp.seek(position)
+    return bits, colours
+
+
+def transformed(where: Path | str, transform: Callable[..., Any], *parts: Any) -> Any:
+    """Return the transform of an image, perhaps with more parts; an error in it raises DataError, which names `where`.
+
+    It is the transform's error, and not the file's, which was decoded; but an odd image may be its cause.
+    """
+    try:
+        return transform(*parts)
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{where}: the transform of this image raised {type(error).__name__}: {error}; correct the transform, or "
+            f"replace the image"
+        ) from error
+
+
 def is_turned(image: Any) -> bool:
     """Whether the file says that a viewer should turn the image by a quarter, as those of cameras do."""
     return image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
@@ -153,8 +181,12 @@ def _check(image: Any, where: Path | str, size: tuple[int, int] | None) -> None:
         found, expected = ("{}x{}".format(*sides) for sides in (image.size, size))
         cure = TURNED if image.size[::-1] == size and is_turned(image) else "get the original image"
         raise DataError(f"{where}: {found} pixels; expected {expected}: {cure}")
-    if image.mode.startswith(("I", "F")):  # Pillow would cut every value above 255
-        raise DataError(f"{where}: pixels of type {image.mode}; expected 8 bits per channel, convert the image")
+    # Of channels with 16 bits Pillow would keep the upper 8, and of single numbers cut every value above 255.
+    bits, _ = png_format(image) or (8, None)
+    single = image.mode.startswith(("I", "F"))
+    if single or bits > 8:
+        found = f"pixels of type {image.mode}" if single else f"{bits} bits per channel"
+        raise DataError(f"{where}: {found}; expected 8 bits per channel, convert the image")
 
 
 # ---- idx: MNIST, Fashion-MNIST ----
@@ -281,6 +313,10 @@ def _read_cifar(data: Path, kind: _CifarFormat) -> tuple[Images, Images]:
         train = _concatenate([read(path, kind) for path in paths[:-1]])
         _check_classes(paths[0], train.labels, kind)
         return train, read(paths[-1], kind)
+    if data.is_file() and _read_bytes(data).startswith(_ZIP):
+        raise DataError(
+            f"{data}: cut short: it begins as an npz file does, but has no directory at its end; get it again"
+        )
     found = "is a file of another kind" if data.is_file() else "has none of it" if data.is_dir() else "does not exist"
     for other in (_CIFAR10, _CIFAR100):
         if any(path.is_file() for _, paths in _cifar_places(data, other) for path in paths):
@@ -361,8 +397,8 @@ def _cifar_npz(path: Path, split: str, kind: _CifarFormat) -> Images:
             names = arrays.get("classes")
     except KeyError as error:
         raise DataError(f"{path}: {error.args[0]}; expected the arrays {split}_jpeg, _offsets and _labels") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: damaged npz file ({error}); get it again") from None
+    except Exception as error:  # zipfile and numpy raise nearly anything for a damaged file, also a MemoryError
+        raise DataError(f"{path}: damaged npz file ({type(error).__name__}: {error}); get it again") from None
     where = f"{path}, {split}"
     if split == "train":
         _check_classes(where, labels, kind, names)

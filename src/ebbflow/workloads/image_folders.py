@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ebbflow.errors import DataError
-from ebbflow.workloads.image_files import IMAGE_SUFFIXES, check_all, check_header, decode_image
+from ebbflow.workloads.image_files import IMAGE_SUFFIXES, check_all, check_header, decode_image, transformed
 
 __all__ = ["ImageFolder", "Transform"]
 
@@ -42,8 +42,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             images = [_names(folder / name, folders=False) for name in self.classes]
         except OSError as error:
             raise DataError(
-                f"{folder}: cannot be read ({error.strerror or error}); expected a folder with one folder of images "
-                f"per class"
+                f"{error.filename or folder}: cannot be read ({error.strerror or error}); expected a folder with one "
+                f"folder of images per class"
             ) from None
         for name, files in zip(self.classes, images, strict=True):
             if not files:
@@ -60,7 +60,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path = self._path(index)
-        return self.transform(decode_image(path, path)), int(self._labels[index])
+        return transformed(path, self.transform, decode_image(path, path)), int(self._labels[index])
 
     def check_headers(self) -> None:
         """Read the headers of all images; those that are no images raise DataError."""
@@ -86,7 +86,10 @@ def _names(folder: Path, *, folders: bool) -> list[str]:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir() != folders or not (folders or entry.name.lower().endswith(IMAGE_SUFFIXES)):
-                raise DataError(f"{entry.path}: expected only {expected} in {folder}; move this elsewhere")
+            fits = entry.is_dir() if folders else entry.is_file() and entry.name.lower().endswith(IMAGE_SUFFIXES)
+            if not fits:  # a pipe, too: opening it would wait for ever
+                neither = not (entry.is_file() or entry.is_dir())
+                found = "neither a file nor a folder, but a link to nothing, or a pipe; " if neither else ""
+                raise DataError(f"{entry.path}: {found}expected only {expected} in {folder}; move this elsewhere")
             names.append(entry.name)
     return sorted(names)

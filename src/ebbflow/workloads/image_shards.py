@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from ebbflow.errors import DataError
 from ebbflow.workloads.disk_cache import disk_cached
-from ebbflow.workloads.image_files import IMAGE_SUFFIXES, check_all, check_header, decode_image
+from ebbflow.workloads.image_files import IMAGE_SUFFIXES, check_all, check_header, decode_image, transformed
 from ebbflow.workloads.image_folders import Transform
 
 __all__ = ["ImageShards", "ShardSample", "find_shards", "index_shard"]
@@ -123,10 +123,12 @@ def index_shard(shard: Path) -> Iterator[ShardSample]:
                     f"{shard}: no end of the archive after {last} (byte {end}); the shard was cut short, is damaged, "
                     f"or was joined from several; {_AGAIN}"
                 )
-    except tarfile.TarError as error:
-        raise DataError(f"{shard}: cut short, or not a tar file, after {last} ({error}); {_AGAIN}") from None
+    except DataError:
+        raise
     except OSError as error:
         raise DataError(f"{shard}: cannot be read ({error.strerror or error})") from None
+    except Exception as error:  # of tarfile, or of Python, for numbers and names in a damaged header
+        raise DataError(f"{shard}: cut short, damaged, or not a tar file, after {last} ({error}); {_AGAIN}") from None
     if not samples:
         raise DataError(f"{shard}: no samples; expected members KEY.jpg and KEY.cls")
     for key, members in samples.items():
@@ -161,12 +163,16 @@ class ImageShards(Dataset[tuple[Tensor, int]]):
         self.shards = list(shards)
         self.transform = transform
         try:
-            stats = [(shard.name, shard.stat()) for shard in self.shards]
+            stats = [(shard.resolve(), shard.stat()) for shard in self.shards]
         except OSError as error:
             raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from None
-        state = "\n".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
+        # The index depends on files that are not read for its key. A copy may keep size and time of another file, and a
+        # cache may be that of several folders; but a copy has a number of its own, or was changed (ctime) later.
+        state = "\n".join(
+            f"{path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}" for path, stat in stats
+        )
         self._index = disk_cached(
-            "shards", [np.frombuffer(state.encode(), np.uint8)], self._make_index, folder=self.shards[0].parent
+            "shards", [np.frombuffer(os.fsencode(state), np.uint8)], self._make_index, folder=self.shards[0].parent
         )
         present = np.unique(self._index["label"])
         if classes is None:
@@ -183,7 +189,8 @@ class ImageShards(Dataset[tuple[Tensor, int]]):
     def _make_index(self) -> NDArray[np.void]:
         rows = [(i, *sample) for i, shard in enumerate(self.shards) for sample in index_shard(shard)]
         columns = list(zip(*rows, strict=True))
-        arrays = [*(np.array(column, dtype=np.int64) for column in columns[:4]), np.char.encode(columns[4], "utf-8")]
+        members = np.array([os.fsencode(name) for name in columns[4]])  # which need not be UTF-8
+        arrays = [*(np.array(column, dtype=np.int64) for column in columns[:4]), members]
         names = ("shard", "offset", "size", "label", "member")
         index = np.empty(len(rows), dtype=[(name, array.dtype) for name, array in zip(names, arrays, strict=True)])
         for name, array in zip(names, arrays, strict=True):
@@ -202,7 +209,7 @@ class ImageShards(Dataset[tuple[Tensor, int]]):
                 content = file.read(row["size"])
         except OSError as error:
             raise DataError(f"{where}: cannot be read ({error.strerror or error})") from None
-        return self.transform(decode_image(io.BytesIO(content), where)), int(row["label"])
+        return transformed(where, self.transform, decode_image(io.BytesIO(content), where)), int(row["label"])
 
     def check_headers(self) -> None:
         """Read the headers of all images; those that are no images raise DataError."""
@@ -223,7 +230,7 @@ class ImageShards(Dataset[tuple[Tensor, int]]):
 
     def _where(self, index: int | np.int64) -> str:
         row = self._index[index]
-        return f"{self.shards[row['shard']]}: {row['member'].decode()}"
+        return f"{self.shards[row['shard']]}: {os.fsdecode(row['member'])}"
 
 
 class _Member(io.RawIOBase):

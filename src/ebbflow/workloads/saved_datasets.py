@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from ebbflow.core.extras import require
 from ebbflow.errors import DataError
-from ebbflow.workloads.image_files import check_all, check_header
+from ebbflow.workloads.image_files import check_all, check_header, transformed
 from ebbflow.workloads.image_folders import Transform
 
 __all__ = ["SavedBlocks", "SavedImages", "SavedSplit", "SavedSplits", "is_saved", "read_saved"]
@@ -92,57 +92,62 @@ def _column(split: SavedSplit, names: tuple[str, ...]) -> str:
 
 
 class SavedImages(Dataset[tuple[Tensor, int]]):
-    """The images of a split, each as its transform and its label; errors name the folder, the split and the column."""
+    """The images of a split, each as its transform and its label; errors name the folder, the split and the column.
+
+    `datasets` decodes the images, and turns those whose EXIF says how viewers should turn them.
+    """
 
     def __init__(self, split: SavedSplit, transform: Transform, *, classes: int | None = None) -> None:
         """`classes` is the number of classes; by default the column says it, or its labels, then without gaps."""
         self._images, self._labels = _column(split, _IMAGES), _column(split, _LABELS)
-        self._split = split.rows
         self._where = f"{split.where}, column {self._images}"
         self.transform = transform
-        self._check_column()
+        datasets = require("datasets", extra="hf", needed_for="a saved data set")
+        self._decoder = split.rows.features[self._images]
+        if not isinstance(self._decoder, datasets.Image) or not self._decoder.decode:
+            raise DataError(
+                f"{self._where}: it holds {self._decoder}; expected images that are decoded when they are read: cast "
+                f"the column to datasets.Image() before saving"
+            )
+        # Files instead of decoded images: only the header of a file says how many bits its channels have.
+        files = split.rows.select_columns([self._images, self._labels])
+        self._rows = files.cast_column(self._images, datasets.Image(decode=False))
         self.classes = _number_of_classes(split, self._labels, classes)
 
-    def _check_column(self) -> None:
-        datasets = require("datasets", extra="hf", needed_for="a saved data set")
-        kind = self._split.features[self._images]
-        if not isinstance(kind, datasets.Image) or not kind.decode:
-            raise DataError(
-                f"{self._where}: it holds {kind}; expected images that are decoded when they are read: cast the column "
-                f"to datasets.Image() before saving"
-            )
-
     def __len__(self) -> int:
-        return len(self._split)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        where = f"{self._where}, image {index}"
+        row = self._rows[int(index)]
+        where = self._check_header(row, index)
         try:
-            row = self._split[int(index)]
-            if row[self._images] is None:
-                raise DataError(f"{where} is empty; {_EMPTY}")
-            image = row[self._images].convert("RGB")
-        except (OSError, SyntaxError, AttributeError) as error:  # Pillow's errors of damaged files
-            raise DataError(f"{where} cannot be decoded: {error}") from error
-        return self.transform(image), int(row[self._labels])
+            image = self._decoder.decode_example(row[self._images]).convert("RGB")
+        except MemoryError:
+            raise
+        except Exception as error:  # Pillow raises nearly anything for a damaged file
+            raise DataError(f"{where} cannot be decoded: {error}; get it again") from error
+        return transformed(where, self.transform, image), int(row[self._labels])
 
     def check_headers(self) -> None:
         """Read the headers of all images; those that are no images raise DataError."""
-        datasets = require("datasets", extra="hf", needed_for="a saved data set")
-        stored = self._split.select_columns([self._images]).cast_column(self._images, datasets.Image(decode=False))
 
         def problem(index: int) -> str | None:
-            where = f"{self._where}, image {index}"
-            image: dict[str, Any] | None = stored[index][self._images]
-            if image is None or not (image["bytes"] or image["path"]):
-                return f"{where} is empty; {_EMPTY}"
             try:
-                check_header(io.BytesIO(image["bytes"]) if image["bytes"] else Path(image["path"]), where)
+                self._check_header(self._rows[index], index)
             except DataError as error:
                 return str(error)
             return None
 
         check_all(problem, len(self), "images")
+
+    def _check_header(self, row: dict[str, Any], index: int) -> str:
+        """Return what errors call the image of a row, whose header must be that of an image that can be used."""
+        where = f"{self._where}, image {index}"
+        image: dict[str, Any] | None = row[self._images]
+        if image is None or not (image["bytes"] or image["path"]):
+            raise DataError(f"{where} is empty; {_EMPTY}")
+        check_header(io.BytesIO(image["bytes"]) if image["bytes"] else Path(image["path"]), where)
+        return where
 
 
 def _number_of_classes(split: SavedSplit, column: str, classes: int | None) -> int:

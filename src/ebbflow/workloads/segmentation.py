@@ -38,6 +38,8 @@ from ebbflow.workloads.image_files import (
     decode_image,
     is_turned,
     open_image,
+    png_format,
+    transformed,
 )  # fmt: skip
 from ebbflow.workloads.prefetch import DatasetSource
 from ebbflow.workloads.torchvision_import import import_torchvision, load_backbone, pickle_with_torchvision
@@ -52,8 +54,10 @@ VOID = 255
 """The value of void pixels in the masks of samples, whatever it is in the files."""
 _UNKNOWN = 254
 _MASK_SUFFIXES = (".png",)
-_NUMBER_MODES = ("L", "P", "1", "I", "I;16", "I;16B")
-"""Pillow's modes with one number per pixel. The numbers of a palette image (P) are its indices, as in Pascal VOC."""
+_NUMBER_MODES = ("L", "P", "1", "I", "I;16")
+"""Pillow's modes of a PNG with one number per pixel. The numbers of a palette image (P) are its indices, as in Pascal
+VOC."""
+_GREY = 0  # the colour type of a PNG without palette, colours or transparency
 _SOME_MASKS = 16  # training masks that are read before training
 _AUXILIARY = 0.5  # weight of the auxiliary head's loss, in GluonCV's and torchvision's training scripts alike
 _BASE = 520 / 480  # shorter side of an image divided by the side of a crop, in both scripts
@@ -107,9 +111,9 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
     """The images of a folder with the masks of another: bytes `(3, height, width)` and class indices `(height, width)`.
 
     When it is made, all names are compared and the headers of all files are read: an image without a mask, a mask
-    without an image, other files, different sizes, masks in colours, and images with more than 8 bits per channel raise
-    DataError then. `check_masks` reads some masks, or all. Numbers in other masks that are no class, and files that are
-    damaged behind their header, raise DataError when the sample is read. No file is left out.
+    without an image, other files, different sizes, masks in colours or not in PNG, and images with more than 8 bits per
+    channel raise DataError then. `check_masks` reads some masks, or all. Numbers in other masks that are no class, and
+    files that are damaged behind their header, raise DataError when the sample is read. No file is left out.
     """
 
     def __init__(self, images: Path, masks: Path, *, values: MaskClasses, transform: Transform) -> None:
@@ -137,7 +141,8 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
         tv_tensors = _torchvision("tv_tensors")
         image = tv_tensors.Image(torch.from_numpy(pixels).permute(2, 0, 1))
         indices = tv_tensors.Mask(torch.from_numpy(self.values.indices(numbers, mask_path)))
-        return self.transform(image, indices)
+        sample: tuple[Tensor, Tensor] = transformed(image_path, self.transform, image, indices)
+        return sample
 
     def check_masks(self, most: int | None = None) -> None:
         """Read all masks, or `most` that are spread over the folder.
@@ -174,9 +179,14 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
         try:
             image_size = check_header(image_path, image_path)
             with open_image(mask_path, mask_path) as mask:
-                mask_size, mode = mask.size, mask.mode
+                mask_size, mode, kind = mask.size, mask.mode, mask.format
         except DataError as error:
             return str(error)
+        if kind != "PNG":
+            return (
+                f"{mask_path}: it is a {kind} by its content; expected a PNG, since other formats may change numbers: "
+                f"make it again from the original mask"
+            )
         if mode not in _NUMBER_MODES:
             return (
                 f"{mask_path}: an image in colours (Pillow's mode {mode}); expected one number per pixel, that is "
@@ -186,20 +196,29 @@ class SegmentationFolder(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _numbers(mask: Path) -> NDArray[Any]:
+    """Return the numbers that are in the file of a mask."""
     with open_image(mask, mask) as opened:
-        return np.array(opened)
+        bits, colours = png_format(opened) or (8, None)
+        numbers = np.array(opened)
+    # Pillow makes greys from 0 to 255 of the numbers 0 to 3 and 0 to 15, but 0 and 1 (False and True) of single bits.
+    return numbers // (255 // (2**bits - 1)) if colours == _GREY and bits in (2, 4) else numbers
 
 
 def _files(folder: Path, suffixes: tuple[str, ...]) -> dict[str, str]:
     """Return the names of a folder's files by their names without suffix; there may be no other files in it."""
     expected = f"expected files {', '.join(f'*{suffix}' for suffix in suffixes)}"
     try:
-        names = sorted(entry.name for entry in os.scandir(folder) if not entry.name.startswith("."))
+        with os.scandir(folder) as entries:
+            is_file = {entry.name: entry.is_file() for entry in entries if not entry.name.startswith(".")}
     except OSError as error:
         raise DataError(f"{folder}: cannot be read ({error.strerror or error}); {expected}") from None
-    if not names:
+    if not is_file:
         raise DataError(f"{folder}: the folder is empty; {expected}")
+    names = sorted(is_file)
     _refuse(folder, [name for name in names if not name.lower().endswith(suffixes)], f"of another kind; {expected}")
+    # Opening a pipe would wait for ever.
+    no_files = [name for name in names if not is_file[name]]
+    _refuse(folder, no_files, f"that are folders, pipes or broken links; {expected}")
     by_stem: dict[str, str] = {}
     for name in names:
         stem = Path(name).stem

@@ -29,7 +29,7 @@ from ebbflow.engines.emulated.compiled import CompiledPasses, Execution, PassSha
 from ebbflow.engines.emulated.emulated_engine import EmulatedEngine, EmulatedStep, LoopEngine, Ranks
 from ebbflow.engines.emulated.grouped_batch_norm import BatchNormMode, GroupedBatchNorm, unfusable
 from ebbflow.engines.kept_buffers import KeptBuffers
-from ebbflow.engines.loss_sum import LossSum, check_differentiable, mean_over_samples
+from ebbflow.engines.loss_sum import LossSum, check_differentiable, loss_of, mean_over_samples
 from ebbflow.engines.replica_step import (
     Fetch,
     Loss,
@@ -402,7 +402,7 @@ class FusedEngine(EmulatedEngine):
                     self._compiled = None
                     reason = " ".join(str(error).split())  # the first of its lines may be the type of the error only
                     self._report("not compiled", f"the model runs as it is: {shorten(reason, 200, placeholder=' ...')}")
-            return self.loss(self.model, inputs, targets)
+            return loss_of(self.loss, self.model, inputs, targets)
 
     def _halve_passes(self, shapes: list[PassShape], error: torch.OutOfMemoryError) -> None:
         """Use smaller passes after the memory did not suffice for the largest one."""
