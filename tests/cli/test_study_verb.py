@@ -83,23 +83,17 @@ TINY = (
 
 
 @pytest.mark.process
-def test_a_budget_that_ends_before_anything_is_written_leaves_an_unfinished_study(
-    ebbflow: Ebbflow, tmp_path: Path
-) -> None:
-    """Building the model takes longer than the call may, and longer than arms have to end."""
-    plugin = tmp_path / "slow.py"
-    plugin.write_text(
-        "import time\nfrom ebbflow import register_workload\nfrom ebbflow.workloads import WORKLOADS, recipe\n"
-        "@register_workload('slow-to-build', recipe=recipe('digits-mlp'), cite='test')\n"
-        "def slow(recipe):\n    time.sleep(100)\n    return WORKLOADS.entry('digits-mlp').make(recipe=recipe)\n"
-    )
-    Path("slow.toml").write_text(TINY.replace("digits-mlp", "slow-to-build"))
-    options = ("study", "slow.toml", "--plugin", plugin, "--out", "out", "--jobs", 1, "--budget", "4s")
-    ended = ebbflow(*options, "--json")
+def test_a_record_without_its_first_row_is_that_of_an_arm_that_has_not_begun(ebbflow: Ebbflow) -> None:
+    """As an arm leaves it that is ended before it has built its model."""
+    Path("tiny.toml").write_text(TINY)
+    options = ("study", "tiny.toml", "--out", "out", "--jobs", 1, "--budget", "1ms", "--json")
+    ebbflow(*options)
+    begun = Path("out/arms") / load_study("tiny.toml").arms()[0].id
+    begun.mkdir(parents=True)
+    (begun / "record.jsonl").write_text("")
+    ended = ebbflow(*options)
     assert (ended.code, json.loads(ended.out)) == (4, {"cells": []})
     assert "0 of 2 arms have ended; the same command continues with the others" in ended.err
-    (Path("out/arms/begun")).mkdir(parents=True)
-    (Path("out/arms/begun/record.jsonl")).write_text("")
     ebbflow("report", "out").assert_refused("has no records yet", "wait until it begins")
 
 

@@ -62,7 +62,7 @@ def test_sgd_has_the_gain_and_adam_the_root_warmed_up_by_what_the_steps_are_wort
 
 
 def test_a_batch_that_was_only_requested_begins_no_ramp() -> None:
-    rule, state, samples = make_rule("auto(limit=0)"), AUTO.init(), 0
+    rule, samples = make_rule("auto(limit=0)"), 0
     state = rule.init()
     for step in range(4):
         context = replace(STEP, step=step, samples=samples, batch=32, adaptive=True, shortfall=0.25)

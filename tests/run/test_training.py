@@ -12,7 +12,7 @@ from torch import nn
 
 from ebbflow import workloads
 from ebbflow.errors import CheckpointError, ConfigError, EbbflowError, OutputError, PlanError
-from ebbflow.record import Run, StepRow, read_record
+from ebbflow.record import Run, StepRow, has_header, read_record
 from ebbflow.run import training
 from ebbflow.run.assemble import resolve
 from ebbflow.run.config import RunConfig
@@ -288,6 +288,15 @@ def test_a_run_that_has_failed_by_its_own_end_is_not_trained_again(tmp_path: Pat
         config("constant(workers=8)", **settings), tmp_path / "run", callbacks=Callbacks(on_step=stepped.append)
     )
     assert (again.status, again.end, stepped) == ("failed", first.end, [])
+
+
+def test_the_header_of_a_record_is_on_the_disk_before_the_first_step(tmp_path: Path) -> None:
+    """So that a report can be made of a study whose first steps take long."""
+    seen: list[bool] = []
+    path = tmp_path / "run" / "record.jsonl"
+    callbacks = Callbacks(on_start=lambda done, total: seen.append(has_header(path)))
+    train(config("constant(workers=2)", rule="linear", epochs=1), tmp_path / "run", callbacks=callbacks)
+    assert seen == [True]
 
 
 def test_a_growing_policy_does_not_repeat_a_trace_for_a_run_by_gain_unless_told(tmp_path: Path) -> None:

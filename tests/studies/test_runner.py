@@ -362,3 +362,21 @@ def test_an_output_folder_that_cannot_be_made(tmp_path: Path) -> None:
         run_study(small(), tmp_path / "file" / "out")
     with pytest.raises(ConfigError, match="jobs is 0"):
         run_study(small(), tmp_path, jobs=0)
+
+
+@pytest.mark.process
+def test_arms_that_do_not_stop_in_time_are_killed_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "_END_WITHIN_S", 0.5)
+    building = tmp_path / "building"
+    plugin = tmp_path / "slow.py"
+    plugin.write_text(
+        "import time\nfrom pathlib import Path\nfrom ebbflow import register_workload\n"
+        "from ebbflow.workloads import WORKLOADS, recipe\n"
+        "@register_workload('slow-to-build', recipe=recipe('digits-cnn'), cite='test')\n"
+        f"def slow(recipe):\n    Path({str(building)!r}).touch()\n    time.sleep(200)\n"
+    )
+    study = small(workloads=["slow-to-build"], rules=["constant"], settings={"plugins": [str(plugin)], "epochs": 1})
+    run_study(study, tmp_path / "out", jobs=1, should_stop=building.exists)
+    assert "1 of 1 arms did not come to the end of a step within 0.5 s and were killed" in caplog.text

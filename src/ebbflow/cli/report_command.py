@@ -79,9 +79,9 @@ def report(
 
 
 def show_report_of(folder: Path, ended: Ending, *, as_json: bool) -> Ending:
-    """Show the report of what has ended so; a report that cannot be made does not hide how that was.
+    """Show the report of a study that has `ended`; return how the command ends.
 
-    Returns how the command ends: failed where all else went well.
+    That is how the study ended, also if the report cannot be made; only where all else went well, the command failed.
     """
     try:
         show_report(folder, as_json=as_json)

@@ -379,14 +379,14 @@ class ElasticOptimizer(RuleOptimizer):
         assert self._watched is not None
         if self._ranks is None:
             # Torch counts no change where a scaler unscales; a scaler waits for the device in every step anyway.
-            unseen = self._scaler is not None and (alone or self._steps < _FIRST_STEPS)
+            thoroughly = self._scaler is not None and (alone or self._steps < _FIRST_STEPS)
             if alone and self._scaler is None:
                 self._watched.forget()
-            elif self._watched.changed(thoroughly=unseen):
+            elif self._watched.changed(thoroughly=thoroughly):
                 raise ConfigError(
                     "the gradients were changed between backward() and step(), as clip_grad_norm_ and unscale_ do; "
-                    "that would change every micro-batch of the step instead of their mean, and with a scaler a "
-                    "gradient that step() unscales (once more). Give clip= (and scaler=) "
+                    "that would change every micro-batch of the step instead of their mean; and with a scaler, step() "
+                    "unscales the gradient itself. Give clip= (and scaler=) "
                     "to ElasticOptimizer instead (transformers: max_grad_norm=0; Lightning: no gradient_clip_val), "
                     "or change the mean gradient in a hook of register_step_pre_hook. DistributedDataParallel changes "
                     "them, too: give it as model="

@@ -189,14 +189,11 @@ class Study:
 
     def overridden(self, name: str) -> list[Any]:
         """What the [[override]] tables say of a setting, for each run of which they do."""
-        axes = ("workload", "label", "rule", "seed")
+        entries = [entry for entry in self.override if name in entry["set"]]
         found = []
         for config in (arm.config for arm in self.arms()):
-            chosen = dict(
-                zip(("workload", "trace", "rule", "seed"), (getattr(config, axis) for axis in axes), strict=True)
-            )
-            said = [entry["set"][name] for entry in self.override if name in entry["set"] and _matches(entry, **chosen)]
-            found += said[-1:]
+            chosen = {"workload": config.workload, "trace": config.label, "rule": config.rule, "seed": config.seed}
+            found += [entry["set"][name] for entry in entries if _matches(entry, **chosen)][-1:]  # the last one holds
         return found
 
     def _arm(self, *, workload: str, trace: str, rule: str, seed: int) -> Arm:
